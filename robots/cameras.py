@@ -1,8 +1,8 @@
-"""Cameras on the robot's own computer, for any station: V4L2 devices and streams by OpenCV, and RealSense.
+"""Cameras on the robot's computer, for any driver: V4L2 devices and network streams (OpenCV), and RealSense.
 
-A thread reads each camera, so that `Camera.read` never waits; the newest frame wins. A camera that delivers nothing new
-for `CameraConfig.stale_after_s` is stale, and one whose stream ends or whose device goes away is lost. OpenCV (of the
-extra ``cameras``) and pyrealsense2 (of ``realsense``) are imported when a camera is connected.
+One thread reads each camera and keeps the newest frame, so `Camera.read` never blocks. A camera without a new frame for
+`CameraConfig.stale_after_s` is stale. A camera is lost when its stream ends or its device is unplugged.
+`LocalCamera.connect` imports OpenCV (extra ``cameras``) or pyrealsense2 (extra ``realsense``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from robots.device_lock import DeviceLock, camera_lock_name
 CONNECT_TIMEOUT_S = 20.0
 STOP_CHECK_INTERVAL_S = 0.1
 CLOSE_TIMEOUT_S = 2.0
-MAX_PLAUSIBLE_AGE_NS = (
-    1_000_000_000  # a stamp of the driver's that is older than this, or in the future, is another clock's
-)
+MAX_PLAUSIBLE_AGE_NS = 1_000_000_000  # an older driver stamp, or one in the future, belongs to another clock
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +36,10 @@ log = logging.getLogger(__name__)
 class CameraConfig:
     """Attributes:
     kind: ``opencv`` or ``realsense``.
-    device: OpenCV's: a device such as ``/dev/video0``, its number, or the address of a stream. RealSense: the serial
-        number; empty where there is one only.
-    fourcc: the pixel format to ask a V4L2 device for, e.g. ``MJPG``; empty leaves it as it is.
-    stale_after_s: by default three frame times and a tenth of a second.
+    device: OpenCV: a device such as ``/dev/video0``, its number, or the URL of a stream. RealSense: the serial number;
+    may be empty with a single camera.
+    fourcc: pixel format to request from a V4L2 device, e.g. ``MJPG``; empty keeps the device's setting.
+    stale_after_s: default: three frame times plus 0.1 s.
     """
 
     kind: Literal["opencv", "realsense"] = "opencv"
@@ -54,9 +52,9 @@ class CameraConfig:
 
     def __post_init__(self) -> None:
         if min(self.width, self.height, self.rate_hz) <= 0 or not self.stale_s > 0:
-            raise ValueError("a camera's width, height, rate_hz and stale_after_s are above 0")
+            raise ValueError("a camera's width, height, rate_hz and stale_after_s must be above 0")
         if len(self.fourcc) not in (0, 4):
-            raise ValueError(f"fourcc is four letters, such as MJPG, not {self.fourcc!r}")
+            raise ValueError(f"fourcc must have four letters, such as MJPG; it is {self.fourcc!r}")
         if self.kind == "opencv" and self.device == "":
             raise ValueError("an opencv camera needs its device, e.g. /dev/video0")
 
@@ -66,7 +64,7 @@ class CameraConfig:
 
 
 def camera_specs(configs: Mapping[str, CameraConfig]) -> tuple[CameraSpec, ...]:
-    """What a robot's spec says of the cameras that its options name."""
+    """The camera specs of a robot's `RobotSpec`, from its options."""
     return tuple(
         CameraSpec(name=name, height=each.height, width=each.width, rate_hz=each.rate_hz)
         for name, each in configs.items()
@@ -74,20 +72,20 @@ def camera_specs(configs: Mapping[str, CameraConfig]) -> tuple[CameraSpec, ...]:
 
 
 def make_cameras(configs: Mapping[str, CameraConfig], request: RobotSetupRequest) -> tuple[Camera, ...]:
-    """The cameras of a station, not connected; none where the request wants none."""
+    """Make the cameras of a robot, not connected; empty if the request excludes cameras."""
     if not request.cameras:
         return ()
     return tuple(LocalCamera(spec, configs[spec.name]) for spec in camera_specs(configs))
 
 
 class CameraBackend(Protocol):
-    """A camera's library. One thread calls it. Every method may raise whatever the library raises."""
+    """One camera library. One thread calls it. Every method may raise any exception of the library."""
 
     def open(self) -> None:
-        """Raises HardwareLost where the device is not there, SpecError where it cannot do what is asked."""
+        """Raises HardwareLost if the device is missing, SpecError if it does not support the configuration."""
 
     def read_frame(self) -> tuple[Array, int] | None:
-        """The next frame, RGB, and when it was captured (``time.monotonic_ns()``); None after a while without any.
+        """Read the next RGB frame and its capture time (``time.monotonic_ns()``); None after a timeout.
 
         Raises:
             HardwareLost: the stream ended.
@@ -97,11 +95,11 @@ class CameraBackend(Protocol):
 
 
 class LocalCamera(Camera):
-    """One camera and its thread."""
+    """A camera and its reader thread."""
 
     def __init__(self, spec: CameraSpec, config: CameraConfig) -> None:
         self.spec, self.config = spec, config
-        self._alone = DeviceLock(camera_lock_name(config.kind, config.device))
+        self._device_lock = DeviceLock(camera_lock_name(config.kind, config.device))
         self._reader: _ReaderThread | None = None
 
     def preload(self) -> None:
@@ -109,18 +107,18 @@ class LocalCamera(Camera):
             import_module(_LIBRARIES[self.config.kind])
 
     def connect(self) -> None:
-        """See `hal.camera.Camera`; returns once there is a first frame.
+        """See `hal.camera.Camera`. Blocks until the first frame.
 
         Raises:
-            SpecError: its library is not installed, or its frames have another size than the config says.
+            SpecError: the library is not installed, or the frame size differs from the config.
         """
         if self._reader is None:
-            reader = _ReaderThread(self._name, _BACKENDS[self.config.kind](self.config), self.spec.shape)
-            self._alone.acquire()
+            reader = _ReaderThread(self._name, BACKENDS[self.config.kind](self.config), self.spec.shape)
+            self._device_lock.acquire()
             try:
                 reader.start(self.check_stop)
             except HalError:
-                self._alone.release()
+                self._device_lock.release()
                 raise
             self._reader = reader
 
@@ -137,7 +135,7 @@ class LocalCamera(Camera):
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.stop()
-            self._alone.release()
+            self._device_lock.release()
 
     @property
     def _name(self) -> str:
@@ -145,39 +143,41 @@ class LocalCamera(Camera):
 
 
 class _ReaderThread:
-    """The thread that reads one source. A source that hangs is left to itself when the camera is closed."""
+    """The thread that reads one backend. `stop` abandons a backend that hangs."""
 
     def __init__(self, name: str, source: CameraBackend, shape: tuple[int, int, int]) -> None:
         self._name, self._source, self._shape = name, source, shape
         self._frame: CameraFrame | None = None
         self._failure: Exception | None = None
-        self._first, self._ending = threading.Event(), threading.Event()
+        self._first, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, check_stop: Callable[[], None]) -> None:
-        """Waits for the first frame, and calls `attend` all the while, which may raise."""
+        """Block until the first frame. Calls `check_stop` every `STOP_CHECK_INTERVAL_S`; it may raise."""
         self._thread.start()
         until_s = time.monotonic() + CONNECT_TIMEOUT_S
         try:
             while not self._first.wait(STOP_CHECK_INTERVAL_S):
                 check_stop()
                 if time.monotonic() > until_s:
-                    raise HardwareLost(f"{self._name}: no frame came within {CONNECT_TIMEOUT_S:g} s")
+                    raise HardwareLost(f"{self._name}: no frame within {CONNECT_TIMEOUT_S:g} s")
         except HalError:
-            self._ending.set()
+            self._closing.set()
             raise
         self.newest()
 
     def newest(self) -> CameraFrame:
         failure, frame = self._failure, self._frame
-        if isinstance(failure, SpecError) and frame is None:  # later on it is the camera that has changed
+        if (
+            isinstance(failure, SpecError) and frame is None
+        ):  # after the first frame the camera itself has changed: that is a loss
             raise SpecError(f"{self._name}: {failure}") from failure
         if failure is not None or frame is None:
             raise HardwareLost(f"{self._name}: {failure}") from failure
         return frame
 
     def stop(self) -> None:
-        self._ending.set()
+        self._closing.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("camera.not_closed %s: its library does not return", self._name)
@@ -185,11 +185,11 @@ class _ReaderThread:
     def _run(self) -> None:
         try:
             self._source.open()
-            while not self._ending.is_set():
+            while not self._closing.is_set():
                 if (grabbed := self._source.read_frame()) is not None:
                     self._frame = self._checked(*grabbed)
                     self._first.set()
-        except Exception as error:  # of a foreign library: whoever reads next is told
+        except Exception as error:  # any exception of the library; the next `newest` raises it
             self._failure = error
             log.warning("camera.lost %s: %s", self._name, error)
         finally:
@@ -199,12 +199,15 @@ class _ReaderThread:
     def _close(self) -> None:
         try:
             self._source.close()
-        except Exception as error:  # of a foreign library, as for a device that was pulled out
+        except Exception as error:  # any exception of the library, e.g. for an unplugged device
             log.warning("camera.not_closed %s: %s", self._name, error)
 
     def _checked(self, image: Array, captured_ns: int) -> CameraFrame:
         if image.shape != self._shape or image.dtype != np.uint8:
-            raise SpecError(f"its frames are {image.dtype} {image.shape}; the options say uint8 {self._shape}")
+            raise SpecError(
+                f"its frames are {image.dtype} {image.shape}; set width and height so that they match uint8 "
+                f"{self._shape}"
+            )
         newest_ns = self._frame.t_capture_ns if self._frame else 0
         return CameraFrame(image, max(captured_ns, newest_ns))
 
@@ -222,19 +225,22 @@ class _OpencvBackend:
         local = isinstance(config.device, int) or config.device.startswith("/dev/")
         self._capture = cv2.VideoCapture(config.device, cv2.CAP_V4L2 if local else cv2.CAP_ANY)
         if not self._capture.isOpened():
-            raise HardwareLost("it cannot be opened: it is not there, may not be opened, or is in use")
+            raise HardwareLost(
+                "it cannot be opened: check that it is plugged in, that you may open it, and that no other "
+                "program uses it"
+            )
         if local:
             self._ask_for(config)
         self._stamps = FrameTimestamps() if self._capture.getBackendName() == "V4L2" else None
 
     def read_frame(self) -> tuple[Array, int] | None:
-        """OpenCV waits ten seconds for a V4L2 device and then fails as it does at the end of a stream."""
-        there, image = self._capture.read()
+        """OpenCV waits 10 s for a V4L2 device, then fails as at the end of a stream."""
+        received, image = self._capture.read()
         now_ns = time.monotonic_ns()
-        if not there:
-            raise HardwareLost("its stream ended, or no frame came for a long time")
+        if not received:
+            raise HardwareLost("its stream ended, or no frame came for 10 s")
         if self._stamps is not None:
-            # V4L2 stamps buffers with the monotonic clock, and OpenCV gives that as a position in ms
+            # V4L2 stamps buffers with the monotonic clock; OpenCV returns the stamp as a position in ms
             stamp_ns = int(self._capture.get(self._cv2.CAP_PROP_POS_MSEC) * 1e6)
             now_ns = self._stamps.captured_ns(stamp_ns, now_ns)
         return self._cv2.cvtColor(image, self._cv2.COLOR_BGR2RGB), now_ns
@@ -254,7 +260,7 @@ class _OpencvBackend:
 
 
 class _RealsenseBackend:
-    """The colour picture of a RealSense."""
+    """The color stream of a RealSense camera."""
 
     def __init__(self, config: CameraConfig) -> None:
         self._config = config
@@ -262,20 +268,20 @@ class _RealsenseBackend:
 
     def open(self) -> None:
         rs, config = _import_library("pyrealsense2", "realsense"), self._config
-        wanted = rs.config()
+        stream_config = rs.config()
         if config.device:
-            wanted.enable_device(str(config.device))
-        wanted.enable_stream(rs.stream.color, config.width, config.height, rs.format.rgb8, round(config.rate_hz))
+            stream_config.enable_device(str(config.device))
+        stream_config.enable_stream(rs.stream.color, config.width, config.height, rs.format.rgb8, round(config.rate_hz))
         pipeline = rs.pipeline()
-        pipeline.start(wanted)
+        pipeline.start(stream_config)
         self._pipeline = pipeline
 
     def read_frame(self) -> tuple[Array, int] | None:
-        there, frames = self._pipeline.try_wait_for_frames(round(self._config.stale_s * 1000))
-        if not there:
+        received, frames = self._pipeline.try_wait_for_frames(round(self._config.stale_s * 1000))
+        if not received:
             return None
         colour, now_ns = frames.get_color_frame(), time.monotonic_ns()
-        age_ns = time.time_ns() - int(colour.get_timestamp() * 1e6)  # librealsense maps its clock to the system's
+        age_ns = time.time_ns() - int(colour.get_timestamp() * 1e6)  # librealsense maps its clock to the system clock
         return np.array(colour.get_data()), plausible_capture_ns(now_ns - age_ns, now_ns)
 
     def close(self) -> None:
@@ -283,7 +289,7 @@ class _RealsenseBackend:
             self._pipeline.stop()
 
 
-_BACKENDS: dict[str, type[_OpencvBackend] | type[_RealsenseBackend]] = {
+BACKENDS: dict[str, type[_OpencvBackend] | type[_RealsenseBackend]] = {
     "opencv": _OpencvBackend,
     "realsense": _RealsenseBackend,
 }
@@ -293,9 +299,11 @@ _LIBRARIES = {"opencv": "cv2", "realsense": "pyrealsense2"}
 
 
 class FrameTimestamps:
-    """Times of capture by a driver's own stamps, once one of them was plausible: from then on a frame is as old as its
-    stamp says, such as one that waited in a buffer while this process was stopped. Until then it is as old as its
-    arrival."""
+    """Capture times from a driver's stamps.
+
+    Until the first plausible stamp, the capture time is the arrival time. After it, the stamp counts, also for frames
+    that waited in a buffer while this process was stopped.
+    """
 
     def __init__(self) -> None:
         self._ours = False
@@ -306,7 +314,7 @@ class FrameTimestamps:
 
 
 def plausible_capture_ns(stamp_ns: int, now_ns: int) -> int:
-    """The driver's stamp where it can be one of the monotonic clock, else `now_ns`, when the frame arrived."""
+    """`stamp_ns` if it can be a time of the monotonic clock, else `now_ns`, the arrival time."""
     return stamp_ns if 0 <= now_ns - stamp_ns <= MAX_PLAUSIBLE_AGE_NS else now_ns
 
 
@@ -314,4 +322,4 @@ def _import_library(library: str, extra: str) -> Any:
     try:
         return import_module(library)
     except ImportError as error:
-        raise SpecError(f"{library} cannot be used: {error}; it comes with: {install_hint(extra)}") from error
+        raise SpecError(f"{library} cannot be imported: {error}; install it with: {install_hint(extra)}") from error

@@ -1,4 +1,4 @@
-"""Steps that add up: where a robot is to go next, of which an action says how far."""
+"""Integrate delta actions into targets, within the robot's limits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hal.motion_limits import ToolLimits
 from hal.spec import STATE, Array, RobotSpec
 
 StepLimiter = Callable[[Array, Array], Array]
-"""What is left of a step (n,) that begins at a target (n,), both float64."""
+"""Maps a target (n,) and a step (n,) from there, both float64, to the part of the step that is allowed."""
 
 
 def add_step(
     target: Array | None, measured: Array, step: Array, max_lead: float | Array, limiter: StepLimiter | None = None
 ) -> tuple[Array, Array]:
-    """The next target, and the step that leads to it: shorter than `step` where the robot does not keep up.
+    """Return the next target and the step to it, which is shorter than `step` if the robot does not keep up.
 
     Args:
-        target: what was commanded last; None begins at `measured`.
-        measured: where the robot is. Elements beyond those of `step` are kept.
-        lead: how far the target may be from there, in each element.
-        within: shortens the step where it would lead the target out of where the robot may be.
+        target: the last commanded target; None starts at `measured`.
+        measured: the measured position. Elements beyond the length of `step` keep their value.
+        max_lead: the greatest distance between target and measured position, for each element.
+        limiter: shortens a step that would lead the target out of the robot's limits.
     """
     n, base = len(step), measured if target is None else target
     allowed = step if limiter is None else limiter(base[:n], step)
@@ -32,10 +32,10 @@ def add_step(
 
 
 def make_step_limiter(spec: RobotSpec) -> StepLimiter:
-    """The limits of `spec` on where tool (`tool_delta`) or joints (`joint_delta`) may be, for targets of steps.
+    """Make a limiter from the position limits of `spec`: of the tool (`tool_delta`) or the joints (`joint_delta`).
 
-    The safety kernel judges a step from where the robot is measured. A target that adds steps up is ahead of that by
-    as much as the robot lags behind, and would come to rest so far beyond a limit.
+    The safety kernel checks a step from the measured position. An integrated target is ahead of that position by the
+    robot's lag, so without this limiter the robot would stop beyond a limit by that lag.
     """
     return _tool_step_limiter(spec) if spec.tool_delta else _joint_step_limiter(spec)
 

@@ -1,7 +1,7 @@
-"""A robot without hardware: a point with a gripper that goes exactly where it is told.
+"""A robot without hardware: a point with a gripper that moves exactly as commanded.
 
-It is deterministic and free of dependencies, and fails on demand in the ways in which hardware fails. It serves tests,
-and as the pattern for a driver: config and spec on top, then the robot, its camera, its input device and its task.
+It is deterministic, has no dependencies, and fails on demand like hardware. Tests use it. It is also the pattern for a
+driver: config and spec first, then the robot, its camera, its input device and its task.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, CameraS
 from hal.task import Task, TaskOutcome
 from hal.teleoperator import Teleoperator, TeleopInput
 
-HALF_RANGE_M = 0.5  # the point moves in a cube of this half width around the base
+HALF_RANGE_M = 0.5  # half the edge of the cube around the base in which the point moves
 STEP_M = 0.1
 GRIPPER_M = 0.08
-REDUCED_SPEED = 0.25  # while a person drives
+REDUCED_SPEED = 0.25  # while a person teleoperates or is near
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """When the robot fails: each number is the count of commands and stops since the robot was made; None is never.
+    """When the robot fails, as a count of commands and stops since its creation; None means never.
 
     Attributes:
-        drop_out_at: the link breaks, for good until the robot is connected anew.
-        stale_at: readings freeze, while commands go on being obeyed.
-        nan_at: from now on the state holds a NaN.
+        drop_out_at: the connection breaks until the next `connect`.
+        stale_at: readings freeze; commands still take effect.
+        nan_at: the state contains a NaN from here on.
         slow_at: the control period that takes `slow_s` longer.
     """
 
@@ -46,12 +46,12 @@ class FaultPlan:
 
 @dataclass(frozen=True)
 class FakeTable:
-    """A table that yields like a spring, and a sensor of the force with which it presses on the point.
+    """A table that acts like a spring, and a sensor for the contact force on the point.
 
     Attributes:
         height_m: of its top, in the base frame.
-        stiffness_n_per_m: force for each metre that the point is below the top.
-        force_max: N; the point is not driven further against such a force.
+        stiffness_n_per_m: contact force per metre below the top.
+        force_max: N; above it the point does not move further against the force.
     """
 
     height_m: float = -0.3
@@ -62,8 +62,8 @@ class FakeTable:
 @dataclass(frozen=True)
 class FakeRobotConfig:
     """Attributes:
-    cameras: names of its cameras, each of `image_size` pixels square at the control rate.
-    table: null is none; with one the state has the force on the point.
+    cameras: names of its cameras, each `image_size` pixels square at the control rate.
+    table: None for no table; with a table, the state includes the force on the point.
     """
 
     rate_hz: float = 10.0
@@ -74,7 +74,7 @@ class FakeRobotConfig:
 
 
 def fake_spec(config: FakeRobotConfig) -> RobotSpec:
-    """The spec of the robot that `config` describes."""
+    """The spec of the configured robot."""
     metres, span, table = ("m",) * 3, (HALF_RANGE_M,) * 3, config.table
     lowest = tuple(-x for x in span)
     most_n = (2 * HALF_RANGE_M * table.stiffness_n_per_m,) * 3 if table else ()
@@ -122,7 +122,7 @@ def fake_spec(config: FakeRobotConfig) -> RobotSpec:
 
 
 class FakeRobot(Robot):
-    """The point. It moves when it is commanded, at once; `clock` is read for times of capture only."""
+    """The point. It moves at once when commanded; `clock` is used for capture times only."""
 
     def __init__(self, config: FakeRobotConfig | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.config = config or FakeRobotConfig()
@@ -137,16 +137,16 @@ class FakeRobot(Robot):
 
     @property
     def position(self) -> Array:
-        """Where the point is: float64 (3,), metres in the base frame."""
+        """The position of the point: float64 (3,), metres in the base frame."""
         return self._position.copy()
 
     @property
     def goal(self) -> Array:
-        """Where the point should be: float64 (3,), metres in the base frame."""
+        """The position of the goal: float64 (3,), metres in the base frame."""
         return self._goal.copy()
 
     def set_state(self, position: Array, goal: Array) -> None:
-        """Puts point and goal somewhere, gripper open, at rest; for `FakeTask.reset`. Clips to the range."""
+        """Set point and goal, at rest with an open gripper; for `FakeTask.reset`. Clips to the range."""
         self._position: Array = np.clip(position, -HALF_RANGE_M, HALF_RANGE_M).astype(np.float64)
         self._goal: Array = np.clip(goal, -HALF_RANGE_M, HALF_RANGE_M).astype(np.float64)
         self._velocity: Array = np.zeros(3)
@@ -216,7 +216,7 @@ class FakeRobot(Robot):
 
 
 class FakeCamera(Camera):
-    """Sees the robot from above: the point in red, its goal in green. Reads fail after `drop_out_at` frames."""
+    """A view from above: the point in red, its goal in green. Reads fail after `drop_out_at` frames."""
 
     def __init__(self, robot: FakeRobot, spec: CameraSpec, drop_out_at: int | None = None) -> None:
         self.spec = spec
@@ -247,10 +247,10 @@ class FakeCamera(Camera):
 
 
 class FakeTeleoperator(Teleoperator):
-    """Plays `script`, one input a reading, and then stays at its last."""
+    """Returns the inputs of `script` one per reading, then repeats the last."""
 
     def __init__(self, script: Sequence[TeleopInput]) -> None:
-        """Raises SpecError where the script is empty."""
+        """Raises SpecError if the script is empty."""
         if not script:
             raise SpecError("a fake teleoperator needs at least one input")
         self._script = tuple(script)
@@ -272,7 +272,7 @@ class FakeTeleoperator(Teleoperator):
 
 
 class FakeTask(Task):
-    """Go to the goal: success, and reward 1, within `radius_m` of it."""
+    """Reach the goal: success and reward 1 within `radius_m` of it."""
 
     name = "reach"
     instruction = "move to the goal"
@@ -282,7 +282,7 @@ class FakeTask(Task):
         self.max_steps = max_steps
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Draws start and goal from the range's inner 80%. Raises SpecError for a robot that is not a `FakeRobot`."""
+        """Draw start and goal from the inner 80% of the range. Raises SpecError if the robot is not a `FakeRobot`."""
         if not isinstance(robot, FakeRobot):
             raise SpecError(f"the fake task needs a fake robot, not a {robot.spec.model}")
         start, goal = rng.uniform(-0.8 * HALF_RANGE_M, 0.8 * HALF_RANGE_M, (2, 3))
@@ -295,7 +295,7 @@ class FakeTask(Task):
 
 
 def fake_expert(arrays: Mapping[str, Array]) -> Array:
-    """The action that leads straight to the goal: float32 (4,), gripper open."""
+    """The action straight towards the goal: float32 (4,), gripper open."""
     step = np.clip(arrays[ENVIRONMENT_STATE][3:], -STEP_M, STEP_M)
     return np.array([*step, GRIPPER_M], np.float32)
 

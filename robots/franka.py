@@ -1,15 +1,16 @@
-"""Franka arms (Panda, FR3) by franky, which speaks to the robot's own interface (FCI) without ROS.
+"""Driver for Franka arms (Panda, FR3), by franky and the robot's own interface (FCI), without ROS.
 
-The action is a step of the tool (`tool_delta`: x, y, z in the base frame, the tool keeps its rotation) or of the joints
-(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than
-`MAX_TARGET_LEAD_S`. Each replaces franky's motion by one to the new target, which its online trajectory generator joins
-smoothly, at a share of the arm's limits (`dynamics`). Load, end effector and impedances are Desk's and are not touched.
-A reflex, the user stop, guiding, and any error make the robot lost; the message has the reason, and nothing is ever
-recovered from here.
+The action is a step of the tool (`tool_delta`: x, y, z in the base frame; the tool keeps its rotation) or of the joints
+(`joint_delta`). Steps add to the last commanded target, which is at most `MAX_TARGET_LEAD_S` ahead of the arm. Each
+command replaces franky's motion by one to the new target. franky's online trajectory generator joins them smoothly,
+within the share `dynamics` of the arm's limits. The driver does not change load, end effector and impedances, which are
+set in Desk.
 
-Safe stop, as in HOLD: the arm brakes by a motion of franky's, and its own controller holds it. When this process dies
-or hangs in the middle of a motion, the arm misses its packets a thousand times a second and stops by its own reflex
-(`communication_constraints_violation`).
+A reflex, the user stop, guiding or any error makes the robot lost; the message has the reason. The driver never
+recovers from errors by itself.
+
+Safe stop and hold: franky's stop motion brakes the arm, and the arm's controller holds it. If this process dies or
+hangs during a motion, the arm misses its 1 kHz packets and stops by its reflex (`communication_constraints_violation`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STOP_TIMEOUT_S = 3.0
 FORCE_RANGE_N = 200.0
 SPEED_RANGE = 5.3  # rad/s, of the fastest joint
 REACH_M = 1.2
-REDUCED_SPEED = 0.25  # while a person drives
+REDUCED_SPEED = 0.25  # while a person teleoperates or is near
 
 # Joint limits, rad: Franka's "Robot and interface specifications"
 JOINT_LOW = {
@@ -55,7 +56,7 @@ ROBOT_MODES = {
     "Reflex": "a reflex",
     "UserStopped": "the user stop",
     "Guiding": "guiding by hand",
-    "AutomaticErrorRecovery": "a recovery that somebody else began",
+    "AutomaticErrorRecovery": "a recovery started by another program",
     "Other": "an unknown state",
 }
 
@@ -69,15 +70,15 @@ class FrankaConfig:
     """Attributes:
     host: the arm's address; FCI must be active.
     action: ``tool_delta`` or ``joint_delta``.
-    tool_speed: m/s, of a tool_delta.
-    joint_speed: rad/s: of a joint_delta, and with a tool_delta the measured one at which the arm holds.
-    dynamics: share of the arm's limits of velocity, acceleration and jerk that its motions may use, in (0, 1].
+    tool_speed: m/s, for a tool_delta.
+    joint_speed: rad/s: of a joint_delta; with a tool_delta, the measured speed above which the arm holds.
+    dynamics: share of the arm's limits of velocity, acceleration and jerk for its motions, in (0, 1].
     torque_threshold, force_threshold: of the arm's collision reflex, Nm and N; franky sets them when it connects.
-    realtime: whether a real-time kernel is demanded.
+    realtime: require a real-time kernel.
     workspace_low, workspace_high: box for the tool, m in the base frame; keep_out: boxes that it may not enter.
-    force_max: N; the tool is not driven further against such a force. null is no limit.
-    answer_within_s, stale_after_s: by default two control periods.
-    sentence: what the robot is asked to do, in words.
+    force_max: N; above it the tool does not move further against the force. None for no limit.
+    answer_within_s, stale_after_s: default: two control periods.
+    sentence: the instruction for the policy.
     """
 
     host: str
@@ -103,13 +104,13 @@ class FrankaConfig:
 
     def __post_init__(self) -> None:
         if not all(0 < x < np.inf for x in (self.rate_hz, self.tool_speed, self.joint_speed)):
-            raise ValueError("rate_hz, tool_speed and joint_speed are above 0")
+            raise ValueError("rate_hz, tool_speed and joint_speed must be above 0")
         if any(given is not None and not given > 0 for given in (self.answer_within_s, self.stale_after_s)):
-            raise ValueError("answer_within_s and stale_after_s are above 0")
+            raise ValueError("answer_within_s and stale_after_s must be above 0")
         if not (self.torque_threshold > 0 and self.force_threshold > 0):
-            raise ValueError("torque_threshold and force_threshold are above 0")
+            raise ValueError("torque_threshold and force_threshold must be above 0")
         if not 0 < self.dynamics <= 1:
-            raise ValueError(f"dynamics is {self.dynamics:g}; it is a share in (0, 1]")
+            raise ValueError(f"dynamics is {self.dynamics:g}; it must be in (0, 1]")
 
     @property
     def two_periods_s(self) -> float:
@@ -117,7 +118,7 @@ class FrankaConfig:
 
 
 def franka_spec(config: FrankaConfig) -> RobotSpec:
-    """The spec of the arm that `config` describes."""
+    """The spec of the configured arm."""
     joints = config.action == "joint_delta"
     moves = tuple(f"d_joint_{number}" for number in range(1, JOINTS + 1)) if joints else ("dx", "dy", "dz")
     step = (config.joint_speed if joints else config.tool_speed) / config.rate_hz
@@ -185,7 +186,7 @@ class _FrankaState:
 
 
 class FrankaRobot(Robot):
-    """One arm. A thread of its own waits for franky."""
+    """One arm. A separate thread waits for franky."""
 
     def __init__(self, config: FrankaConfig) -> None:
         self.config = config
@@ -193,13 +194,15 @@ class FrankaRobot(Robot):
         self._joints = config.action == "joint_delta"
         self._low = np.array(self.spec.action.low, np.float32)
         self._high = np.array(self.spec.action.high, np.float32)
-        self._lead = MAX_TARGET_LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
-        self._within = make_step_limiter(self.spec)
-        self._alone = DeviceLock(config.host)
+        self._max_lead = MAX_TARGET_LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._step_limiter = make_step_limiter(self.spec)
+        self._device_lock = DeviceLock(config.host)
         self._thread: DeviceThread | None = None
         self._franky: Any = None
         self._arm: Any = None
-        self._target: Array | None = None  # joint angles (7,) or the tool's position (3,); None while the arm stands
+        self._target: Array | None = (
+            None  # joint angles (7,) or the tool's position (3,); None while the arm is stopped
+        )
         self._rotation: Array = np.zeros(4)
         self._stamp_s, self._captured_ns = -1.0, 0
 
@@ -207,19 +210,19 @@ class FrankaRobot(Robot):
         """See `hal.robot.Robot`.
 
         Raises:
-            HardwareLost: also where the arm is in a reflex, stopped or guided, or another process here has it.
+            HardwareLost: also if the arm is in a reflex, stopped or guided, or another process has locked it.
             SpecError: franky is not installed.
         """
         if self._thread is not None:
             return
         self._franky = _import_franky()
-        self._alone.acquire()
+        self._device_lock.acquire()
         self._thread, self._target = DeviceThread(self._name), None
         try:
             self._arm = self._thread.call("connecting", self._open, CONNECT_TIMEOUT_S, self.check_stop)
             self._read(CONNECT_TIMEOUT_S)
         except BaseException:
-            self._let_go()
+            self._disconnect()
             raise
 
     def observe(self) -> Observation:
@@ -236,30 +239,30 @@ class FrankaRobot(Robot):
             self._rotation = reading.rotation
         measured = reading.state[:JOINTS] if self._joints else reading.position
         wanted = np.clip(action, self._low, self._high)
-        target, step = add_step(self._target, measured, wanted, self._lead, self._within)
-        self._ask("commanding", lambda: self._arm.move(self._motion(target), asynchronous=True))
+        target, step = add_step(self._target, measured, wanted, self._max_lead, self._step_limiter)
+        self._call("commanding", lambda: self._arm.move(self._motion(target), asynchronous=True))
         self._target = target
         applied: Array = np.clip(step.astype(np.float32), self._low, self._high)
         return applied
 
     def stop(self, level: StopLevel) -> None:
-        """See `hal.robot.Robot`. An arm that stands is left alone: its own controller holds it."""
+        """See `hal.robot.Robot`. An arm without a motion gets no command: its own controller holds it."""
         if self._target is None:
-            self._ask("looking", lambda: None)
+            self._call("looking", lambda: None)
             return
         self._target = None
         stopping = self._franky.JointStopMotion if self._joints else self._franky.CartesianStopMotion
-        self._ask("stopping", lambda: self._arm.move(stopping(), asynchronous=True))
+        self._call("stopping", lambda: self._arm.move(stopping(), asynchronous=True))
 
     def close(self) -> None:
         if self._thread is None:
             return
         try:
             self.stop(StopLevel.SAFE)
-            self._ask("stopping", lambda: self._arm.join_motion(STOP_TIMEOUT_S), 2 * STOP_TIMEOUT_S)
+            self._call("stopping", lambda: self._arm.join_motion(STOP_TIMEOUT_S), 2 * STOP_TIMEOUT_S)
         except HardwareLost as error:
-            log.warning("franka.unstopped %s", error)
-        self._let_go()
+            log.warning("franka.stop_failed %s", error)
+        self._disconnect()
 
     @property
     def _name(self) -> str:
@@ -280,11 +283,11 @@ class FrankaRobot(Robot):
             return self._franky.JointMotion(target)
         return self._franky.CartesianMotion(self._franky.Affine(target, self._rotation))
 
-    def _read(self, deadline_s: float | None = None) -> _FrankaState:
-        state = self._ask("reading", self._sense, deadline_s)
+    def _read(self, timeout_s: float | None = None) -> _FrankaState:
+        state = self._call("reading", self._sense, timeout_s)
         if reason := stop_reason(state):
             raise HardwareLost(f"{self._name}: {reason}")
-        if state.time.to_sec() != self._stamp_s:  # libfranka has just received it; while frozen it repeats the last one
+        if state.time.to_sec() != self._stamp_s:  # a new stamp is a new packet; a frozen arm repeats the last one
             self._stamp_s, self._captured_ns = state.time.to_sec(), time.monotonic_ns()
         pose = state.O_T_EE
         numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], state.O_F_ext_hat_K[:3])
@@ -296,30 +299,31 @@ class FrankaRobot(Robot):
         )
 
     def _sense(self) -> Any:
-        """The newest state. Raises franky's exception where the motion ended by an error."""
+        """The newest state. Raises franky's exception if an error ended the motion."""
         self._arm.poll_motion()
         return self._arm.state
 
-    def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
+    def _call(self, operation: str, function: Callable[[], T], timeout_s: float | None = None) -> T:
         if self._thread is None:
             raise HardwareLost(f"{self._name} is not connected")
-        return self._thread.call(deed, function, deadline_s or self.config.answer_within_s or self.config.two_periods_s)
+        timeout_s = timeout_s or self.config.answer_within_s or self.config.two_periods_s
+        return self._thread.call(operation, function, timeout_s)
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         thread, self._thread, self._arm = self._thread, None, None
         if thread is not None:
             thread.close()
-        self._alone.release()
+        self._device_lock.release()
 
 
 def stop_reason(state: Any) -> str:
-    """Why the arm cannot be driven, in words; empty where it can. `state` is franky's."""
+    """Why the arm cannot be driven, in words; empty if it can. `state` is franky's robot state."""
     mode = state.robot_mode.name
     if mode in ("Idle", "Move"):
         return ""
     errors = f"{state.last_motion_errors or state.current_errors}".strip("[]")
     return (
-        f"{ROBOT_MODES.get(mode, mode)}{f' ({errors})' if errors else ''}; a person must clear it at Desk or at the arm"
+        f"{ROBOT_MODES.get(mode, mode)}{f' ({errors})' if errors else ''}; a person must clear it in Desk or at the arm"
     )
 
 
@@ -327,11 +331,11 @@ def _import_franky() -> Any:
     try:
         return import_module("franky")
     except ImportError as error:
-        raise SpecError(f"franky cannot be used: {error}; it comes with: {install_hint('franka')}") from error
+        raise SpecError(f"franky cannot be imported: {error}; install it with: {install_hint('franka')}") from error
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """A `hal.driver.RobotSetupFactory`; options: `FrankaConfig`. Any task is a person's to judge."""
+    """A `hal.driver.RobotSetupFactory`; options: `FrankaConfig`. A person judges every task."""
     config = read_options(FrankaConfig, request)
     task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
     return RobotSetup(request.name, FrankaRobot(config), task, make_cameras(config.cameras, request))

@@ -1,7 +1,7 @@
-"""A gamepad on the robot's own computer, by pygame (SDL; the extra ``devices``). No display is needed.
+"""A gamepad on the robot's computer, by pygame (SDL; extra ``devices``). It needs no display.
 
-The robot moves while the `hold` button is pressed (dead-man switch). SDL knows where most pads have what, so that axes
-and buttons go by the names of an Xbox pad. Constructed anywhere, used from one thread.
+The robot moves while the `hold` button is pressed (dead-man switch). SDL maps most gamepads, so axes and buttons have
+the names of an Xbox gamepad. Construct it in any thread; one thread uses it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from robots.input_bindings import InputBindings, gripper_label, motion_labels, p
 
 AXES = ("leftx", "lefty", "rightx", "righty", "triggerleft", "triggerright")
 BUTTONS = ("a", "b", "x", "y", "leftshoulder", "rightshoulder", "leftstick", "rightstick", "back", "start")
-DEFAULT_AXES = ("lefty", "leftx", "righty", "rightx")  # turned round: up and left are forward and left
+DEFAULT_AXES = ("lefty", "leftx", "righty", "rightx")  # inverted: up and left are forward and left
 _AXIS_RANGE = 32767
 
 
 @dataclass(frozen=True)
 class GamepadConfig:
     """Attributes:
-    index: which of the pads that are plugged in.
+    index: number among the connected gamepads.
     hold: the button that must be held.
-    axes: ``leftx``, ``lefty``, ... to action element, a minus sign before the element for the other way.
+    axes: ``leftx``, ``lefty``, ... to action element; a minus sign before the element inverts it.
     open, close: buttons of the gripper.
-    dead_zone: the share of an axis's way that counts as none.
+    dead_zone: share of an axis's range that counts as 0.
     """
 
     index: int = 0
@@ -42,35 +42,37 @@ class GamepadConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dead_zone < 1 or self.index < 0:
-            raise ValueError(f"dead_zone is a share in [0, 1) and index at least 0, not {self.dead_zone}, {self.index}")
+            raise ValueError(
+                f"dead_zone must be in [0, 1) and index at least 0; they are {self.dead_zone} and {self.index}"
+            )
 
 
 class Gamepad(Teleoperator):
     def __init__(self, config: GamepadConfig, spec: RobotSpec) -> None:
-        """Raises SpecError for an axis, a button or an element that there is not."""
+        """Raises SpecError for an unknown axis, button or element."""
         if unknown := {config.hold, config.open, config.close} - set(BUTTONS):
-            raise SpecError(f"a gamepad has no button {min(unknown)!r}; it has {list(BUTTONS)}")
+            raise SpecError(f"a gamepad has no button {min(unknown)!r}; choose one of {list(BUTTONS)}")
         self.config = config
         usual = {axis: f"-{element}" for axis, element in pair_in_order(DEFAULT_AXES, motion_labels(spec)).items()}
         self._bindings = InputBindings(config.axes or usual, AXES, spec)
         self._gripper = spec.gripper if gripper_label(spec) else -1
-        self._alone = DeviceLock(f"gamepad-{config.index}")
+        self._device_lock = DeviceLock(f"gamepad-{config.index}")
         self._pad: Any = None
 
     def connect(self) -> None:
         if self._pad is not None:
             return
         pygame = _import_pygame()
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # SDL hands on input only where it has a display
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # SDL delivers input only with a display
         os.environ.setdefault("SDL_JOYSTICK_ALLOW_BACKGROUND_EVENTS", "1")
-        self._alone.acquire()
+        self._device_lock.acquire()
         try:
             self._pad = self._open(pygame)
-        except pygame.error as error:  # as of a display that SDL_VIDEODRIVER names, or a pad that may not be opened
+        except pygame.error as error:  # e.g. an SDL_VIDEODRIVER without display, or no permission to open the gamepad
             raise HardwareLost(f"the gamepad {self.config.index} cannot be opened: {error}") from error
         finally:
             if self._pad is None:
-                self._alone.release()
+                self._device_lock.release()
 
     def _open(self, pygame: Any) -> Any:
         pygame.display.init()
@@ -79,7 +81,9 @@ class Gamepad(Teleoperator):
         pygame.event.pump()
         found = [number for number in range(controllers.get_count()) if controllers.is_controller(number)]
         if self.config.index >= len(found):
-            raise HardwareLost(f"no gamepad {self.config.index}: {len(found)} plugged in that SDL knows")
+            raise HardwareLost(
+                f"no gamepad {self.config.index}: SDL supports {len(found)} of the connected ones; set `index`"
+            )
         return controllers.Controller(found[self.config.index])
 
     def read(self) -> TeleopInput:
@@ -92,9 +96,9 @@ class Gamepad(Teleoperator):
             raise HardwareLost(f"the gamepad {self.config.index} cannot be read: {error}") from error
 
     def _read(self, pygame: Any) -> TeleopInput:
-        pygame.event.clear()  # SDL looks at its devices here
+        pygame.event.clear()  # this also updates SDL's device states
         if not self._pad.attached():
-            raise HardwareLost(f"the gamepad {self.config.index} went away")
+            raise HardwareLost(f"the gamepad {self.config.index} was disconnected")
         axes = {
             name: self._pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name.upper()}")) / _AXIS_RANGE for name in AXES
         }
@@ -107,14 +111,14 @@ class Gamepad(Teleoperator):
         if self._pad is not None:
             self._pad.quit()
             self._pad = None
-            self._alone.release()
+            self._device_lock.release()
 
     def _pressed(self, button: str) -> int:
         return int(self._pad.get_button(getattr(_import_pygame(), f"CONTROLLER_BUTTON_{button.upper()}")))
 
 
 def _import_controller() -> Any:
-    """pygame's door to SDL's table of pads; raises HardwareLost where pygame is missing."""
+    """pygame's module for SDL's game controller mappings; raises HardwareLost if pygame is missing."""
     _import_pygame()
     from pygame._sdl2 import controller
 
@@ -126,7 +130,9 @@ def _import_pygame() -> Any:
     try:
         import pygame
     except ImportError as error:
-        raise HardwareLost(f"a gamepad needs pygame ({error}): {install_hint('devices')}") from error
+        raise HardwareLost(
+            f"pygame cannot be imported ({error}); install it with: {install_hint('devices')}"
+        ) from error
     return pygame
 
 

@@ -1,8 +1,8 @@
-"""The way home at a reset, of robots whose joints are told where to be.
+"""Move a robot with joint targets to its home pose at a reset.
 
-A way goes straight through joint space, at the speed that is allowed while a person is near, and every target passes a
-safety kernel of its own: the limits of the robot's spec hold here as they do for a policy. The targets wait for a robot
-that lags behind, so that one that is held up is not pressed on, but does not get home.
+The path is a straight line in joint space, at reduced speed. Every target passes a separate safety kernel, so the
+limits of the robot's spec apply as for a policy. Targets wait for a robot that lags behind: a blocked robot does not
+push harder, and homing times out.
 """
 
 from __future__ import annotations
@@ -18,37 +18,36 @@ from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
 from robots.delta_actions import add_step
 
-HOMING_TIMEOUT_S = 60.0  # beyond what the way takes
-MAX_TARGET_LEAD_S = 0.5  # at the speed of the way
-STANDSTILL_STEP_SHARE = 0.25  # share of a step; joints that moved less are where they were
-SETTLE_S = 0.2  # joints that were there so long stand
+HOMING_TIMEOUT_S = 60.0  # in addition to the duration of the path
+MAX_TARGET_LEAD_S = 0.5  # at the speed of the path
+STANDSTILL_STEP_SHARE = 0.25  # share of a step; joints that moved less count as standing still
+SETTLE_S = 0.2  # standing still for this long counts as settled
 STOP_CHECK_INTERVAL_S = 0.01
-RANGE_TOLERANCE_S = (
-    0.1  # joints may be as far out of their range as they move in it at their greatest speed, or in a period
-)
+# How far joints may be out of range: their way at greatest speed in this time, or in one period.
+RANGE_TOLERANCE_S = 0.1
 
 
 def validate_home(spec: RobotSpec, home: Sequence[float], low: Array, high: Array) -> None:
-    """Raises SpecError unless `home` is empty or has a position for each of the spec's `joint_target`.
+    """Raises SpecError unless `home` is empty or has a valid position for each of the spec's `joint_target`.
 
     Args:
-        low, high: of the whole action, (a,).
+        low, high: bounds of the whole action, (a,).
     """
     joints = list(spec.joint_target)
     labels = [spec.action.labels[joint] for joint in joints]
     if home and len(home) != len(joints):
-        raise SpecError(f"home has {len(home)} positions; {spec.model} has the joints {labels}")
+        raise SpecError(f"home has {len(home)} positions; {spec.model} needs one for each of its joints {labels}")
     for label, position, least, most in zip(labels, home, low[joints], high[joints], strict=False):
         if not least <= position <= most:
-            raise SpecError(f"home: {label} is {position:g}; it may be between {least:g} and {most:g}")
+            raise SpecError(f"home: {label} is {position:g}; it must be between {least:g} and {most:g}")
 
 
 def require_joints_in_range(spec: RobotSpec, measured: Array, low: Array, high: Array) -> None:
-    """Raises HardwareLost: a joint is so far out of its range that a command, cut off at the range's end, is a leap.
+    """Raises HardwareLost if a joint is so far out of range that a command clipped to the range would make it jump.
 
     Args:
-        measured: of the spec's `joint_target`, in that order.
-        low, high: of the whole action, (a,).
+        measured: positions of the spec's `joint_target`, in that order.
+        low, high: bounds of the whole action, (a,).
     """
     joints = list(spec.joint_target)
     fastest = np.array(spec.limits.joint_velocity_max or (np.inf,) * len(joints))
@@ -57,17 +56,19 @@ def require_joints_in_range(spec: RobotSpec, measured: Array, low: Array, high: 
     if len(out):
         joint = joints[out[0]]
         raise HardwareLost(
-            f"{spec.model}: {spec.action.labels[joint]} is at {measured[out[0]]:.4g}; it may be between {low[joint]:g} "
-            f"and {high[joint]:g}: a person must bring it back there, or widen its limits"
+            f"{spec.model}: {spec.action.labels[joint]} is at {measured[out[0]]:.4g}; it must be between "
+            f"{low[joint]:g} "
+            f"and {high[joint]:g}: a person must move it back, or widen its limits"
         )
 
 
 def clip_to_range(spec: RobotSpec, action: Array, measured: Array, low: Array, high: Array) -> Array:
-    """`action` within `low` and `high`, (a,) each. A joint that stands out of its range is told to be between there and
-    the range, so that it does not leap back into it.
+    """Clip `action` to `low` and `high`, (a,) each.
+
+    The bounds of a joint that is out of range extend to its measured position, so that it does not jump back.
 
     Args:
-        measured: of the spec's `joint_target`, in that order.
+        measured: positions of the spec's `joint_target`, in that order.
     """
     joints, least, most = list(spec.joint_target), low.copy(), high.copy()
     least[joints], most[joints] = np.minimum(low[joints], measured), np.maximum(high[joints], measured)
@@ -76,100 +77,100 @@ def clip_to_range(spec: RobotSpec, action: Array, measured: Array, low: Array, h
 
 
 def move_home(robot: Robot, home: Sequence[float], last_action: Array) -> None:
-    """Moves the robot's joints to `home` and lets it stand there. Blocks, and calls `Robot.attend` all the while.
+    """Move the robot's joints to `home` and wait until they stand still. Blocks; calls `Robot.check_stop` periodically.
 
     Args:
-        home: as `validate_home` wants it, and not empty.
-        told: the action that the robot was told last, (a,); whatever else it has than joints stays so.
+        home: valid by `validate_home`, and not empty.
+        last_action: the last commanded action, (a,); its other elements than joints stay as they are.
 
     Raises:
-        EmergencyStopped: it is not there `HOMING_TIMEOUT_S` after it could have been; the message says what held it up.
-            It is for a person to look at it then: tried again it would be held up again.
-        SpecError: the joints have no greatest speed, which the way goes by.
+        EmergencyStopped: the robot did not arrive within the expected duration plus `HOMING_TIMEOUT_S`; the message has
+            the reason. A person must look at it, because another attempt would be blocked too.
+        SpecError: the joints have no speed limit, which the path needs.
     """
-    way = _JointPath(robot, home, last_action)
+    path = _JointPath(robot, home, last_action)
     begun_s = time.monotonic()
-    while not way.advance():
-        if (late_s := time.monotonic() - begun_s) > way.duration_s + HOMING_TIMEOUT_S:
+    while not path.advance():
+        if (late_s := time.monotonic() - begun_s) > path.duration_s + HOMING_TIMEOUT_S:
             raise EmergencyStopped(
-                f"{robot.spec.model} did not get home within {late_s:.3g} s: {way.problem}; a person must look at it"
+                f"{robot.spec.model} did not get home within {late_s:.3g} s: {path.problem}; a person must look at it"
             )
         _wait_one_period(robot)
 
 
 class _JointPath:
-    """Where the robot is on its way.
+    """The path to the home pose, and the robot's progress on it.
 
     Attributes:
-        duration_s: how long the way takes from where the robot was seen first.
-        problem: what holds it up.
+        duration_s: expected duration of the path from the first measured position.
+        problem: why the robot is not there yet.
     """
 
     def __init__(self, robot: Robot, home: Sequence[float], told: Array) -> None:
         spec = robot.spec
-        self._robot, self._home, self._told = robot, np.array(home, np.float64), told
-        self._turns, self._angles = list(spec.joint_target), list(spec.limits.joint_position)
+        self._robot, self._home, self._last_action = robot, np.array(home, np.float64), told
+        self._joint_elements, self._state_indices = list(spec.joint_target), list(spec.limits.joint_position)
         self._kernel = SafetyKernel(spec)
         self._kernel.is_speed_reduced = True
         fastest = spec.limits.joint_velocity_max
-        if len(fastest) != len(self._turns) or len(self._home) != len(self._turns):
+        if len(fastest) != len(self._joint_elements) or len(self._home) != len(self._joint_elements):
             raise SpecError(
-                f"{spec.model}: the way home needs a position and a greatest speed (joint_velocity_max) of each of "
-                f"{len(self._turns)} joints; there are {len(self._home)} and {len(fastest)}"
+                f"{spec.model}: homing needs a position and a speed limit (joint_velocity_max) for each of "
+                f"{len(self._joint_elements)} joints; there are {len(self._home)} and {len(fastest)}"
             )
         speed = np.array(fastest) * spec.limits.reduced_speed
-        self._longest, self._lead = speed * spec.period_s, speed * MAX_TARGET_LEAD_S
+        self._max_step, self._lead = speed * spec.period_s, speed * MAX_TARGET_LEAD_S
         self._target: Array | None = None
-        self._measured = self._stood = np.full(len(self._home), np.inf)
-        self._stood_ns = 0
+        self._measured = self._still_at = np.full(len(self._home), np.inf)
+        self._still_since_ns = 0
         self.duration_s, self.problem = 0.0, ""
 
     def advance(self) -> bool:
-        """One control period on; True once the robot is told to be at home and stands."""
+        """Run one control period; True once the target is home and the robot stands still."""
         try:
             seen = self._robot.observe()
         except StaleObservation as error:
-            self._wait(StopLevel.HOLD, str(error))
+            self._stop(StopLevel.HOLD, str(error))
             return False
-        self._measured = seen.arrays[STATE][self._angles].astype(np.float64)
+        self._measured = seen.arrays[STATE][self._state_indices].astype(np.float64)
         if not self.duration_s:
-            self.duration_s = self._periods(self._home - self._measured) * self._robot.spec.period_s
-        stands = self._stands(seen.t_capture_ns)
-        if stands and self._target is not None and self._near(self._target, self._home):
+            self.duration_s = self._periods_for(self._home - self._measured) * self._robot.spec.period_s
+        settled = self._is_settled(seen.t_capture_ns)
+        if settled and self._target is not None and self._is_near(self._target, self._home):
             return True
-        verdict = self._kernel.filter(self._next(), seen)
+        verdict = self._kernel.filter(self._next_action(), seen)
         if verdict.applied is None:
-            self._wait(verdict.stop or StopLevel.HOLD, verdict.text)
+            self._stop(verdict.stop or StopLevel.HOLD, verdict.text)
             return False
         self.problem = f"its joints are at {np.round(self._measured, 3).tolist()}"
         applied = self._robot.command(verdict.applied)
         self._kernel.set_applied(applied)
-        self._target = applied[self._turns].astype(np.float64)
+        self._target = applied[self._joint_elements].astype(np.float64)
         return False
 
-    def _next(self) -> Array:
-        """The action that leads on: all joints arrive together."""
+    def _next_action(self) -> Array:
+        """The next action: all joints arrive at the same time."""
         left = self._home - (self._measured if self._target is None else self._target)
-        target, _ = add_step(self._target, self._measured, left / self._periods(left), self._lead)
-        action: Array = self._told.astype(np.float32)
-        action[self._turns] = target
+        target, _ = add_step(self._target, self._measured, left / self._periods_for(left), self._lead)
+        action: Array = self._last_action.astype(np.float32)
+        action[self._joint_elements] = target
         return action
 
-    def _periods(self, left: Array) -> float:
-        """How many control periods so much of a way takes, at least one."""
-        return max(1.0, float((np.abs(left) / self._longest).max()))
+    def _periods_for(self, left: Array) -> float:
+        """The number of control periods for a distance, at least one."""
+        return max(1.0, float((np.abs(left) / self._max_step).max()))
 
-    def _stands(self, captured_ns: int) -> bool:
-        if not self._near(self._measured, self._stood):
-            self._stood, self._stood_ns = self._measured, captured_ns
-        return captured_ns - self._stood_ns >= SETTLE_S * 1e9
+    def _is_settled(self, captured_ns: int) -> bool:
+        if not self._is_near(self._measured, self._still_at):
+            self._still_at, self._still_since_ns = self._measured, captured_ns
+        return captured_ns - self._still_since_ns >= SETTLE_S * 1e9
 
-    def _wait(self, level: StopLevel, trouble: str) -> None:
-        self._target, self.problem = None, trouble
+    def _stop(self, level: StopLevel, problem: str) -> None:
+        self._target, self.problem = None, problem
         self._robot.stop(level)
 
-    def _near(self, one: Array, other: Array) -> bool:
-        return bool((np.abs(one - other) <= STANDSTILL_STEP_SHARE * self._longest).all())
+    def _is_near(self, one: Array, other: Array) -> bool:
+        return bool((np.abs(one - other) <= STANDSTILL_STEP_SHARE * self._max_step).all())
 
 
 def _wait_one_period(robot: Robot) -> None:

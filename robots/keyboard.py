@@ -1,7 +1,7 @@
-"""A keyboard on the robot's own computer, read from the kernel: no display is needed, and no library.
+"""A keyboard on the robot's computer, read from the Linux kernel without a display or a library.
 
-The robot moves while `hold` is pressed (dead-man switch). Whoever runs the driver must be allowed to read the device:
-on most systems that is the group ``input``.
+The robot moves while the `hold` key is pressed (dead-man switch). The driver's user needs permission to read the
+device: on most systems, membership in the group ``input``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ GRIPPER_KEYS = ("e", "q")  # open, close
 @dataclass(frozen=True)
 class KeyboardConfig:
     """Attributes:
-    device: the kernel's event device; empty: the first keyboard.
+    device: the kernel's event device; empty for the first keyboard.
     hold: the key that must be held.
-    keys: key to action element, a minus sign before the element for the other way; by default pairs of keys, in the
-        order of the action's elements.
-    speed: the share of the range that a key stands for.
+    keys: key to action element; a minus sign before the element inverts it. Default: pairs of keys in the order of the
+    action's elements.
+    speed: share of the element's range that a key commands.
     """
 
     device: str = ""
@@ -49,11 +49,11 @@ class KeyboardConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.speed <= 1:
-            raise ValueError(f"speed is {self.speed:g}; it is a share in (0, 1]")
+            raise ValueError(f"speed is {self.speed:g}; it must be in (0, 1]")
 
 
 def default_keys(spec: RobotSpec) -> dict[str, str]:
-    """A pair of keys for each element, as far as they go, and one for the gripper."""
+    """One pair of keys for each element, as far as there are pairs, and one for the gripper."""
     pairs = list(zip(KEY_PAIRS, motion_labels(spec), strict=False))
     if gripper := gripper_label(spec):
         pairs.append((GRIPPER_KEYS, gripper))
@@ -62,7 +62,7 @@ def default_keys(spec: RobotSpec) -> dict[str, str]:
 
 class Keyboard(Teleoperator):
     def __init__(self, config: KeyboardConfig, spec: RobotSpec) -> None:
-        """Raises SpecError for a key or an element that there is not."""
+        """Raises SpecError for an unknown key or element."""
         self.config = config
         bound: Mapping[str, str] = config.keys or default_keys(spec)
         self._bindings = InputBindings(bound, tuple(KEYS), spec)
@@ -70,58 +70,58 @@ class Keyboard(Teleoperator):
         self._gripper = spec.gripper
         self._pressed: set[int] = set()
         self._file = -1
-        self._rest = b""
-        self._alone = DeviceLock()
+        self._partial_event = b""
+        self._device_lock = DeviceLock()
 
     def connect(self) -> None:
         if self._file < 0:
             path = self.config.device or _first_keyboard()
-            self._alone = DeviceLock(path)
-            self._alone.acquire()
+            self._device_lock = DeviceLock(path)
+            self._device_lock.acquire()
             try:
                 self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
-                self._alone.release()
+                self._device_lock.release()
                 raise HardwareLost(f"keyboard {path}: {error.strerror}") from error
             self._pressed.clear()
-            self._rest = b""
+            self._partial_event = b""
 
     def read(self) -> TeleopInput:
         if self._file < 0:
             raise HardwareLost("the keyboard is not connected")
-        while self._take():
+        while self._read_events():
             pass
         held = {name: self.config.speed for name, code in KEYS.items() if code in self._pressed}
         twist = self._bindings.twist(held)
         if self._gripper >= 0:
-            twist[self._gripper] = round(twist[self._gripper] / self.config.speed)  # all the way
+            twist[self._gripper] = round(twist[self._gripper] / self.config.speed)  # fully open or closed
         return TeleopInput(twist, KEYS[self.config.hold] in self._pressed)
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            self._alone.release()
+            self._device_lock.release()
 
-    def _take(self) -> bool:
-        """Takes what the kernel has of key presses; False once there is nothing more."""
+    def _read_events(self) -> bool:
+        """Read the pending key events; False if there are none left."""
         try:
             arrived = os.read(self._file, _EVENT.size * _MAX_EVENTS_PER_READ)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise HardwareLost(f"the keyboard went away: {error.strerror}") from error
+            raise HardwareLost(f"the keyboard was disconnected: {error.strerror}") from error
         if not arrived:
-            raise HardwareLost("the keyboard went away")
-        buffered = self._rest + arrived
+            raise HardwareLost("the keyboard was disconnected")
+        buffered = self._partial_event + arrived
         whole = len(buffered) // _EVENT.size * _EVENT.size
-        self._rest = buffered[whole:]
+        self._partial_event = buffered[whole:]
         for _, _, kind, code, value in _EVENT.iter_unpack(buffered[:whole]):
-            self._note(kind, code, value)
+            self._apply_event(kind, code, value)
         return True
 
-    def _note(self, kind: int, code: int, value: int) -> None:
-        if (kind, code) == (_SYN, _SYN_DROPPED):  # events were lost: nothing is held until it is pressed anew
+    def _apply_event(self, kind: int, code: int, value: int) -> None:
+        if (kind, code) == (_SYN, _SYN_DROPPED):  # the kernel dropped events: treat all keys as released
             self._pressed.clear()
         elif kind == _KEY and value == 0:
             self._pressed.discard(code)
@@ -132,7 +132,7 @@ class Keyboard(Teleoperator):
 def _first_keyboard() -> str:
     found = sorted(_DEVICE_LINKS.glob("*-event-kbd")) if _DEVICE_LINKS.is_dir() else []
     if not found:
-        raise HardwareLost(f"no keyboard in {_DEVICE_LINKS}; name one: device: /dev/input/event3")
+        raise HardwareLost(f"no keyboard in {_DEVICE_LINKS}; set `device`, e.g. /dev/input/event3")
     return str(found[0])
 
 

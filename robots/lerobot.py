@@ -1,10 +1,11 @@
-"""Any robot, camera and teleoperator that LeRobot knows, by its plugin's name.
+"""Driver for the robots and cameras of LeRobot and its plugins, selected by name.
 
-A plugin's named numbers become vectors in the plugin's own order, angles in rad. Its calibration file is used and never
-written; a robot that is not calibrated is refused. Every call of a plugin has a deadline, after which it is lost.
+The plugin's named numbers become vectors in the plugin's order, with angles in rad. The driver reads the plugin's
+calibration file and never writes it; it refuses an uncalibrated robot. Every plugin call has a timeout, after which the
+robot is lost.
 
-Safe stop: the joints are told to stay where they are measured. With `torque_off` the safe stop then releases the
-motors: an arm without brakes sinks. A process that dies leaves servos at their last goal, under torque.
+Safe stop: the target is the measured position. With `torque_off` the safe stop also releases the motors, and an arm
+without brakes sinks. If the process dies, servos keep their last goal under torque.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from robots.manual_task import HumanJudgedTask
 from robots.reach_task import REACH_TASK, ReachConfig, add_reach_task
 
 CONNECT_TIMEOUT_S = 30.0
-REDUCED_SPEED = 0.25  # while a person drives
+REDUCED_SPEED = 0.25  # while a person teleoperates or is near
 TORQUE_SETTING = "disable_torque_on_disconnect"
 
 log = logging.getLogger(__name__)
@@ -44,17 +45,17 @@ T = TypeVar("T")
 class LerobotConfig:
     """Attributes:
     type: the robot's name in LeRobot, e.g. ``so101_follower``.
-    settings: the plugin's own, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
-    features: units and bounds by feature name or pattern (``*.pos``); a motor bus of LeRobot's states them itself.
-    cameras: by name, LeRobot's own: ``{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}``; besides,
-        ``stale_after_s``, by default three frame times and a tenth of a second.
-    gripper: which action feature is the gripper; by default the first with that word in its name.
-    answer_within_s: a robot that takes longer is lost; by default two control periods.
+    settings: the plugin's settings, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
+    features: units and bounds by feature name or pattern (``*.pos``); a LeRobot motor bus has its own.
+    cameras: LeRobot's cameras by name: ``{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}``.
+    ``stale_after_s`` is optional; default: three frame times plus 0.1 s.
+    gripper: the first action feature that contains this text is the gripper.
+    answer_within_s: timeout of a call, after which the robot is lost; default: two control periods.
     torque_off: a safe stop releases the motors.
-    home: where a reset moves to: a position for each joint, the gripper left out, in the order and units of the spec
-        (rad where LeRobot has degrees). Empty leaves that to a person.
-    sentence: what the robot is asked to do, in words.
-    reach: of the task ``reach``.
+    home: target of a reset: one position per joint without the gripper, in the order and units of the spec (rad for
+    LeRobot's degrees). If empty, a person moves the robot.
+    sentence: the instruction for the policy.
+    reach: settings of the task ``reach``.
     """
 
     type: str
@@ -74,9 +75,9 @@ class LerobotConfig:
 
     def __post_init__(self) -> None:
         if self.rate_hz <= 0:
-            raise ValueError(f"rate_hz is above 0, not {self.rate_hz:g}")
+            raise ValueError(f"rate_hz is {self.rate_hz:g}; it must be above 0")
         if self.answer_within_s is not None and not self.answer_within_s > 0:
-            raise ValueError(f"answer_within_s is above 0, not {self.answer_within_s:g}")
+            raise ValueError(f"answer_within_s is {self.answer_within_s:g}; it must be above 0")
 
     @property
     def deadline_s(self) -> float:
@@ -84,52 +85,52 @@ class LerobotConfig:
 
 
 class LerobotRobot(Robot):
-    """A robot of LeRobot's. Built from its plugin at once, without touching the hardware."""
+    """A LeRobot robot. The constructor makes the plugin's device and does not open the hardware."""
 
     def __init__(self, config: LerobotConfig) -> None:
-        """Raises SpecError: no such plugin, a feature whose unit is not known, or a home that is out of reach."""
+        """Raises SpecError: no such plugin, a feature without a unit, or a home pose out of range."""
         self.config = config
-        self._device = self._build()
-        self._state = LerobotFeatures(self._device.observation_features, config.features, self._device)
-        self._action = LerobotFeatures(self._device.action_features, config.features, self._device)
-        self.spec = _spec(config, self._state, self._action, self._device.observation_features)
-        low, high = calibrated_bounds(self._device, self._action)
+        self.device = self._build()
+        self._state = LerobotFeatures(self.device.observation_features, config.features, self.device)
+        self._action = LerobotFeatures(self.device.action_features, config.features, self.device)
+        self.spec = _spec(config, self._state, self._action, self.device.observation_features)
+        low, high = calibrated_bounds(self.device, self._action)
         self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
         self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
         validate_home(self.spec, config.home, self._low, self._high)
-        self._alone = DeviceLock(*device_lock_names(config.settings))
+        self._device_lock = DeviceLock(*device_lock_names(config.settings))
         self._thread: DeviceThread | None = None
         self._moving = self._released = False
         self._measured: Array = np.zeros(len(self._state.names), np.float32)
-        self.images: dict[str, CameraFrame] = {}  # of the plugin's own cameras, by the newest observation
+        self.images: dict[str, CameraFrame] = {}  # of the plugin's built-in cameras, from the newest observation
 
     def connect(self) -> None:
-        """See `hal.robot.Robot`. The motors come under torque, and hold. Calibration is checked, never made.
+        """See `hal.robot.Robot`. The motors come under torque and hold. The calibration is checked, never written.
 
         Raises:
-            HardwareLost: also where the robot is not calibrated, its motors disagree with the calibration file, or
-                another process of this machine has its port.
+            HardwareLost: also if the robot is not calibrated, its motors disagree with the calibration file, or another
+                process has locked its port.
         """
         if self._thread is not None:
             return
         self._require_calibration()
-        self._alone.acquire()
+        self._device_lock.acquire()
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
         try:
-            self._wait_for("connecting", self._open)
-            if not self._wait_for("checking the calibration", lambda: self._device.is_calibrated):
+            self._call_while_connecting("connecting", self._open)
+            if not self._call_while_connecting("checking the calibration", lambda: self.device.is_calibrated):
                 raise HardwareLost(
                     f"{self.config.type}: its motors hold another calibration than {self._calibration_file()}; "
-                    "run lerobot-calibrate, which can put the file's into the motors"
+                    "run lerobot-calibrate, which can write the file's values to the motors"
                 )
             self._hold()
         except BaseException:
-            self._let_go()
+            self._disconnect()
             raise
 
     def observe(self) -> Observation:
         captured_ns = time.monotonic_ns()
-        raw = self._ask("reading", self._device.get_observation)
+        raw = self._call("reading", self.device.get_observation)
         for camera in self.spec.cameras:
             if camera.name in raw:
                 self.images[camera.name] = CameraFrame(_checked_image(raw[camera.name], camera), captured_ns)
@@ -148,8 +149,8 @@ class LerobotRobot(Robot):
         return clip_to_range(self.spec, sent, joints, low, high)
 
     def stop(self, level: StopLevel) -> None:
-        """See `hal.robot.Robot`. Positions are held where they were measured when the stop began, grippers as they are
-        told; whatever else is commanded becomes 0."""
+        """See `hal.robot.Robot`. Joints hold the position measured at the start of the stop, the gripper its goal;
+        other commanded elements become 0."""
         if self._released:
             if level is StopLevel.SAFE:
                 return
@@ -159,13 +160,11 @@ class LerobotRobot(Robot):
         else:
             self._send(self._goal)
         if level is StopLevel.SAFE and self.config.torque_off:
-            self._ask("releasing the motors", self._device.bus.disable_torque, CONNECT_TIMEOUT_S)
+            self._call("releasing the motors", self.device.bus.disable_torque, CONNECT_TIMEOUT_S)
             self._released = True
 
     def go_home(self) -> None:
-        """See `robots.manual_task.SupportsHoming`. Whatever else is commanded, such as a gripper, stays as it was
-        told.
-        """
+        """See `robots.manual_task.SupportsHoming`. Other elements than joints, such as a gripper, keep their goal."""
         self.stop(StopLevel.HOLD)
         if self.config.home:
             move_home(self, self.config.home, self._goal)
@@ -176,8 +175,8 @@ class LerobotRobot(Robot):
         try:
             self.stop(StopLevel.SAFE)
         except HardwareLost as error:
-            log.warning("lerobot.unstopped %s; its motors keep their last goal", error)
-        self._let_go()
+            log.warning("lerobot.stop_failed %s; its motors keep their last goal", error)
+        self._disconnect()
 
     def _build(self) -> Any:
         config, settings = self.config, dict(self.config.settings)
@@ -185,32 +184,37 @@ class LerobotRobot(Robot):
             settings.setdefault(TORQUE_SETTING, config.torque_off)
         device = make_device("robot", config.type, settings)
         if config.torque_off and not hasattr(getattr(device, "bus", None), "disable_torque"):
-            raise SpecError(f"torque_off: LeRobot's {config.type} has no motor bus of which the torque could be taken")
+            raise SpecError(
+                f"torque_off: LeRobot's {config.type} has no motor bus that can release the torque; remove the option"
+            )
         return device
 
     def _require_calibration(self) -> None:
-        if hasattr(self._device, "bus") and not self._device.calibration:
+        if hasattr(self.device, "bus") and not self.device.calibration:
             raise HardwareLost(
                 f"{self.config.type} is not calibrated: there is no {self._calibration_file()}; run lerobot-calibrate "
                 "with the same id"
             )
 
     def _calibration_file(self) -> str:
-        return str(getattr(self._device, "calibration_fpath", "calibration file"))
+        return str(getattr(self.device, "calibration_fpath", "calibration file"))
 
     def _open(self) -> None:
-        if self._device.is_connected:  # by an attempt that came halfway
-            self._device.disconnect()
+        if self.device.is_connected:  # a failed attempt left it connected
+            self.device.disconnect()
         try:
-            self._aim_where_it_stands()
-            self._device.connect(calibrate=False)
-        except RuntimeError as error:  # LeRobot's word for a motor that did not answer when the bus was looked over
+            self._set_goals_to_measured()
+            self.device.connect(calibrate=False)
+        except RuntimeError as error:  # LeRobot raises it for a motor that does not answer during the scan of the bus
             raise ConnectionError(str(error)) from error
 
-    def _aim_where_it_stands(self) -> None:
-        """LeRobot switches the torque on while it connects, and motors go to where they were told to be last then: an
-        arm that was moved by hand since would leap back."""
-        bus = getattr(self._device, "bus", None)
+    def _set_goals_to_measured(self) -> None:
+        """Set each motor's goal to its measured position before LeRobot connects.
+
+        LeRobot enables the torque while it connects, and motors then move to their last goal. Without this, an arm that
+        was moved by hand would jump back.
+        """
+        bus = getattr(self.device, "bus", None)
         if bus is None or not hasattr(bus, "sync_write"):
             return
         try:
@@ -221,52 +225,52 @@ class LerobotRobot(Robot):
                 bus.disconnect(disable_torque=False)
 
     def _hold(self) -> None:
-        """Makes the measured pose the goal; motors that were released come under torque again."""
-        measured = self._measured = self._state.to_vector(self._ask("reading", self._device.get_observation))
+        """Make the measured pose the goal; enables the torque of released motors."""
+        measured = self._measured = self._state.to_vector(self._call("reading", self.device.get_observation))
         goal = np.array(self.spec.neutral, np.float32)
         for index, feature in enumerate(self._action.features):
             if index == self.spec.gripper and self._moving:
                 goal[index] = self._goal[index]  # keeps its grip
             elif feature.is_position and feature.name in self._state.names:
                 goal[index] = measured[self._state.index(feature.name)]
-        self._send(goal)  # wherever that is: what a bound cuts off would be leapt
+        self._send(goal)  # unclipped: clipping to a bound would make the joint jump
         if self._released:
-            self._ask("taking hold", self._device.bus.enable_torque, CONNECT_TIMEOUT_S)
+            self._call("enabling the torque", self.device.bus.enable_torque, CONNECT_TIMEOUT_S)
         self._moving = self._released = False
 
     def _send(self, action: Array) -> Array:
         values = self._action.to_values(action)
-        sent = self._ask("commanding", lambda: self._device.send_action(values))
+        sent = self._call("commanding", lambda: self.device.send_action(values))
         applied = self._action.to_vector(sent if isinstance(sent, Mapping) else {}, fallback=action)
         self._goal: Array = applied.astype(np.float32)
         return self._goal
 
-    def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
+    def _call(self, operation: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
         call = partial(call_with_retries, self.config.type, function)
-        return self._thread.call(deed, call, deadline_s or self.config.deadline_s)
+        return self._thread.call(operation, call, deadline_s or self.config.deadline_s)
 
-    def _wait_for(self, deed: str, function: Callable[[], T]) -> T:
-        """As `_ask`, on the way to being connected."""
+    def _call_while_connecting(self, operation: str, function: Callable[[], T]) -> T:
+        """As `_call`, while connecting."""
         assert self._thread is not None
         return self._thread.call(
-            deed, partial(call_with_retries, self.config.type, function), CONNECT_TIMEOUT_S, self.check_stop
+            operation, partial(call_with_retries, self.config.type, function), CONNECT_TIMEOUT_S, self.check_stop
         )
 
-    def _let_go(self) -> None:
-        """Disconnects; what is left of a broken connection is forgotten, and the next one starts with a new device."""
+    def _disconnect(self) -> None:
+        """Disconnect. The next connection starts with a new device."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         try:
-            thread.call("disconnecting", self._device.disconnect, CONNECT_TIMEOUT_S)
+            thread.call("disconnecting", self.device.disconnect, CONNECT_TIMEOUT_S)
         except HardwareLost as error:
             log.warning("lerobot.disconnect %s", error)
         thread.close()
         self._moving = self._released = False
-        self._alone.release()
-        self._device = self._build()
+        self._device_lock.release()
+        self.device = self._build()
 
 
 def _spec(
@@ -301,10 +305,10 @@ def _spec(
 
 
 def _plugin_cameras(config: LerobotConfig, features: Mapping[str, Any]) -> tuple[CameraSpec, ...]:
-    """Cameras that are part of the plugin's robot: their pictures come with its observations."""
+    """The plugin robot's built-in cameras, whose images come with its observations."""
     shapes = {name: shape for name, shape in features.items() if isinstance(shape, tuple) and len(shape) == 3}
     if unknown := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
-        raise SpecError(f"LeRobot's {config.type}: give width and height of its cameras {unknown}")
+        raise SpecError(f"LeRobot's {config.type}: set width and height of its cameras {unknown}")
     return tuple(
         CameraSpec(name=name, height=shape[0], width=shape[1], rate_hz=config.rate_hz) for name, shape in shapes.items()
     )
@@ -313,12 +317,12 @@ def _plugin_cameras(config: LerobotConfig, features: Mapping[str, Any]) -> tuple
 def _camera_spec(name: str, settings: Mapping[str, Any]) -> CameraSpec:
     for key in ("width", "height", "fps"):
         if not isinstance(settings.get(key), int | float):
-            raise SpecError(f"camera {name}: {key!r} is not given, or no number")
+            raise SpecError(f"camera {name}: {key!r} is missing or not a number")
     return CameraSpec(name=name, height=settings["height"], width=settings["width"], rate_hz=settings["fps"])
 
 
 class BuiltInCamera(Camera):
-    """A camera that is part of a plugin's robot. Its frames are those of the robot's newest observation."""
+    """A camera that is built into a plugin's robot. Its frames come with the robot's newest observation."""
 
     def __init__(self, robot: LerobotRobot, spec: CameraSpec) -> None:
         self.spec, self._robot = spec, robot
@@ -330,7 +334,7 @@ class BuiltInCamera(Camera):
     def read(self) -> CameraFrame:
         frame = self._robot.images.get(self.spec.name) if self._connected else None
         if frame is None:
-            raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} has shown nothing")
+            raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} has no frame yet")
         _require_fresh(frame, self.spec)
         return frame
 
@@ -339,27 +343,27 @@ class BuiltInCamera(Camera):
 
 
 class LerobotCamera(Camera):
-    """A camera of LeRobot's, read without waiting. A camera that states no time of capture is taken at its word."""
+    """A LeRobot camera, read without blocking. Without a capture time from the camera, the time of the read counts."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Raises SpecError: no such plugin, or no width, height or fps, or a stale_after_s that is no time."""
+        """Raises SpecError: no such plugin, a missing width, height or fps, or an invalid stale_after_s."""
         self.spec = _camera_spec(name, settings)
         self._settings = dict(settings)
         self._stale_s = self._settings.pop("stale_after_s", default_stale_after_s(self.spec.rate_hz))
         if not isinstance(self._stale_s, int | float) or not self._stale_s > 0:
-            raise SpecError(f"camera {name}: stale_after_s is {self._stale_s!r}; it is a time above 0")
+            raise SpecError(f"camera {name}: stale_after_s is {self._stale_s!r}; it must be a number above 0")
         self._type = str(self._settings.pop("type", "opencv"))
-        self._device = make_device("camera", self._type, self._settings)
-        self._alone = DeviceLock(*device_lock_names(self._settings))
+        self.device = make_device("camera", self._type, self._settings)
+        self._device_lock = DeviceLock(*device_lock_names(self._settings))
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
         if self._thread is not None:
             return
-        self._alone.acquire()
+        self._device_lock.acquire()
         self._thread = DeviceThread(f"camera {self.spec.name}")
         try:
-            self._thread.call("connecting", self._device.connect, CONNECT_TIMEOUT_S, self.check_stop)
+            self._thread.call("connecting", self.device.connect, CONNECT_TIMEOUT_S, self.check_stop)
         except BaseException:
             self.close()
             raise
@@ -374,9 +378,9 @@ class LerobotCamera(Camera):
             if isinstance(error.__cause__, TimeoutError):
                 raise StaleObservation(str(error)) from error
             raise
-        if getattr(getattr(self._device, "color_mode", None), "value", "rgb") == "bgr":
+        if getattr(getattr(self.device, "color_mode", None), "value", "rgb") == "bgr":
             image = np.ascontiguousarray(image[..., ::-1])
-        if (stamp_s := getattr(self._device, "latest_timestamp", None)) is not None:
+        if (stamp_s := getattr(self.device, "latest_timestamp", None)) is not None:
             captured_ns = min(captured_ns, int(stamp_s * 1e9))  # LeRobot's clock is the monotonic one on Linux
         return CameraFrame(image, captured_ns)
 
@@ -385,22 +389,24 @@ class LerobotCamera(Camera):
         if thread is None:
             return
         try:
-            thread.call("disconnecting", self._device.disconnect, CONNECT_TIMEOUT_S)
-        except HardwareLost as error:  # as of one that was never connected
+            thread.call("disconnecting", self.device.disconnect, CONNECT_TIMEOUT_S)
+        except HardwareLost as error:  # e.g. a camera that was never connected
             log.warning("lerobot.disconnect %s", error)
         thread.close()
-        self._alone.release()
+        self._device_lock.release()
 
     def _latest(self) -> Array:
-        image: Array = self._device.read_latest(max_age_ms=round(self._stale_s * 1000))
+        image: Array = self.device.read_latest(max_age_ms=round(self._stale_s * 1000))
         return image
 
 
 def _checked_image(raw: Any, spec: CameraSpec) -> Array:
-    """A copy. Raises HardwareLost where a plugin shows something else than it was asked for."""
+    """Copy an image. Raises HardwareLost if its shape or dtype differs from the spec."""
     image: Array = np.array(raw)
     if image.shape != spec.shape or image.dtype != np.uint8:
-        raise HardwareLost(f"camera {spec.name}: pictures are {image.dtype} {image.shape}, not uint8 {spec.shape}")
+        raise HardwareLost(
+            f"camera {spec.name}: images are {image.dtype} {image.shape}, not uint8 {spec.shape}; set width and height"
+        )
     return image
 
 
@@ -411,7 +417,8 @@ def _require_fresh(frame: CameraFrame, camera: CameraSpec) -> None:
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """A `hal.driver.RobotSetupFactory`; options: `LerobotConfig`. ``reach`` is judged by rule, the rest by a person."""
+    """A `hal.driver.RobotSetupFactory`; options: `LerobotConfig`. ``reach`` has a success rule; a person judges other
+    tasks."""
     config = read_options(LerobotConfig, request)
     robot = LerobotRobot(config)
     own = tuple(BuiltInCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)

@@ -1,4 +1,4 @@
-"""LeRobot's features, named numbers in units of a robot's own, as vectors of ours in stated units."""
+"""Convert LeRobot's features (named numbers in a robot's units) to vectors in stated units, and back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ POSITION_SUFFIX = ".pos"
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """What LeRobot's values of a feature are.
+    """The unit and bounds of a feature.
 
     Attributes:
-        unit: of those values. ``deg``, ``deg/s`` and ``mm`` become rad, rad/s and m; any other is kept and stated in
-            the spec, e.g. ``%`` of a calibrated range.
+        unit: of LeRobot's values. ``deg``, ``deg/s`` and ``mm`` become rad, rad/s and m; the spec keeps any other unit,
+            e.g. ``%`` of a calibrated range.
         low, high: bounds, in `unit`.
-        speed_max: how fast a commanded position may move, in `unit` a second; by default a quarter of the range.
+        speed_max: limit of a commanded position's speed, in `unit` per second; default: a quarter of the range.
     """
 
     unit: str
@@ -37,7 +37,7 @@ class FeatureConfig:
     def __post_init__(self) -> None:
         if self.unit.lower() in _MISSPELT_UNITS:
             raise ValueError(
-                f"unit: {self.unit!r} is not one; there are deg, rad, mm, m, the same with /s, and your own"
+                f"unit: {self.unit!r} is not known; use deg, rad, mm, m, the same with /s, or a unit of your own"
             )
 
 
@@ -46,12 +46,12 @@ _CONFIG_FROM_NORM_MODE = {
     "range_m100_100": FeatureConfig("%", -100, 100),
     "range_0_100": FeatureConfig("%", 0, 100),
 }
-"""By the normalisation that LeRobot's motor bus applies to a motor's position."""
+"""By the normalization mode of a motor in LeRobot's motor bus."""
 
 
 @dataclass(frozen=True)
 class LerobotFeature:
-    """One number of a robot. `scale` times LeRobot's value is ours; all else is in our unit (`speed_max` a second)."""
+    """One number of a robot, in our unit (`speed_max` per second). LeRobot's value times `scale` is ours."""
 
     name: str
     unit: str
@@ -66,15 +66,15 @@ class LerobotFeature:
 
 
 class LerobotFeatures:
-    """Some features in a fixed order: LeRobot's dictionaries to vectors, and back."""
+    """Some features in a fixed order; converts LeRobot's dictionaries to vectors and back."""
 
     def __init__(self, names: Mapping[str, Any], configs: Mapping[str, FeatureConfig], device: Any) -> None:
-        """The numbers among `names` (LeRobot's ``observation_features`` or ``action_features``) in their order.
+        """Select the numeric features in `names` (LeRobot's ``observation_features`` or ``action_features``), in order.
 
-        A feature's unit comes from the first pattern of `declared` that it matches, else from the device's motor bus.
+        A feature's unit comes from the first matching pattern of `configs`, else from the device's motor bus.
 
         Raises:
-            SpecError: a feature whose unit nobody states.
+            SpecError: a feature without a unit.
         """
         self.names = tuple(name for name, kind in names.items() if kind in (float, int, "float32", "float"))
         modes = {f"{motor}{POSITION_SUFFIX}": mode for motor, mode in _norm_modes(device)}
@@ -84,7 +84,7 @@ class LerobotFeatures:
         }
         if unknown := [name for name, config in found.items() if config is None]:
             raise SpecError(
-                f"the units of {unknown} are not known; state them, by name or pattern: "
+                f"the units of {unknown} are not known; set them by name or pattern: "
                 f"`features: {{'{unknown[0]}': {{unit: deg, low: -180, high: 180}}}}`"
             )
         self.features = tuple(_feature(name, config) for name, config in found.items() if config is not None)
@@ -100,17 +100,17 @@ class LerobotFeatures:
         )
 
     def to_vector(self, values: Mapping[str, Any], fallback: Array | None = None) -> Array:
-        """Ours for LeRobot's: float32 (n,).
+        """Convert LeRobot's values to ours: float32 (n,).
 
         Args:
-            instead: what is taken where `to_values` lacks a feature.
+            fallback: replaces features that `values` lacks.
 
         Raises:
-            HardwareLost: a feature is missing, and there is nothing instead.
+            HardwareLost: a feature is missing, and there is no fallback.
         """
         missing = [name for name in self.names if name not in values]
         if missing and fallback is None:
-            raise HardwareLost(f"LeRobot's robot gave no {missing}; it gave {sorted(values)}")
+            raise HardwareLost(f"LeRobot's robot returned no {missing}; it returned {sorted(values)}")
         ours = [
             float(values[name]) * scale if name in values else float(fallback[index])  # type: ignore[index]
             for index, (name, scale) in enumerate(zip(self.names, self._scale, strict=True))
@@ -118,7 +118,7 @@ class LerobotFeatures:
         return np.array(ours, np.float32)
 
     def to_values(self, vector: Array) -> dict[str, float]:
-        """LeRobot's for ours."""
+        """Convert our vector to LeRobot's values."""
         return dict(zip(self.names, (vector / self._scale).tolist(), strict=True))
 
     def index(self, name: str) -> int:
@@ -142,9 +142,9 @@ def _norm_modes(device: Any) -> Iterator[tuple[str, str]]:
 
 
 def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Array]:
-    """Lowest and highest position that the device's calibration allows each feature, in our units: float64 (n,).
+    """The lowest and highest position of each feature by the device's calibration, in our units: float64 (n,).
 
-    Infinite where there is no calibration, and where LeRobot's value is itself a share of the calibrated range.
+    Infinite without a calibration, and for values that are a share of the calibrated range.
     """
     low, high = np.full(len(features.features), -np.inf), np.full(len(features.features), np.inf)
     bus = getattr(device, "bus", None)

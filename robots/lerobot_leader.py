@@ -1,4 +1,4 @@
-"""LeRobot's teleoperators, a leader arm above all, as an input device: its pose is the action that is asked for."""
+"""LeRobot's teleoperators, such as a leader arm, as input devices: the leader's pose is the commanded action."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class LeaderConfig:
     """Attributes:
-    type, settings: the teleoperator's name in LeRobot, and its own settings, as on LeRobot's command line.
+    type, settings: the teleoperator's name and settings, as on LeRobot's command line.
     features: units by name or pattern, as for the robot.
-    moved: the share of an element's range by which a hand is told from noise.
-    let_go_s: a leader that has not moved for so long is taken to be out of hand; it has no other dead-man switch.
-    answer_within_s: a device that takes longer is lost.
+    moved: the share of an element's range above which a change counts as motion, not noise.
+    let_go_s: a leader without motion for this time counts as released; it has no other dead-man switch.
+    answer_within_s: timeout of a call, after which the device is lost.
     """
 
     type: str
@@ -44,39 +44,41 @@ class LeaderConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.moved < 1:
-            raise ValueError(f"moved is {self.moved:g}; it is a share in (0, 1)")
+            raise ValueError(f"moved is {self.moved:g}; it must be in (0, 1)")
         if not (self.let_go_s > 0 and self.answer_within_s > 0):
-            raise ValueError("let_go_s and answer_within_s are above 0")
+            raise ValueError("let_go_s and answer_within_s must be above 0")
 
 
 class LerobotLeader(Teleoperator):
-    """A teleoperator of LeRobot's that gives an action of the robot's own, element for element by name."""
+    """A LeRobot teleoperator whose action has the robot's elements, matched by name."""
 
     def __init__(self, config: LeaderConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises SpecError: no such plugin, a unit that is not known, or elements that the robot's action has not."""
+        """Raises SpecError: no such plugin, an unknown unit, or elements of the robot's action that are missing."""
         self.config, self._spec, self._clock = config, spec, clock
-        self._device = make_device("teleoperator", config.type, config.settings)
-        self._features = LerobotFeatures(self._device.action_features, config.features, self._device)
+        self.device = make_device("teleoperator", config.type, config.settings)
+        self._features = LerobotFeatures(self.device.action_features, config.features, self.device)
         missing = [name for name in spec.action.labels if name not in self._features.names]
         if missing:
-            raise SpecError(f"LeRobot's {config.type} does not give {missing}, which {spec.model} is moved by")
+            raise SpecError(f"LeRobot's {config.type} lacks {missing}, which the action of {spec.model} needs")
         self._order = [self._features.index(name) for name in spec.action.labels]
         units = tuple(self._features.features[index].unit for index in self._order)
         if units != spec.action.units:
-            raise SpecError(f"{config.type} speaks in {units}, {spec.model} in {spec.action.units}")
+            raise SpecError(
+                f"{config.type} has the units {units}, {spec.model} has {spec.action.units}; set `features`"
+            )
         self._low, self._high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
-        self._alone = DeviceLock(*device_lock_names(config.settings))
+        self._device_lock = DeviceLock(*device_lock_names(config.settings))
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
         if self._thread is not None:
             return
-        self._alone.acquire()
+        self._device_lock.acquire()
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
         self._patience_s = CONNECT_TIMEOUT_S
         try:
-            self._thread.call("connecting", lambda: self._device.connect(calibrate=False), CONNECT_TIMEOUT_S)
-            known = self._thread.call("checking it", lambda: self._device.is_calibrated, CONNECT_TIMEOUT_S)
+            self._thread.call("connecting", lambda: self.device.connect(calibrate=False), CONNECT_TIMEOUT_S)
+            known = self._thread.call("checking the calibration", lambda: self.device.is_calibrated, CONNECT_TIMEOUT_S)
             if not known:
                 raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
         except HardwareLost:
@@ -102,20 +104,20 @@ class LerobotLeader(Teleoperator):
         except HardwareLost as error:
             log.warning("lerobot.disconnect %s", error)
         thread.close()
-        self._alone.release()
+        self._device_lock.release()
 
     def _disconnect(self) -> None:
-        if self._device.is_connected:
-            self._device.disconnect()
+        if self.device.is_connected:
+            self.device.disconnect()
 
     def _pose(self) -> Array:
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
         try:
-            call = partial(call_with_retries, self.config.type, self._device.get_action)
+            call = partial(call_with_retries, self.config.type, self.device.get_action)
             raw = self._thread.call("reading", call, self.config.answer_within_s)
         except HardwareLost:
-            self._patience_s = self.config.answer_within_s  # whoever closes it now drives a robot
+            self._patience_s = self.config.answer_within_s  # from now on `close` must not block the robot's loop
             raise
         pose: Array = np.clip(self._features.to_vector(raw)[self._order], self._low, self._high)
         return pose

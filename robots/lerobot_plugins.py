@@ -1,6 +1,6 @@
-"""LeRobot's own side of the driver: its registries and plugins.
+"""Access to LeRobot's registries and plugins.
 
-LeRobot (0.4.4 or later; the extra ``lerobot``) is imported when a device is built, not before.
+LeRobot (0.4.4 or later; extra ``lerobot``) is imported when the first device is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @cache
 def _registries() -> dict[DeviceKind, tuple[Any, Callable[[Any], Any]]]:
-    """Each kind's registry of configs, all plugins imported, and the function that builds a device from a config.
+    """For each kind: LeRobot's config registry, with all plugins imported, and its factory function.
 
     Raises:
         SpecError: LeRobot is not installed, or fails to import.
@@ -36,8 +36,8 @@ def _registries() -> dict[DeviceKind, tuple[Any, Callable[[Any], Any]]]:
         from lerobot.robots import RobotConfig, make_robot_from_config
         from lerobot.teleoperators import TeleoperatorConfig, make_teleoperator_from_config
         from lerobot.utils.import_utils import register_third_party_plugins
-    except (ImportError, RuntimeError) as error:  # a torchvision that does not fit its torch raises RuntimeError
-        raise SpecError(f"LeRobot cannot be used: {error}; it comes with: {install_hint('lerobot')}") from error
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision does not match torch
+        raise SpecError(f"LeRobot cannot be imported: {error}; install it with: {install_hint('lerobot')}") from error
     for kind in ("robots", "teleoperators", "cameras"):
         _import_built_in(f"lerobot.{kind}")
     register_third_party_plugins()
@@ -49,52 +49,51 @@ def _registries() -> dict[DeviceKind, tuple[Any, Callable[[Any], Any]]]:
 
 
 _import_errors: dict[str, str] = {}
-"""LeRobot's devices that did not import, and why: a library of theirs is missing."""
+"""The LeRobot devices that failed to import, with the error; usually a library is missing."""
 
 
 def _import_built_in(package: str) -> None:
-    """LeRobot's own devices register themselves when their modules are imported; some need libraries of their own."""
+    """LeRobot's devices register themselves when their modules are imported; some need extra libraries."""
     for module in iter_modules(import_module(package).__path__, f"{package}."):
         try:
             if module.ispkg:
                 import_module(module.name)
-        except Exception as error:  # foreign modules fail in any way
+        except Exception as error:  # third-party modules raise any exception
             _import_errors[module.name.rpartition(".")[2]] = f"{type(error).__name__}: {error}"
 
 
 def available_devices(kind: DeviceKind) -> list[str]:
-    """The names of the devices that LeRobot and the installed plugins offer. Raises SpecError without LeRobot."""
+    """The names of the devices of LeRobot and its installed plugins. Raises SpecError without LeRobot."""
     return sorted(_registries()[kind][0].get_known_choices())
 
 
 def make_device(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any:
-    """LeRobot's device of that name, not connected; `settings` are those of its command line.
+    """Make LeRobot's device of that name, not connected; `settings` are as on its command line.
 
     Raises:
-        SpecError: no LeRobot, no such device (the message has the nearest name), settings that it refuses.
+        SpecError: no LeRobot, no such device (the message has the nearest name), or invalid settings.
     """
     registry, make = _registries()[kind]
     if name not in registry.get_known_choices():
         near = get_close_matches(name, available_devices(kind), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {available_devices(kind)}"
-        missing = f"; not importable: {_import_errors}" if _import_errors else ""
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {available_devices(kind)}"
+        missing = f"; these failed to import: {_import_errors}" if _import_errors else ""
         raise SpecError(f"LeRobot has no {kind} {name!r}; {hint}{missing}")
     try:
         return make(read_config(kind, name, settings))
-    except Exception as error:  # a plugin may fail in any way
-        raise SpecError(f"LeRobot's {kind} {name!r} cannot be built: {type(error).__name__}: {error}") from error
+    except Exception as error:  # plugins raise any exception
+        raise SpecError(f"LeRobot's {kind} {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def read_config(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any:
-    """LeRobot's config of a device, decoded as its command line decodes it; raises what the plugin raises."""
+    """Decode LeRobot's config of a device as its command line does. Raises any exception of the plugin."""
     from draccus.parsers.decoding import decode
 
     return decode(_registries()[kind][0], {"type": name, **settings})
 
 
 def call_with_retries(name: str, call: Callable[[], T]) -> T:
-    """What `call` returns, at the last of `MAX_ATTEMPTS`: a bus of servos loses a packet now and then, and LeRobot
-    gives up at the first."""
+    """Call up to `MAX_ATTEMPTS` times: a servo bus drops packets, and LeRobot raises at the first."""
     for _ in range(MAX_ATTEMPTS - 1):
         try:
             return call()
@@ -104,6 +103,6 @@ def call_with_retries(name: str, call: Callable[[], T]) -> T:
 
 
 def has_setting(kind: DeviceKind, name: str, setting: str) -> bool:
-    """Whether the device's config has a field called `setting`."""
+    """Whether the device's config has the field `setting`."""
     choices = _registries()[kind][0].get_known_choices()
     return name in choices and setting in getattr(choices[name], "__dataclass_fields__", {})

@@ -1,4 +1,4 @@
-"""Which robots, cameras and input devices LeRobot and its installed plugins could drive; imports none of them."""
+"""Discover the robots, cameras and input devices of LeRobot and its plugins, without importing them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PLUGIN_PREFIX = "lerobot_"
 
 
 def probe_plugins() -> Iterator[ResourceRecord]:
-    """One DRIVER record for each of LeRobot's own packages of devices, and for each plugin by its naming rule.
+    """Yield one DRIVER record for each device package of LeRobot, and for each plugin that follows its naming rule.
 
-    A package may define several types; ``type:`` in a robot's options names one, see docs/robots.md.
+    A package may define several types; a robot's option ``type`` names one, see docs/robots.md.
     """
     found = find_spec("lerobot")
     for folder in [] if found is None else map(Path, found.submodule_search_locations or ()):

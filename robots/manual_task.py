@@ -1,4 +1,4 @@
-"""The task of a robot that nothing but a person watches: somebody else says what was done, and puts the scene right."""
+"""A task that a person resets and judges."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hal.task import Task, TaskOutcome
 
 @runtime_checkable
 class SupportsHoming(Protocol):
-    """A robot that knows a pose to start from."""
+    """A robot with a home pose."""
 
     def go_home(self) -> None:
-        """Moves there where one is configured, and holds. Blocks, and calls `Robot.attend` meanwhile.
+        """Move to the home pose, if one is configured, and hold. Blocks; calls `Robot.check_stop` periodically.
 
-        Raises EmergencyStopped where it does not get there: a person is to look at it.
+        Raises EmergencyStopped if the robot does not arrive: a person must look at it.
         """
 
 
 class HumanJudgedTask(Task):
-    """Goes on until a person marks success or failure, asks for a reset, or `max_steps` have passed; rewards nothing.
+    """Runs until a person marks success or failure or requests a reset, or until `max_steps`; the reward is always 0.
 
-    A reset brings a robot home that can go there, and lets any other hold where it is: a person brings robot and scene
-    to their start.
+    A reset moves a robot with a home pose there and holds any other. A person resets the scene, and the robot without a
+    home pose.
     """
 
     def __init__(self, name: str, instruction: str, max_steps: int) -> None:

@@ -1,8 +1,8 @@
-"""Reach, on any robot that is moved by its joints: a goal is drawn, seen by the policy, and to be arrived at.
+"""The task `reach` for any robot that moves its joints or tool: a random goal, shown to the policy, has to be reached.
 
-`ReachRobotWrapper` wraps a robot and adds the goal to what it observes. Joints that are told where to be are told here
-how far to go instead (`RobotSpec.joint_delta`): a policy that knows nothing yet stays near where it is, and what it
-learns at one place holds at another. The safety kernel stands before the wrapper, with the wrapped robot's limits.
+`ReachRobotWrapper` adds the goal to a robot's observations. It replaces joint targets by steps
+(`RobotSpec.joint_delta`), so that an untrained policy stays near its start and learning carries over between places.
+The safety kernel checks actions before the wrapper, with the wrapped robot's limits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hal.task import Task, TaskOutcome
 
 REACH_TASK = "reach"
 JOINT_TOLERANCE, TOOL_TOLERANCE_M = 0.05, 0.03
-GOAL_RANGE_SHARE = 0.5  # share of each joint's range, about its middle, that goals are drawn from
-MAX_LEAD_STEPS = 3.0  # a joint that is held up is told to be at most so many steps ahead of where it is measured
+GOAL_RANGE_SHARE = 0.5  # share of each joint's range, around its middle, for goals
+MAX_LEAD_STEPS = 3.0  # the target of a blocked joint is at most this many steps ahead of its measured position
 
 
 @dataclass(frozen=True)
 class ReachConfig:
     """Attributes:
-    space: of the goal: the joints' or the tool's, for a robot that says where its tool is.
-    joints: those that are to be at the goal, by their labels in the state; the others may be anywhere. By default all.
-    low, high: where goals are drawn from, in the space's units, joints in the robot's own order; by default the inner
-        half of each joint's range, and of the workspace.
-    tolerance: how near is there: of each joint (by default 5% of that range), or of the tool (0.03 m).
-    step_max: the longest step of a joint in a control period; by default what its greatest speed allows.
+    space: of the goal: joints, or tool for a robot with the tool's position in its state.
+    joints: labels, in the state, of the joints that must reach the goal; empty for all. The others may be anywhere.
+    low, high: bounds of the goals, in the space's units and the robot's joint order. Default: the inner half of each
+    joint's range, or of the workspace.
+    tolerance: of each joint (default: 5% of the range of goals) or of the tool (0.03 m).
+    step_max: longest step of a joint per control period. Default: its speed limit.
     """
 
     space: Literal["joints", "tool"] = "joints"
@@ -47,27 +47,27 @@ class ReachConfig:
 
     def __post_init__(self) -> None:
         if any(given is not None and not given > 0 for given in (self.tolerance, self.step_max)):
-            raise ValueError("reach: tolerance and step_max are above 0")
+            raise ValueError("reach: tolerance and step_max must be above 0")
 
 
 class ReachRobotWrapper(Robot):
-    """A robot with a goal. Its own calls are the wrapped robot's, but for the goal and the steps."""
+    """A robot with a goal. Other calls go to the wrapped robot."""
 
     def __init__(self, robot: Robot, config: ReachConfig) -> None:
-        """Raises SpecError where the robot has no joints to move, no range to draw goals from, or a goal already."""
+        """Raises SpecError if the robot has no joints to move, no range for goals, or a goal of its own."""
         self.robot, self.config = robot, config
         inner = robot.spec
         self.goal_joints = _goal_joints(inner, config)
-        self._where = _goal_state_indices(inner, config, self.goal_joints)
-        self.goal_low, self.goal_high = _goal_bounds(inner, config, self.goal_joints, len(self._where))
+        self._goal_indices = _goal_state_indices(inner, config, self.goal_joints)
+        self.goal_low, self.goal_high = _goal_bounds(inner, config, self.goal_joints, len(self._goal_indices))
         self.tolerance = _tolerance(config, self.goal_high - self.goal_low)
-        self._turns = list(inner.joint_target)
-        self._angles = list(inner.limits.joint_position)
+        self._joint_elements = list(inner.joint_target)
+        self._state_indices = list(inner.limits.joint_position)
         self._step = _max_steps(inner, config)
-        self.spec = _spec_with_goal(inner, self._where, self.goal_low, self.goal_high, self._step)
+        self.spec = _spec_with_goal(inner, self._goal_indices, self.goal_low, self.goal_high, self._step)
         self._low, self._high = (np.array(each, np.float32) for each in (self.spec.action.low, self.spec.action.high))
         self._target: Array | None = None
-        self._seen: Observation | None = None
+        self._last_observation: Observation | None = None
         self.goal: Array = (self.goal_low + self.goal_high) / 2
 
     def connect(self) -> None:
@@ -75,21 +75,21 @@ class ReachRobotWrapper(Robot):
         self._target = None
 
     def observe(self) -> Observation:
-        seen = self._seen = self.robot.observe()
-        way = self.goal - seen.arrays[STATE][self._where]
+        observed = self._last_observation = self.robot.observe()
+        way = self.goal - observed.arrays[STATE][self._goal_indices]
         goal = np.concatenate([self.goal, way]).astype(np.float32)
-        return replace(seen, arrays={**seen.arrays, ENVIRONMENT_STATE: goal})
+        return replace(observed, arrays={**observed.arrays, ENVIRONMENT_STATE: goal})
 
     def command(self, action: Array) -> Array:
         self.spec.action.validate(action)
-        if not self._turns:
+        if not self._joint_elements:
             return self.robot.command(action)
-        base = self._base()
+        base = self._step_start()
         wanted = action.copy()
-        wanted[self._turns] = base + np.clip(action[self._turns], -self._step, self._step)
+        wanted[self._joint_elements] = base + np.clip(action[self._joint_elements], -self._step, self._step)
         applied = self.robot.command(wanted).copy()
-        self._target = applied[self._turns].astype(np.float64)
-        applied[self._turns] = np.clip(self._target - base, -self._step, self._step)
+        self._target = applied[self._joint_elements].astype(np.float64)
+        applied[self._joint_elements] = np.clip(self._target - base, -self._step, self._step)
         return np.clip(applied, self._low, self._high).astype(np.float32)
 
     def stop(self, level: StopLevel) -> None:
@@ -100,21 +100,23 @@ class ReachRobotWrapper(Robot):
         self.robot.close()
 
     def reset_with_task(self, task: Task, rng: np.random.Generator) -> None:
-        """Resets the wrapped robot by a task of its own, see `Task.reset`; steps begin where it is then."""
+        """Reset the wrapped robot by its own task, see `Task.reset`. Steps start at the position after it."""
         self._target = None
         self.robot.check_stop = self.check_stop
         task.reset(self.robot, rng)
 
     def distance_in_tolerances(self, observation: Observation) -> float:
-        """How far the goal is in `observation`, in tolerances: at most 1 is there."""
-        way = observation.arrays[ENVIRONMENT_STATE][len(self._where) :]
+        """The distance to the goal in `observation`, in tolerances: at most 1 counts as reached."""
+        way = observation.arrays[ENVIRONMENT_STATE][len(self._goal_indices) :]
         if self.config.space == "tool":
             return float(np.linalg.norm(way / self.tolerance))
         return float(np.abs(way / self.tolerance).max())
 
-    def _base(self) -> Array:
-        """Where a step begins: at the last target, while the robot keeps up with it."""
-        measured = (self._seen or self.robot.observe()).arrays[STATE][self._angles].astype(np.float64)
+    def _step_start(self) -> Array:
+        """The start of a step: the last target, as far as the robot keeps up with it."""
+        measured = (
+            (self._last_observation or self.robot.observe()).arrays[STATE][self._state_indices].astype(np.float64)
+        )
         if self._target is None:
             return measured
         lead = MAX_LEAD_STEPS * self._step
@@ -123,15 +125,15 @@ class ReachRobotWrapper(Robot):
 
 
 class ReachTask(Task):
-    """Be at the goal: reward 1 and success within its tolerance.
+    """Reach the goal: reward 1 and success within its tolerance.
 
-    A reset is that of the robot's own task, which may bring the robot home, and draws a new goal.
+    A reset runs the reset of the robot's own task, which may move it home, and draws a new goal.
     """
 
     name = REACH_TASK
 
     def __init__(self, robot: ReachRobotWrapper, base_task: Task, instruction: str) -> None:
-        """`own`: a task of the robot that is wrapped."""
+        """`base_task`: a task of the wrapped robot."""
         self._robot, self._own = robot, base_task
         self.instruction, self.max_steps = instruction or "move to the goal", robot.config.max_steps
 
@@ -145,7 +147,8 @@ class ReachTask(Task):
 
 
 def add_reach_task(station: RobotSetup, config: ReachConfig, instruction: str = "") -> RobotSetup:
-    """The station with the task ``reach``. Its expert goes straight to a goal in the space of its actions.
+    """Add the task ``reach`` to a robot. Its scripted expert moves straight to the goal, if the actions have the goal's
+    space.
 
     Raises:
         SpecError: see `ReachRobotWrapper`.
@@ -180,23 +183,21 @@ def _expert_factory(robot: ReachRobotWrapper) -> Callable[[int, float], ExpertPo
 
 
 def _goal_joints(spec: RobotSpec, config: ReachConfig) -> list[int]:
-    """Which of the robot's joints are to be at the goal, by their number among them."""
+    """The numbers of the robot's joints that must reach the goal."""
     labels = [spec.feature(STATE).labels[index] for index in spec.limits.joint_position]
     if unknown := sorted(set(config.joints) - set(labels)):
-        raise SpecError(f"reach: {spec.model} has no joint {unknown[0]!r}; there are {labels}")
+        raise SpecError(f"reach: {spec.model} has no joint {unknown[0]!r}; choose from {labels}")
     return [number for number, label in enumerate(labels) if not config.joints or label in config.joints]
 
 
 def _goal_state_indices(spec: RobotSpec, config: ReachConfig, chosen: list[int]) -> list[int]:
-    """Where in the state that is which is to be at the goal."""
+    """The state indices of the elements that must reach the goal."""
     if any(feature.name == ENVIRONMENT_STATE for feature in spec.observation):
-        raise SpecError(f"reach: {spec.model} has an {ENVIRONMENT_STATE} of its own")
+        raise SpecError(f"reach: {spec.model} already has an {ENVIRONMENT_STATE}")
     joints = [spec.limits.joint_position[joint] for joint in chosen]
     found = joints if config.space == "joints" else list(spec.limits.tool_position)
     if not found:
-        raise SpecError(
-            f"reach: {spec.model} does not say where its {config.space} is, in {spec.feature(STATE).labels}"
-        )
+        raise SpecError(f"reach: {spec.model} has no position of its {config.space} in {spec.feature(STATE).labels}")
     if not (spec.joint_target or spec.joint_delta or spec.tool_delta):
         raise SpecError(f"reach: the action of {spec.model} moves neither joints nor tool")
     return found
@@ -212,11 +213,11 @@ def _goal_bounds(spec: RobotSpec, config: ReachConfig, chosen: list[int], size: 
     if inner and not len(low) and not len(high):
         low, high = inner
     if len(low) != size or len(high) != size or not (low < high).all():
-        raise SpecError(f"reach: `low` and `high` are {size} bounds each, from where goals are drawn")
+        raise SpecError(f"reach: set `low` and `high` to {size} bounds each, with low < high")
     if len(bounds[0]) == size and ((low < bounds[0]) | (high > bounds[1])).any():
         least, most = (np.round(each, 4).tolist() for each in bounds)
         raise SpecError(
-            f"reach: goals from `low` to `high` are out of reach: {spec.model} can be from {least} to {most}"
+            f"reach: goals from `low` to `high` are out of reach: the range of {spec.model} is {least} to {most}"
         )
     return low, high
 
@@ -237,7 +238,7 @@ def _tolerance(config: ReachConfig, span: Array) -> Array:
 
 
 def _max_steps(spec: RobotSpec, config: ReachConfig) -> Array:
-    """The longest step of each joint that is moved by targets."""
+    """The longest step of each joint with a target."""
     if not spec.joint_target:
         return np.empty(0)
     none = (np.inf,) * len(spec.joint_target)
@@ -247,7 +248,7 @@ def _max_steps(spec: RobotSpec, config: ReachConfig) -> Array:
     if config.step_max is not None:
         longest = np.minimum(longest, config.step_max)
     if not np.isfinite(longest).all():
-        raise SpecError(f"reach: {spec.model} has no greatest speed for its joints; give `step_max`")
+        raise SpecError(f"reach: {spec.model} has no speed limit for its joints; set `step_max`")
     return longest
 
 
@@ -269,7 +270,7 @@ def _spec_with_goal(spec: RobotSpec, where: list[int], low: Array, high: Array, 
 
 
 def _spec_with_joint_delta(spec: RobotSpec, step: Array) -> RobotSpec:
-    """The same robot, its joints moved by steps instead of targets."""
+    """The same robot with joint steps instead of joint targets."""
     reach = dict(zip(spec.joint_target, step.tolist(), strict=True))
     action, each = spec.action, range(len(spec.action.labels))
     neutral, rate = spec.neutral or (0.0,) * len(each), spec.limits.action_rate_max

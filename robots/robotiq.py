@@ -1,6 +1,6 @@
-"""A Robotiq gripper on the controller's tool connector, by the text protocol of its URCap (port 63352).
+"""A Robotiq gripper on a UR controller's tool connector, by the text protocol of its URCap (port 63352).
 
-The gripper is never activated here: that moves its fingers. The URCap does it at the pendant.
+The driver never activates the gripper, because that moves its fingers. A person activates it at the pendant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hal.errors import HardwareLost
 PORT = 63352
 RESPONSE_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.03
-CLOSED = 255  # the register's value; 0 is open
+CLOSED = 255  # register value; 0 is open
 ACTIVE = 3  # of the register STA
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RobotiqConfig:
-    """Attributes: `stroke_m` is the width when open: 0.085 of a 2F-85, 0.140 of a 2F-140. `speed` and `force` are 0 to
-    255, the gripper's own."""
+    """Attributes: `stroke_m` is the open width: 0.085 for a 2F-85, 0.140 for a 2F-140. `speed` and `force` are the
+    gripper's units, 0 to 255."""
 
     stroke_m: float = 0.085
     speed: int = 128
@@ -32,56 +32,56 @@ class RobotiqConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.stroke_m < 1:
-            raise ValueError(f"a gripper that is {self.stroke_m:g} m wide when open is none")
+            raise ValueError(f"stroke_m is {self.stroke_m:g}; it must be above 0 and below 1")
         if not (0 <= self.speed <= 255 and 0 <= self.force <= 255):
-            raise ValueError(f"a gripper's speed and force are 0 to 255, not {self.speed} and {self.force}")
+            raise ValueError(f"the gripper's speed and force must be 0 to 255; they are {self.speed} and {self.force}")
 
 
 class RobotiqGripper:
-    """One gripper. A thread talks to it; the newest target wins. Readings are a few hundredths of a second old."""
+    """One gripper and the thread that communicates with it. The newest target wins. Readings are about 0.05 s old."""
 
     def __init__(self, host: str, config: RobotiqConfig) -> None:
         self._host, self._config = host, config
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._closing = threading.Event()
         self._position = 0
         self._target: int | None = None
         self._lost = ""
 
     def connect(self) -> None:
-        """Opens the connection; nothing moves. Raises HardwareLost, also where the gripper is not activated."""
+        """Open the connection without motion. Raises HardwareLost, also if the gripper is not activated."""
         self._lost, self._target = "", None
-        self._ending.clear()
+        self._closing.clear()
         try:
             self._socket = socket.create_connection((self._host, PORT), RESPONSE_TIMEOUT_S)
             self._socket.settimeout(RESPONSE_TIMEOUT_S)
             if self._get("STA") != ACTIVE:
-                raise HardwareLost(f"{self._where}: it is not activated; a person does that at the pendant")
+                raise HardwareLost(f"{self._name}: it is not activated; a person must activate it at the pendant")
             for name, value in (("SPE", self._config.speed), ("FOR", self._config.force)):
                 self._set(name, value)
             self._position = self._get("POS")
         except (OSError, ValueError) as error:
-            raise HardwareLost(f"{self._where}: {error}") from error
+            raise HardwareLost(f"{self._name}: {error}") from error
         self._thread = threading.Thread(target=self._run, name=f"robotiq {self._host}", daemon=True)
         self._thread.start()
 
     @property
     def width_m(self) -> float:
-        """How far it was open at the last reading, m. Raises HardwareLost."""
+        """The width at the last reading, m. Raises HardwareLost."""
         if self._lost or self._thread is None:
-            raise HardwareLost(f"{self._where}: {self._lost or 'not connected'}")
+            raise HardwareLost(f"{self._name}: {self._lost or 'not connected'}")
         return self._config.stroke_m * (1 - self._position / CLOSED)
 
     def move_to_width(self, width_m: float) -> float:
-        """Sends the fingers to a width; returns the one that was meant, as the gripper counts. Never waits."""
+        """Set the target width; returns it rounded to the gripper's resolution. Never blocks."""
         share = min(max(width_m / self._config.stroke_m, 0.0), 1.0)
         self._target = round(CLOSED * (1 - share))
         return self._config.stroke_m * (1 - self._target / CLOSED)
 
     def close(self) -> None:
-        """Lets go of the connection; the gripper keeps its grip. Calling it twice is harmless."""
-        self._ending.set()
+        """Close the connection; the gripper keeps its grip. May be called twice."""
+        self._closing.set()
         if self._thread is not None:
             self._thread.join(2 * RESPONSE_TIMEOUT_S)
             self._thread = None
@@ -90,45 +90,43 @@ class RobotiqGripper:
             self._socket = None
 
     @property
-    def _where(self) -> str:
+    def _name(self) -> str:
         return f"Robotiq gripper at {self._host}:{PORT}"
 
     def _run(self) -> None:
         sent: int | None = None
         try:
-            while not self._ending.wait(POLL_INTERVAL_S):
+            while not self._closing.wait(POLL_INTERVAL_S):
                 target = self._target
                 if target is not None and target != sent:
                     self._set("POS", target)
                     self._set("GTO", 1)
                     sent = target
                 self._position = self._get("POS")
-                if self._get("STA") != ACTIVE:  # as after its power was cut: it takes orders, and does not move
-                    raise ValueError("it is not activated any more; a person does that at the pendant")
+                if self._get("STA") != ACTIVE:  # e.g. after a power cut: it accepts commands and does not move
+                    raise ValueError("it is no longer activated; a person must activate it at the pendant")
         except (OSError, ValueError) as error:
             self._lost = str(error) or type(error).__name__
             log.warning("robotiq.lost host=%s %s", self._host, self._lost)
 
     def _set(self, name: str, value: int) -> None:
-        answer = self._ask(f"SET {name} {value}")
-        if answer != "ack":
-            raise ValueError(f"SET {name} {value} was answered by {answer!r}")
+        response = self._request(f"SET {name} {value}")
+        if response != "ack":
+            raise ValueError(f"SET {name} {value} was answered by {response!r}")
 
     def _get(self, name: str) -> int:
-        answer = self._ask(f"GET {name}")
-        if not answer.startswith(name):
-            raise ValueError(f"GET {name} was answered by {answer!r}")
-        return int(answer.removeprefix(name))
+        response = self._request(f"GET {name}")
+        if not response.startswith(name):
+            raise ValueError(f"GET {name} was answered by {response!r}")
+        return int(response.removeprefix(name))
 
-    def _ask(self, request: str) -> str:
+    def _request(self, request: str) -> str:
         if self._socket is None:
             raise ConnectionError("not connected")
         self._socket.sendall(request.encode() + b"\n")
-        answer = ""
-        while (
-            not answer
-        ):  # an answer is one segment, with an end of line or without: that depends on the URCap's version
+        response = ""
+        while not response:  # a response is one segment, with or without a line end, depending on the URCap's version
             if not (received := self._socket.recv(64)):
-                raise ConnectionError("it hung up")
-            answer = received.decode("ascii").strip()
-        return answer
+                raise ConnectionError("it closed the connection")
+            response = received.decode("ascii").strip()
+        return response

@@ -1,14 +1,11 @@
-"""A topic of pictures as a camera: raw or compressed, best effort, the newest one counts.
+"""Driver for any arm behind ros2_control, with ROS topics as cameras and force sensor.
 
-Any arm behind ros2_control: joint states in, targets to a controller out; pictures and force where it has them.
+Sensor subscriptions are best effort. Commands are reliable and expire. Joints are matched by name. The capture time of
+a reading comes from its header's stamp and is never later than its arrival.
 
-Sensors are subscribed to with best effort; commands are reliable, and never delivered late. Joints are told apart by
-name. A reading is as old as its header's stamp says, and never younger than its arrival.
-
-Safe stop: the joints are told to stay where they are measured; then the controllers are deactivated, which leaves the
-hardware at its last command. A command after that activates them again; one that this driver did not deactivate itself,
-because of a fault or by somebody else's hand, ends the connection instead. When this process dies, a controller reaches
-its last target, at most one control period ahead, and stays there.
+Safe stop: the target is the measured position; then the controllers are deactivated, and the hardware keeps its last
+command. The next command activates them again. A controller that a fault or a person deactivated makes the robot lost.
+If this process dies, a controller moves to its last target, at most one control period ahead, and stays there.
 """
 
 from __future__ import annotations
@@ -37,31 +34,31 @@ from robots.ros2_spec import Ros2Config, RosCameraConfig, make_layout, read_desc
 from robots.urdf import KinematicChain
 
 CHANNELS_FROM_ENCODING = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "8UC1": 1, "8UC3": 3}
-"""Encodings of sensor_msgs/msg/Image that are understood, and their bytes a pixel."""
+"""The supported encodings of sensor_msgs/msg/Image, with their bytes per pixel."""
 
 
 class RosCamera(Camera):
-    """One camera on a node of its own, so that its pictures keep nobody else's messages waiting."""
+    """One camera topic on a node of its own, so that images do not delay other messages."""
 
     def __init__(self, node: str, spec: CameraSpec, topic: RosCameraConfig, config: Ros2Config) -> None:
-        """`node`: the name of its node."""
+        """`node`: the name of the node."""
         self.spec, self._topic, self._config = spec, topic, config
-        self._link = RosNode(node, config.domain)
+        self._node = RosNode(node, config.domain)
         self._newest: tuple[Any, int] | None = None
         self._decoded: CameraFrame | None = None
         self._times = CaptureTimes(config.clock)
 
     def connect(self) -> None:
-        """Blocks until the first picture. Raises HardwareLost where none comes, or one that the config does not fit."""
-        if self._link.is_connected:
+        """Block until the first image. Raises HardwareLost if none arrives, or if it does not match the config."""
+        if self._node.is_connected:
             return
         kind = "Image" if self._topic.kind == "raw" else "CompressedImage"
         self._times = CaptureTimes(self._config.clock)
-        self._link.open()
+        self._node.open()
         try:
-            self._link.subscribe_sensor(f"sensor_msgs/msg/{kind}", self._topic.topic, self._take)
-            silent = f"no picture came on {self._topic.topic}"
-            self._link.wait_until(lambda: self._newest is not None, self._config.connect_s, silent, self.check_stop)
+            self._node.subscribe_sensor(f"sensor_msgs/msg/{kind}", self._topic.topic, self._on_image)
+            silent = f"no image on {self._topic.topic}"
+            self._node.wait_until(lambda: self._newest is not None, self._config.connect_s, silent, self.check_stop)
             if (newest := self._newest) is not None:
                 self._decode(newest[0])
         except HalError:
@@ -69,23 +66,23 @@ class RosCamera(Camera):
             raise
 
     def read(self) -> CameraFrame:
-        """Raises StaleObservation where the newest picture is older than `RosCameraConfig.stale_s`."""
+        """Raises StaleObservation if the newest image is older than `RosCameraConfig.stale_s`."""
         newest = self._newest
-        if not self._link.is_connected or newest is None:
+        if not self._node.is_connected or newest is None:
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         message, captured_ns = newest
         age_s = (time.monotonic_ns() - captured_ns) / 1e9
         if age_s > self._topic.stale_s:
-            raise StaleObservation(f"camera {self.spec.name}: the newest picture is {age_s:.3f} s old")
+            raise StaleObservation(f"camera {self.spec.name}: the newest image is {age_s:.3f} s old")
         if self._decoded is None or self._decoded.t_capture_ns != captured_ns:
             self._decoded = CameraFrame(self._decode(message), captured_ns)
         return self._decoded
 
     def close(self) -> None:
-        self._link.close()
+        self._node.close()
         self._newest = self._decoded = None
 
-    def _take(self, message: Any) -> None:
+    def _on_image(self, message: Any) -> None:
         captured_ns = self._times.captured_ns(header_stamp_ns(message.header))
         if captured_ns is not None:
             self._newest = message, captured_ns
@@ -96,7 +93,7 @@ class RosCamera(Camera):
         height, width = (int(message.height), int(message.width)) if raw else jpeg_image_size(content)
         if (height, width) != self.spec.shape[:2]:
             raise HardwareLost(
-                f"camera {self.spec.name} gives pictures of {width}x{height}; "
+                f"camera {self.spec.name} sends images of {width}x{height}; "
                 f"the config says {self.spec.width}x{self.spec.height}"
             )
         return decode_raw_image(message) if raw else decode_jpeg_image(content)
@@ -108,19 +105,21 @@ def header_stamp_ns(header: Any) -> int:
 
 
 def decode_raw_image(message: Any) -> Array:
-    """uint8 (height, width, 3) RGB of a sensor_msgs/msg/Image.
+    """Decode a sensor_msgs/msg/Image to uint8 (height, width, 3) RGB.
 
     Raises:
-        HardwareLost: an encoding that is not understood, or fewer bytes than the picture needs.
+        HardwareLost: the encoding is not supported, or bytes are missing.
     """
     channels = CHANNELS_FROM_ENCODING.get(message.encoding)
     if channels is None:
         raise HardwareLost(
-            f"pictures are encoded as {message.encoding!r}; understood are {sorted(CHANNELS_FROM_ENCODING)}"
+            f"the image encoding {message.encoding!r} is not supported; use one of {sorted(CHANNELS_FROM_ENCODING)}"
         )
     height, row = int(message.height), int(message.width) * channels
     if message.step < row or len(message.data) < height * message.step:
-        raise HardwareLost(f"a picture of {message.width}x{height} {message.encoding} has {len(message.data)} bytes")
+        raise HardwareLost(
+            f"an image of {message.width}x{height} {message.encoding} has only {len(message.data)} bytes"
+        )
     rows = np.frombuffer(message.data, np.uint8, count=height * message.step).reshape(height, message.step)
     pixels = rows[:, :row].reshape(height, message.width, channels)
     if channels == 1:
@@ -130,24 +129,24 @@ def decode_raw_image(message: Any) -> Array:
 
 
 def jpeg_image_size(content: bytes) -> tuple[int, int]:
-    """Height and width that a JPEG claims, which may be gigabytes; nothing is decoded. Raises HardwareLost."""
+    """Read height and width from a JPEG's header without decoding: they may claim gigabytes. Raises HardwareLost."""
     import simplejpeg
 
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(content)
-    except (ValueError, KeyError) as error:  # KeyError: colours at a resolution that it has no name for
-        raise HardwareLost(f"a compressed picture is no JPEG that can be read: {error!r}") from error
+    except (ValueError, KeyError) as error:  # KeyError: an unknown chroma subsampling
+        raise HardwareLost(f"a compressed image is not a readable JPEG: {error!r}") from error
     return int(height), int(width)
 
 
 def decode_jpeg_image(content: bytes) -> Array:
-    """uint8 (height, width, 3) RGB of a JPEG. Raises HardwareLost for anything else."""
+    """Decode a JPEG to uint8 (height, width, 3) RGB. Raises HardwareLost for anything else."""
     import simplejpeg
 
     try:
         image: Array = simplejpeg.decode_jpeg(content, colorspace="RGB")
     except ValueError as error:
-        raise HardwareLost(f"a compressed picture is no JPEG: {error}") from error
+        raise HardwareLost(f"a compressed image is not a readable JPEG: {error}") from error
     return image
 
 
@@ -158,49 +157,49 @@ class Ros2Robot(Robot):
     """An arm behind ros2_control."""
 
     def __init__(self, config: Ros2Config, name: str = "arm") -> None:
-        """Reads the robot's description, which waits for the graph where it is there; see `read_description`."""
+        """Read the robot's description; blocks if it is in the ROS graph, see `read_description`."""
         self.config = config
         self._layout = make_layout(config, read_description(config, name))
         self.spec = self._layout.spec
         self._low, self._high = (np.array(each, np.float32) for each in (self.spec.action.low, self.spec.action.high))
         validate_home(self.spec, config.home, self._low, self._high)
-        self._link = RosNode(f"user_sys_{name}", config.domain)
+        self._node = RosNode(f"user_sys_{name}", config.domain)
         domain = os.environ.get("ROS_DOMAIN_ID") or "0" if config.domain is None else config.domain
-        self._alone = DeviceLock(f"ros2-{domain}-{config.controller.strip('/')}")
+        self._device_lock = DeviceLock(f"ros2-{domain}-{config.controller.strip('/')}")
         self._controllers = _make_controllers(config)
         self._manager: ControllerManager | None = None
-        self._stopper: RosServiceClient | None = None
+        self._stop_client: RosServiceClient | None = None
         self._readings = JointReadings(config.commanded_joints, config.clock)
         self._force: ForceReading | None = None
         self._sensor: KinematicChain | None = None
         self._button = StopButton()
         self._target: Array | None = None
-        self._connected = self._moving = self._released = False
+        self._connected = self._moving = self._deactivated = False
 
     def connect(self) -> None:
-        """See `hal.robot.Robot`. Inactive controllers are activated; a fault of the hardware is not cleared, and makes
-        the controller manager refuse.
+        """See `hal.robot.Robot`. Activates inactive controllers. After a hardware fault the controller manager refuses,
+        and the fault is not cleared.
 
         Raises:
             EmergencyStopped: a stop button of the cell is pressed; no controller was activated.
-            HardwareLost: also where another process of this machine commands the controller.
-            SpecError: ROS 2, or a package of messages, is not installed.
+            HardwareLost: also if another process of this machine has locked the controller.
+            SpecError: ROS 2 or a message package is not installed.
         """
         if self._connected:
             return
-        self._alone.acquire()
+        self._device_lock.acquire()
         try:
-            self._link.open()
-            self._listen()
+            self._node.open()
+            self._subscribe()
             self._find_sensor()
             if self._button.is_pressed:
                 raise EmergencyStopped(f"a stop button of the cell is pressed ({self.config.estop_topic})")
             self._require_in_range(self._readings.latest(self.config.commanded_joints)[0])
             self._find_controllers()
-            self._connected, self._moving, self._released = True, True, False
+            self._connected, self._moving, self._deactivated = True, True, False
             self._hold()
         except (EmergencyStopped, HardwareLost, SpecError):
-            self._let_go()
+            self._disconnect()
             raise
 
     def observe(self) -> Observation:
@@ -219,7 +218,7 @@ class Ros2Robot(Robot):
         return Observation({STATE: np.concatenate(parts).astype(np.float32)}, captured_ns)
 
     def command(self, action: Array) -> Array:
-        """See `hal.robot.Robot`. After a safe stop it first activates the controllers again, which takes longer.
+        """See `hal.robot.Robot`. After a safe stop it first activates the controllers, which takes longer.
 
         Raises:
             EmergencyStopped: a stop button of the cell is pressed, or was since the last command. Nothing was
@@ -227,34 +226,34 @@ class Ros2Robot(Robot):
         """
         self.spec.action.validate(action)
         self._require_link()
-        self._require_unpressed()
+        self._require_button_released()
         positions, _, captured_ns = self._readings.latest(self.config.commanded_joints)
         self._require_alive(captured_ns)
         self._require_in_range(positions)
-        if self._released:
+        if self._deactivated:
             self._activate()
-            self._released = False
-        self._watch()
+            self._deactivated = False
+        self._check_controllers()
         self._moving = True
         joints = positions[: len(self.config.joints)]
         return self._send(clip_to_range(self.spec, action, joints, self._low, self._high))
 
     def stop(self, level: StopLevel) -> None:
-        """See `hal.robot.Robot`. The arm is held where it was measured when the stop began, a gripper at its target."""
+        """See `hal.robot.Robot`. The arm holds the position measured at the start of the stop, a gripper its target."""
         self._require_link()
-        if self._released:
+        if self._deactivated:
             return
         if self._moving:
             self._hold()
         elif self._target is not None:
             self._send(self._target)
         if level is StopLevel.SAFE:
-            self._release()
+            self._deactivate()
         else:
-            self._watch()
+            self._check_controllers()
 
     def go_home(self) -> None:
-        """See `robots.manual_task.SupportsHoming`. A gripper stays at its target."""
+        """See `robots.manual_task.SupportsHoming`. A gripper keeps its target."""
         self.stop(StopLevel.HOLD)
         if self.config.home and self._target is not None:
             move_home(self, self.config.home, self._target)
@@ -264,56 +263,56 @@ class Ros2Robot(Robot):
             try:
                 self.stop(StopLevel.SAFE)
             except HardwareLost as error:
-                log.warning("ros2.unstopped %s; its controllers stay at their last target", error)
-        self._let_go()
+                log.warning("ros2.stop_failed %s; its controllers keep their last target", error)
+        self._disconnect()
 
-    def _listen(self) -> None:
-        """Subscribes, and waits until everything that the config names was heard once."""
-        config, link = self.config, self._link
+    def _subscribe(self) -> None:
+        """Subscribe, and block until every topic of the config has delivered a message."""
+        config, node = self.config, self._node
         self._readings = JointReadings(config.commanded_joints, config.clock)
         self._force, self._button = None, StopButton()
-        link.subscribe_sensor("sensor_msgs/msg/JointState", config.joint_states, self._take_joints)
+        node.subscribe_sensor("sensor_msgs/msg/JointState", config.joint_states, self._on_joint_state)
         if config.wrench is not None:
             times = CaptureTimes(config.clock)
-            link.subscribe_sensor(
-                "geometry_msgs/msg/WrenchStamped", config.wrench.topic, lambda m: self._take_force(m, times)
+            node.subscribe_sensor(
+                "geometry_msgs/msg/WrenchStamped", config.wrench.topic, lambda m: self._on_wrench(m, times)
             )
         if config.estop_topic:
-            there = f"nobody publishes {config.estop_topic}"
-            link.wait_until(lambda: link.node.count_publishers(config.estop_topic) > 0, config.connect_s, there)
-            link.subscribe_state("std_msgs/msg/Bool", config.estop_topic, self._take_button)
+            there = f"there is no publisher on {config.estop_topic}"
+            node.wait_until(lambda: node.rclpy_node.count_publishers(config.estop_topic) > 0, config.connect_s, there)
+            node.subscribe_state("std_msgs/msg/Bool", config.estop_topic, self._on_stop_button)
         if config.stop_service:
-            self._stopper = RosServiceClient(link, "std_srvs/srv/Trigger", config.stop_service)
+            self._stop_client = RosServiceClient(node, "std_srvs/srv/Trigger", config.stop_service)
         try:
-            link.wait_until(lambda: not self._unheard(), config.connect_s, "not everything was heard")
+            node.wait_until(lambda: not self._missing_inputs(), config.connect_s, "some topics delivered nothing")
         except HardwareLost as error:
-            raise HardwareLost(f"{error}: {self._unheard()}") from None
+            raise HardwareLost(f"{error}: {self._missing_inputs()}") from None
 
     def _find_sensor(self) -> None:
-        """Learns where the force sensor sits, where the description has the frame that its messages name."""
+        """Look up the force sensor's frame in the description, if it is there."""
         if self._force is not None and self._layout.urdf is not None:
             self._sensor = self._layout.urdf.chain(self._force.frame, self.config.base)
 
-    def _unheard(self) -> list[str]:
-        """What the config names and has not been heard, or only what is too old."""
+    def _missing_inputs(self) -> list[str]:
+        """The topics and joints of the config without a message, or with an outdated one."""
         config, readings = self.config, self._readings
         missing = [f"{name} on {config.joint_states}" for name in readings.missing(config.commanded_joints)]
         if not missing and (age_s := self._age_s(readings.latest(config.commanded_joints)[2])) > config.stale_s:
-            missing.append(f"a joint state that is not {age_s:.3f} s old")
+            missing.append(f"a recent joint state: the newest is {age_s:.3f} s old")
         if readings.clock_error or (
             missing and config.clock == "shared" and not readings.missing(config.commanded_joints)
         ):
             missing.append(f"{readings.clock_error or 'old stamps'}: synchronise the clocks, or set `clock`")
-        if not readings.missing(config.commanded_joints) and (silent := self._without_velocity()):
-            missing.append(f"velocities of {silent} on {config.joint_states}: `velocities: false` does without")
+        if not readings.missing(config.commanded_joints) and (silent := self._joints_without_velocity()):
+            missing.append(f"velocities of {silent} on {config.joint_states}: publish them, or set `velocities: false`")
         if config.wrench is not None and self._force is None:
             missing.append(config.wrench.topic)
         if config.estop_topic and not self._button.was_received:
             missing.append(config.estop_topic)
         return missing
 
-    def _without_velocity(self) -> list[str]:
-        """The arm's joints whose velocity the state is to have, and nobody says."""
+    def _joints_without_velocity(self) -> list[str]:
+        """The arm's joints without a velocity, if the state needs velocities."""
         joints = self.config.joints if self.config.velocities else ()
         velocities = self._readings.latest(self.config.commanded_joints)[1]
         return [name for name, velocity in zip(joints, velocities, strict=False) if not np.isfinite(velocity)]
@@ -321,28 +320,30 @@ class Ros2Robot(Robot):
     def _find_controllers(self) -> None:
         config = self.config
         if config.manager:
-            manager = self._manager = ControllerManager(self._link, config.manager)
-            self._link.wait_until(lambda: manager.is_ready, config.connect_s, f"no controller manager {config.manager}")
+            manager = self._manager = ControllerManager(self._node, config.manager)
+            self._node.wait_until(
+                lambda: manager.is_ready, config.connect_s, f"there is no controller manager {config.manager}"
+            )
             if config.activate:
                 self._activate()
             self._manager.require_active([each.name for each in self._controllers])
         stamped, ask = config.clock == "shared", bool(config.manager)
         for controller in self._controllers:
-            controller.open(self._link, stamped=stamped, query_parameters=ask, timeout_s=config.connect_s)
+            controller.open(self._node, stamped=stamped, query_parameters=ask, timeout_s=config.connect_s)
 
     def _activate(self) -> None:
         if self._manager is not None:
             self._manager.switch(activate=[each.name for each in self._controllers], deactivate=self.config.instead_of)
 
     def _hold(self) -> None:
-        """Makes the measured pose the target, or keeps the last one where the readings are too old to go by."""
+        """Make the measured pose the target; if the readings are outdated, keep the last target."""
         positions, _, captured_ns = self._readings.latest(self.config.commanded_joints)
         goal = positions.astype(np.float32)
         if self._target is not None:
             grip = len(self.config.joints)
             fresh = self._age_s(captured_ns) <= self.config.stale_s
             goal = np.concatenate([goal[:grip] if fresh else self._target[:grip], self._target[grip:]])
-        self._send(goal)  # wherever that is: what a limit cuts off would be leapt
+        self._send(goal)  # unclipped: clipping to a limit would make the joint jump
         self._moving = False
 
     def _send(self, action: Array) -> Array:
@@ -352,9 +353,9 @@ class Ros2Robot(Robot):
         self._target = action
         return action.copy()
 
-    def _release(self) -> None:
-        """The part of a safe stop that comes after holding; done once."""
-        self._released = True
+    def _deactivate(self) -> None:
+        """The second part of a safe stop, after holding; runs once."""
+        self._deactivated = True
         try:
             if self._manager is not None:
                 self._manager.switch(deactivate=[each.name for each in self._controllers])
@@ -362,32 +363,32 @@ class Ros2Robot(Robot):
             self._call_stop_service()
 
     def _call_stop_service(self) -> None:
-        if self._stopper is not None:
-            answer = self._stopper.call({}, RESPONSE_TIMEOUT_S)
+        if self._stop_client is not None:
+            answer = self._stop_client.call({}, RESPONSE_TIMEOUT_S)
             if not answer.success:
                 raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
 
-    def _let_go(self) -> None:
-        self._link.close()
-        self._alone.release()
-        self._connected, self._manager, self._stopper, self._target = False, None, None, None
+    def _disconnect(self) -> None:
+        self._node.close()
+        self._device_lock.release()
+        self._connected, self._manager, self._stop_client, self._target = False, None, None, None
 
-    def _watch(self) -> None:
+    def _check_controllers(self) -> None:
         if self._manager is not None:
             self._manager.check_active([each.name for each in self._controllers])
 
     def _require_link(self) -> None:
         if not self._connected:
             raise HardwareLost(f"{self.config.model} is not connected")
-        _ = self._link.node
+        _ = self._node.rclpy_node
 
-    def _require_unpressed(self) -> None:
+    def _require_button_released(self) -> None:
         topic = self.config.estop_topic
-        if topic and self._link.node.count_publishers(topic) == 0:
-            raise HardwareLost(f"nobody says any more on {topic} whether the stop button is pressed")
+        if topic and self._node.rclpy_node.count_publishers(topic) == 0:
+            raise HardwareLost(f"there is no publisher on {topic} any more: the state of the stop button is unknown")
         silent_s = self._button.silence_s
         if 0 < self.config.estop_timeout_s < silent_s:
-            raise HardwareLost(f"{topic} has not said for {silent_s:.3f} s whether the stop button is pressed")
+            raise HardwareLost(f"no message on {topic} for {silent_s:.3f} s: the state of the stop button is unknown")
         if self._button.take_pressed():
             raise EmergencyStopped(f"a stop button of the cell is pressed, or was just now ({topic})")
 
@@ -397,13 +398,13 @@ class Ros2Robot(Robot):
     def _require_alive(self, captured_ns: int) -> None:
         age_s = self._age_s(captured_ns)
         if age_s > max(self.config.lost_after_s, self.config.stale_s):
-            raise HardwareLost(f"{self.config.model} has said nothing for {age_s:.3f} s")
+            raise HardwareLost(f"{self.config.model} has sent no joint state for {age_s:.3f} s")
 
     def _require_fresh(self, captured_ns: int) -> None:
         self._require_alive(captured_ns)
         age_s, allowed_s = self._age_s(captured_ns), self.config.stale_s
         if age_s > allowed_s:
-            raise StaleObservation(f"the newest reading is {age_s:.3f} s old; at most {allowed_s:g} s may pass")
+            raise StaleObservation(f"the newest reading is {age_s:.3f} s old; at most {allowed_s:g} s are allowed")
 
     def _age_s(self, captured_ns: int) -> float:
         return (time.monotonic_ns() - captured_ns) / 1e9
@@ -414,15 +415,15 @@ class Ros2Robot(Robot):
         turned: Array = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
         return turned
 
-    def _take_joints(self, message: Any) -> None:
+    def _on_joint_state(self, message: Any) -> None:
         self._readings.update(message.name, message.position, message.velocity, header_stamp_ns(message.header))
 
-    def _take_force(self, message: Any, times: CaptureTimes) -> None:
+    def _on_wrench(self, message: Any, times: CaptureTimes) -> None:
         captured_ns, force = times.captured_ns(header_stamp_ns(message.header)), message.wrench.force
         if captured_ns is not None:
             self._force = ForceReading(np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns)
 
-    def _take_button(self, message: Any) -> None:
+    def _on_stop_button(self, message: Any) -> None:
         self._button.update(bool(message.data))
 
 
@@ -433,10 +434,11 @@ def _make_controllers(config: Ros2Config) -> tuple[RosController, ...]:
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """A `hal.driver.RobotSetupFactory`; options: `Ros2Config`. ``reach`` is judged by rule, any other task by a person.
+    """A `hal.driver.RobotSetupFactory`; options: `Ros2Config`. ``reach`` has a success rule; a person judges other
+    tasks.
 
     Raises:
-        HardwareLost: the robot's description is to be read from the graph, and is not there.
+        HardwareLost: the config reads the robot's description from the ROS graph, and it is missing.
     """
     config = read_options(Ros2Config, request)
     robot = Ros2Robot(config, request.name)

@@ -1,8 +1,8 @@
-"""ros2_control's controllers, as their topics, parameters and the controller manager's services show them.
+"""ros2_control's controllers: their topics, parameters and the controller manager's services.
 
-A joint trajectory controller is sent trajectories of one point, to be reached at the end of the control period, with
-joints by name. It refuses an empty one since ros2_controllers 4.2, so that holding is a trajectory to where the arm is.
-A forward controller is sent positions in the order of its own parameter ``joints``, which is read for that.
+A joint trajectory controller receives trajectories of one point, due at the end of the control period, with joints by
+name. Since ros2_controllers 4.2 it refuses an empty trajectory, so a hold is a trajectory to the measured position. A
+forward controller receives positions in the order of its parameter ``joints``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _STRICT = 2  # controller_manager_msgs/srv/SwitchController
 _STRING, _STRINGS = 4, 9  # rcl_interfaces/msg/ParameterType
 
 
-def read_parameters(link: RosNode, node: str, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Another node's parameters that are texts or lists of texts; one that is not set, or of another type, is left out.
+def read_parameters(ros_node: RosNode, node: str, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Read another node's parameters that are strings or lists of strings; others and unset ones are left out.
 
     Raises:
         HardwareLost: the node does not answer.
     """
-    service = RosServiceClient(link, "rcl_interfaces/srv/GetParameters", f"{node}/get_parameters")
+    service = RosServiceClient(ros_node, "rcl_interfaces/srv/GetParameters", f"{node}/get_parameters")
     found: dict[str, Any] = {}
-    for name in names:  # one by one: a name that was not declared spoils the answer for all
+    for name in names:  # one request each: an undeclared name makes the whole response fail
         for value in service.call({"names": [name]}, timeout_s).values:
             if value.type == _STRING:
                 found[name] = value.string_value
@@ -44,82 +44,90 @@ def read_parameters(link: RosNode, node: str, names: Sequence[str], timeout_s: f
 
 
 class RosController:
-    """One controller that moves some joints; it is sent targets for the end of a control period."""
+    """One controller of some joints; it receives targets for the end of a control period."""
 
     def __init__(self, name: str, kind: ControllerKind, joints: Sequence[str], period_s: float) -> None:
         self.name, self.kind, self.joints = name, kind, tuple(joints)
         self._period_s, self._order = period_s, self.joints
         self._publisher: Any = None
 
-    def open(self, link: RosNode, *, stamped: bool, query_parameters: bool, timeout_s: float) -> None:
-        """Finds the controller. Blocks.
+    def open(self, ros_node: RosNode, *, stamped: bool, query_parameters: bool, timeout_s: float) -> None:
+        """Connect to the controller. Blocks.
 
         Args:
-            stamped: its clock is this computer's.
-            ask: it is asked for its joints, and what it commands; otherwise the config is taken at its word.
+            stamped: its clock is synchronised with this computer's.
+            query_parameters: read its joints and interface; otherwise use those of the config.
 
         Raises:
-            HardwareLost: it does not answer, moves other joints, or commands something else than positions.
+            HardwareLost: it does not answer, moves other joints, or does not command positions.
         """
-        self._link, self._stamped = link, stamped
+        self._ros_node, self._stamped = ros_node, stamped
         if query_parameters:
-            self._check(read_parameters(link, self._node, ["joints", "interface_name"], timeout_s))
+            self._check(read_parameters(ros_node, self._controller_node, ["joints", "interface_name"], timeout_s))
         kind, topic = {
-            "trajectory": ("trajectory_msgs/msg/JointTrajectory", f"{self._node}/joint_trajectory"),
-            "position": ("std_msgs/msg/Float64MultiArray", f"{self._node}/commands"),
+            "trajectory": ("trajectory_msgs/msg/JointTrajectory", f"{self._controller_node}/joint_trajectory"),
+            "position": ("std_msgs/msg/Float64MultiArray", f"{self._controller_node}/commands"),
         }[self.kind]
         self._message = message_type(kind)
-        self._publisher = link.create_command_publisher(kind, topic, 2 * self._period_s if stamped else None)
-        link.wait_until(lambda: self.has_subscriber, timeout_s, f"nobody listens to {topic}")
+        self._publisher = ros_node.create_command_publisher(kind, topic, 2 * self._period_s if stamped else None)
+        ros_node.wait_until(lambda: self.has_subscriber, timeout_s, f"there is no subscriber on {topic}")
 
     @property
     def has_subscriber(self) -> bool:
-        """Whether anybody listens to the commands."""
+        """Whether the commands have a subscriber."""
         return bool(self._publisher.get_subscription_count())
 
     def send(self, targets: Mapping[str, float]) -> None:
-        """Starts towards `targets` (rad or m, by joint name), to be there at the end of a control period.
+        """Start the motion to `targets` (rad or m, by joint name), due at the end of a control period.
 
         Raises:
             HardwareLost: the controller is gone.
         """
         if not self.has_subscriber:
-            raise HardwareLost(f"controller {self.name} is gone: nobody listens to its commands")
+            raise HardwareLost(f"controller {self.name} is gone: its commands have no subscriber")
         values = [float(targets[name]) for name in self._order]
         trajectory = self.kind == "trajectory"
         self._publisher.publish(self._trajectory(values) if trajectory else self._message(data=values))
 
     @property
-    def _node(self) -> str:
+    def _controller_node(self) -> str:
         return self.name if self.name.startswith("/") else f"/{self.name}"
 
     def _check(self, parameters: Mapping[str, Any]) -> None:
         order = parameters.get("joints", [])
         if set(order) != set(self.joints):
-            raise HardwareLost(f"controller {self.name} moves {order}; the config says {list(self.joints)}")
+            raise HardwareLost(
+                f"controller {self.name} moves {order}; the config says {list(self.joints)}: correct `joints` or "
+                "`controller`"
+            )
         self._order = tuple(order)
         commanded = parameters.get("interface_name", "position")
-        if self.kind == "position" and commanded != "position":  # it would go on for ever when this process dies
-            raise HardwareLost(f"controller {self.name} commands {commanded}; only positions are safe to leave alone")
+        if self.kind == "position" and commanded != "position":  # it would move on if this process died
+            raise HardwareLost(
+                f"controller {self.name} commands {commanded}; use one that commands positions, which stops if "
+                "this process dies"
+            )
 
     def _trajectory(self, values: list[float]) -> Any:
         seconds, rest = divmod(round(self._period_s * 1e9), 1_000_000_000)
         point = message_type("trajectory_msgs/msg/JointTrajectoryPoint")(positions=values)
         point.time_from_start.sec, point.time_from_start.nanosec = seconds, rest
         message = self._message(joint_names=list(self._order), points=[point])
-        if self._stamped:  # one that comes late has less time left, and none at all is refused
-            message.header.stamp = self._link.node.get_clock().now().to_msg()
+        if self._stamped:  # a late trajectory has less time left; an expired one is refused
+            message.header.stamp = self._ros_node.rclpy_node.get_clock().now().to_msg()
         return message
 
 
 class ControllerManager:
-    """Activates and deactivates controllers, and watches that they stay as they were put."""
+    """Activates and deactivates controllers, and checks that they stay active."""
 
-    def __init__(self, link: RosNode, name: str) -> None:
-        """Raises SpecError where ROS 2 lacks the package controller_manager_msgs."""
-        self._list = RosServiceClient(link, "controller_manager_msgs/srv/ListControllers", f"{name}/list_controllers")
+    def __init__(self, ros_node: RosNode, name: str) -> None:
+        """Raises SpecError if ROS 2 lacks the package controller_manager_msgs."""
+        self._list = RosServiceClient(
+            ros_node, "controller_manager_msgs/srv/ListControllers", f"{name}/list_controllers"
+        )
         self._switch = RosServiceClient(
-            link, "controller_manager_msgs/srv/SwitchController", f"{name}/switch_controller"
+            ros_node, "controller_manager_msgs/srv/SwitchController", f"{name}/switch_controller"
         )
         self.name = name
         self._asked: Any = None
@@ -127,30 +135,30 @@ class ControllerManager:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its services are there; a node that has just begun does not see them at once."""
+        """Whether its services are available; a new node needs a moment to discover them."""
         return self._list.is_ready and self._switch.is_ready
 
     def read_states(self) -> dict[str, str]:
-        """Each loaded controller's state. Blocks. Raises HardwareLost."""
+        """The state of each loaded controller. Blocks. Raises HardwareLost."""
         return _controller_states(self._list.call({}, RESPONSE_TIMEOUT_S))
 
     def require_active(self, controllers: Sequence[str]) -> None:
-        """Blocks. Raises HardwareLost where one of `controllers` is not active."""
+        """Raises HardwareLost if one of `controllers` is not active. Blocks."""
         _require_active(self.name, self.read_states(), controllers)
 
     def switch(self, *, activate: Sequence[str] = (), deactivate: Sequence[str] = ()) -> None:
-        """Activates those of `on` that are inactive and deactivates those of `off` that are active, all in one step of
-        the control loop, or none of them. Blocks.
+        """Activate the inactive controllers of `activate` and deactivate the active ones of `deactivate`, in one cycle
+        of the control loop, or none of them. Blocks.
 
         Raises:
-            HardwareLost: the manager does not answer or refuses; a controller is not loaded, or not configured.
+            HardwareLost: the manager does not answer or refuses; a controller is not loaded or not configured.
         """
         states = self.read_states()
         unknown = {
             name: states.get(name, "not loaded") for name in activate if states.get(name) not in (ACTIVE, INACTIVE)
         }
         if unknown:
-            raise HardwareLost(f"{self.name}: cannot activate {unknown}; there are {states}")
+            raise HardwareLost(f"{self.name}: cannot activate {unknown}; the controllers are {states}")
         start = [name for name in activate if states[name] == INACTIVE]
         stop = [name for name in deactivate if states.get(name) == ACTIVE]
         self._asked = None
@@ -159,14 +167,14 @@ class ControllerManager:
         request = {"activate_controllers": start, "deactivate_controllers": stop, "strictness": _STRICT}
         response = self._switch.call(request, RESPONSE_TIMEOUT_S)
         if not response.ok:
-            why = getattr(response, "message", "") or "its log says why"
+            why = getattr(response, "message", "") or "its log has the reason"
             raise HardwareLost(f"{self.name} did not activate {start} and deactivate {stop}: {why}")
 
     def check_active(self, controllers: Sequence[str]) -> None:
-        """Asks now and then whether `controllers` are active still, without blocking. Call it in each control period.
+        """Check periodically, without blocking, that `controllers` are active. Call it in each control period.
 
         Raises:
-            HardwareLost: one is not, or the manager has not answered for `RESPONSE_TIMEOUT_S`.
+            HardwareLost: one is not active, or the manager has not answered for `RESPONSE_TIMEOUT_S`.
         """
         now_s = time.monotonic()
         if self._asked is None:
@@ -186,7 +194,7 @@ def _controller_states(response: Any) -> dict[str, str]:
 def _require_active(manager: str, states: Mapping[str, str], controllers: Sequence[str]) -> None:
     stopped = {name: states.get(name, "not loaded") for name in controllers if states.get(name) != ACTIVE}
     if stopped:
-        raise HardwareLost(f"{manager}: not active are {stopped}; a person, or a fault, stopped them")
+        raise HardwareLost(f"{manager}: not active: {stopped}; a person or a fault stopped them")
 
 
 def values_by_joint(joints: Sequence[str], values: Array) -> dict[str, float]:

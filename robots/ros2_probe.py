@@ -1,6 +1,7 @@
-"""What the ROS 2 graph shows of robots: joint states with the controllers beside them, and topics of pictures.
+"""Discover robots in the ROS 2 graph: joint states with their controllers, and image topics.
 
-Nothing is subscribed to, and no service is called: topics and their types are read, in the domain of ``ROS_DOMAIN_ID``.
+The probe reads topic names and types only, in the domain of ``ROS_DOMAIN_ID``. It neither subscribes nor calls
+services.
 """
 
 from __future__ import annotations
@@ -13,39 +14,39 @@ from importlib.util import find_spec
 from hal.resource import Kind, ResourceRecord, local_node
 from robots.ros2_node import RosNode
 
-GRAPH_DISCOVERY_S = 1.0  # that others take to show themselves to a node that has just begun
+GRAPH_DISCOVERY_S = 1.0  # time that a new node needs to discover others
 JOINT_STATE_TYPE, WRENCH_TYPE = "sensor_msgs/msg/JointState", "geometry_msgs/msg/WrenchStamped"
 IMAGE_TYPES = ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage")
 CONTROLLER_FROM_TYPE = {
     "trajectory_msgs/msg/JointTrajectory": ("/joint_trajectory", "trajectory"),
     "std_msgs/msg/Float64MultiArray": ("/commands", "position"),
 }
-"""By the type of a controller's topic: how its name ends, and `robots.ros2_controllers.ControllerKind`."""
+"""By the type of a controller's topic: the end of its name, and `robots.ros2_controllers.ControllerKind`."""
 
 Topics = dict[str, list[str]]
 
 
 class GraphProbe:
-    """A probe (`hal.discovery`) that keeps its node, so that looking again costs nothing on the network."""
+    """A probe (`hal.discovery`) that keeps its node, so that repeated probes cause no discovery traffic."""
 
     def __init__(self) -> None:
-        self._link: RosNode | None = None
+        self._node: RosNode | None = None
 
     def __call__(self) -> Iterator[ResourceRecord]:
-        """One BUS record for each topic of joint states, one CAMERA record for each of pictures; none without ROS 2.
+        """Yield a BUS record for each joint state topic and a CAMERA record for each image topic; none without ROS 2.
 
         Raises:
             HardwareLost: ROS 2 is installed and does not start.
         """
         if find_spec("rclpy") is None:
             return
-        if self._link is None:
-            link = RosNode("user_sys_discovery")
-            link.open()
-            atexit.register(link.close)
-            self._link = link
+        if self._node is None:
+            ros_node = RosNode("user_sys_discovery")
+            ros_node.open()
+            atexit.register(ros_node.close)
+            self._node = ros_node
             threading.Event().wait(GRAPH_DISCOVERY_S)
-        node = self._link.node
+        node = self._node.rclpy_node
         shown = {topic: types for topic, types in node.get_topic_names_and_types() if node.count_publishers(topic)}
         heard = {topic: types for topic, types in node.get_topic_names_and_types() if node.count_subscribers(topic)}
         yield from graph_records(shown, heard, node.context.get_domain_id())
@@ -55,7 +56,7 @@ probe_graph = GraphProbe()
 
 
 def graph_records(published: Topics, subscribed: Topics, domain: int) -> Iterator[ResourceRecord]:
-    """The records of what is published (`shown`) and subscribed to (`heard`), each a topic's types by its name."""
+    """Make the records from the topics with publishers and with subscribers; each maps a topic to its types."""
     wrenches = [f"wrench:{topic}" for topic, types in sorted(published.items()) if WRENCH_TYPE in types]
     controllers = [
         f"{kind}:{topic.removesuffix(end)}"

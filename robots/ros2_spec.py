@@ -1,4 +1,4 @@
-"""What a run's config says of an arm behind ros2_control, and the spec that follows from it."""
+"""The options of an arm behind ros2_control, and the robot spec made from them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from robots.urdf import KinematicChain, Urdf
 
 DESCRIPTION_TIMEOUT_S = 10.0
 XYZ = ("x", "y", "z")
-TOOL_RANGE_M, FORCE_RANGE_N = 2.0, 200.0  # how far out and how hard the state's bounds reckon with; no limits
+TOOL_RANGE_M, FORCE_RANGE_N = 2.0, 200.0  # bounds of the state's elements, not limits
 
 
 @dataclass(frozen=True)
 class JointLimits:
-    """rad and rad/s (m and m/s for a joint that slides); None is the description's, its speed times `speed_share`."""
+    """rad and rad/s (m and m/s for a prismatic joint); None: the description's limit, the speed times `speed_share`."""
 
     low: float | None = None
     high: float | None = None
@@ -33,7 +33,7 @@ class JointLimits:
 
 @dataclass(frozen=True)
 class GripperConfig:
-    """A gripper that is one joint with a controller of its own; `low` and `high` bound its position, m or rad."""
+    """A gripper with one joint and its own controller; `low` and `high` bound its position, m or rad."""
 
     joint: str
     low: float
@@ -47,7 +47,7 @@ class WrenchConfig:
     """Attributes:
     topic: of type geometry_msgs/msg/WrenchStamped.
     force_max: N; above it the safety kernel stops the arm.
-    of_tool: the sensor tells what the tool does to the surroundings; ours is what they do to the tool.
+    of_tool: the sensor measures the tool's force on the environment; the state has the opposite force.
     """
 
     topic: str = "/force_torque_sensor_broadcaster/wrench"
@@ -57,8 +57,10 @@ class WrenchConfig:
 
 @dataclass(frozen=True)
 class RosCameraConfig:
-    """A topic of pictures. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage.
-    `stale_after_s` is by default three frame times and a tenth of a second."""
+    """A camera topic. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage.
+
+    `stale_after_s` defaults to three frame times plus 0.1 s.
+    """
 
     topic: str
     height: int
@@ -69,7 +71,7 @@ class RosCameraConfig:
 
     def __post_init__(self) -> None:
         if self.stale_after_s is not None and not self.stale_after_s > 0:
-            raise ValueError(f"a camera's stale_after_s is above 0, not {self.stale_after_s:g}")
+            raise ValueError(f"a camera's stale_after_s is {self.stale_after_s:g}; it must be above 0")
 
     @property
     def stale_s(self) -> float:
@@ -79,32 +81,33 @@ class RosCameraConfig:
 @dataclass(frozen=True)
 class Ros2Config:
     """Attributes:
-    joints: the arm's, in the order that the policy sees; ROS's messages are read by name.
-    controller: its name, with its namespace where it has one.
+    joints: the arm's joints in the order of the policy; ROS messages are matched by name.
+    controller: its name, including a namespace.
     kind: ``trajectory`` is a joint trajectory controller, ``position`` a forward controller of positions.
-    description: where the URDF comes from: a file; ``topic:/robot_description``; ``parameter:/NODE``. Those on the
-        graph are read when the robot is built, for which it must be there.
-    limits: by joint name or pattern; where there is a description, what differs from it.
-    speed_share: share of the description's speed limits that commands may reach.
+    description: source of the URDF: a file, ``topic:/robot_description``, or ``parameter:/NODE``. The latter two are
+    read from the ROS graph when the robot is made.
+    limits: by joint name or pattern; they override the description.
+    speed_share: share of the description's speed limits for commands.
     acceleration_max: of each joint, rad/s^2.
-    tool, base: links of the description; with `tool` the state has its place in the base's frame (the root's).
-    workspace, keep_out: boxes for the tool, m in the base frame; the kernel stops an arm that leaves or enters them.
-    velocities: whether joint states have them.
-    home: where a reset moves to, a position for each of `joints`; empty leaves that to a person.
-    manager: the controller manager; empty: no service is used, so that controllers are neither asked for their joints,
-        nor switched, nor watched.
-    activate: an inactive controller is activated when the robot is connected; without it, a person does that.
-    instead_of: controllers that are deactivated when ours is activated.
-    estop_topic: std_msgs/msg/Bool, true while a stop button of the cell is pressed; kept by its publisher (transient
-        local) or repeated.
-    estop_timeout_s: the robot is lost once nothing was said on `estop_topic` for so long, which only a publisher that
-        repeats it allows; 0 does not ask for that. One that is gone makes the robot lost in any case.
-    stop_service: std_srvs/srv/Trigger that a safe stop calls besides.
-    clock: what the stamps of messages mean; see `robots.ros2_readings.StampClock`.
-    domain: ROS 2 domain; by default ``ROS_DOMAIN_ID``.
-    connect_s: how long the robot may take to be there.
-    stale_after_s: by default two control periods.
-    lost_after_s: a robot that said nothing for so long is lost.
+    tool, base: links of the description; with `tool` the state has its position in the base's frame (default: the
+    root).
+    workspace, keep_out: boxes for the tool, m in the base frame; the safety kernel stops an arm that leaves or enters
+    them.
+    velocities: the joint states have velocities.
+    home: target of a reset, one position for each of `joints`; if empty, a person moves the robot.
+    manager: the controller manager. If empty, no service is used: controllers are not queried, switched or monitored.
+    activate: connecting activates an inactive controller; otherwise a person does.
+    instead_of: controllers that are deactivated when this one is activated.
+    estop_topic: std_msgs/msg/Bool, true while a stop button of the cell is pressed. The publisher is transient local or
+    repeats it.
+    estop_timeout_s: the robot is lost after this time without a message on `estop_topic`; needs a publisher that
+    repeats it. 0 for no timeout. Without a publisher the robot is lost in any case.
+    stop_service: std_srvs/srv/Trigger, also called by a safe stop.
+    clock: the meaning of message stamps; see `robots.ros2_readings.StampClock`.
+    domain: ROS 2 domain; default: ``ROS_DOMAIN_ID``.
+    connect_s: timeout for connecting.
+    stale_after_s: default: two control periods.
+    lost_after_s: the robot is lost after this time without a joint state.
     """
 
     joints: tuple[str, ...]
@@ -144,19 +147,21 @@ class Ros2Config:
 
     def __post_init__(self) -> None:
         if not self.joints or len(set(self.joints)) != len(self.joints):
-            raise ValueError(f"joints names each joint once, not {list(self.joints)}")
+            raise ValueError(f"joints must name each joint once; they are {list(self.joints)}")
         if self.rate_hz <= 0 or not 0 < self.speed_share <= 1:
-            raise ValueError(f"rate_hz is above 0 and speed_share in (0, 1], not {self.rate_hz}, {self.speed_share}")
+            raise ValueError(
+                f"rate_hz must be above 0 and speed_share in (0, 1]; they are {self.rate_hz} and {self.speed_share}"
+            )
         if self.estop_timeout_s < 0 or (self.estop_timeout_s and not self.estop_topic):
-            raise ValueError("estop_timeout_s is a time, or 0, and means something with an estop_topic only")
+            raise ValueError("estop_timeout_s must be 0 or a time above 0, and needs an estop_topic")
         times = (self.connect_s, self.lost_after_s, self.stale_after_s)
         if any(given is not None and not given > 0 for given in times):
-            raise ValueError(f"connect_s, lost_after_s and stale_after_s are above 0, not {times}")
+            raise ValueError(f"connect_s, lost_after_s and stale_after_s must be above 0; they are {times}")
         kinds = {self.kind} | ({self.gripper.kind} if self.gripper else set())
         if not self.manager and "position" in kinds:
-            raise ValueError("a forward controller is asked for the order of its joints: it needs its `manager`")
+            raise ValueError("a forward controller needs its `manager`, which returns the order of its joints")
         if self.tool and not self.description:
-            raise ValueError("tool is a link of the description, and there is none")
+            raise ValueError("tool is a link of the description: set `description`")
 
     @property
     def stale_s(self) -> float:
@@ -164,16 +169,16 @@ class Ros2Config:
 
     @property
     def commanded_joints(self) -> tuple[str, ...]:
-        """All joints that are commanded: the arm's, then the gripper's."""
+        """All commanded joints: the arm's, then the gripper's."""
         return self.joints if self.gripper is None else (*self.joints, self.gripper.joint)
 
 
 @dataclass(frozen=True)
 class Ros2Layout:
-    """The spec, and what the driver needs besides to fill its state.
+    """The spec, and what the driver needs to fill its state.
 
     Attributes:
-        tool: from the base to the tool; None where its place is not in the state.
+        tool: the joints from the base to the tool; None if the state has no tool position.
     """
 
     spec: RobotSpec
@@ -182,12 +187,12 @@ class Ros2Layout:
 
 
 def read_description(config: Ros2Config, name: str) -> Urdf | None:
-    """The robot's description, where the config names one. Blocks up to `DESCRIPTION_TIMEOUT_S` where it is on the
+    """Read the robot's description, if the config names one. Blocks up to `DESCRIPTION_TIMEOUT_S` if it is in the ROS
     graph.
 
     Raises:
-        SpecError: the file cannot be read, or what was read is no URDF.
-        HardwareLost: the graph has none.
+        SpecError: the file cannot be read, or the text is not a URDF.
+        HardwareLost: the ROS graph has none.
     """
     source, _, place = config.description.partition(":")
     if not config.description:
@@ -197,34 +202,38 @@ def read_description(config: Ros2Config, name: str) -> Urdf | None:
             return Urdf(Path(config.description).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"robot {name}: the description cannot be read: {error}") from None
-    with RosNode(f"describe_{name}", config.domain) as link:
-        return Urdf(_from_topic(link, place) if source == "topic" else _from_parameter(link, place))
+    with RosNode(f"describe_{name}", config.domain) as ros_node:
+        return Urdf(_from_topic(ros_node, place) if source == "topic" else _from_parameter(ros_node, place))
 
 
-def _from_topic(link: RosNode, topic: str) -> str:
+def _from_topic(ros_node: RosNode, topic: str) -> str:
     heard: list[Any] = []
-    link.wait_until(lambda: link.node.count_publishers(topic) > 0, DESCRIPTION_TIMEOUT_S, f"nobody publishes {topic}")
-    link.subscribe_state("std_msgs/msg/String", topic, heard.append)
-    link.wait_until(lambda: bool(heard), DESCRIPTION_TIMEOUT_S, f"nothing came on {topic}")
+    ros_node.wait_until(
+        lambda: ros_node.rclpy_node.count_publishers(topic) > 0,
+        DESCRIPTION_TIMEOUT_S,
+        f"there is no publisher on {topic}",
+    )
+    ros_node.subscribe_state("std_msgs/msg/String", topic, heard.append)
+    ros_node.wait_until(lambda: bool(heard), DESCRIPTION_TIMEOUT_S, f"no message on {topic}")
     return str(heard[0].data)
 
 
-def _from_parameter(link: RosNode, node: str) -> str:
-    text = read_parameters(link, node, ["robot_description"], DESCRIPTION_TIMEOUT_S).get("robot_description")
+def _from_parameter(ros_node: RosNode, node: str) -> str:
+    text = read_parameters(ros_node, node, ["robot_description"], DESCRIPTION_TIMEOUT_S).get("robot_description")
     if not isinstance(text, str):
         raise HardwareLost(f"{node} has no parameter robot_description")
     return text
 
 
 def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
-    """The spec of the arm that `config` and its description describe.
+    """Make the spec of the configured arm from its description.
 
     Raises:
-        SpecError: a limit that nobody states, or a joint or link that the description does not have.
+        SpecError: a joint without limits, or a joint or link that the description lacks.
     """
     tool = urdf.chain(config.tool, config.base) if urdf is not None and config.tool else None
     if tool is not None and (unknown := set(tool.movable_joints) - set(config.commanded_joints)):
-        raise SpecError(f"between base and tool are joints that the config does not name: {sorted(unknown)}")
+        raise SpecError(f"there are joints between base and tool that are missing in the config: {sorted(unknown)}")
     bounds = [_bounds(name, config, urdf) for name in config.joints]
     low, high, speed = (tuple(each) for each in zip(*bounds, strict=True))
     units = tuple(_unit(name, urdf) for name in config.commanded_joints)
@@ -254,7 +263,7 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
         stale_after_s=config.stale_s,
     )
     if (config.workspace or config.keep_out) and tool is None:
-        raise SpecError("workspace and keep_out bound the tool: name its link in `tool`")
+        raise SpecError("workspace and keep_out bound the tool: set `tool` to its link")
     spec = RobotSpec(
         model=config.model,
         rate_hz=config.rate_hz,
@@ -273,7 +282,7 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
 def _state(
     config: Ros2Config, units: tuple[str, ...], bounds: tuple[tuple[float, ...], ...], has_tool: bool
 ) -> tuple[ArraySpec, tuple[int, ...], tuple[int, ...]]:
-    """The state's spec, and where in it the tool's place and the force are."""
+    """The state's spec, and the state indices of the tool's position and the force."""
     grip, (low, high, speed) = config.gripper, bounds
     arm = list(zip(config.joints, units, low, high, speed, strict=False))
     rows = [(f"{name}.pos", unit, a, b) for name, unit, a, b, _ in arm]
@@ -290,7 +299,7 @@ def _state(
 
 
 def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, float, float]:
-    """Lowest and highest position, and greatest speed."""
+    """The lowest and highest position, and the speed limit."""
     stated = next((each for name, each in config.limits.items() if fnmatchcase(joint, name)), JointLimits())
     described = (math.nan,) * 3
     if urdf is not None:
@@ -300,14 +309,14 @@ def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, f
     low, high, speed = (b if a is None else a for a, b in zip(chosen, described, strict=True))
     if not (-math.inf < low < high < math.inf and 0 < speed < math.inf):
         raise SpecError(
-            f"joint {joint} has no usable limits ({low:g} to {high:g} at {speed:g} a second); state them: "
-            f"`limits: {{{joint}: {{low: -3.1, high: 3.1, speed_max: 0.5}}}}`, or name its `description`"
+            f"joint {joint} has no usable limits ({low:g} to {high:g} at {speed:g} per second); set "
+            f"`limits: {{{joint}: {{low: -3.1, high: 3.1, speed_max: 0.5}}}}` or `description`"
         )
     return low, high, speed
 
 
 def _unit(joint: str, urdf: Urdf | None) -> str:
-    """Without a description joints are taken to turn."""
+    """Joints without a description count as revolute."""
     return "m" if urdf is not None and joint in urdf.joints and urdf.joints[joint].kind == "prismatic" else "rad"
 
 
@@ -316,7 +325,7 @@ def _camera(name: str, config: RosCameraConfig) -> CameraSpec:
 
 
 def _safe_stop(config: Ros2Config) -> str:
-    text = "holds where it is measured"
+    text = "holds the measured position"
     if config.manager:
-        text += ", then its controllers are deactivated, which leaves holding to the hardware"
-    return text + (f", and {config.stop_service} is called" if config.stop_service else "")
+        text += ", then deactivates its controllers, so that the hardware holds"
+    return text + (f", and calls {config.stop_service}" if config.stop_service else "")

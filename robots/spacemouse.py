@@ -1,9 +1,9 @@
-"""A SpaceMouse on the robot's own computer; the extra ``devices`` brings pyspacemouse's table of devices.
+"""A SpaceMouse on the robot's computer, with pyspacemouse's device table (extra ``devices``).
 
-Its reports are read from the kernel (``/dev/hidraw*``), which whoever runs the driver must be allowed to read. A cap
-that is let go springs back: that is its dead-man switch, and a `hold` button can be asked for besides. A deflected cap
-is reported every 8 ms, or 16 by a wireless mouse; one of which nothing more is heard, as when that drops out, counts as
-let go.
+The driver reads the kernel's raw reports (``/dev/hidraw*``), for which its user needs permission. A released cap
+springs back, which is the dead-man switch; a `hold` button can be required in addition. A deflected cap sends a report
+every 8 ms, or 16 ms if wireless. Without reports for `silent_s`, for example after a radio dropout, the cap counts as
+released.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from robots.input_bindings import InputBindings, motion_labels, pair_in_order
 
 AXES = ("x", "y", "z", "roll", "pitch", "yaw")
 _HIDRAW_FOLDER = Path("/sys/class/hidraw")
-_MAX_REPORTS_PER_READ = 256  # in one reading: a device that floods is not listened to for ever
+_MAX_REPORTS_PER_READ = 256  # per reading, so that a flooding device cannot block
 
 
 @dataclass(frozen=True)
 class SpaceMouseConfig:
     """Attributes:
-    device: e.g. ``/dev/hidraw2``; empty: the first SpaceMouse.
-    model: as pyspacemouse calls it; needed only with a `device` that the kernel does not describe.
-    axes: ``x`` forward, ``y`` left, ``z`` up, ``roll``, ``pitch``, ``yaw`` to action element, a minus sign before the
-        element for the other way; by default in the order of the action's elements.
+    device: e.g. ``/dev/hidraw2``; empty for the first SpaceMouse.
+    model: pyspacemouse's name; needed only for a `device` that the kernel does not describe.
+    axes: ``x`` forward, ``y`` left, ``z`` up, ``roll``, ``pitch``, ``yaw`` to action element; a minus sign before the
+    element inverts it. Default: the order of the action's elements.
     open, close: buttons of the gripper.
-    hold: a button that must be held; -1: none, the deflected cap is enough.
-    dead_zone: the share of an axis's way that counts as none.
-    silent_s: a deflection that was not reported again for so long counts as let go.
+    hold: a button that must be held; -1 for none: deflecting the cap is enough.
+    dead_zone: share of an axis's range that counts as 0.
+    silent_s: a deflection without a new report for this time counts as released.
     """
 
     device: str = ""
@@ -53,11 +53,11 @@ class SpaceMouseConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dead_zone < 1:
-            raise ValueError(f"dead_zone is {self.dead_zone:g}; it is a share in [0, 1)")
+            raise ValueError(f"dead_zone is {self.dead_zone:g}; it must be in [0, 1)")
 
 
 class HidRawDevice:
-    """The kernel's raw reports, as `pyspacemouse.device.SpaceMouseDevice` asks a device for them."""
+    """The kernel's raw reports, with the interface that `pyspacemouse.device.SpaceMouseDevice` expects of a device."""
 
     product_string = manufacturer_string = serial_number = ""
     release_number = 0
@@ -69,15 +69,15 @@ class HidRawDevice:
         self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read(self, size: int) -> bytes:
-        """One report; empty where there is none. Raises HardwareLost."""
+        """Read one report; empty if there is none. Raises HardwareLost."""
         try:
             report = os.read(self._file, size)
         except BlockingIOError:
             return b""
         except OSError as error:
-            raise HardwareLost(f"the SpaceMouse went away: {error.strerror}") from error
+            raise HardwareLost(f"the SpaceMouse was disconnected: {error.strerror}") from error
         if not report:
-            raise HardwareLost("the SpaceMouse went away")
+            raise HardwareLost("the SpaceMouse was disconnected")
         return report
 
     def close(self) -> None:
@@ -86,13 +86,13 @@ class HidRawDevice:
 
 class SpaceMouse(Teleoperator):
     def __init__(self, config: SpaceMouseConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises SpecError for an axis or an element that there is not."""
+        """Raises SpecError for an unknown axis or element."""
         self.config, self._clock = config, clock
         self._bindings = InputBindings(config.axes or pair_in_order(AXES, motion_labels(spec)), AXES, spec)
         self._gripper = spec.gripper
         self._device: Any = None
-        self._alone = DeviceLock()
-        self._newest, self._heard_s = -1.0, 0.0  # report, by pyspacemouse's time and by ours
+        self._device_lock = DeviceLock()
+        self._report_stamp, self._report_s = -1.0, 0.0  # last report: pyspacemouse's time, and its arrival on our clock
 
     def connect(self) -> None:
         if self._device is not None:
@@ -103,12 +103,12 @@ class SpaceMouse(Teleoperator):
         from pyspacemouse.types import AxisConvention
 
         device = SpaceMouseDevice(apply_axis_convention(model, AxisConvention.ROS), HidRawDevice(path))
-        self._alone = DeviceLock(path)
-        self._alone.acquire()
+        self._device_lock = DeviceLock(path)
+        self._device_lock.acquire()
         try:
             device.open()
         except OSError as error:
-            self._alone.release()
+            self._device_lock.release()
             raise HardwareLost(f"SpaceMouse {path}: {error.strerror}") from error
         self._device = device
 
@@ -120,10 +120,10 @@ class SpaceMouse(Teleoperator):
             if state.t == before:
                 break
             before, state = state.t, self._device.read()
-        if state.t != self._newest:
-            self._newest, self._heard_s = state.t, self._clock()
+        if state.t != self._report_stamp:
+            self._report_stamp, self._report_s = state.t, self._clock()
         twist = self._bindings.twist({name: getattr(state, name) for name in AXES}, self.config.dead_zone)
-        if twist.any() and self._clock() - self._heard_s > self.config.silent_s:
+        if twist.any() and self._clock() - self._report_s > self.config.silent_s:
             return TeleopInput(np.zeros_like(twist), False)
         pressed = [bool(each) for each in state.buttons]
         opening, closing, hold = (
@@ -138,33 +138,35 @@ class SpaceMouse(Teleoperator):
         if self._device is not None:
             self._device.close()
             self._device = None
-            self._alone.release()
+            self._device_lock.release()
 
     def _find(self) -> tuple[str, Any]:
-        """Where the device is, and pyspacemouse's description of it. Raises HardwareLost, SpecError."""
+        """Find the device's path, and pyspacemouse's description of it. Raises HardwareLost, SpecError."""
         try:
             from pyspacemouse.loader import get_device_specs
         except ImportError as error:
-            raise HardwareLost(f"it needs pyspacemouse ({error}): {install_hint('devices')}") from error
+            raise HardwareLost(
+                f"pyspacemouse cannot be imported ({error}); install it with: {install_hint('devices')}"
+            ) from error
         known = get_device_specs()
         if self.config.device and self.config.model:
             if self.config.model not in known:
-                raise SpecError(f"no SpaceMouse model {self.config.model!r}; there are {sorted(known)}")
+                raise SpecError(f"no SpaceMouse model {self.config.model!r}; choose one of {sorted(known)}")
             return self.config.device, known[self.config.model]
         by_number = {(each.vendor_id, each.product_id): each for each in known.values()}
         for path, numbers in _hid_devices():
             if numbers in by_number and self.config.device in ("", path):
                 return path, by_number[numbers]
-        raise HardwareLost(f"no SpaceMouse {self.config.device or 'is plugged in'}; plugged in are {_hid_devices()}")
+        raise HardwareLost(f"no SpaceMouse {self.config.device or 'is connected'}; connected devices: {_hid_devices()}")
 
 
 def _hid_devices() -> list[tuple[str, tuple[int, int]]]:
-    """Each raw device with its vendor's and product's number."""
+    """List the raw devices with their vendor and product numbers."""
     found = []
     for entry in sorted(_HIDRAW_FOLDER.glob("*/device/uevent")):
         try:
             lines = dict(line.partition("=")[::2] for line in entry.read_text().splitlines())
-        except OSError:  # pulled out just now
+        except OSError:  # unplugged meanwhile
             continue
         _, vendor, product = lines.get("HID_ID", "0:0:0").split(":")
         found.append((f"/dev/{entry.parts[-3]}", (int(vendor, 16), int(product, 16))))

@@ -1,14 +1,15 @@
-"""Arms of Universal Robots over RTDE, with a Robotiq gripper where there is one.
+"""Driver for arms of Universal Robots over RTDE, optionally with a Robotiq gripper.
 
-The action is a step of the tool (`tool_delta`: x, y, z in the base frame, the tool keeps its rotation) or of the joints
-(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than
-`MAX_TARGET_LEAD_S`. Payload, tool centre point, speed slider and safety settings are the pendant's and are not touched.
-A protective stop, an emergency stop, a safeguard stop or a program that ends makes the robot lost; the message has the
-reason, and nothing is ever unlocked from here: once a person has done it, connecting works again.
+The action is a step of the tool (`tool_delta`: x, y, z in the base frame; the tool keeps its rotation) or of the joints
+(`joint_delta`). Steps add to the last commanded target, which is at most `MAX_TARGET_LEAD_S` ahead of the arm. The
+driver does not change payload, tool centre point, speed slider and safety settings, which are set at the pendant.
 
-Safe stop: the arm brakes, and the program on the controller ends; the controller holds the arm. The same happens by the
-controller's own watchdog when this process dies, hangs or is cut off for two control periods (`silence_s`). A gripper
-keeps its grip.
+A protective stop, emergency stop or safeguard stop, or the end of the program, makes the robot lost; the message has
+the reason. The driver never unlocks the arm: after a person has, connecting works again.
+
+Safe stop: the arm brakes, the program on the controller ends, and the controller holds the arm. If this process dies,
+hangs or is disconnected for two control periods (`silence_s`), the controller's watchdog does the same. A gripper keeps
+its grip.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from robots.robotiq import RobotiqConfig, RobotiqGripper
 from robots.ur_connection import UrConnection, UrConnectionConfig
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
-JOINT_RANGE_RAD = 2 * np.pi  # the range of every joint, to either side
+JOINT_RANGE_RAD = 2 * np.pi  # range of every joint, to either side
 MAX_TARGET_LEAD_S = 0.5  # at full speed; servoj lags by its lookahead, 0.03 to 0.2 s
-REACH_M = 2.0  # beyond that of the largest arm
+REACH_M = 2.0  # more than the reach of the largest arm
 FORCE_RANGE_N = 1000.0
-HOMING_TIMEOUT_S = 60.0  # beyond what the way takes
-REDUCED_SPEED = 0.25  # while a person drives
+HOMING_TIMEOUT_S = 60.0  # in addition to the expected duration
+REDUCED_SPEED = 0.25  # while a person teleoperates or is near
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +47,20 @@ log = logging.getLogger(__name__)
 class UrConfig:
     """Attributes:
     host: the controller's address. It must be in remote control.
-    model: for people and placement, e.g. ``ur5e``.
+    model: for display and placement, e.g. ``ur5e``.
     action: ``tool_delta`` or ``joint_delta``.
-    tool_speed: m/s, of a tool_delta.
-    joint_speed: rad/s: of a joint_delta, and with a tool_delta the measured one at which the arm holds, as happens near
-        a singularity.
-    joint_low, joint_high: rad; all of the joints' range by default.
+    tool_speed: m/s, for a tool_delta.
+    joint_speed: rad/s: of a joint_delta; with a tool_delta, the measured speed above which the arm holds, e.g. near a
+    singularity.
+    joint_low, joint_high: rad; default: the joints' whole range.
     workspace_low, workspace_high: box for the tool, m in the base frame; keep_out: boxes that it may not enter.
-    force_max: N; the tool is not driven further against such a force. null is no limit.
-    gripper: settings of a Robotiq gripper; null is none.
+    force_max: N; above it the tool does not move further against the force. None for no limit.
+    gripper: settings of a Robotiq gripper; None for none.
     cameras: by name.
-    home: joint angles, rad, that a reset moves to by moveJ at `home_speed`; empty leaves that to a person.
-    silence_s, stale_after_s: by default two control periods.
+    home: joint angles, rad: target of a reset, by moveJ at `home_speed`. If empty, a person moves the robot.
+    silence_s, stale_after_s: default: two control periods.
     lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
-    sentence: what the robot is asked to do, in words.
+    sentence: the instruction for the policy.
     """
 
     host: str
@@ -89,16 +90,16 @@ class UrConfig:
 
     def __post_init__(self) -> None:
         if not all(0 < x < np.inf for x in (self.rate_hz, self.tool_speed, self.joint_speed, self.home_speed)):
-            raise ValueError("rate_hz, tool_speed, joint_speed and home_speed are above 0")
+            raise ValueError("rate_hz, tool_speed, joint_speed and home_speed must be above 0")
         if any(given is not None and not given > 0 for given in (self.silence_s, self.stale_after_s, self.rtde_hz)):
-            raise ValueError("silence_s, stale_after_s and rtde_hz are above 0")
+            raise ValueError("silence_s, stale_after_s and rtde_hz must be above 0")
         if not (0.03 <= self.lookahead_s <= 0.2 and 100 <= self.gain <= 2000):
-            raise ValueError("servoj takes a lookahead_s of 0.03 to 0.2 and a gain of 100 to 2000")
+            raise ValueError("servoj needs a lookahead_s of 0.03 to 0.2 and a gain of 100 to 2000")
         if len(self.home) not in (0, 6):
-            raise ValueError(f"home has {len(self.home)} joint angles; there are 6 joints")
+            raise ValueError(f"home has {len(self.home)} joint angles; it needs 6")
         for name, low, at, high in zip(JOINTS, self.joint_low, self.home, self.joint_high, strict=False):
-            if not low <= at <= high:  # the way home passes no safety kernel
-                raise ValueError(f"home: {name} is {at:g}; it may be between {low:g} and {high:g}")
+            if not low <= at <= high:  # homing does not pass the safety kernel
+                raise ValueError(f"home: {name} is {at:g}; it must be between {low:g} and {high:g}")
 
     @property
     def two_periods_s(self) -> float:
@@ -117,7 +118,7 @@ class UrConfig:
 
 
 def ur_spec(config: UrConfig) -> RobotSpec:
-    """The spec of the arm that `config` describes."""
+    """The spec of the configured arm."""
     joints = config.action == "joint_delta"
     moves = tuple(f"d_{name}" for name in JOINTS) if joints else ("dx", "dy", "dz")
     step = (config.joint_speed if joints else config.tool_speed) / config.rate_hz
@@ -181,36 +182,36 @@ def _limits(config: UrConfig) -> SafetyLimits:
 
 
 class UrRobot(Robot):
-    """One arm. `connect` uploads a program to its controller; what ran there before is ended."""
+    """One arm. `connect` uploads a program to its controller and ends the program that ran there."""
 
     def __init__(self, config: UrConfig) -> None:
         self.config = config
         self.spec = ur_spec(config)
         self._joints = config.action == "joint_delta"
-        self._moves = 6 if self._joints else 3
+        self._motion_size = 6 if self._joints else 3
         self._low = np.array(self.spec.action.low, np.float32)
         self._high = np.array(self.spec.action.high, np.float32)
-        self._lead = MAX_TARGET_LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
-        self._within = make_step_limiter(self.spec)
-        self._alone = DeviceLock(config.host)
-        self._link: UrConnection | None = None
-        self._target: Array | None = None  # joint angles or pose, float64 (6,); of no account while the arm stands
+        self._max_lead = MAX_TARGET_LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._step_limiter = make_step_limiter(self.spec)
+        self._device_lock = DeviceLock(config.host)
+        self._connection: UrConnection | None = None
+        self.target: Array | None = None  # joint angles or pose, float64 (6,); unused while the arm is stopped
         self._gripper = RobotiqGripper(config.host, config.gripper) if config.gripper else None
 
     def connect(self) -> None:
         """See `hal.robot.Robot`.
 
         Raises:
-            HardwareLost: also where the arm is stopped, off or not in remote control, the gripper not activated, or
-                another process of this machine drives the arm.
+            HardwareLost: also if the arm is stopped, off or not in remote control, the gripper is not activated, or
+                another process of this machine has locked the arm.
             SpecError: ur_rtde is not installed.
         """
-        if self._link is not None:
+        if self._connection is not None:
             return
-        self._alone.acquire()
-        self._link, self._target = UrConnection(self.config.connection_config), None
+        self._device_lock.acquire()
+        self._connection, self.target = UrConnection(self.config.connection_config), None
         try:
-            self._link.open()
+            self._connection.open()
             if self._gripper:
                 self._gripper.connect()
         except (HardwareLost, SpecError):
@@ -228,60 +229,62 @@ class UrRobot(Robot):
         return Observation({STATE: state}, reading.t_capture_ns)
 
     def command(self, action: Array) -> Array:
-        """See `hal.robot.Robot`. After a safe stop it blocks while the program is uploaded again."""
+        """See `hal.robot.Robot`. After a safe stop it blocks until the program is uploaded again."""
         self.spec.action.validate(action)
-        link = self._connected
-        if link.is_program_stopped:
-            link.restart_program()
+        connection = self._connected
+        if connection.is_program_stopped:
+            connection.restart_program()
         applied = np.clip(action, self._low, self._high)
-        reading = link.read()
+        reading = connection.read()
         measured = reading.q if self._joints else reading.pose
-        base, step = self._target if link.continues_servo() else None, applied[: self._moves]
-        target, applied[: self._moves] = add_step(base, measured, step, self._lead, self._within)
-        link.servo(target, self.spec.period_s, self._joints)
-        self._target = target
+        base, step = self.target if connection.continues_servo() else None, applied[: self._motion_size]
+        target, applied[: self._motion_size] = add_step(base, measured, step, self._max_lead, self._step_limiter)
+        connection.servo(target, self.spec.period_s, self._joints)
+        self.target = target
         if self._gripper:
             applied[-1] = self._gripper.move_to_width(float(applied[-1]))
         within: Array = np.clip(applied, self._low, self._high)
         return within
 
     def stop(self, level: StopLevel) -> None:
-        link = self._connected
-        self._target = None
+        connection = self._connected
+        self.target = None
         if level is StopLevel.SAFE:
-            link.stop_program()
+            connection.stop_program()
         else:
-            link.hold()
+            connection.hold()
 
     def go_home(self) -> None:
         """See `robots.manual_task.SupportsHoming`."""
         self.stop(StopLevel.HOLD)
         if self.config.home:
-            link = self._connected
-            if link.is_program_stopped:
-                link.restart_program()
+            connection = self._connected
+            if connection.is_program_stopped:
+                connection.restart_program()
             home = np.array(self.config.home)
-            takes_s = float(np.abs(home - link.read().q).max()) / self.config.home_speed
-            link.move_joints(home, takes_s + HOMING_TIMEOUT_S, self.check_stop)
+            takes_s = float(np.abs(home - connection.read().q).max()) / self.config.home_speed
+            connection.move_joints(home, takes_s + HOMING_TIMEOUT_S, self.check_stop)
 
     def close(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
         if self._gripper:
             self._gripper.close()
-        self._alone.release()
+        self._device_lock.release()
 
     @property
     def _connected(self) -> UrConnection:
-        if self._link is None:
+        if self._connection is None:
             raise HardwareLost(f"UR at {self.config.host} is not connected")
-        return self._link
+        return self._connection
 
 
 def tool_axes(rotation: Array) -> Array:
-    """The directions of the tool's x and y axis, (6,), from its rotation vector (3,): they change continuously, while a
-    rotation vector leaps to its opposite near half a turn, where tools that point down are."""
+    """The directions of the tool's x and y axis, (6,), from its rotation vector (3,).
+
+    They change continuously. A rotation vector jumps to its opposite near half a turn, as for tools that point down.
+    """
     angle = float(np.linalg.norm(rotation))
     axis = rotation / angle if angle > 0 else np.zeros(3)
     turned = [  # Rodrigues' formula
@@ -293,7 +296,7 @@ def tool_axes(rotation: Array) -> Array:
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """A `hal.driver.RobotSetupFactory`; options: `UrConfig`. Any task is a person's to judge."""
+    """A `hal.driver.RobotSetupFactory`; options: `UrConfig`. A person judges every task."""
     config = read_options(UrConfig, request)
     task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
     return RobotSetup(request.name, UrRobot(config), task, make_cameras(config.cameras, request))

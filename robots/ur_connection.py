@@ -1,8 +1,8 @@
-"""The connection to one controller of Universal Robots, by ur_rtde (1.6 or later; the extra ``ur``).
+"""The connection to one Universal Robots controller, by ur_rtde (1.6 or later; extra ``ur``).
 
-A thread alone speaks to ur_rtde's control interface: it streams the way to the newest target to the controller and
-feeds the controller's watchdog, so that no call of the library makes anybody wait. When updates stop coming the
-controller ends the program that was uploaded, and the arm brakes and stands.
+One thread calls ur_rtde's control interface: it streams the path to the newest target and feeds the controller's
+watchdog, so that no library call blocks the driver. Without updates the controller ends the uploaded program, and the
+arm brakes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hal.spec import Array
 DASHBOARD_PORT = 29999
 RESPONSE_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 20.0
-CLOSE_TIMEOUT_S = 10.0  # on a broken link a call of ur_rtde's takes 2 to 5 s, and disconnecting as long
+CLOSE_TIMEOUT_S = 10.0  # on a broken connection, a call of ur_rtde takes 2 to 5 s, and disconnecting as long
 EXIT_TIMEOUT_S = 2.0
-OFFSET_WINDOW_S = 10.0  # clocks that differ by 1e-4 part by 1 ms meanwhile
-SERVO_DECELERATION = 10.0  # m/s^2, ur_rtde's own
-JOINT_DECELERATION = 2.0  # rad/s^2, ur_rtde's own
+OFFSET_WINDOW_S = 10.0  # clocks that differ by 1e-4 drift by 1 ms in this time
+SERVO_DECELERATION = 10.0  # m/s^2, ur_rtde's default
+JOINT_DECELERATION = 2.0  # rad/s^2, ur_rtde's default
 ARRIVED_RAD = 2e-3
 CONNECTION_BROKEN = "the connection broke"
-WATCHDOG_LEAD_S = 0.02  # the controller's watchdog bites so much before `silence_s` is over; a twentieth of it at most
-STATE_LAG_PACKAGES = 3  # packages: the library's two connections are not in step
+WATCHDOG_LEAD_S = 0.02  # the controller's watchdog fires this long before `silence_s` ends, at most a twentieth of it
+STATE_LAG_PACKAGES = 3  # packages: the library's two connections are not synchronised
 
 # UR's "Real-Time Data Exchange guide": safety_mode and robot_mode
 SAFETY_MODES = {
@@ -68,10 +68,10 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class UrConnectionConfig:
     """Attributes:
-    silence_s: the controller has ended the program when it has heard nothing for so long.
-    rtde_hz: how often state is received and the target is streamed.
+    silence_s: without updates for this time, the controller has ended the program.
+    rtde_hz: rate at which state is received and the target is streamed.
     lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
-    joint_speed: of a move by itself (`UrConnection.move`), rad/s.
+    joint_speed: of `UrConnection.move_joints`, rad/s.
     """
 
     host: str
@@ -85,7 +85,7 @@ class UrConnectionConfig:
 
 @dataclass(frozen=True)
 class UrState:
-    """What the controller measured, float64; `t_capture_ns` is as in `hal.robot.Observation`.
+    """A measurement of the controller, float64; `t_capture_ns` is as in `hal.robot.Observation`.
 
     Attributes:
         q, qd: (6,), rad and rad/s.
@@ -101,8 +101,8 @@ class UrState:
 
 
 @dataclass(frozen=True)
-class _ServoCommand:
-    """The straight way from `start` to `end`, joint angles or poses, that begins at `begun_s` and takes `lasts_s`."""
+class ServoCommand:
+    """A straight path from `start` to `end`, joint angles or poses, that begins at `begun_s` and takes `lasts_s`."""
 
     joints: bool
     start: Array
@@ -111,7 +111,7 @@ class _ServoCommand:
     lasts_s: float
 
     def at(self, now_s: float) -> Array:
-        """A pose keeps the rotation of `end`: two rotation vectors may differ in sign and mean the same."""
+        """A pose keeps the rotation of `end`, because two rotation vectors with opposite signs may be equal."""
         share = min(max((now_s - self.begun_s) / self.lasts_s, 0.0), 1.0)
         point, n = self.end.copy(), 6 if self.joints else 3
         point[:n] = self.start[:n] + share * (self.end[:n] - self.start[:n])
@@ -119,25 +119,25 @@ class _ServoCommand:
 
 
 @dataclass(frozen=True)
-class _MoveCommand:
+class MoveCommand:
     end: Array
 
 
 @dataclass(frozen=True)
-class _HoldCommand:
+class HoldCommand:
     pass
 
 
 @dataclass(frozen=True)
-class _StopProgramCommand:
+class StopProgramCommand:
     pass
 
 
-_Command = _ServoCommand | _MoveCommand | _HoldCommand | _StopProgramCommand
+_Command = ServoCommand | MoveCommand | HoldCommand | StopProgramCommand
 
 
 class ControllerClock:
-    """Maps a controller's time stamps to the local monotonic clock; the least delay seen of late counts as none."""
+    """Maps a controller's stamps to the local monotonic clock; the least recent delay counts as 0."""
 
     def __init__(self) -> None:
         self._offset_s = self._earlier_s = np.inf
@@ -146,11 +146,11 @@ class ControllerClock:
         self._local_s = -np.inf
 
     def age_s(self) -> float:
-        """How old the newest reading is that was asked about; 0 before the first."""
+        """The age of the newest reading; 0 before the first."""
         return 0.0 if self._local_s == -np.inf else time.monotonic() - self._local_s
 
     def local_s(self, stamp_s: float, now_s: float) -> float:
-        """When the reading with that stamp was taken; never before an earlier one, nor after now."""
+        """The capture time of a reading with that stamp; monotonic, and never after `now_s`."""
         if stamp_s == self._stamp_s:
             return self._local_s
         if now_s - self._since_s > OFFSET_WINDOW_S:
@@ -162,56 +162,59 @@ class ControllerClock:
 
 
 class UrConnection:
-    """One connection, once. One thread calls it; only `open`, `restart_program`, `move_joints` and `close` wait, each
-    with a deadline.
-    """
+    """One connection, for a single use. One thread calls it. Only `open`, `restart_program`, `move_joints` and `close`
+    block, each with a timeout."""
 
-    def __init__(self, config: UrConnectionConfig) -> None:
+    def __init__(self, config: UrConnectionConfig, receive: Any = None) -> None:
+        """`receive`: ur_rtde's receive interface; None: `open` makes it."""
         self.config = config
         self._name = f"UR at {config.host}"
         self._clock = ControllerClock()
-        self._receive: Any = None
+        self._receive = receive
         self._lock = threading.Lock()
-        self._order: _Command = _HoldCommand()
-        self._fed_s = 0.0
+        self._command: _Command = HoldCommand()
+        self._updated_s = 0.0
         self._lost = ""
-        self._wake, self._opened, self._running = threading.Event(), threading.Event(), threading.Event()
-        self._ending = False
+        self._changed, self._opened, self._running = threading.Event(), threading.Event(), threading.Event()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"ur {config.host}", daemon=True)
 
     def open(self) -> None:
-        """Connects and uploads ur_rtde's control program; the arm stands.
+        """Connect and upload ur_rtde's control program, without motion.
 
         Raises:
-            HardwareLost: the controller does not answer, or its state does not allow it; the message says what a person
-                should do about it.
+            HardwareLost: the controller does not answer, or its state does not allow it; the message says how to fix
+                that.
             SpecError: ur_rtde is not installed.
         """
         import_rtde("rtde_control")
-        self._require_greeting()
+        self._require_dashboard()
         self._thread.start()
         if not self._opened.wait(OPEN_TIMEOUT_S):
             self._lost = f"connecting took longer than {OPEN_TIMEOUT_S:g} s"
-        self._require()
+        self._require_open()
 
     @property
     def is_program_stopped(self) -> bool:
-        """No program of ours runs on the controller; `restart_program` comes before the next motion."""
-        return isinstance(self._order, _StopProgramCommand)
+        """Whether the controller runs no program of this connection; `restart_program` uploads it again."""
+        return isinstance(self._command, StopProgramCommand)
 
     def continues_servo(self) -> bool:
-        """Whether the arm follows a target, which it then does for `config.silence_s` more; one that nobody spoke to
-        for so long has braked, wherever that was."""
+        """Whether the arm still follows a target. If so, this extends it by `config.silence_s`; without calls for that
+        long, the arm has braked on its way."""
         with self._lock:
-            self._heed_silence()
-            self._fed_s = time.monotonic()
-            return isinstance(self._order, _ServoCommand)
+            self._stop_if_silent()
+            self._updated_s = time.monotonic()
+            return isinstance(self._command, ServoCommand)
 
     def read(self) -> UrState:
-        """The newest reading, of whatever age. Raises HardwareLost, with the reason where the arm was stopped."""
-        receive = self._receive  # before the look: whoever takes it away says why first
-        self._require()
-        stamp_s, now_s = receive.getTimestamp(), time.monotonic()  # first, so that the values are no older
+        """The newest reading, of any age. Raises HardwareLost, with the reason if the arm was stopped."""
+        receive = self._receive  # before the check: the thread sets the reason before it clears this
+        self._require_open()
+        stamp_s, now_s = (
+            receive.getTimestamp(),
+            time.monotonic(),
+        )  # before the values, so that they are not older than the stamp
         reading = UrState(
             q=np.array(receive.getActualQ()),
             qd=np.array(receive.getActualQd()),
@@ -221,50 +224,50 @@ class UrConnection:
         )
         if not receive.isConnected():
             self._lost = self._lost or CONNECTION_BROKEN
-            self._require()
+            self._require_open()
         if reason := stop_reason(receive):
             raise HardwareLost(f"{self._name}: {reason}")
         return reading
 
     def servo(self, target: Array, lasts_s: float, joints: bool) -> None:
-        """Goes straight to `target` in `lasts_s`: joint angles or a pose, (6,). The arm holds there, and holds where
-        nobody calls for `config.silence_s`. Raises HardwareLost."""
-        reading, now_s, order = self.read(), time.monotonic(), self._order
-        if isinstance(order, _ServoCommand) and order.joints == joints:
-            start = order.at(now_s)
+        """Move straight to `target` in `lasts_s`: joint angles or a pose, (6,). The arm holds at the end, and after
+        `config.silence_s` without a call. Raises HardwareLost."""
+        reading, now_s, command = self.read(), time.monotonic(), self._command
+        if isinstance(command, ServoCommand) and command.joints == joints:
+            start = command.at(now_s)
         else:
             start = reading.q if joints else reading.pose
-        self._give(_ServoCommand(joints, start, target, now_s, lasts_s))
+        self._set_command(ServoCommand(joints, start, target, now_s, lasts_s))
 
     def hold(self) -> None:
-        """Brakes and holds; an arm that is at rest stays so. Raises HardwareLost."""
-        self._require()
+        """Brake and hold; a stopped program stays stopped. Raises HardwareLost."""
+        self._require_open()
         if not self.is_program_stopped:
-            self._give(_HoldCommand())
+            self._set_command(HoldCommand())
 
     def stop_program(self) -> None:
-        """Brakes and ends the program on the controller, which holds the arm. Raises HardwareLost."""
-        self._require()
-        self._give(_StopProgramCommand())
+        """Brake and end the program on the controller, which holds the arm. Raises HardwareLost."""
+        self._require_open()
+        self._set_command(StopProgramCommand())
 
     def restart_program(self) -> None:
-        """Uploads the program again, after `stop_program`. Raises HardwareLost."""
+        """Upload the program again, after `stop_program`. Raises HardwareLost."""
         self._running.clear()
-        self._give(_HoldCommand())
+        self._set_command(HoldCommand())
         if not self._running.wait(OPEN_TIMEOUT_S):
             self._lost = self._lost or "the controller does not start the program"
-        self._require()
+        self._require_open()
 
     def move_joints(self, q: Array, timeout_s: float, check_stop: Callable[[], None]) -> None:
-        """Moves to joint angles by moveJ and holds there, or where `attend`, called all the while, raises. It holds too
-        while the newest reading is older than `config.silence_s`.
+        """Move to joint angles by moveJ, then hold. Calls `check_stop` periodically; the arm also holds if that raises,
+        and while the newest reading is older than `config.silence_s`.
 
         Raises:
             HardwareLost: the arm was stopped.
-            EmergencyStopped: it is not there in time, and was told to hold: a person is to look at it.
+            EmergencyStopped: the arm did not arrive in time and holds: a person must look at it.
         """
         until_s = time.monotonic() + timeout_s
-        order = _MoveCommand(q)
+        command = MoveCommand(q)
         try:
             while np.abs(self.read().q - q).max() > ARRIVED_RAD:
                 check_stop()
@@ -274,41 +277,41 @@ class UrConnection:
                         f"{self._name}: it did not get home within {timeout_s:.3g} s: its joints are at {at}; "
                         "a person must look at it"
                     )
-                self._give(order if self._clock.age_s() <= self.config.silence_s else _HoldCommand())
+                self._set_command(command if self._clock.age_s() <= self.config.silence_s else HoldCommand())
                 time.sleep(1 / self.config.rtde_hz)
         finally:
             self.hold()
 
     def close(self) -> None:
-        """Brings the arm to rest and disconnects; gives up on a library that takes longer than `CLOSE_TIMEOUT_S`. A
-        controller that has fallen silent is not spoken to: its watchdog has ended the program."""
-        self._ending = True
+        """Stop the program and disconnect, within `CLOSE_TIMEOUT_S`. Sends nothing to a controller without new
+        readings: its watchdog has ended the program."""
+        self._closing = True
         receive = self._receive
         if receive is not None and not receive.isConnected():
             self._lost = self._lost or CONNECTION_BROKEN
         if self._clock.age_s() > self.config.silence_s:
-            self._lost = self._lost or "it fell silent"
-        self._give(_StopProgramCommand())
+            self._lost = self._lost or "it sends no readings any more"
+        self._set_command(StopProgramCommand())
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 log.warning("ur.not_closed host=%s: ur_rtde does not return", self.config.host)
-                # a thread that came back from C++ while Python is being torn down would abort the process
+                # a thread that returns from C++ during Python's shutdown would abort the process
                 atexit.register(self._thread.join, EXIT_TIMEOUT_S)
 
-    def _give(self, order: _Command) -> None:
+    def _set_command(self, command: _Command) -> None:
         with self._lock:
-            self._fed_s, self._order = time.monotonic(), order
-        self._wake.set()
+            self._updated_s, self._command = time.monotonic(), command
+        self._changed.set()
 
-    def _require(self) -> None:
+    def _require_open(self) -> None:
         if self._lost:
             raise HardwareLost(f"{self._name}: {self._lost}")
-        if self._ending:
+        if self._closing:
             raise HardwareLost(f"{self._name}: not connected")
 
-    def _require_greeting(self) -> None:
-        """ur_rtde waits long for a controller that is off or frozen; the dashboard greets whoever connects."""
+    def _require_dashboard(self) -> None:
+        """Check that the dashboard answers: ur_rtde waits long for a controller that is off or frozen."""
         where = (self.config.host, DASHBOARD_PORT)
         try:
             with socket.create_connection(where, RESPONSE_TIMEOUT_S) as dashboard:
@@ -316,8 +319,10 @@ class UrConnection:
                 if dashboard.recv(64):
                     return
         except OSError as error:
-            raise HardwareLost(f"{self._name}: no answer on port {DASHBOARD_PORT}: {error}") from error
-        raise HardwareLost(f"{self._name}: the dashboard on port {DASHBOARD_PORT} hangs up")
+            raise HardwareLost(
+                f"{self._name}: no answer on port {DASHBOARD_PORT}: {error}; check its address, and that it is on"
+            ) from error
+        raise HardwareLost(f"{self._name}: the dashboard closed the connection on port {DASHBOARD_PORT}")
 
     def _run(self) -> None:
         control = None
@@ -325,26 +330,26 @@ class UrConnection:
             self._receive, control = self._connect()
             program = _ControlProgram(control, self.config)
             self._opened.set()
-            while not (self._lost or (self._ending and program.mode == "rest")):
-                program.execute(self._current())
+            while not (self._lost or (self._closing and program.mode == "rest")):
+                program.execute(self.current_command())
                 if program.mode != "rest":
                     self._running.set()
-                self._wake.wait(1 / self.config.rtde_hz)
-                self._wake.clear()
-        except Exception as error:  # the library's, of any kind, and ours: whoever calls next is told
-            self._lost = self._lost or self._why_stopped() or str(error)
+                self._changed.wait(1 / self.config.rtde_hz)
+                self._changed.clear()
+        except Exception as error:  # any exception of the library or of this module; the next call raises it
+            self._lost = self._lost or self._reason_of_loss() or str(error)
             log.warning("ur.lost host=%s %s", self.config.host, self._lost)
         finally:
             self._opened.set()
             self._running.set()
-        if self._lost:  # the destructors do this too, but let no other thread of Python run meanwhile
+        if self._lost:  # the destructors would block all threads of Python meanwhile
             for end in (control, self._receive):
                 if end is not None:
                     end.disconnect()
         self._receive = None
 
-    def _why_stopped(self) -> str:
-        """What the controller says of it, once its state is newer than the end of the program; empty for nothing."""
+    def _reason_of_loss(self) -> str:
+        """The reason by a controller state that is newer than the end of the program; empty if there is none."""
         receive = self._receive
         if receive is None:
             return ""
@@ -368,72 +373,75 @@ class UrConnection:
             raise HardwareLost(reason)
         return receive, import_rtde("rtde_control").RTDEControlInterface(host, hz)
 
-    def _current(self) -> _Command:
+    def current_command(self) -> _Command:
         with self._lock:
-            self._heed_silence()
-            return self._order
+            self._stop_if_silent()
+            return self._command
 
-    def _heed_silence(self) -> None:
-        silent = time.monotonic() - self._fed_s > self.config.silence_s
-        if silent and not isinstance(self._order, _StopProgramCommand):
-            self._order = _HoldCommand()
+    def _stop_if_silent(self) -> None:
+        silent = time.monotonic() - self._updated_s > self.config.silence_s
+        if silent and not isinstance(self._command, StopProgramCommand):
+            self._command = HoldCommand()
 
 
 class _ControlProgram:
-    """The control program on the controller, and what it does.
+    """The control program on the controller.
 
     Attributes:
-        mode: ``idle`` and ``rest`` stand; at rest there is no program.
+        mode: the arm stands in ``idle`` and ``rest``; in ``rest`` there is no program.
     """
 
     def __init__(self, control: Any, config: UrConnectionConfig) -> None:
         self._control, self._config = control, config
         self.mode: Literal["idle", "servo", "move", "rest"] = "idle"
-        self._moving: _MoveCommand | None = None
+        self._move_in_progress: MoveCommand | None = None
         self._set_watchdog()
 
-    def execute(self, order: _Command) -> None:
-        """Does what is due now. Raises HardwareLost where the program does not run any more, or does not obey."""
-        if isinstance(order, _StopProgramCommand):
+    def execute(self, command: _Command) -> None:
+        """Send what the command needs now. Raises HardwareLost if the program has ended, or refuses."""
+        if isinstance(command, StopProgramCommand):
             self._rest()
             return
         if self.mode == "rest":
             self._start()
-        if isinstance(order, _ServoCommand):
-            self._servo(order)
-        elif isinstance(order, _MoveCommand):
-            self._move(order)
+        if isinstance(command, ServoCommand):
+            self._servo(command)
+        elif isinstance(command, MoveCommand):
+            self._move(command)
         else:
             self._brake()
             self._control.kickWatchdog()
         if not self._control.isProgramRunning():
-            raise HardwareLost("the controller ended the program: its watchdog did, or somebody at the pendant")
+            raise HardwareLost("the controller ended the program: by its watchdog, or at the pendant")
 
-    def _servo(self, order: _ServoCommand) -> None:
+    def _servo(self, command: ServoCommand) -> None:
         if self.mode == "move":
             self._brake()
         self.mode = "servo"
-        point, config = order.at(time.monotonic()).tolist(), self._config
-        servo = self._control.servoJ if order.joints else self._control.servoL
-        # the first two numbers are speed and acceleration, which the controller does not use
+        point, config = command.at(time.monotonic()).tolist(), self._config
+        servo = self._control.servoJ if command.joints else self._control.servoL
+        # speed and acceleration, which the controller ignores
         _require_success(
-            servo(point, 0.0, 0.0, 1 / config.rtde_hz, config.lookahead_s, config.gain), "a target was refused"
+            servo(point, 0.0, 0.0, 1 / config.rtde_hz, config.lookahead_s, config.gain),
+            "the controller refused a target",
         )
 
-    def _move(self, order: _MoveCommand) -> None:
-        if order is not self._moving:
+    def _move(self, command: MoveCommand) -> None:
+        if command is not self._move_in_progress:
             self._brake()
             speed, acceleration = self._config.joint_speed, self._config.joint_acceleration
-            _require_success(self._control.moveJ(order.end.tolist(), speed, acceleration, True), "a move was refused")
-            self._moving, self.mode = order, "move"
+            _require_success(
+                self._control.moveJ(command.end.tolist(), speed, acceleration, True), "the controller refused a move"
+            )
+            self._move_in_progress, self.mode = command, "move"
         self._control.kickWatchdog()
 
     def _brake(self) -> None:
         if self.mode == "servo":
-            _require_success(self._control.servoStop(SERVO_DECELERATION), "it does not brake")
+            _require_success(self._control.servoStop(SERVO_DECELERATION), "the controller refused to brake")
         elif self.mode == "move":
             self._control.stopJ(JOINT_DECELERATION)
-        self._moving, self.mode = None, "idle"
+        self._move_in_progress, self.mode = None, "idle"
 
     def _rest(self) -> None:
         if self.mode != "rest":
@@ -458,15 +466,15 @@ class _ControlProgram:
 
 
 def import_rtde(name: str) -> Any:
-    """ur_rtde's module of that name. Raises SpecError where it is not installed."""
+    """Import ur_rtde's module of that name. Raises SpecError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
-        raise SpecError(f"ur_rtde cannot be used: {error}; it comes with: {install_hint('ur')}") from error
+        raise SpecError(f"ur_rtde cannot be imported: {error}; install it with: {install_hint('ur')}") from error
 
 
 def stop_reason(receive: Any) -> str:
-    """Why the arm cannot be driven, in words; empty where it can."""
+    """Why the arm cannot be driven, in words; empty if it can."""
     safety, mode = receive.getSafetyMode(), receive.getRobotMode()
     if safety not in (NORMAL, REDUCED):
         return f"{SAFETY_MODES.get(safety, f'safety mode {safety}')}; a person must clear it at the pendant"
@@ -478,7 +486,7 @@ def stop_reason(receive: Any) -> str:
 def _has_state(receive: Any) -> bool:
     try:
         return bool(receive.getActualQ())
-    except RuntimeError:  # ur_rtde's, until the first package
+    except RuntimeError:  # from ur_rtde, before the first package
         return False
 
 

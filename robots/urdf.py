@@ -1,4 +1,4 @@
-"""A robot's description in URDF: the limits of its joints, and where its links are."""
+"""Read a robot description (URDF): the limits of its joints and the poses of its links."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FULL_TURN_RAD = 2 * math.pi  # either way, for a joint without end stops
 
 @dataclass(frozen=True)
 class UrdfJoint:
-    """One joint. `low`, `high` and `speed_max` are in rad and rad/s, m and m/s for one that slides; a limit that the
-    description does not give is NaN.
+    """One joint. `low`, `high` and `speed_max` are in rad and rad/s, or m and m/s for a prismatic joint. A missing
+    limit is NaN.
 
     Attributes:
-        kind: URDF's name of it: ``revolute``, ``continuous``, ``prismatic``, ``fixed``, ...
-        origin: (4, 4), the joint's frame in its parent link's.
+        kind: URDF's type: ``revolute``, ``continuous``, ``prismatic``, ``fixed``, ...
+        origin: (4, 4), the joint's frame in its parent link's frame.
         axis: (3,), unit vector in the joint's frame.
     """
 
@@ -43,7 +43,7 @@ class UrdfJoint:
         return self.kind in _ROTARY + _LINEAR
 
     def transform(self, value: float) -> Array:
-        """(4, 4): the child link's frame in the parent link's, with the joint at `value`."""
+        """(4, 4): the child link's frame in the parent link's frame, with the joint at `value`."""
         moved = np.eye(4)
         if self.kind in _ROTARY:
             moved[:3, :3] = _rotation(self.axis, value)
@@ -54,48 +54,48 @@ class UrdfJoint:
 
 
 class Urdf:
-    """A description that was read from text.
+    """A parsed description.
 
     Attributes:
         joints: by name, in the description's order.
-        root: the link that no joint moves.
+        root: the link without a parent joint.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises SpecError: not XML, not a URDF, too long, or with a document type (entities are not expanded)."""
+        """Raises SpecError: not XML, not a URDF, too long, or with a DOCTYPE (entities are not expanded)."""
         if len(text) > MAX_BYTES:
-            raise SpecError(f"the robot's description has {len(text)} characters; at most {MAX_BYTES} are read")
+            raise SpecError(f"the robot's description has {len(text)} characters; at most {MAX_BYTES} are allowed")
         if "<!DOCTYPE" in text:
-            raise SpecError("the robot's description has a document type; a URDF has none")
+            raise SpecError("the robot's description has a DOCTYPE; remove it, a URDF has none")
         try:
             robot = ElementTree.fromstring(text)
             self.joints = {joint.name: joint for joint in map(_read_joint, robot.findall("joint"))}
         except (ElementTree.ParseError, ValueError) as error:
-            raise SpecError(f"the robot's description is no URDF: {error}") from None
+            raise SpecError(f"the robot's description is not a URDF: {error}") from None
         if robot.tag != "robot" or not self.joints:
-            raise SpecError(f"the robot's description is no URDF: <{robot.tag}> with {len(self.joints)} joints")
+            raise SpecError(f"the robot's description is not a URDF: <{robot.tag}> with {len(self.joints)} joints")
         self._above = {joint.child: joint for joint in self.joints.values()}
         self.root = next((j.parent for j in self.joints.values() if j.parent not in self._above), "")
 
     def joint(self, name: str) -> UrdfJoint:
-        """Raises SpecError for a name that is not there, or a joint that does not move."""
+        """Raises SpecError for an unknown joint, or one that does not move."""
         if name not in self.joints or not self.joints[name].is_movable:
             movable = [joint.name for joint in self.joints.values() if joint.is_movable]
-            raise SpecError(f"the robot's description has no movable joint {name!r}; there are {movable}")
+            raise SpecError(f"the robot's description has no movable joint {name!r}; choose one of {movable}")
         return self.joints[name]
 
     def chain(self, link: str, base: str = "") -> KinematicChain:
-        """The joints between `base` (by default the root) and `link`.
+        """The joints between `base` (default: the root) and `link`.
 
         Raises:
-            SpecError: no such link, or it does not hang on the base.
+            SpecError: there is no such link, or it is not connected to the base.
         """
         base = base or self.root
         joints: list[UrdfJoint] = []
         at = link
         while at != base:
             if at not in self._above or len(joints) > len(self.joints):
-                raise SpecError(f"link {link!r} does not hang on {base!r}; there are {sorted(self._above)}")
+                raise SpecError(f"link {link!r} is not connected to {base!r}; the links are {sorted(self._above)}")
             joints.append(self._above[at])
             at = joints[-1].parent
         return KinematicChain(tuple(reversed(joints)))
@@ -103,7 +103,7 @@ class Urdf:
 
 @dataclass(frozen=True)
 class KinematicChain:
-    """Joints from a base to a link; those that do not move too."""
+    """The joints from a base to a link, including fixed ones."""
 
     joints: tuple[UrdfJoint, ...]
 
@@ -112,7 +112,8 @@ class KinematicChain:
         return tuple(joint.name for joint in self.joints if joint.is_movable)
 
     def pose(self, values: Mapping[str, float]) -> Array:
-        """(4, 4) float64: the link's frame in the base's. `values` has every moving joint's, in rad or m."""
+        """(4, 4) float64: the link's frame in the base's frame. `values` has every movable joint's position, in rad or
+        m."""
         pose: Array = np.eye(4)
         for joint in self.joints:
             pose = pose @ joint.transform(values[joint.name] if joint.is_movable else 0.0)
@@ -147,7 +148,7 @@ def _require_attribute(element: ElementTree.Element | None, attribute: str) -> s
 
 
 def _read_number(element: ElementTree.Element | None, attribute: str, otherwise: float) -> float:
-    """URDF's default for a missing bound of a limit is 0; a joint without a limit has none."""
+    """URDF's default for a missing bound of a limit is 0; a joint without a limit gets NaN."""
     return math.nan if element is None else float(element.get(attribute, otherwise))
 
 

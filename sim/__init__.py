@@ -1,6 +1,6 @@
-"""MuJoCo robots that learn for real.
+"""Simulated robots in MuJoCo, with tasks that can be learned.
 
-Importing this package registers its Gymnasium environments; MuJoCo itself is imported when the first one is made.
+Importing this package registers its Gymnasium environments; the first environment imports MuJoCo.
 """
 
 import gymnasium

@@ -1,4 +1,4 @@
-"""The simulation as a driver: robots, tasks, cameras and experts by name."""
+"""The driver of the simulation: makes robots with their tasks, cameras and scripted experts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sim.tasks import LiftTask, SimReachTask
 
 TASK_FROM_NAME: dict[str, type[LiftTask] | type[SimReachTask]] = {"lift": LiftTask, "reach": SimReachTask}
 HIGH_RESOLUTION_PIXELS = 256
-"""Height and width of the cameras' pictures when people are to look at them."""
+"""Height and width of high-resolution images, for videos."""
 
 
 def make_task(name: str, arm: ArmModel = panda.ARM) -> Task:
-    """The task called `name` for `arm`, with its defaults; it wants the scene of the same name. Raises SpecError."""
+    """Make the task called `name` for `arm`; it needs the scene of the same name. Raises SpecError."""
     if name not in TASK_FROM_NAME:
-        raise SpecError(f"no task {name!r}; there are {sorted(TASK_FROM_NAME)}")
+        raise SpecError(f"no task {name!r}; choose one of {sorted(TASK_FROM_NAME)}")
     return TASK_FROM_NAME[name](arm)
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """A simulated arm in the scene of the task, with `sim.robot.SimRobotConfig` as options."""
+    """A `hal.driver.RobotSetupFactory`; options: `sim.robot.SimRobotConfig`. The scene is that of the task."""
     options = read_options(SimRobotConfig, replace(request, options={"scene": request.task, **request.options}))
     if request.high_resolution:
         options = replace(options, image_height=HIGH_RESOLUTION_PIXELS, image_width=HIGH_RESOLUTION_PIXELS)

@@ -1,6 +1,6 @@
-"""The simulated tasks as Gymnasium environments, for those who bring their own learner.
+"""The simulated tasks as Gymnasium environments, for other learners.
 
-``import sim`` registers ``user_sim/PandaLift-v0``, ``user_sim/UR5eReach-v0`` and so on, and so does naming the package:
+``import sim`` registers ``user_sim/PandaLift-v0``, ``user_sim/UR5eReach-v0`` and so on. So does
 ``gymnasium.make("sim:user_sim/PandaLift-v0")``.
 """
 
@@ -24,9 +24,9 @@ KEYS = {"state": STATE, "environment_state": ENVIRONMENT_STATE}
 class ArmEnvironment(gymnasium.Env[dict[str, Any], Array]):
     """One simulated arm with one task.
 
-    Observation: a dictionary of ``state`` and ``environment_state``, float32, in SI units, as the robot's spec says.
-    Action: float32 (4,), each in [-1, 1]: the share of the action spec's range, from its lower to its upper bound.
-    Reward: 1 at success, which ends the episode, else 0. ``info["is_success"]`` says it too.
+    Observation: a dictionary of ``state`` and ``environment_state``, float32, in SI units, as in the robot's spec.
+    Action: float32 (4,), each in [-1, 1]: mapped linearly to the bounds of the action spec.
+    Reward: 1 at success, which ends the episode, else 0. ``info["is_success"]`` is the same as a boolean.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
@@ -72,7 +72,7 @@ class ArmEnvironment(gymnasium.Env[dict[str, Any], Array]):
         return _named(observation), outcome.reward, outcome.terminated, truncated, {"is_success": bool(outcome.success)}
 
     def render(self) -> Array | None:
-        """The camera's picture, uint8 (height, width, 3), or None without ``render_mode="rgb_array"``."""
+        """The camera's image, uint8 (height, width, 3), or None without ``render_mode="rgb_array"``."""
         if self.render_mode is None:
             return None
         if self._camera is None:

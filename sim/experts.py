@@ -1,4 +1,4 @@
-"""Scripted experts: they know the task, look at the observation alone, and give the first demonstrations."""
+"""Scripted experts for demonstrations; they use the observation only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hal.spec import ENVIRONMENT_STATE, STATE, Array
 from sim.robot import GRIPPER_SET_WIDTH, GRIPPER_WIDTH, TOOL_VELOCITY, SimRobot
 
 _CLOSED_M = 0.0
-_LIFT_STEP_M = 1.0  # more than a period allows: as fast as it goes
-_TARGET_LAG_S = 0.03  # the tool trails its target by this much times its speed
+_LIFT_STEP_M = 1.0  # more than a period allows: full speed
+_TARGET_LAG_S = 0.03  # the tool lags behind its target by this much times its speed
 
 
 class ScriptedExpert(ABC):
-    """A controller without memory: the same observation gives the same action, but for the noise.
+    """A controller without memory: apart from noise, the action is a function of the observation.
 
-    `noise` is the standard deviation of the disturbance on the tool's step, as a share of its bound: it spreads the
-    demonstrations around the straight way, which shows the learner how to come back to it.
+    `noise` is the standard deviation of the disturbance of the tool's step, as a share of its bound. It spreads the
+    demonstrations around the straight path, so that the learner sees how to return to it.
     """
 
     def __init__(self, robot: SimRobot, noise: float = 0.0, seed: int = 0) -> None:
@@ -31,7 +31,7 @@ class ScriptedExpert(ABC):
         self._rng = np.random.default_rng(seed)
 
     def __call__(self, observation: Observation) -> Array:
-        """float32 action, within the action spec's bounds, in its units."""
+        """float32 action within the action spec's bounds."""
         step, width = self.plan(observation)
         low, high = np.array(self._action.low), np.array(self._action.high)
         step = np.clip(step, low[:3], high[:3]) + self._rng.normal(0.0, 1.0, 3) * self._noise * high[:3]
@@ -40,7 +40,7 @@ class ScriptedExpert(ABC):
 
     @abstractmethod
     def plan(self, observation: Observation) -> tuple[Array, float]:
-        """The wanted step of the tool (3,), m, unbounded, and the gripper's opening, m."""
+        """The desired step of the tool (3,), m, unbounded, and the gripper's opening, m."""
 
 
 class ReachExpert(ScriptedExpert):
@@ -67,14 +67,14 @@ class LiftExpert(ScriptedExpert):
 
 
 def make_expert(task: str, robot: SimRobot, noise: float = 0.0, seed: int = 0) -> ScriptedExpert:
-    """The expert of `robot` for the task called `task`; raises SpecError when there is none."""
+    """Make the expert of `robot` for the task called `task`. Raises SpecError if there is none."""
     experts: dict[str, type[ScriptedExpert]] = {"lift": LiftExpert, "reach": ReachExpert}
     if task not in experts:
-        raise SpecError(f"no scripted expert for the task {task!r}; there are {sorted(experts)}")
+        raise SpecError(f"no scripted expert for the task {task!r}; choose one of {sorted(experts)}")
     return experts[task](robot, noise, seed)
 
 
 def _to_object(observation: Observation) -> Array:
-    """From where the tool's target is now to the object, m."""
+    """The vector from the tool's current target to the object, m."""
     way: Array = observation.arrays[ENVIRONMENT_STATE][3:6].astype(float)
     return way - _TARGET_LAG_S * observation.arrays[STATE][TOOL_VELOCITY]

@@ -1,22 +1,15 @@
-"""What an emulated link does, and when.
+"""Emulate the network between two machines: a TCP proxy that delays, limits, stalls and cuts connections, without root.
 
-How bytes travel over an emulated link: one direction that all connections share, and one connection's part of it.
+A run's configuration starts it (``link:`` of a robot), or a command::
 
-Everything here runs on one asyncio loop, that of `sim.network_emulator`.
+    python -m sim.network_emulator listen=127.0.0.1:6000 target=10.0.0.7:5555 delay_ms=50
 
-An emulated network between two machines: a TCP proxy that delays, narrows, loses and cuts, and needs no root.
+The proxy ends TCP on both sides, so it emulates packets by effects on the stream. A lost packet stalls the connection
+until TCP would have sent it again. A partition holds all bytes and connection ends until it is over; meanwhile this
+machine's kernel accepts new connections, which wait. A new connection costs one round trip, as TCP's handshake does.
 
-Anyone rehearses two sites on one machine: from a run's configuration (``link:`` of a robot), or by hand::
-
-    python -m sim.network_emulator listen=127.0.0.1:6000 target=10.0.0.7:5555 delay_ms=50 'events=[{at_s: 60, for_s:
-    120}]'
-
-A proxy ends TCP at both of its sides, so what happens to packets is emulated by what happens to the stream: a lost
-packet is a stall of the connection until it would have been sent again; a partition holds all bytes, and ends of
-connections too, until it is over; while it lasts new connections are accepted by this machine's kernel and wait. A new
-connection costs one round trip, as TCP's handshake does. `WINDOW_BYTES` of a connection are on the way at most, so that
-memory is bounded: 4 MiB over 50 ms are 80 MB/s. What is deliberate is exact: delay within a millisecond on an idle
-machine, bandwidth within 5%, breaks to the byte.
+At most `WINDOW_BYTES` of a connection are in transit, which bounds memory: 4 MiB over 50 ms are 80 MB/s. The delay is
+exact within 1 ms on an idle machine, the bandwidth within 5%, breaks to the byte.
 """
 
 from __future__ import annotations
@@ -49,10 +42,10 @@ LinkDirectionName = Literal["up", "down"]
 
 @dataclass(frozen=True)
 class LinkBreak:
-    """The end of one connection once exactly `at_byte` bytes have passed in direction `way`.
+    """The end of one connection after exactly `at_byte` bytes in direction `way`.
 
-    ``reset`` breaks it for both ends; ``silence`` leaves it open, and nothing passes any more in either direction;
-    ``mute`` goes on taking what comes in direction `way`, delivers none of it, and lets the other direction pass.
+    ``reset`` breaks it for both ends. ``silence`` leaves it open without transfer in either direction. ``mute`` accepts
+    bytes in direction `way` and delivers none; the other direction continues.
     """
 
     at_byte: int
@@ -62,12 +55,12 @@ class LinkBreak:
 
 @dataclass(frozen=True)
 class LinkEvent:
-    """Something that happens to a link, `at_s` seconds after its first connection, and lasts `for_s`.
+    """A fault of the whole link, from `at_s` after its first connection, for `for_s`.
 
     Attributes:
-        what: ``cut``: nothing passes in the direction `way`. ``reset``: every connection breaks, and so do new ones
-            while it lasts. ``half-open``: the gateway's side of every connection breaks and the edge is not told; new
-            ones are accepted and never answered.
+        what: ``cut``: no transfer in direction `way`. ``reset``: every open and new connection breaks. ``half-open``:
+            the gateway's side of every connection breaks and the edge gets no notice; new connections are accepted and
+            never answered.
     """
 
     at_s: float
@@ -78,15 +71,15 @@ class LinkEvent:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """What a link does to what passes. ``up`` is from whoever dials to where the link leads.
+    """The properties of a link. ``up`` is from the connecting side to the target.
 
     Attributes:
         delay_ms: one way; a round trip takes twice that.
-        jitter_ms: up to so much more, drawn anew for each read; order is kept.
-        up_mbit_s, down_mbit_s: shared by all connections; 0 does not limit.
-        loss: share of packets that are lost, each a stall of its connection for `stall_ms`.
-        resets_per_min: connections that break, on average, at random times.
-        breaks: of the first connections, one each, in order.
+        jitter_ms: greatest additional delay, drawn for each read; order is kept.
+        up_mbit_s, down_mbit_s: shared by all connections; 0 for no limit.
+        loss: share of lost packets; each stalls its connection for `stall_ms`.
+        resets_per_min: mean rate of connections that break at random times.
+        breaks: for the first connections, one each, in order.
     """
 
     delay_ms: float = 0.0
@@ -103,13 +96,13 @@ class LinkConfig:
     def __post_init__(self) -> None:
         for name in ("delay_ms", "jitter_ms", "up_mbit_s", "down_mbit_s", "stall_ms", "resets_per_min"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"link: {name} must not be negative")
+                raise ValueError(f"link: {name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.loss < 1:
-            raise ValueError("link: loss is a share of packets, from 0 to below 1")
+            raise ValueError(f"link: loss is {self.loss}; it must be in [0, 1)")
 
 
 def make_link_config(settings: Mapping[str, Any]) -> LinkConfig:
-    """The configuration with plain `settings`; raises ValueError for a key or value that it has not."""
+    """Make the configuration from plain `settings`. Raises ValueError for an unknown key or an invalid value."""
     config = msgspec.convert(settings, LinkConfig)
     parts: list[tuple[Mapping[str, Any], type]] = [(settings, LinkConfig)]
     for key, part in (("events", LinkEvent), ("breaks", LinkBreak)):
@@ -120,11 +113,11 @@ def make_link_config(settings: Mapping[str, Any]) -> LinkConfig:
     return config
 
 
-PACKET_BYTES = 1460  # what a TCP segment carries over Ethernet
+PACKET_BYTES = 1460  # payload of a TCP segment over Ethernet
 MAX_READ_BYTES = 64 << 10
-MAX_READ_S = 1e-3  # a read takes no more than this on the line, so that connections take turns
-WINDOW_BYTES = 4 << 20  # of one connection and direction on the way at once, as a TCP window bounds it
-MAX_QUEUE_S = 0.02  # what waits for the line at most before senders are held back, as in a router's queue
+MAX_READ_S = 1e-3  # transmission time of one read at most, so that connections alternate
+WINDOW_BYTES = 4 << 20  # of one connection and direction in transit, like a TCP window
+MAX_QUEUE_S = 0.02  # queued data at most before senders are held back, like a router's queue
 
 
 class LinkBroken(ConnectionResetError):
@@ -136,11 +129,11 @@ class LinkBroken(ConnectionResetError):
 
 
 class LinkDirection:
-    """One direction of a link: a line of some bandwidth on which bytes queue, and a delay after it.
+    """One direction of a link: a queue at some bandwidth, then a delay.
 
     Attributes:
-        is_open: cleared while a partition lasts; what is on the way then waits.
-        delivered_bytes: delivered so far.
+        is_open: cleared during a partition; bytes in transit then wait.
+        delivered_bytes: so far.
     """
 
     def __init__(
@@ -152,103 +145,109 @@ class LinkDirection:
         self.delay_s = delay_s
         self._bytes_s = mbit_s * 1e6 / 8
         self._jitter_s, self._loss, self._stall_s, self._random = jitter_s, loss, stall_s, rng
-        self._free_s = 0.0
+        self._transmitted_s = 0.0
         at_once = int(self._bytes_s * MAX_READ_S) or MAX_READ_BYTES
         self.read_bytes = min(MAX_READ_BYTES, max(PACKET_BYTES, at_once))
 
     async def wait_for_room(self) -> None:
-        """Returns when the link is whole and the line's queue has room."""
+        """Block until the link is open and the queue has room."""
         while True:
             await self.is_open.wait()
-            over_s = self._free_s - MAX_QUEUE_S - _now()
+            over_s = self._transmitted_s - MAX_QUEUE_S - _now()
             if over_s <= 0:
                 return
             await asyncio.sleep(over_s)
 
     def schedule_arrival(self, size: int) -> float:
-        """Takes the line for `size` bytes, behind what waits already; when they arrive, on the loop's clock."""
-        self._free_s = max(self._free_s, _now()) + (size / self._bytes_s if self._bytes_s else 0.0)
+        """Queue `size` bytes for transmission; returns their arrival time on the loop's clock."""
+        self._transmitted_s = max(self._transmitted_s, _now()) + (size / self._bytes_s if self._bytes_s else 0.0)
         packets = -(-size // PACKET_BYTES)
         lost = self._loss > 0 and self._random.random() < 1 - (1 - self._loss) ** packets
         late_s = self._jitter_s * self._random.random() + self._stall_s * lost
-        return self._free_s + self.delay_s + late_s
+        return self._transmitted_s + self.delay_s + late_s
 
     async def sleep_until(self, due_s: float) -> None:
-        """Returns at `due_s`, or when the partition that lasts then is over."""
+        """Return at `due_s`, or at the end of a partition that lasts then."""
         if (wait_s := due_s - _now()) > 0:
             await asyncio.sleep(wait_s)
         await self.is_open.wait()
 
 
 class StreamForwarder:
-    """One direction of one connection: reads from `source`, delivers to `sink` in order, unchanged, and in time.
+    """One direction of one connection: reads from `source`, delivers to `sink` in order and in time.
 
-    Run `read` and `write` side by side. Either raises ConnectionResetError, once the other end may know, when an end
-    has reset the connection, and `write` raises `LinkBroken` at `broken`. Both return after the end of the stream.
+    Run `read` and `write` concurrently. Either raises ConnectionResetError if an end has reset the connection, when the
+    other end would notice. `write` raises `LinkBroken` at `broken`. Both return after the end of the stream.
     """
 
     def __init__(
         self,
-        way: LinkDirection,
-        back: LinkDirection,
+        direction: LinkDirection,
+        return_direction: LinkDirection,
         source: socket.socket,
         sink: socket.socket,
         broken: LinkBreak | None,
     ) -> None:
-        self._way, self._back, self._source, self._sink, self._broken = way, back, source, sink, broken
+        self._direction, self._return_direction, self._source, self._sink, self._broken = (
+            direction,
+            return_direction,
+            source,
+            sink,
+            broken,
+        )
         self._queue: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._room.set()
-        self._held_bytes = 0
-        self._left_bytes = broken.at_byte if broken else 0
+        self._buffered_bytes = 0
+        self._bytes_before_break = broken.at_byte if broken else 0
         self._due_s = 0.0
 
     def raise_if_broken(self) -> None:
-        """Raises `LinkBroken` when as many bytes have passed as may, unless the connection only falls mute."""
-        if self._broken is not None and self._left_bytes == 0 and self._broken.how != "mute":
+        """Raises `LinkBroken` after the last allowed byte, except for ``mute``."""
+        if self._broken is not None and self._bytes_before_break == 0 and self._broken.how != "mute":
             raise LinkBroken(self._broken)
 
     async def read(self) -> None:
         loop = asyncio.get_running_loop()
         received: bytes | None = b"-"
         while received:
-            await self._way.wait_for_room()
+            await self._direction.wait_for_room()
             await self._room.wait()
             try:
-                received = await loop.sock_recv(self._source, self._way.read_bytes)
+                received = await loop.sock_recv(self._source, self._direction.read_bytes)
             except OSError:
                 received = None  # a reset travels like bytes
-            self._held_bytes += len(received or b"")
-            if self._held_bytes >= WINDOW_BYTES:
+            self._buffered_bytes += len(received or b"")
+            if self._buffered_bytes >= WINDOW_BYTES:
                 self._room.clear()
-            self._due_s = max(self._due_s, self._way.schedule_arrival(len(received or b"")))
+            self._due_s = max(self._due_s, self._direction.schedule_arrival(len(received or b"")))
             self._queue.put_nowait((self._due_s, received))
 
     async def write(self) -> None:
         while True:
             self.raise_if_broken()
             due_s, content = await self._queue.get()
-            await self._way.sleep_until(due_s)
+            await self._direction.sleep_until(due_s)
             if content is None:
                 raise ConnectionResetError
             if not content:
                 self._sink.shutdown(socket.SHUT_WR)
                 return
             await self._deliver(content)
-            self._held_bytes -= len(content)
+            self._buffered_bytes -= len(content)
             self._room.set()
 
     async def _deliver(self, content: bytes) -> None:
         passing = content
         if self._broken is not None:
-            passing = content[: self._left_bytes]
-            self._left_bytes -= len(passing)
+            passing = content[: self._bytes_before_break]
+            self._bytes_before_break -= len(passing)
         try:
             await asyncio.get_running_loop().sock_sendall(self._sink, passing)
-        except OSError:  # the receiver has gone: the sender hears of it as late as it would over this link
-            await self._back.sleep_until(_now() + self._back.delay_s)
+        except OSError:  # the receiver is gone: the sender notices after the delay of the link
+            await self._return_direction.sleep_until(_now() + self._return_direction.delay_s)
             raise ConnectionResetError from None
-        self._way.delivered_bytes += len(passing)
+        self._direction.delivered_bytes += len(passing)
 
 
 def _now() -> float:
@@ -258,7 +257,8 @@ def _now() -> float:
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
-"""Open at once; further ones wait. The loop uses select(), for its microseconds, which ends at 1,024 descriptors."""
+"""Open at the same time; further ones wait. The loop uses select() for precise timers, which is limited to 1,024
+descriptors."""
 CALL_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 30.0
 COUNTS_INTERVAL_S = 0.5
@@ -266,7 +266,7 @@ COUNTS_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What has passed so far, in bytes, how many connections were accepted, and how many of them this link broke."""
+    """Totals so far: bytes, accepted connections, and connections that this link broke."""
 
     up_bytes: int
     down_bytes: int
@@ -289,14 +289,14 @@ class _EmulatedConnection:
 class EmulatedLink:
     """A link from `listen` to `target`, from `start` to `close`. Any thread may call it.
 
-    Both are ``HOST:PORT``; an IPv6 address stands in brackets.
+    Both are ``HOST:PORT``; an IPv6 address is in brackets.
 
     Attributes:
-        address: where it listens, with the port that was chosen where `listen` asks for port 0.
+        address: the listening address, with the actual port if `listen` has port 0.
     """
 
     def __init__(self, target: str, config: LinkConfig | None = None, listen: str = "127.0.0.1:0") -> None:
-        """Raises OSError when `listen` cannot be listened on."""
+        """Raises OSError if `listen` is not available."""
         self.config = config or LinkConfig()
         self._target = _split_host_port(target)
         place = _split_host_port(listen)
@@ -317,7 +317,7 @@ class EmulatedLink:
             raise TimeoutError("the link's thread did not start")
 
     def close(self) -> None:
-        """Breaks all connections and stops listening. Calling it twice is harmless."""
+        """Break all connections and stop listening. May be called twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CALL_TIMEOUT_S)
@@ -332,38 +332,40 @@ class EmulatedLink:
 
     @property
     def endpoint(self) -> str:
-        """`address` as ZeroMQ writes it."""
+        """`address` in ZeroMQ's format."""
         return f"tcp://{self.address}"
 
     @property
     def traffic(self) -> LinkTraffic:
         return LinkTraffic(
-            self._ways["up"].delivered_bytes, self._ways["down"].delivered_bytes, self._accepted, self._broken
+            self._directions["up"].delivered_bytes,
+            self._directions["down"].delivered_bytes,
+            self._accepted,
+            self._broken,
         )
 
     def partition(self, direction: Literal["both", "up", "down"] = "both") -> None:
-        """Lets nothing pass in the direction `way` until `restore`."""
-        self._call(lambda: self._partition(direction, whole=False))
+        """Stop all transfer in a direction until `restore`."""
+        self._call(lambda: self._partition(direction, is_open=False))
 
     def restore(self) -> None:
-        """Ends cuts and `half_open`; what waited goes on its way."""
+        """End partitions and `half_open`; waiting bytes continue."""
         self._call(self._heal)
 
     def reset(self) -> None:
-        """Breaks every connection that is open."""
+        """Break every open connection."""
         self._call(lambda: self._end_all("reset"))
 
     def half_open(self) -> None:
-        """Breaks the gateway's side of every connection without telling the other; answers no new one until
-        `restore`.
-        """
+        """Break the gateway's side of every connection without notice to the other; new connections get no answer until
+        `restore`."""
         self._call(self._go_half_open)
 
     def schedule_breaks(self, *breaks: LinkBreak) -> None:
-        """The next connections, one each, meet `breaks`."""
+        """Apply `breaks` to the next connections, one each."""
         self._call(lambda: self._breaks.extend(breaks))
 
-    # The loop's thread
+    # Methods of the loop's thread
 
     def _call(self, change: Callable[[], None]) -> None:
         done = threading.Event()
@@ -381,12 +383,12 @@ class EmulatedLink:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self._loop, self._stop, self._answering = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        self._answering.set()
-        self._few = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._ways: dict[LinkDirectionName, LinkDirection] = {
-            "up": self._way(self.config.up_mbit_s),
-            "down": self._way(self.config.down_mbit_s),
+        self._loop, self._stop, self._accepts_connections = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._accepts_connections.set()
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._directions: dict[LinkDirectionName, LinkDirection] = {
+            "up": self._make_direction(self.config.up_mbit_s),
+            "down": self._make_direction(self.config.down_mbit_s),
         }
         accepting = asyncio.create_task(self._accept())
         self._ready.set()
@@ -395,80 +397,80 @@ class EmulatedLink:
             task.cancel()
         await asyncio.gather(accepting, *self._connections, return_exceptions=True)
 
-    def _way(self, mbit_s: float) -> LinkDirection:
+    def _make_direction(self, mbit_s: float) -> LinkDirection:
         c = self.config
         rng = random.Random(self._random.random())
         return LinkDirection(mbit_s, c.delay_ms / 1e3, c.jitter_ms / 1e3, c.loss, c.stall_ms / 1e3, rng)
 
     async def _accept(self) -> None:
-        script: list[asyncio.Task[None]] = []
+        event_tasks: list[asyncio.Task[None]] = []
         try:
             while True:
-                await self._few.acquire()
+                await self._slots.acquire()
                 client, _ = await self._loop.sock_accept(self._listener)
                 self._accepted += 1
-                if not script:
-                    script = [asyncio.create_task(self._play(event)) for event in self.config.events]
-                    script += [asyncio.create_task(self._reset_at_random())] if self.config.resets_per_min else []
+                if not event_tasks:
+                    event_tasks = [asyncio.create_task(self._run_event(event)) for event in self.config.events]
+                    event_tasks += [asyncio.create_task(self._reset_at_random())] if self.config.resets_per_min else []
                 connection = _EmulatedConnection(client)
-                task = asyncio.create_task(self._carry(connection))
+                task = asyncio.create_task(self._handle_connection(connection))
                 self._connections[task] = connection
-                task.add_done_callback(self._forget)
+                task.add_done_callback(self._on_connection_end)
         finally:
-            for playing in script:
-                playing.cancel()
+            for event_task in event_tasks:
+                event_task.cancel()
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _on_connection_end(self, task: asyncio.Task[None]) -> None:
         del self._connections[task]
-        self._few.release()
+        self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("link.failed %s", error, exc_info=error)
 
-    async def _carry(self, connection: _EmulatedConnection) -> None:
-        """One connection from its acceptance to its end."""
-        gateway, harmed = socket.socket(_family(self._target)), True
+    async def _handle_connection(self, connection: _EmulatedConnection) -> None:
+        """One connection from accept to close."""
+        gateway, was_broken = socket.socket(_family(self._target)), True
         try:
-            await self._greet(connection, gateway)
-            harmed = await self._exchange(connection, gateway)
+            await self._connect_gateway(connection, gateway)
+            was_broken = await self._transfer(connection, gateway)
         except OSError as error:
             logger.debug("link.unreachable %s:%d %s", *self._target, error)
         finally:
-            self._broken += harmed
-            _close(connection.client, abruptly=harmed)
-            _close(gateway, abruptly=harmed)
+            self._broken += was_broken
+            _close(connection.client, abruptly=was_broken)
+            _close(gateway, abruptly=was_broken)
 
-    async def _greet(self, connection: _EmulatedConnection, gateway: socket.socket) -> None:
-        """The way to the gateway; raises OSError when it does not listen."""
+    async def _connect_gateway(self, connection: _EmulatedConnection, gateway: socket.socket) -> None:
+        """Connect to the gateway; raises OSError if it does not listen."""
         connection.client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.client.setblocking(False)
         gateway.setblocking(False)
-        for way in self._ways.values():
-            await asyncio.sleep(way.delay_s)
-            await way.is_open.wait()
-        if self._resetting or not self._answering.is_set():
-            await self._answering.wait()
-            raise ConnectionResetError("the link answers nobody")
+        for direction in self._directions.values():
+            await asyncio.sleep(direction.delay_s)
+            await direction.is_open.wait()
+        if self._resetting or not self._accepts_connections.is_set():
+            await self._accepts_connections.wait()
+            raise ConnectionResetError("the link does not answer")
         if _is_closed_by_peer(connection.client):
             raise ConnectionAbortedError("the client left while it waited")
         await asyncio.wait_for(self._loop.sock_connect(gateway, self._target), CONNECT_TIMEOUT_S)
         gateway.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def _exchange(self, connection: _EmulatedConnection, gateway: socket.socket) -> bool:
-        """Bytes in both directions; True where the link or an end broke the connection, and False where both left."""
+    async def _transfer(self, connection: _EmulatedConnection, gateway: socket.socket) -> bool:
+        """Transfer in both directions. True if the link or an end broke the connection, False if both closed it."""
         client, broken = connection.client, self._breaks.popleft() if self._breaks else None
-        up, down = self._ways["up"], self._ways["down"]
-        pumping = asyncio.create_task(
+        up, down = self._directions["up"], self._directions["down"]
+        forwarding = asyncio.create_task(
             _run_forwarders(
                 StreamForwarder(up, down, client, gateway, broken if broken and broken.way == "up" else None),
                 StreamForwarder(down, up, gateway, client, broken if broken and broken.way == "down" else None),
             )
         )
         try:
-            either: tuple[asyncio.Future[Any], ...] = (pumping, connection.fate)
+            either: tuple[asyncio.Future[Any], ...] = (forwarding, connection.fate)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # sockets may be closed only when nobody waits for them any more
-            pumping.cancel()
-            (outcome,) = await asyncio.gather(pumping, return_exceptions=True)
+        finally:  # close sockets only when no task waits for them
+            forwarding.cancel()
+            (outcome,) = await asyncio.gather(forwarding, return_exceptions=True)
         if connection.fate.done():
             silent = connection.fate.result() == "half-open"
             if silent:
@@ -483,14 +485,14 @@ class EmulatedLink:
             await _discard_until_closed(client)
         return True
 
-    # What happens to a link
+    # Faults
 
-    async def _play(self, event: LinkEvent) -> None:
+    async def _run_event(self, event: LinkEvent) -> None:
         await asyncio.sleep(event.at_s)
         logger.info("link.event what=%s way=%s for_s=%g", event.what, event.way, event.for_s)
         match event.what:
             case "cut":
-                self._partition(event.way, whole=False)
+                self._partition(event.way, is_open=False)
             case "reset":
                 self._end_all("reset")
                 self._resetting = True
@@ -499,11 +501,11 @@ class EmulatedLink:
         await asyncio.sleep(event.for_s)
         match event.what:
             case "cut":
-                self._partition(event.way, whole=True)
+                self._partition(event.way, is_open=True)
             case "reset":
                 self._resetting = False
             case "half-open":
-                self._answering.set()
+                self._accepts_connections.set()
         logger.info("link.event_over what=%s way=%s", event.what, event.way)
 
     async def _reset_at_random(self) -> None:
@@ -512,17 +514,17 @@ class EmulatedLink:
             if self._connections:
                 self._random.choice(list(self._connections.values())).end("reset")
 
-    def _partition(self, way: Literal["both", "up", "down"], *, whole: bool) -> None:
-        for name, line in self._ways.items():
+    def _partition(self, way: Literal["both", "up", "down"], *, is_open: bool) -> None:
+        for name, each in self._directions.items():
             if way in ("both", name):
-                line.is_open.set() if whole else line.is_open.clear()
+                each.is_open.set() if is_open else each.is_open.clear()
 
     def _heal(self) -> None:
-        self._partition("both", whole=True)
-        self._answering.set()
+        self._partition("both", is_open=True)
+        self._accepts_connections.set()
 
     def _go_half_open(self) -> None:
-        self._answering.clear()
+        self._accepts_connections.clear()
         self._end_all("half-open")
 
     def _end_all(self, fate: Literal["reset", "half-open"]) -> None:
@@ -531,7 +533,7 @@ class EmulatedLink:
 
 
 async def _run_forwarders(*pipes: StreamForwarder) -> None:
-    """Runs pipes until all have ended; raises what the first that fails raises, after the others have stopped."""
+    """Run forwarders until all have ended. The first exception stops the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for pipe in pipes:
@@ -544,7 +546,7 @@ async def _run_forwarders(*pipes: StreamForwarder) -> None:
 
 
 async def _discard_until_closed(end: socket.socket) -> None:
-    """Answers nothing until the other end has gone."""
+    """Read without answering until the other end closes."""
     try:
         while await asyncio.get_running_loop().sock_recv(end, 64 << 10):
             pass
@@ -566,7 +568,7 @@ def _close(end: socket.socket, *, abruptly: bool) -> None:
 
 
 def _precise_loop() -> asyncio.AbstractEventLoop:
-    """A loop whose timers are exact to microseconds; epoll's are rounded up to milliseconds."""
+    """A loop with timers exact to microseconds; epoll rounds up to milliseconds."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
@@ -582,17 +584,17 @@ def _split_host_port(address: str) -> tuple[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
-        prog="python -m sim.network_emulator", description="An emulated network: a TCP proxy."
+        prog="python -m sim.network_emulator", description="An emulated network link: a TCP proxy."
     )
     parser.add_argument(
         "settings",
         nargs="*",
         metavar="KEY=VALUE",
-        help="listen and target (HOST:PORT), and those of LinkConfig, as YAML",
+        help="listen and target (HOST:PORT), and the fields of LinkConfig, as YAML",
     )
-    parser.add_argument("--config", type=Path, help="a YAML file of such settings")
+    parser.add_argument("--config", type=Path, help="a YAML file with such settings")
     parser.add_argument("--counts", type=Path, help=f"append the bytes so far as JSON, each {COUNTS_INTERVAL_S} s")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

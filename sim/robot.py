@@ -1,4 +1,4 @@
-"""A simulated arm as a robot of the hardware layer."""
+"""A simulated arm with the hardware layer's robot interface."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ARMS: dict[str, ArmModel] = {arm.name: arm for arm in (panda.ARM, so101.ARM, ur5
 PHYSICS_STEP_S = 0.002
 
 OBJECT_FROM_SCENE = {"lift": "cube", "reach": "target"}
-"""The thing that each scene is about; a tracker tells where it is."""
+"""The tracked object of each scene."""
 
 TOOL_POSITION = slice(-8, -5)
 TOOL_VELOCITY = slice(-5, -2)
 GRIPPER_WIDTH = -2
 GRIPPER_SET_WIDTH = -1
-"""Where to find things in ``observation.state``, whose first elements are the joints' positions and velocities."""
+"""Indices into ``observation.state``, which begins with the joints' positions and velocities."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class SimRobotConfig:
     Attributes:
         model: ``panda``, ``so101`` or ``ur5e`` (with a 2F-85).
         scene: ``lift`` (a cube on a table) or ``reach`` (a target in the air).
-        rate_hz: control periods a second of simulated time; a period is a whole number of 2 ms physics steps.
-        step_max_m: the longest step of the tool along each axis in one control period; None for the model's own.
-        workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's own;
-            the table's top is z = 0.
-        cameras: of ``front`` and ``wrist``, those that the robot has.
-        camera_hz: pictures a second of simulated time, at most; a picture is drawn at the end of a control period.
+        rate_hz: control periods per second of simulated time; a period is a whole number of 2 ms physics steps.
+        step_max_m: the longest step of the tool along each axis per control period; None for the model's default.
+        workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's
+            default; the table's top is z = 0.
+        cameras: a selection of ``front`` and ``wrist``.
+        camera_hz: images per second of simulated time, at most; an image is rendered at the end of a control period.
         image_height, image_width: pixels of each camera.
     """
 
@@ -62,37 +62,37 @@ class SimRobotConfig:
         steps = 1 / (self.rate_hz * PHYSICS_STEP_S) if self.rate_hz > 0 else 0.0
         if not steps > 0.5 or abs(steps - round(steps)) > 1e-6:
             raise ValueError(
-                f"rate_hz is {self.rate_hz:g}; a control period is a whole number of physics steps of 2 ms"
+                f"rate_hz is {self.rate_hz:g}; a control period must be a whole number of physics steps of 2 ms"
             )
         if self.step_max_m is not None and not self.step_max_m > 0:
-            raise ValueError(f"step_max_m is {self.step_max_m:g}; it is a length above 0")
+            raise ValueError(f"step_max_m is {self.step_max_m:g}; it must be above 0")
         if not self.camera_hz > 0:
-            raise ValueError(f"camera_hz is {self.camera_hz:g}; it is above 0")
+            raise ValueError(f"camera_hz is {self.camera_hz:g}; it must be above 0")
 
     @property
     def arm(self) -> ArmModel:
         """Raises SpecError on an unknown model."""
         if self.model not in ARMS:
-            raise SpecError(f"no simulated arm {self.model!r}; there are {sorted(ARMS)}")
+            raise SpecError(f"no simulated arm {self.model!r}; choose one of {sorted(ARMS)}")
         return ARMS[self.model]
 
     @property
     def workspace(self) -> Box:
-        """Where the tool may be; raises SpecError on an unknown model."""
+        """The box for the tool; raises SpecError on an unknown model."""
         own = self.arm.workspace
         return Box(self.workspace_low_m or own.low, self.workspace_high_m or own.high)
 
 
 class SimRobot(Robot):
-    """An arm in MuJoCo; its world moves only in `command` and `stop`, by one control period, as fast as it can.
+    """An arm in MuJoCo. Its world moves only in `command` and `stop`, by one control period each, as fast as possible.
 
     The action is a step of the tool's target (dx, dy, dz), m in the base frame, and the gripper's opening, m. The
-    gripper points down throughout, as far as the arm's joints allow. An opening smaller than what lies between the
-    fingers grips it. Fingers move so slowly that a grip survives a single stray opening command. A hold keeps the grip.
+    gripper points down as far as the arm's joints allow. An opening smaller than an object between the fingers grips
+    it. The fingers are so slow that a grip survives a single stray opening command. A hold keeps the grip.
     """
 
     def __init__(self, config: SimRobotConfig | None = None) -> None:
-        """Raises SpecError when the model, the scene or a camera is unknown."""
+        """Raises SpecError if the model, the scene or a camera is unknown."""
         self.config = config or SimRobotConfig()
         self.spec = sim_robot_spec(self.config)
         self._world: MujocoWorld | None = None
@@ -111,7 +111,7 @@ class SimRobot(Robot):
             self._world = MujocoWorld(self.config.arm, self.config.scene, self.spec.period_s)
 
     def observe(self) -> Observation:
-        """The present state; readings saturate at the spec's bounds, as a sensor's do."""
+        """The current state; readings saturate at the spec's bounds, as a sensor's do."""
         now = self.world.read_sensors()
         state = np.concatenate(
             (
@@ -150,23 +150,23 @@ class SimRobot(Robot):
 
 
 def require_scene(robot: Robot, scene: str, arm: ArmModel) -> SimRobot:
-    """`robot`, known to be `arm` simulated in `scene`, for a task that places objects; raises SpecError otherwise."""
+    """Check that `robot` is `arm` simulated in `scene`, for a task that places objects. Raises SpecError."""
     if not isinstance(robot, SimRobot):
         raise SpecError(f"the task {scene!r} places objects, so it needs a simulated robot, not {robot.spec.model}")
     if robot.config.scene != scene:
         raise SpecError(f"the task {scene!r} needs the scene {scene!r}; the robot is in {robot.config.scene!r}")
     if robot.config.arm != arm:
-        raise SpecError(f"this task {scene!r} is for the model {arm.name!r}, not for {robot.config.model!r}")
+        raise SpecError(f"this task {scene!r} is for the model {arm.name!r}; the robot is {robot.config.model!r}")
     return robot
 
 
 def sim_robot_spec(config: SimRobotConfig) -> RobotSpec:
-    """What the robot of `config` senses and takes; needs no MuJoCo. Raises SpecError on an unknown name."""
+    """The spec of the configured robot; does not need MuJoCo. Raises SpecError on an unknown name."""
     if config.scene not in OBJECT_FROM_SCENE:
-        raise SpecError(f"no scene {config.scene!r}; there are {sorted(OBJECT_FROM_SCENE)}")
+        raise SpecError(f"no scene {config.scene!r}; choose one of {sorted(OBJECT_FROM_SCENE)}")
     unknown = sorted(set(config.cameras) - {"front", "wrist"})
     if unknown:
-        raise SpecError(f"no cameras {unknown}; there are ['front', 'wrist']")
+        raise SpecError(f"no cameras {unknown}; choose from ['front', 'wrist']")
     arm = config.arm
     return RobotSpec(
         model=f"{arm.name}-sim",
@@ -178,7 +178,7 @@ def sim_robot_spec(config: SimRobotConfig) -> RobotSpec:
         neutral=(0.0, 0.0, 0.0, arm.gripper.width_max_m),
         tool_delta=(0, 1, 2),
         gripper=3,
-        safe_stop="stops where it is and holds that pose; the gripper keeps its grip",
+        safe_stop="stops and holds its pose; the gripper keeps its grip",
     )
 
 
@@ -186,7 +186,7 @@ def _state_spec(config: SimRobotConfig) -> ArraySpec:
     arm, box = config.arm, config.workspace
     n, width = len(arm.joints), arm.gripper.width_max_m
     speed = tuple(1.2 * v for v in arm.joint_speed_max_rad_s)
-    margin = 0.05  # beyond the joints' ranges (rad) and the workspace (m), so that an overshoot is still told
+    margin = 0.05  # beyond the joints' ranges (rad) and the workspace (m), so that readings show an overshoot
     joints = tuple(f"{j}.position" for j in arm.joints) + tuple(f"{j}.velocity" for j in arm.joints)
     tool = ("tool.x", "tool.y", "tool.z", "tool.vx", "tool.vy", "tool.vz")
     joint_low, joint_high = (v - margin for v in arm.joint_low_rad), (v + margin for v in arm.joint_high_rad)
@@ -228,12 +228,12 @@ def _camera_spec(name: str, config: SimRobotConfig) -> CameraSpec:
 
 
 def _limits(config: SimRobotConfig) -> SafetyLimits:
-    """Joint targets stay well below the maker's speeds, so the kernel's speed limit bites only on a fault.
+    """Joint targets stay well below the maker's speeds, so the kernel's speed limit acts only on a fault.
 
-    The action may swing from bound to bound: acceleration is limited by the arm's own dynamics.
+    The action may change from bound to bound: the arm's dynamics limit the acceleration.
     """
     arm, box = config.arm, config.workspace
-    n, more = len(arm.joints), 1.001  # than from bound to bound, which float32 may round up
+    n, more = len(arm.joints), 1.001  # float32 may round a change from bound to bound up
     swing = more * 2 * (config.step_max_m or arm.step_max_m)
     return SafetyLimits(
         workspace_low=box.low,

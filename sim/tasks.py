@@ -1,7 +1,4 @@
-"""Lift the cube: hold it ten centimetres above the table.
-
-Reach the target: bring the tool within two centimetres of a place in the air.
-"""
+"""The tasks of the simulation: lift a cube by 10 cm, or bring the tool to a target in the air."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from sim.robot import require_scene
 
 @dataclass(frozen=True)
 class LiftConfig:
-    """How an episode starts and when it is over; where, is the arm's (`sim.arms.arm.ArmModel`).
+    """The limits of an episode; the areas are those of the arm (`sim.arms.arm.ArmModel`).
 
     Attributes:
-        cube_yaw_rad: the cube is turned by up to this much either way; the fingers straighten it.
-        height_m: the cube counts as lifted when it is this far above where it lies on the table.
-        grasp_m: ... and its centre this near to the tool, so that a throw does not count.
+        cube_yaw_rad: the cube is rotated by up to this much either way; the fingers straighten it.
+        height_m: the cube counts as lifted at this height above its place on the table.
+        grasp_m: greatest distance of the tool from the cube's centre, so that a throw does not count.
         max_steps: control periods.
     """
 
@@ -35,7 +32,7 @@ class LiftConfig:
 
 
 class LiftTask(Task):
-    """Reward 1 and the end when the cube is held high; 0 and the end when it has left the reach of the arm."""
+    """Reward 1 and the end of the episode when the cube is lifted; 0 and the end when it is out of the arm's reach."""
 
     name = "lift"
     instruction = "lift the cube"
@@ -46,7 +43,8 @@ class LiftTask(Task):
         self.max_steps = self.config.max_steps
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Draws the tool's place, the cube's place and its turn, in this order. Raises SpecError off the simulation."""
+        """Draw the tool's position, the cube's position and its yaw, in this order. Raises SpecError if the robot is
+        not simulated."""
         sim, arm = require_scene(robot, "lift", self.arm), self.arm
         tool = rng.uniform(arm.tool_start_box.low, arm.tool_start_box.high)
         x, y = rng.uniform(*arm.cube_start_area)
@@ -65,7 +63,7 @@ class LiftTask(Task):
 
 @dataclass(frozen=True)
 class SimReachConfig:
-    """When an episode is over; where it starts, is the arm's (`sim.arms.arm.ArmModel`).
+    """The limits of an episode; the areas are those of the arm (`sim.arms.arm.ArmModel`).
 
     Attributes:
         near_m: success within this distance.
@@ -77,7 +75,7 @@ class SimReachConfig:
 
 
 class SimReachTask(Task):
-    """Reward 1 and the end when the tool is at the target."""
+    """Reward 1 and the end of the episode when the tool is at the target."""
 
     name = "reach"
     instruction = "reach the green target"
@@ -88,7 +86,7 @@ class SimReachTask(Task):
         self.max_steps = self.config.max_steps
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Draws the tool's place, then the target's. Raises SpecError when the robot is not in the reach scene."""
+        """Draw the tool's position, then the target's. Raises SpecError if the robot is not in the reach scene."""
         sim, arm = require_scene(robot, "reach", self.arm), self.arm
         tool = rng.uniform(arm.tool_start_box.low, arm.tool_start_box.high)
         sim.world.reset(tool, rng.uniform(arm.target_box.low, arm.target_box.high))

@@ -1,4 +1,4 @@
-"""One compiled scene and its physics: the arm follows a Cartesian target, one control period at a time."""
+"""A compiled scene and its physics: the arm follows a Cartesian target, one control period at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sim.arms.arm import ArmModel
 ASSETS = Path(__file__).parent / "assets"
 
 DOWN = np.array([[1.0, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, -1.0]])
-"""Rotation of the held gripper in the base frame: it points down and opens along y."""
+"""Rotation of the gripper in the base frame: it points down and opens along y."""
 
 LEAD_MAX_M = 0.03
-"""The target runs ahead of the tool by at most this much, so that pushing against a thing does not wind it up."""
+"""Greatest distance between target and tool, so that contact does not wind the target up."""
 
 SQUEEZE_MAX_M = 0.02
-"""The gripper's set width stays above its true width less this: a firm grip that still lets go within two periods."""
+"""The gripper's set width is at least its width less this: a firm grip that still opens within two periods."""
 
 SCENES = ("lift", "reach")
 
 JOINT_MARGIN_RAD = 0.04
-"""Joint targets keep this far from the ends of the joints' ranges, which the arm may overshoot."""
+"""Distance of joint targets from the ends of the joints' ranges, which the arm may overshoot."""
 
 _DAMPING = 0.01
 _POSTURE_GAIN = 0.5
@@ -38,12 +38,12 @@ _ITERATIONS_AT_RESET = 100
 
 @dataclass(frozen=True)
 class SimReadings:
-    """What the sensors say, in SI units and the base frame; arrays are float64 copies.
+    """The sensors' values, in SI units and the base frame; arrays are float64 copies.
 
     Attributes:
         joint_position, joint_velocity: (n,) for an arm of n joints, rad and rad/s.
         tool_position, tool_velocity: (3,), of the point between the fingertips, m and m/s.
-        gripper_width, gripper_set_width: the fingers' distance, and the one that the gripper is driven towards, m.
+        gripper_width, gripper_set_width: the fingers' distance, and its target, m.
         object_position: (3,), centre of the cube or of the target, m.
     """
 
@@ -57,9 +57,9 @@ class SimReadings:
 
 
 def compile_scene(arm: ArmModel, scene: str) -> mujoco.MjModel:
-    """The table with the arm and the scene's object on it; raises SpecError when there is no such scene."""
+    """Compile the table with the arm and the scene's object. Raises SpecError if there is no such scene."""
     if scene not in SCENES:
-        raise SpecError(f"no scene {scene!r}; there are {' and '.join(map(repr, SCENES))}")
+        raise SpecError(f"no scene {scene!r}; choose one of {' and '.join(map(repr, SCENES))}")
     files = [f"{name}.xml" for name in ("table", arm.name, scene)]
     half = arm.cube_edge_m / 2
     cube = f'<default><default class="cube"><geom type="box" size="{half} {half} {half}"/></default></default>'
@@ -71,14 +71,14 @@ def compile_scene(arm: ArmModel, scene: str) -> mujoco.MjModel:
 class MujocoWorld:
     """A scene with one arm. One thread uses it.
 
-    Time moves in `move_tool` only, so that the same calls after the same `reset` give the same numbers.
+    Time moves only in `move_tool` and `hold_pose`, so the same calls after the same `reset` give the same numbers.
 
     Attributes:
-        reset_count: how often it was put to a start; its time begins at 0 each time.
+        reset_count: the number of resets; each sets the time to 0.
     """
 
     def __init__(self, arm: ArmModel, scene: str, period_s: float) -> None:
-        """Compiles the scene called `scene` (0.1 s).
+        """Compile the scene called `scene` (0.1 s).
 
         Raises:
             SpecError: there is no such scene, or the period is not a whole number of physics steps.
@@ -86,11 +86,11 @@ class MujocoWorld:
         self.arm = arm
         self.model = compile_scene(arm, scene)
         self.data = mujoco.MjData(self.model)
-        self._ghost = mujoco.MjData(self.model)
+        self._scratch = mujoco.MjData(self.model)
         self._period_s = period_s
         self._substeps = round(period_s / self.model.opt.timestep)
         if self._substeps < 1 or abs(self._substeps * self.model.opt.timestep - period_s) > 1e-9:
-            raise SpecError(f"a period of {period_s} s is no whole number of steps of {self.model.opt.timestep} s")
+            raise SpecError(f"a period of {period_s} s is not a whole number of steps of {self.model.opt.timestep} s")
         self._joints = len(arm.joints)
         self._fingers = [(self.model.joint(name).qposadr[0], share) for name, share in arm.gripper.joints]
         self._tool = self.model.site("tool").id
@@ -111,7 +111,7 @@ class MujocoWorld:
         )
 
     def reset(self, tool_position: Array, object_position: Array, object_yaw_rad: float = 0.0) -> None:
-        """Puts the arm at rest with the tool at (3,) `tool_position` and the gripper open, and the object in place."""
+        """Set the arm at rest with the tool at (3,) `tool_position` and an open gripper, and place the object."""
         mujoco.mj_resetData(self.model, self.data)
         self.reset_count += 1
         n, data = self._joints, self.data
@@ -132,29 +132,29 @@ class MujocoWorld:
             self.data.joint("object").qpos[:] = (*position, *turn)
 
     def move_tool(self, delta: Array, width_m: float | None, low: Array, high: Array) -> tuple[Array, float]:
-        """Moves the tool's target by `delta` (3,), m, within the box from `low` to `high`, and time by one period.
+        """Move the tool's target by `delta` (3,), m, within the box from `low` to `high`, and time by one period.
 
-        `width_m` is the gripper's opening; None leaves it as it is set, so that a hold keeps its grip.
+        `width_m` is the gripper's opening; None keeps its target, so that a hold keeps its grip.
 
         Returns:
-            the step that the target took (3,), shorter than `delta` at the box's walls, and the gripper's commanded
-            opening, both in m.
+            The target's step (3,), shorter than `delta` at the box's walls, and the gripper's commanded opening, both
+            in m.
 
         Raises:
             HardwareLost: the simulation diverged.
         """
-        held = self._leashed_target()
+        held = self._limited_target()
         self._target = np.clip(held + delta, np.minimum(low, held), np.maximum(high, held))
         goal = self._solve(self._joint_target, self._target, _ITERATIONS_PER_PERIOD)
         n, ctrl = self._joints, self.data.ctrl
-        ctrl[:n] = self._slowed((goal - self._joint_target) / self._period_s)
+        ctrl[:n] = self._limit_speeds((goal - self._joint_target) / self._period_s)
         self._joint_target = self._joint_target + ctrl[:n] * self._period_s
         ctrl[n] = 0.0 if width_m is None else self._gripper_speed(width_m)
         self._step()
         return self._target - held, self._set_width() if width_m is None else width_m
 
     def hold_pose(self) -> None:
-        """Takes the pose that the arm has now as its target and moves time by one period; the gripper keeps its grip.
+        """Make the current pose the target and move time by one period; the gripper keeps its grip.
 
         Raises:
             HardwareLost: the simulation diverged.
@@ -167,7 +167,7 @@ class MujocoWorld:
         self._step()
 
     def read_sensors(self) -> SimReadings:
-        """The present state."""
+        """The current state."""
         n, data = self._joints, self.data
         mujoco.mj_jacSite(self.model, data, self._jacobian[:3], None, self._tool)
         return SimReadings(
@@ -186,7 +186,7 @@ class MujocoWorld:
     def _set_width(self) -> float:
         return self.arm.gripper.width_from_drive(float(self.data.act[self._joints]))
 
-    def _leashed_target(self) -> Array:
+    def _limited_target(self) -> Array:
         tool = self.data.site_xpos[self._tool]
         return np.clip(self._target, tool - LEAD_MAX_M, tool + LEAD_MAX_M)
 
@@ -196,30 +196,30 @@ class MujocoWorld:
         speed = (goal - float(self.data.act[self._joints])) / self._period_s
         return min(gripper.speed_max, max(-gripper.speed_max, speed))
 
-    def _slowed(self, speeds: Array) -> Array:
-        """All joints slow down together, so that the path stays."""
+    def _limit_speeds(self, speeds: Array) -> Array:
+        """Scale all joint speeds alike, so that the path stays."""
         return speeds / max(1.0, float(np.max(np.abs(speeds) / self._speed_max)))
 
     def _step(self) -> None:
         mujoco.mj_step(self.model, self.data, nstep=self._substeps)
         mujoco.mj_fwdPosition(self.model, self.data)  # mj_step leaves the poses one physics step behind
-        if self.data.warning.number[_DIVERGED].any():  # MuJoCo has put the world back to its start by itself
+        if self.data.warning.number[_DIVERGED].any():  # MuJoCo has reset the world by itself
             raise HardwareLost("the simulation diverged; reset the task")
 
     def _solve(self, joints: Array, position: Array, iterations: int) -> Array:
         """Joint angles (n,) near `joints` that bring the tool to `position`, pointing down: damped least squares.
 
-        A spare degree of freedom is drawn towards the home pose, so that the elbow is a function of the position; one
-        that is missing shows in the direction rather than in the position.
+        The home pose attracts a redundant degree of freedom, so that the elbow is a function of the position. An arm
+        with too few degrees of freedom misses the direction, not the position.
         """
-        model, ghost, jacobian, n = self.model, self._ghost, self._jacobian, self._joints
+        model, scratch, jacobian, n = self.model, self._scratch, self._jacobian, self._joints
         joints = joints.copy()
         for _ in range(iterations):
-            ghost.qpos[:n] = joints
-            mujoco.mj_kinematics(model, ghost)
-            mujoco.mj_comPos(model, ghost)
-            mujoco.mj_jacSite(model, ghost, jacobian[:3], jacobian[3:], self._tool)
-            error, j = self._pose_error(ghost, position), jacobian[:, :n]
+            scratch.qpos[:n] = joints
+            mujoco.mj_kinematics(model, scratch)
+            mujoco.mj_comPos(model, scratch)
+            mujoco.mj_jacSite(model, scratch, jacobian[:3], jacobian[3:], self._tool)
+            error, j = self._pose_error(scratch, position), jacobian[:, :n]
             step = self._step_towards(error, j, joints)
             stuck = ((joints <= self._low) & (step < 0.0)) | ((joints >= self._high) & (step > 0.0))
             if stuck.any():
@@ -236,11 +236,11 @@ class MujocoWorld:
         step: Array = j.T @ np.linalg.solve(j @ j.T + self._regulariser, error - j @ posture) + posture
         return step
 
-    def _pose_error(self, ghost: mujoco.MjData, position: Array) -> Array:
-        """Way to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
-        _, xy, xz, yx, _, yz, zx, zy, _ = ghost.site_xmat[self._tool].tolist()
+    def _pose_error(self, scratch: mujoco.MjData, position: Array) -> Array:
+        """The vector to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
+        _, xy, xz, yx, _, yz, zx, zy, _ = scratch.site_xmat[self._tool].tolist()
         turn = (0.5 * (zy - yz), 0.5 * (zx + xz), -0.5 * (yx + xy))
-        return np.concatenate((position - ghost.site_xpos[self._tool], turn))
+        return np.concatenate((position - scratch.site_xpos[self._tool], turn))
 
 
 _DIVERGED = [int(getattr(mujoco.mjtWarning, f"mjWARN_{name}")) for name in ("BADQPOS", "BADQVEL", "BADQACC", "BADCTRL")]

@@ -43,12 +43,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, python
 
 
-def test_the_template_is_found_by_its_name_and_needs_no_change_of_ours(installed: tuple[Path, Path]) -> None:
+def test_template_driver_is_found_by_entry_point(installed: tuple[Path, Path]) -> None:
     folder, python = installed
     assert run(python, "-c", FIND, cwd=folder).strip() == "point"
 
 
-def test_the_template_passes_the_conformance_suite(installed: tuple[Path, Path]) -> None:
+def test_template_passes_conformance_suite(installed: tuple[Path, Path]) -> None:
     folder, python = installed
     out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder / "package" / "tests", cwd=folder)
     assert "passed" in out and "failed" not in out

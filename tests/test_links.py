@@ -54,9 +54,7 @@ def made(tmp_path: Path, text: str = CONFIG) -> tuple[RunConfig, RunFolder, RunM
     return config, folder, card
 
 
-def test_every_process_of_a_run_finds_its_files_wherever_it_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_processes_find_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = RunConfig(robots=(RobotConfig(name="far", driver="fake", link={"delay_ms": 1.0}),))
     folder = RunFolder(Path("runs/demo"))
@@ -68,7 +66,7 @@ def test_every_process_of_a_run_finds_its_files_wherever_it_is_started(
         assert not [part for part in node.argv if part.startswith("runs")]
 
 
-def test_a_robot_with_a_link_dials_through_a_process_that_delays(tmp_path: Path) -> None:
+def test_linked_robot_connects_through_emulator(tmp_path: Path) -> None:
     config, folder, card = made(tmp_path)
     nodes = {node.name: node for node in topology(config, folder, "here", lambda _: True)}
     assert sum(node.resources.get("robot:far", 0.0) for node in nodes.values()) <= 1
@@ -101,24 +99,24 @@ def _last(counts: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("setting", "hint"), [("delay: 30", "delay_ms"), ("delay_ms: -1", "negative")])
-def test_a_setting_that_makes_no_sense_is_refused(tmp_path: Path, setting: str, hint: str) -> None:
+def test_invalid_link_setting_is_refused(tmp_path: Path, setting: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         made(tmp_path, f"robots: [{{name: far, driver: fake, link: {{{setting}}}}}]")
 
 
-def test_what_a_full_outbox_does_is_set_for_a_run_and_reaches_each_session(tmp_path: Path) -> None:
+def test_outbox_setting_reaches_each_session(tmp_path: Path) -> None:
     _, folder, _ = made(tmp_path, f"{CONFIG}outbox: {{max_bytes: 50000000, when_full: drop_oldest_autonomous}}")
     for robot in ("far", "near"):
         session = load(SessionConfig, folder.edge(robot) / "session.yaml")
         assert session.outbox == OutboxConfig(50_000_000, "drop_oldest_autonomous")
 
 
-def test_an_outbox_that_holds_no_chunk_is_refused(tmp_path: Path) -> None:
+def test_outbox_smaller_than_a_chunk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one chunk may take"):
         made(tmp_path, f"{CONFIG}outbox: {{max_bytes: 1000}}")
 
 
-def test_an_edge_refuses_an_emulated_link_and_says_where_one_belongs(tmp_path: Path) -> None:
+def test_edge_config_refuses_emulated_link(tmp_path: Path) -> None:
     path = tmp_path / "edge.yaml"
     path.write_text(CONFIG)
     argv = ["edge", str(path), "--connect", "tcp://127.0.0.1:5555", "--keys", str(tmp_path)]

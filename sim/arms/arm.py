@@ -1,4 +1,4 @@
-"""What the simulation knows of an arm: constants only, one `Arm` in a file of its own for each that there is."""
+"""The model of an arm as constants; each arm has one `ArmModel` in a file of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hal.spec import Box
 
 @dataclass(frozen=True)
 class GripperModel:
-    """Two fingers, their distance and the coordinate that drives them (its actuator's length), which are one here.
+    """Two parallel fingers, driven by one coordinate (the actuator's length) that equals their distance.
 
     Attributes:
-        joints: the fingers' joints, each with its angle or way as a share of the drive's.
+        joints: the fingers' joints, each with its position as a share of the drive.
         width_max_m: the widest opening that can be commanded.
         speed_max: of the drive, per second.
     """
@@ -23,11 +23,11 @@ class GripperModel:
     speed_max: float
 
     def width_from_drive(self, drive: float) -> float:
-        """The distance of the fingers when the drive stands at `drive_from_width`."""
+        """The distance of the fingers at the position `drive`."""
         return drive
 
     def drive_from_width(self, width_m: float) -> float:
-        """Where the drive stands for that distance, or the nearest that there is."""
+        """The drive's position for that distance, or the nearest possible one."""
         return width_m
 
 
@@ -35,7 +35,7 @@ class GripperModel:
 class CrankGripperModel(GripperModel):
     """Fingers on a crank: their distance is ``offset_m + radius_m * cos(phase_rad + drive)``, the drive in rad.
 
-    A positive phase closes as the drive grows, a negative one opens.
+    With a positive phase a growing drive closes, with a negative one it opens.
     """
 
     offset_m: float
@@ -52,27 +52,26 @@ class CrankGripperModel(GripperModel):
 
 @dataclass(frozen=True)
 class ArmModel:
-    """An arm with its gripper, and the part of the table that it works on; angles in rad, lengths in m, base frame.
+    """An arm with its gripper, and its area on the table; angles in rad, lengths in m, base frame.
 
-    In the model of that `name`, the arm's joints, coordinates and actuators come first and in this order, the gripper's
-    actuator next. The model has a site ``tool``: z out of the gripper, fingers apart along y, between the fingertips.
+    In the MuJoCo model called `name`, the arm's joints, coordinates and actuators come first and in this order, then
+    the gripper's actuator. The model has a site ``tool`` between the fingertips: z out of the gripper, fingers apart
+    along y.
 
     Attributes:
         name: of the model's file in ``assets``, and of a robot's option ``model``.
-        home_rad: the posture that a spare degree of freedom is drawn to; the gripper points straight down.
-        rotation_damping: how readily the gripper's direction gives way to its position; 0.01 where an arm can hold
-            both.
-        speed_share: joint targets move at this share of the maker's speeds at most, so that what the joints overshoot
-            stays below them.
-        step_max_m: the longest step of the tool along each axis in a control period; a robot's config may have its own.
+        home_rad: the posture that attracts a redundant degree of freedom; the gripper points straight down.
+        rotation_damping: how readily the gripper's direction yields to its position; 0.01 if an arm can hold both.
+        speed_share: limit of the joint targets' speeds, as a share of the maker's, so that overshoot stays below those.
+        step_max_m: the longest step of the tool along each axis per control period; a robot's config may override it.
         workspace: of the tool, likewise; the table's top is z = 0.
-        tool_start_box: where the tool stands at an episode's start.
+        tool_start_box: the tool's positions at an episode's start.
         cube_edge_m: edge of the cube to be lifted.
-        cube_start_area: where its centre lies at the start, x and y.
-        cube_reachable_area: where it is still within reach, x and y.
-        target_box: the places to be reached.
-        tracked, tracked_from_tool_m: where the tracker sees the object, in the base frame, and from the tool, along
-            each axis.
+        cube_start_area: positions of its centre at the start, x and y.
+        cube_reachable_area: positions that are still within reach, x and y.
+        target_box: the positions of the target.
+        tracker_box, tracker_range_m: where the tracker sees the object: in the base frame, and from the tool along each
+            axis.
     """
 
     name: str

@@ -22,7 +22,7 @@ HOME_RAD = (0.0, 0.0, 0.0, 1.5708, -1.5221)
 
 JAW_LOW_RAD, JAW_HIGH_RAD = -0.174533, 1.74533
 JAW_TORQUE_MAX_NM = 1.47
-"""Half the servo's: as LeRobot limits it, so that a grip does not burn it out."""
+"""Half of the servo's torque: LeRobot's limit, so that a grip does not overheat it."""
 
 GRIPPER = CrankGripperModel(
     joints=(("gripper", 1.0),),
@@ -32,7 +32,7 @@ GRIPPER = CrankGripperModel(
     radius_m=0.0765,
     phase_rad=-1.6839,
 )
-"""One jaw swings, the other is fixed. A driver's slow jaw: a grip survives a single stray opening command."""
+"""One jaw swings, the other is fixed. The speed is a driver's slow jaw: a grip survives one stray opening command."""
 
 ARM = ArmModel(
     name="so101",

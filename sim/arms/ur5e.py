@@ -40,8 +40,8 @@ GRIPPER = CrankGripperModel(
     radius_m=2 * 0.0574940,
     phase_rad=0.857968,
 )
-"""The parallel linkage: a fingertip moves on a circle of 57 mm and stays upright, so the fingers reach out by 14 mm as
-they close."""
+"""The parallel linkage: a fingertip moves on a circle of 57 mm and stays upright, so that the fingers extend by 14 mm
+as they close."""
 
 ARM = ArmModel(
     name="ur5e",

@@ -90,7 +90,7 @@ class TestStream(CameraConformance):
         return camera(self.address)
 
 
-def test_pictures_are_rgb_and_follow_each_other(shared: NetworkCamera) -> None:
+def test_stream_delivers_rgb_frames_in_order(shared: NetworkCamera) -> None:
     device = camera(shared.address)
     device.connect()
     seen: set[int] = set()
@@ -106,7 +106,7 @@ def test_pictures_are_rgb_and_follow_each_other(shared: NetworkCamera) -> None:
         device.close()
 
 
-def test_a_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
+def test_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
     device = camera(mortal.address, stale_after_s=5.0)
     device.connect()
     mortal.process.send_signal(signal.SIGSTOP)
@@ -119,15 +119,15 @@ def test_a_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
 
 
 @pytest.mark.parametrize(("rate_hz", "stale_s"), [(30.0, 0.2), (1.0, 3.1)])
-def test_a_picture_is_stale_once_two_others_are_missing(rate_hz: float, stale_s: float) -> None:
+def test_stale_limit_defaults_to_three_frame_times(rate_hz: float, stale_s: float) -> None:
     assert CameraConfig(device=0, rate_hz=rate_hz).stale_s == pytest.approx(stale_s)
     assert CameraConfig(device=0, rate_hz=rate_hz, stale_after_s=0.5).stale_s == 0.5
-    with pytest.raises(ValueError, match="stale_after_s are above 0"):
+    with pytest.raises(ValueError, match="stale_after_s must be above 0"):
         CameraConfig(device=0, rate_hz=rate_hz, stale_after_s=0.0)
 
 
 @pytest.mark.parametrize("fate", ["ends", "is killed"])
-def test_a_stream_that_goes_away_is_lost(mortal: NetworkCamera, fate: str) -> None:
+def test_ended_stream_is_lost(mortal: NetworkCamera, fate: str) -> None:
     device = camera(mortal.address)
     device.connect()
     mortal.end_stream() if fate == "ends" else mortal.process.kill()
@@ -147,18 +147,18 @@ class Hanging:
     def open(self) -> None:
         self.let_go.wait(DEADLINE_S)
 
-    def grab(self) -> None:
+    def read_frame(self) -> None:
         return None
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def test_who_waits_for_a_camera_may_give_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_stop_aborts_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up() -> None:
         raise HalError("the driver is to end")
 
-    monkeypatch.setitem(cameras._BACKENDS, "opencv", Hanging)
+    monkeypatch.setitem(cameras.BACKENDS, "opencv", Hanging)
     device, other = camera("/dev/video63"), camera("/dev/video63")
     device.check_stop = other.check_stop = give_up
     for each in (device, other):  # and nobody has the device then
@@ -167,14 +167,16 @@ def test_who_waits_for_a_camera_may_give_it_up(monkeypatch: pytest.MonkeyPatch) 
     Hanging.let_go.set()
 
 
-def test_a_device_that_is_not_there_is_lost() -> None:
+def test_missing_device_is_lost() -> None:
     with pytest.raises(HardwareLost, match="opencv /dev/video63.*cannot be opened"):
         camera("/dev/video63").connect()
 
 
-def test_pictures_of_another_size_are_refused(shared: NetworkCamera) -> None:
+def test_wrong_frame_size_is_refused(shared: NetworkCamera) -> None:
     device = camera(shared.address, width=320)
-    with pytest.raises(SpecError, match=r"frames are uint8 \(48, 64, 3\); the options say uint8 \(48, 320, 3\)"):
+    with pytest.raises(
+        SpecError, match=r"frames are uint8 \(48, 64, 3\); set width and height so that they match uint8 \(48, 320, 3\)"
+    ):
         device.connect()
 
 
@@ -188,7 +190,7 @@ class Growing:
     def open(self) -> None:
         pass
 
-    def grab(self) -> tuple[Array, int]:
+    def read_frame(self) -> tuple[Array, int]:
         height = 2 * self._height if self.grow.wait(0.01) else self._height
         return np.zeros((height, WIDTH, 3), np.uint8), time.monotonic_ns()
 
@@ -196,7 +198,7 @@ class Growing:
         raise RuntimeError("no such device")
 
 
-def test_a_camera_whose_pictures_change_their_size_is_lost_and_may_be_connected_again(
+def test_changed_frame_size_loses_camera_until_reconnect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[Growing] = []
@@ -205,12 +207,15 @@ def test_a_camera_whose_pictures_change_their_size_is_lost_and_may_be_connected_
         made.append(Growing(config))
         return made[-1]
 
-    monkeypatch.setitem(cameras._BACKENDS, "opencv", source)
+    monkeypatch.setitem(cameras.BACKENDS, "opencv", source)
     device = camera("/dev/video4")
     device.connect()
     device.read()
     made[0].grow.set()
-    with pytest.raises(HardwareLost, match=r"frames are uint8 \(96, 64, 3\); the options say uint8 \(48, 64, 3\)"):
+    with pytest.raises(
+        HardwareLost,
+        match=r"frames are uint8 \(96, 64, 3\); set width and height so that they match uint8 \(48, 64, 3\)",
+    ):
         eventually(lambda: device.read() is None, "the change was not told")
     device.close()
     assert "camera.not_closed" in caplog.text
@@ -219,24 +224,24 @@ def test_a_camera_whose_pictures_change_their_size_is_lost_and_may_be_connected_
     device.close()
 
 
-def test_a_driver_s_stamp_counts_only_where_it_can_be_the_monotonic_clock_s() -> None:
+def test_implausible_stamp_is_ignored() -> None:
     now_ns = 10_000_000_000
     assert plausible_capture_ns(now_ns - 30_000_000, now_ns) == now_ns - 30_000_000
     assert plausible_capture_ns(now_ns + 1, now_ns) == plausible_capture_ns(33_000_000, now_ns) == now_ns
 
 
-def test_a_station_has_the_cameras_that_its_options_name() -> None:
+def test_setup_has_configured_cameras() -> None:
     configs = {"front": CameraConfig(device=0), "wrist": CameraConfig(kind="realsense", width=424, height=240)}
     made = make_cameras(configs, RobotSetupRequest("arm", "free"))
     assert [each.spec for each in made] == list(camera_specs(configs))
     assert make_cameras(configs, RobotSetupRequest("arm", "free", cameras=False)) == ()
     with pytest.raises(ValueError, match="needs its device"):
         CameraConfig()
-    with pytest.raises(ValueError, match="four letters, such as MJPG, not 'MJPEG'"):
+    with pytest.raises(ValueError, match="four letters, such as MJPG; it is 'MJPEG'"):
         CameraConfig(device=0, fourcc="MJPEG")
 
 
-def test_a_frame_that_waited_in_a_buffer_is_as_old_as_its_stamp_says() -> None:
+def test_buffered_frame_keeps_its_capture_time() -> None:
     stamps, second = FrameTimestamps(), 1_000_000_000
     assert stamps.captured_ns(33_000_000, 900 * second) == 900 * second, "another clock's"
     assert stamps.captured_ns(901 * second - 30_000_000, 901 * second) == 901 * second - 30_000_000

@@ -48,7 +48,7 @@ class Lagging:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_a_tool_that_lags_behind_is_not_led_out_of_its_workspace(share: float) -> None:
+def test_lagging_tool_target_stays_in_workspace(share: float) -> None:
     arm = Lagging(tool_config(), PLACE, share)
     for _ in range(200):
         arm.command(np.array([0.0, 0.007, 0.007]))
@@ -56,7 +56,7 @@ def test_a_tool_that_lags_behind_is_not_led_out_of_its_workspace(share: float) -
     np.testing.assert_allclose(arm.target, [PLACE[0], HIGH[1], HIGH[2]], atol=1e-5)
 
 
-def test_a_tool_that_lags_behind_is_not_led_into_a_forbidden_box() -> None:
+def test_lagging_tool_target_stays_out_of_forbidden_box() -> None:
     arm = Lagging(tool_config(keep_out=(POST,)), PLACE, share=0.1)
     for _ in range(100):
         arm.command(np.array([0.012, 0.0, 0.0]))
@@ -65,7 +65,7 @@ def test_a_tool_that_lags_behind_is_not_led_into_a_forbidden_box() -> None:
 
 
 @given(st.lists(st.tuples(*[st.floats(-0.02, 0.02)] * 3), max_size=60), st.floats(0, 1))
-def test_wherever_a_tool_is_sent_its_target_stays_where_it_may_be(steps: list[tuple[float, ...]], share: float) -> None:
+def test_any_steps_keep_tool_target_within_limits(steps: list[tuple[float, ...]], share: float) -> None:
     arm = Lagging(tool_config(keep_out=(POST,)), PLACE, share)
     for step in steps:
         arm.command(np.array(step))
@@ -74,7 +74,7 @@ def test_wherever_a_tool_is_sent_its_target_stays_where_it_may_be(steps: list[tu
         assert not inside.all()
 
 
-def test_joints_that_lag_behind_are_not_led_beyond_their_limits() -> None:
+def test_lagging_joint_targets_stay_within_limits() -> None:
     action: Literal["joint_delta"] = "joint_delta"
     arm = Lagging(UrConfig(host="x", action=action, joint_low=(-1.0,) * 6, joint_high=(0.5,) * 6), (0.0,) * 6, 0.1)
     for _ in range(60):
@@ -83,7 +83,7 @@ def test_joints_that_lag_behind_are_not_led_beyond_their_limits() -> None:
     np.testing.assert_allclose(arm.target, np.full(6, 0.5), atol=1e-5)
 
 
-def test_a_robot_that_is_out_of_its_range_may_come_back_and_is_not_led_farther() -> None:
+def test_out_of_range_target_may_only_return() -> None:
     arm = Lagging(tool_config(), (0.1, 0.0, 0.5), share=1.0)
     arm.command(np.array([0.0, 0.0, 0.01]))
     assert arm.target is not None and arm.target[2] == pytest.approx(0.5)
@@ -91,6 +91,6 @@ def test_a_robot_that_is_out_of_its_range_may_come_back_and_is_not_led_farther()
     assert arm.target[2] == pytest.approx(0.49)
 
 
-def test_a_target_does_not_run_away_from_a_robot_that_stands() -> None:
+def test_blocked_robot_limits_target_lead() -> None:
     target, step = add_step(np.array([0.4]), np.array([0.0]), np.array([0.3]), max_lead=0.5)
     assert (target.tolist(), step.tolist()) == ([0.5], pytest.approx([0.1]))

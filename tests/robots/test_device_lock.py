@@ -12,7 +12,7 @@ from robots.cameras import CameraConfig, LocalCamera
 from robots.device_lock import DeviceLock, camera_lock_name, device_lock_names
 
 
-def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> None:
+def test_links_to_one_device_share_its_lock(tmp_path: Path) -> None:
     port, link = tmp_path / "ttyACM0", tmp_path / "by-id"
     port.touch()
     link.symlink_to(port)
@@ -20,7 +20,7 @@ def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> 
     first.acquire()
     first.acquire()
     other.acquire()
-    with pytest.raises(HardwareLost, match=f"{link} is in use already, on this machine by pid"):
+    with pytest.raises(HardwareLost, match=f"{link} is already in use by pid"):
         second.acquire()
     first.release()
     first.release()
@@ -29,15 +29,13 @@ def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> 
         lock.release()
 
 
-def test_a_device_is_had_once_by_programs_that_keep_their_locks_in_different_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_lock_holds_across_machine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.openpty()
     node = os.ttyname(theirs)
     first, second = DeviceLock(node), DeviceLock(node)
     first.acquire()
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "another"))
-    with pytest.raises(HardwareLost, match=f"{node} is in use already, by another process that locked the device"):
+    with pytest.raises(HardwareLost, match=f"{node} is already in use by a process that locked the device"):
         second.acquire()
     first.release()
     second.acquire()
@@ -46,20 +44,20 @@ def test_a_device_is_had_once_by_programs_that_keep_their_locks_in_different_fol
         os.close(handle)
 
 
-def test_a_device_and_a_copy_of_its_node_are_one(tmp_path: Path) -> None:
+def test_copied_node_shares_the_lock(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root makes nodes, as a container does")
     for name in ("a", "b"):
         os.mknod(tmp_path / name, 0o600 | stat.S_IFCHR, os.makedev(188, 7))
     first, second = DeviceLock(str(tmp_path / "a")), DeviceLock(str(tmp_path / "b"))
     first.acquire()
-    with pytest.raises(HardwareLost, match="b is in use already"):
+    with pytest.raises(HardwareLost, match="b is already in use"):
         second.acquire()
     first.release()
 
 
-def test_a_process_of_tests_reaches_no_real_controller() -> None:
-    with pytest.raises(HardwareLost, match="USER_SYS_TEST_FOLDER is set, which is for simulated devices"):
+def test_test_process_refuses_real_address() -> None:
+    with pytest.raises(HardwareLost, match="USER_SYS_TEST_FOLDER is set for simulated devices"):
         DeviceLock("192.168.0.10").acquire()
     for name in ("localhost", "127.0.0.1"):
         lock = DeviceLock(name)
@@ -67,26 +65,26 @@ def test_a_process_of_tests_reaches_no_real_controller() -> None:
         lock.release()
 
 
-def test_a_host_name_and_its_address_are_one_controller() -> None:
+def test_host_name_and_address_share_a_lock() -> None:
     named, numbered = DeviceLock("localhost"), DeviceLock("127.0.0.1")
     named.acquire()
-    with pytest.raises(HardwareLost, match="127.0.0.1 is in use already"):
+    with pytest.raises(HardwareLost, match="127.0.0.1 is already in use"):
         numbered.acquire()
     named.release()
 
 
-def test_a_robot_without_a_port_needs_no_lock() -> None:
+def test_empty_place_needs_no_lock() -> None:
     locks = [DeviceLock(""), DeviceLock("")]
     for lock in locks:
         lock.acquire()
         lock.release()
 
 
-def test_of_several_devices_all_are_had_or_none() -> None:
+def test_several_devices_are_locked_all_or_none() -> None:
     camera, arm = DeviceLock("/dev/video61"), DeviceLock("/dev/ttyACM61", "/dev/video61")
     other = DeviceLock("/dev/ttyACM61")
     camera.acquire()
-    with pytest.raises(HardwareLost, match="/dev/video61 is in use already"):
+    with pytest.raises(HardwareLost, match="/dev/video61 is already in use"):
         arm.acquire()
     other.acquire()
     for lock in (camera, other):
@@ -96,12 +94,12 @@ def test_of_several_devices_all_are_had_or_none() -> None:
     arm.release()
 
 
-def test_two_names_do_not_have_one_camera() -> None:
+def test_camera_is_locked_once() -> None:
     numbered = LocalCamera(CameraSpec(name="top", height=48, width=64, rate_hz=30), CameraConfig(device=61))
     lock = DeviceLock(camera_lock_name("opencv", "/dev/video61"))
     lock.acquire()
     try:
-        with pytest.raises(HardwareLost, match="/dev/video61 is in use already"):
+        with pytest.raises(HardwareLost, match="/dev/video61 is already in use"):
             numbered.connect()
     finally:
         lock.release()
@@ -109,7 +107,7 @@ def test_two_names_do_not_have_one_camera() -> None:
     assert (camera_lock_name("opencv", "http://10.0.0.9/stream.mjpg"), camera_lock_name("realsense", "")) == ("", "")
 
 
-def test_the_devices_that_a_plugins_settings_name() -> None:
+def test_devices_in_plugin_settings_are_found() -> None:
     settings = {
         "left_arm_port": "/dev/ttyACM1",
         "id": "left",

@@ -20,7 +20,7 @@ def let_go() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_who_waits_for_a_device_may_give_it_up_and_it_is_spoken_to_no_more(let_go: threading.Event) -> None:
+def test_check_stop_abandons_the_device(let_go: threading.Event) -> None:
     thread, asked = DeviceThread("arm"), [0]
 
     def attend() -> None:
@@ -35,7 +35,7 @@ def test_who_waits_for_a_device_may_give_it_up_and_it_is_spoken_to_no_more(let_g
     thread.close()
 
 
-def test_what_comes_while_it_is_attended_is_returned_or_told(let_go: threading.Event) -> None:
+def test_call_with_check_stop_returns_or_raises(let_go: threading.Event) -> None:
     thread = DeviceThread("arm")
     assert thread.call("connecting", lambda: let_go.wait(0.2), DEADLINE_S, lambda: None) is False
     with pytest.raises(HardwareLost, match="connecting failed: ZeroDivisionError"):

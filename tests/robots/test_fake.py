@@ -38,7 +38,7 @@ def faulty(**faults: float) -> FakeRobot:
     return FakeRobot(FakeRobotConfig(faults=FaultPlan(**faults)))  # type: ignore[arg-type]
 
 
-def test_it_goes_where_it_is_told_and_says_so() -> None:
+def test_command_moves_and_returns_applied_action() -> None:
     with FakeRobot() as robot:
         applied = robot.command(np.array([0.1, -0.05, 9.0, 0.02], np.float32))
         np.testing.assert_allclose(applied, [0.1, -0.05, 0.1, 0.02], rtol=1e-6)
@@ -48,7 +48,7 @@ def test_it_goes_where_it_is_told_and_says_so() -> None:
         np.testing.assert_array_equal(robot.observe().arrays[STATE][4:], 0)
 
 
-def test_the_link_breaks_as_planned_until_it_is_connected_anew() -> None:
+def test_planned_dropout_lasts_until_reconnect() -> None:
     with faulty(drop_out_at=3) as robot:
         for _ in range(3):
             robot.observe()
@@ -74,7 +74,7 @@ def test_frozen_readings_become_stale() -> None:
             robot.observe()
 
 
-def test_a_broken_reading_reaches_the_safety_kernel_and_is_not_acted_upon() -> None:
+def test_safety_kernel_refuses_nan_reading() -> None:
     with faulty(nan_at=2) as robot:
         kernel = SafetyKernel(robot.spec)
         robot.command(STILL)
@@ -83,14 +83,14 @@ def test_a_broken_reading_reaches_the_safety_kernel_and_is_not_acted_upon() -> N
         assert kernel.filter(STILL, robot.observe()).reasons is SafetyReason.NOT_FINITE
 
 
-def test_a_slow_control_period_takes_longer() -> None:
+def test_slow_period_takes_longer() -> None:
     with faulty(slow_at=1, slow_s=0.02) as robot:
         start = time.monotonic()
         robot.command(STILL)
         assert time.monotonic() - start >= 0.02
 
 
-def test_the_expert_succeeds_from_every_start_and_a_seed_repeats_itself() -> None:
+def test_expert_succeeds_and_seed_is_reproducible() -> None:
     task = FakeTask()
     for seed in range(20):
         with FakeRobot() as robot, FakeRobot() as twin:
@@ -105,14 +105,14 @@ def test_the_expert_succeeds_from_every_start_and_a_seed_repeats_itself() -> Non
             assert (outcome.reward, outcome.success) == (1.0, True)
 
 
-def test_what_is_not_done_has_no_reward() -> None:
+def test_unfinished_task_has_no_reward() -> None:
     with FakeRobot() as robot:
         robot.set_state(np.zeros(3), np.full(3, 0.4))
         outcome = FakeTask().evaluate(robot.observe())
     assert (outcome.reward, outcome.terminated, outcome.success) == (0.0, False, None)
 
 
-def test_the_camera_sees_the_point_and_the_goal() -> None:
+def test_camera_shows_point_and_goal() -> None:
     robot = FakeRobot(CAMERA)
     camera = FakeCamera(robot, robot.spec.cameras[0], drop_out_at=1)
     robot.set_state(np.array([-9.0, -9.0, 0.0]), np.array([9.0, 9.0, 0.0]))
@@ -123,7 +123,7 @@ def test_the_camera_sees_the_point_and_the_goal() -> None:
         camera.read()
 
 
-def test_the_teleoperator_plays_its_script_and_then_stays() -> None:
+def test_teleoperator_repeats_last_input() -> None:
     device = FakeTeleoperator([TeleopInput(STILL, True), TeleopInput(STILL, False)])
     device.connect()
     assert [device.read().engaged for _ in range(4)] == [True, False, False, False]
@@ -131,7 +131,7 @@ def test_the_teleoperator_plays_its_script_and_then_stays() -> None:
         FakeTeleoperator([])
 
 
-def test_the_goal_is_seen_relative_to_the_point() -> None:
+def test_observation_has_relative_goal() -> None:
     with FakeRobot() as robot:
         robot.set_state(np.array([0.1, 0, 0]), np.array([0.3, 0, 0]))
         np.testing.assert_allclose(robot.observe().arrays[ENVIRONMENT_STATE], [0.3, 0, 0, 0.2, 0, 0], rtol=1e-6)

@@ -204,7 +204,7 @@ def pull_out(fleet: Fleet, robot: str) -> None:
     until(lambda: len(online(fleet.run, robot)) > absent + 1 or fleet.over(), f"{robot} is back", WITHIN_S)
 
 
-def test_four_unlike_robots_learn_in_one_job_and_any_of_them_is_pulled_out_and_comes_back(fleet: Fleet) -> None:
+def test_four_embodiments_learn_in_one_run_and_rejoin_after_loss(fleet: Fleet) -> None:
     launch, run = fleet.train(), fleet.run
     until(
         lambda: len(read_robot_records(run / "robots")) == len(ROBOTS) or fleet.over(), "all robots are known", WITHIN_S

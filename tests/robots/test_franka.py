@@ -64,7 +64,7 @@ class TestArmByToolSteps(RobotConformance):
         return bool(np.abs(before.arrays[STATE] - after.arrays[STATE])[:7].max() < 1e-2)
 
 
-def test_steps_of_the_tool_move_it_and_keep_its_rotation(simulated: FrankaSimulator) -> None:
+def test_tool_steps_keep_rotation(simulated: FrankaSimulator) -> None:
     with arm(simulated) as robot:
         before = state(robot)
         applied = sum(robot.command(np.array([0.01, 0.0, -0.01], np.float32)) for _ in range(4))
@@ -73,7 +73,7 @@ def test_steps_of_the_tool_move_it_and_keep_its_rotation(simulated: FrankaSimula
         assert np.abs(state(robot)[17:23] - before[17:23]).max() < 0.05
 
 
-def test_steps_of_the_joints_add_up_and_a_hold_brakes(simulated: FrankaSimulator) -> None:
+def test_joint_steps_add_up_and_hold_brakes(simulated: FrankaSimulator) -> None:
     with arm(simulated, action="joint_delta") as robot:
         before, step = state(robot)[6], np.array([0, 0, 0, 0, 0, 0, 0.05], np.float32)
         for _ in range(4):
@@ -86,7 +86,7 @@ def test_steps_of_the_joints_add_up_and_a_hold_brakes(simulated: FrankaSimulator
 
 
 @pytest.mark.parametrize(("mode", "words"), [(REFLEX, "a reflex"), (USER_STOPPED, "the user stop")])
-def test_a_reflex_is_told_and_never_recovered(simulated: FrankaSimulator, mode: int, words: str) -> None:
+def test_reflex_is_reported_and_not_recovered(simulated: FrankaSimulator, mode: int, words: str) -> None:
     robot = arm(simulated)
     with robot:
         simulated.set("robot_mode", mode)
@@ -99,7 +99,7 @@ def test_a_reflex_is_told_and_never_recovered(simulated: FrankaSimulator, mode: 
         robot.observe()
 
 
-def test_an_arm_that_is_killed_is_lost(simulated: FrankaSimulator) -> None:
+def test_killed_arm_is_lost(simulated: FrankaSimulator) -> None:
     with arm(simulated) as robot:
         robot.command(np.array([0.01, 0, 0], np.float32))
         simulated.process.kill()
@@ -109,14 +109,14 @@ def test_an_arm_that_is_killed_is_lost(simulated: FrankaSimulator) -> None:
         robot.connect()
 
 
-def test_a_frozen_arm_is_stale_or_lost(simulated: FrankaSimulator) -> None:
+def test_frozen_arm_is_stale_or_lost(simulated: FrankaSimulator) -> None:
     with arm(simulated, stale_after_s=None, answer_within_s=None) as robot:
         simulated.process.send_signal(signal.SIGSTOP)
         with pytest.raises((StaleObservation, HardwareLost)):
             eventually(lambda: robot.observe() is None, "nothing was told")
 
 
-def test_the_safety_kernel_does_not_press_on(simulated: FrankaSimulator) -> None:
+def test_safety_kernel_stops_motion_against_force(simulated: FrankaSimulator) -> None:
     simulated.set("O_F_ext_hat_K", [0.0, 0.0, 35.0, 0.0, 0.0, 0.0])
     with arm(simulated) as robot:
         observation = robot.observe()
@@ -125,11 +125,11 @@ def test_the_safety_kernel_does_not_press_on(simulated: FrankaSimulator) -> None
         assert verdict.applied is not None and verdict.applied[2] == 0
 
 
-def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
+def test_invalid_options_are_explained() -> None:
     for wrong, said in (
         ({"dynamics": 2.0}, "dynamics is 2"),
-        ({"answer_within_s": 0.0}, "answer_within_s and stale_after_s are above 0"),
-        ({"force_threshold": 0.0}, "force_threshold are above 0"),
+        ({"answer_within_s": 0.0}, "answer_within_s and stale_after_s must be above 0"),
+        ({"force_threshold": 0.0}, "force_threshold must be above 0"),
     ):
         with pytest.raises(SpecError, match=said):
             make_robot_setup(RobotSetupRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))

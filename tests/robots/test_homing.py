@@ -81,7 +81,7 @@ class Arm(Robot):
         """Nothing is open."""
 
 
-def test_the_way_home_is_straight_slow_and_keeps_the_grip() -> None:
+def test_homing_is_straight_and_slow_and_keeps_the_grip() -> None:
     arm = Arm()
     attended = []
     arm.check_stop = lambda: attended.append(len(arm.told))
@@ -95,7 +95,7 @@ def test_the_way_home_is_straight_slow_and_keeps_the_grip() -> None:
     assert set(attended) == set(range(1, len(arm.told) + 1)), "somebody looks in every control period"
 
 
-def test_the_limits_of_the_spec_hold_on_the_way() -> None:
+def test_homing_respects_spec_limits() -> None:
     arm = Arm(joint_acceleration_max=(100.0, 100.0))
     arm.go_home()
     first = arm.told[0][:2] - START
@@ -103,7 +103,7 @@ def test_the_limits_of_the_spec_hold_on_the_way() -> None:
     np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
 
 
-def test_an_e_stop_ends_the_way_where_the_arm_is() -> None:
+def test_estop_ends_homing() -> None:
     station = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig())
     robot = station.robot
     assert isinstance(robot, ReachRobotWrapper) and isinstance(arm := robot.robot, Arm)
@@ -129,13 +129,13 @@ def pressed_after(commands: int, arm: Arm, driver: RobotEnvironment) -> Callable
     return attend
 
 
-def test_an_arm_that_is_held_up_is_not_pressed_on_and_is_said_not_to_get_home(
+def test_blocked_arm_times_out_without_pushing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arm = Arm()
     arm.stuck = True
-    monkeypatch.setattr(robots.homing, "DEADLINE_S", 0.2)
-    monkeypatch.setattr(robots.homing, "LEAD_S", 0.02)
+    monkeypatch.setattr(robots.homing, "HOMING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(robots.homing, "MAX_TARGET_LEAD_S", 0.02)
     driver = RobotEnvironment(arm, HumanJudgedTask("x", "x", 9), SafetyKernel(arm.spec))
     driver.connect()
     assert driver.reset(0).stopped and driver.kernel.latched_estop is not None
@@ -147,7 +147,7 @@ def test_an_arm_that_is_held_up_is_not_pressed_on_and_is_said_not_to_get_home(
     assert np.abs(np.array(arm.told)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
 
 
-def test_a_long_way_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_path_gets_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.monotonic()
 
     def sleep(seconds: float) -> None:
@@ -156,7 +156,7 @@ def test_a_long_way_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) 
 
     clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: round(now_s * 1e9), sleep=sleep)
     monkeypatch.setattr(robots.homing, "time", clock)
-    monkeypatch.setattr(robots.homing, "DEADLINE_S", 5.0)
+    monkeypatch.setattr(robots.homing, "HOMING_TIMEOUT_S", 5.0)
     arm, begun_s = Arm(), now_s
     slow = msgspec.structs.replace(arm.spec.limits, joint_velocity_max=(0.4, 0.4))
     arm.spec = msgspec.structs.replace(arm.spec, limits=slow)
@@ -165,7 +165,7 @@ def test_a_long_way_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) 
     assert 8.0 < now_s - begun_s < 10.0, "0.8 rad at a quarter of 0.4 rad/s"
 
 
-def test_an_arm_that_sees_nothing_holds_and_goes_on_when_it_sees_again() -> None:
+def test_stale_readings_pause_homing() -> None:
     arm = Arm()
     arm.stale = 3
     arm.go_home()
@@ -176,11 +176,11 @@ def test_an_arm_that_sees_nothing_holds_and_goes_on_when_it_sees_again() -> None
 @pytest.mark.parametrize(
     ("home", "why"),
     [
-        ((0.0,), r"home has 1 positions; arm has the joints \['a', 'b'\]"),
-        ((0.0, 1.5), "home: b is 1.5; it may be between -1 and 1"),
+        ((0.0,), r"home has 1 positions; arm needs one for each of its joints \['a', 'b'\]"),
+        ((0.0, 1.5), "home: b is 1.5; it must be between -1 and 1"),
     ],
 )
-def test_a_home_that_cannot_be_is_refused_in_words(home: tuple[float, ...], why: str) -> None:
+def test_invalid_home_is_explained(home: tuple[float, ...], why: str) -> None:
     spec = Arm().spec
     low, high = np.array(spec.action.low), np.array(spec.action.high)
     validate_home(spec, (), low, high)
@@ -189,17 +189,17 @@ def test_a_home_that_cannot_be_is_refused_in_words(home: tuple[float, ...], why:
         validate_home(spec, home, low, high)
 
 
-def test_joints_that_are_far_out_of_their_range_are_not_moved() -> None:
+def test_far_out_of_range_joint_is_refused() -> None:
     spec = Arm().spec
     low, high = np.array(spec.action.low), np.array(spec.action.high)
     slack = SPEED * robots.homing.RANGE_TOLERANCE_S
     for measured in (START, (1.0 + 0.9 * slack, -1.0 - 0.9 * slack)):
         require_joints_in_range(spec, np.array(measured), low, high)
-    with pytest.raises(HardwareLost, match="arm: b is at -3.2; it may be between -1 and 1: a person must bring it"):
+    with pytest.raises(HardwareLost, match="arm: b is at -3.2; it must be between -1 and 1: a person must move it"):
         require_joints_in_range(spec, np.array([0.0, -1.0 - 1.1 * slack]), low, high)
 
 
-def test_what_is_cut_off_does_not_make_a_joint_leap_into_its_range() -> None:
+def test_clipping_does_not_make_a_joint_jump() -> None:
     spec = Arm().spec
     low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
     for wanted, stands, told in ((1.4, 1.5, 1.4), (1.6, 1.5, 1.5), (0.5, 1.5, 0.5), (1.4, 0.5, 1.0), (-1.4, 1.5, -1.0)):
@@ -208,10 +208,10 @@ def test_what_is_cut_off_does_not_make_a_joint_leap_into_its_range() -> None:
         np.testing.assert_allclose(cut, [told, 0.0, 0.1], atol=1e-6)
 
 
-def test_joints_without_a_greatest_speed_are_not_sent_home() -> None:
+def test_homing_needs_speed_limits() -> None:
     arm = Arm()
     slow = msgspec.structs.replace(arm.spec.limits, joint_velocity_max=())
     arm.spec = msgspec.structs.replace(arm.spec, limits=slow)
-    with pytest.raises(SpecError, match=r"speed \(joint_velocity_max\) of each of 2 joints; there are 2 and 0"):
+    with pytest.raises(SpecError, match=r"speed limit \(joint_velocity_max\) for each of 2 joints; there are 2 and 0"):
         arm.go_home()
     assert arm.told == []

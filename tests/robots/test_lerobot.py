@@ -111,7 +111,7 @@ def leader(arm: FeetechArmSimulator, clock: Callable[[], float] = time.monotonic
     return LerobotLeader(LeaderConfig(type="so101_leader", settings=arm.settings), follower(arm).spec, clock)
 
 
-def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: FeetechArmSimulator) -> None:
+def test_leader_commands_its_pose_while_it_moves(arm: FeetechArmSimulator) -> None:
     now_s = [100.0]
     device = leader(arm, lambda: now_s[0])
     device.connect()
@@ -129,7 +129,7 @@ def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: FeetechAr
         device.close()
 
 
-def test_a_leader_that_is_pulled_out_is_lost_and_can_be_let_go_of(arm: FeetechArmSimulator) -> None:
+def test_unplugged_leader_is_lost_and_can_be_closed(arm: FeetechArmSimulator) -> None:
     device = leader(arm)
     device.connect()
     arm.unplug()
@@ -139,14 +139,14 @@ def test_a_leader_that_is_pulled_out_is_lost_and_can_be_let_go_of(arm: FeetechAr
     device.close()
 
 
-def test_a_leader_that_does_not_fit_its_robot_is_refused() -> None:
-    with pytest.raises(SpecError, match="does not give"):
+def test_leader_with_other_elements_is_refused() -> None:
+    with pytest.raises(SpecError, match="lacks"):
         LerobotLeader(
             LeaderConfig(type="hex_dummy_leader", features={"*": FeatureConfig("rad", -4, 4)}), LerobotRobot(DUMMY).spec
         )
 
 
-def test_positions_are_in_radians_and_go_where_they_are_told(arm: FeetechArmSimulator) -> None:
+def test_positions_are_radians(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         assert robot.spec.action.units == ("rad",) * 5 + ("%",)
         assert robot.spec.action.labels[:2] == ("shoulder_pan.pos", "shoulder_lift.pos")
@@ -156,14 +156,14 @@ def test_positions_are_in_radians_and_go_where_they_are_told(arm: FeetechArmSimu
         assert arm.word("gripper", GOAL) == 3072
 
 
-def test_what_the_calibration_does_not_allow_is_not_reported_as_applied(arm: FeetechArmSimulator) -> None:
+def test_applied_action_respects_calibration(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         asked = np.array([3.0, 0, 0, 0, 0, 50], np.float32)
         half_range = 1024 / 4095 * 2 * math.pi
         assert robot.command(asked)[0] == pytest.approx(half_range, abs=1e-3)
 
 
-def test_the_calibration_file_is_used_and_left_alone(arm: FeetechArmSimulator) -> None:
+def test_calibration_file_is_read_only(arm: FeetechArmSimulator) -> None:
     before, written_ns = arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns
     with follower(arm) as robot:
         robot.command(np.array([0.2, 0, 0, 0, 0, 50], np.float32))
@@ -171,7 +171,7 @@ def test_the_calibration_file_is_used_and_left_alone(arm: FeetechArmSimulator) -
     assert list(arm.calibrations.iterdir()) == [arm.calibration]
 
 
-def test_an_arm_without_calibration_or_with_another_one_is_refused(arm: FeetechArmSimulator) -> None:
+def test_missing_or_different_calibration_is_refused(arm: FeetechArmSimulator) -> None:
     arm.poke("elbow_flex", LOW_LIMIT, 0, 0)
     with pytest.raises(HardwareLost, match=r"another calibration than .*arm\.json"):
         follower(arm).connect()
@@ -180,7 +180,7 @@ def test_an_arm_without_calibration_or_with_another_one_is_refused(arm: FeetechA
         follower(arm).connect()
 
 
-def test_it_holds_where_it_is_and_stays_under_torque_when_it_is_closed(arm: FeetechArmSimulator) -> None:
+def test_close_holds_position_under_torque(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         robot.command(np.array([1.5, 0, 0, 0, 0, 80], np.float32))
         robot.stop(StopLevel.HOLD)
@@ -192,7 +192,7 @@ def test_it_holds_where_it_is_and_stays_under_torque_when_it_is_closed(arm: Feet
     assert arm.registers("shoulder_pan")[TORQUE] == 1
 
 
-def test_only_a_configured_safe_stop_releases_the_motors_and_a_command_takes_hold_again(
+def test_torque_off_releases_motors_until_next_command(
     arm: FeetechArmSimulator,
 ) -> None:
     with follower(arm, torque_off=True) as robot:
@@ -207,7 +207,7 @@ def test_only_a_configured_safe_stop_releases_the_motors_and_a_command_takes_hol
 
 
 @pytest.mark.parametrize("fate", ["kill", "freeze", "unplug"])
-def test_an_arm_that_goes_away_is_lost_within_two_control_periods(arm: FeetechArmSimulator, fate: str) -> None:
+def test_disconnected_arm_is_lost_within_two_periods(arm: FeetechArmSimulator, fate: str) -> None:
     with follower(arm) as robot:
         robot.command(np.array([0, 0, 0, 0, 0, 50], np.float32))
         getattr(arm, fate)()
@@ -217,7 +217,7 @@ def test_an_arm_that_goes_away_is_lost_within_two_control_periods(arm: FeetechAr
         assert time.monotonic() - started_s < 2 * robot.spec.period_s + 0.1
 
 
-def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: FeetechArmSimulator) -> None:
+def test_replugged_arm_reconnects(arm: FeetechArmSimulator) -> None:
     robot = follower(arm)
     with robot:
         arm.unplug()
@@ -230,13 +230,13 @@ def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: FeetechArmSimul
         robot.command(np.array([0.1, 0, 0, 0, 0, 50], np.float32))
 
 
-def test_an_arm_that_loses_a_packet_while_it_is_connected_is_asked_again(arm: FeetechArmSimulator) -> None:
+def test_lost_packet_while_connecting_is_retried(arm: FeetechArmSimulator) -> None:
     arm.lose(1)
     with follower(arm) as robot:
         robot.observe()
 
 
-def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(arm: FeetechArmSimulator) -> None:
+def test_connect_does_not_move_the_arm(arm: FeetechArmSimulator) -> None:
     arm.poke("shoulder_lift", PRESENT, 2600 % 256, 2600 // 256)
     with follower(arm):
         assert arm.registers("shoulder_lift")[TORQUE] == 1
@@ -244,7 +244,7 @@ def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(ar
         assert abs(arm.word("shoulder_lift", PRESENT) - 2600) <= 1
 
 
-def test_an_arm_that_stands_out_of_its_bounds_is_held_there_and_does_not_leap_into_them(
+def test_out_of_range_arm_holds_without_jump(
     arm: FeetechArmSimulator,
 ) -> None:
     arm.poke("shoulder_pan", PRESENT, 2700 % 256, 2700 // 256)
@@ -253,12 +253,12 @@ def test_an_arm_that_stands_out_of_its_bounds_is_held_there_and_does_not_leap_in
             assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
             robot.stop(level)
         assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
-        with pytest.raises(HardwareLost, match=r"shoulder_pan.pos is at 0.99.*: a person must bring it back"):
+        with pytest.raises(HardwareLost, match=r"shoulder_pan.pos is at 0.99.*: a person must move it back"):
             robot.command(robot.spec.rest_action(robot.observe().arrays))
         assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
 
 
-def test_a_leader_that_loses_a_packet_is_asked_again(arm: FeetechArmSimulator) -> None:
+def test_lost_leader_packet_is_retried(arm: FeetechArmSimulator) -> None:
     device = leader(arm)
     device.connect()
     try:
@@ -269,19 +269,19 @@ def test_a_leader_that_loses_a_packet_is_asked_again(arm: FeetechArmSimulator) -
 
 
 @pytest.mark.parametrize("picture", [np.zeros((64, 48, 3), np.uint8), np.zeros((48, 64, 3), np.float32)])
-def test_pictures_that_the_settings_do_not_fit_are_not_taken(picture: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_of_other_shape_is_refused(picture: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     camera = LerobotCamera("top", {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30})
     camera.connect()
     try:
         camera.read()
-        monkeypatch.setattr(camera._device, "read_latest", lambda **_: picture)
-        with pytest.raises(HardwareLost, match=r"camera top: pictures are .*, not uint8 \(48, 64, 3\)"):
+        monkeypatch.setattr(camera.device, "read_latest", lambda **_: picture)
+        with pytest.raises(HardwareLost, match=r"camera top: images are .*, not uint8 \(48, 64, 3\)"):
             camera.read()
     finally:
         camera.close()
 
 
-def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: FeetechArmSimulator) -> None:
+def test_safety_kernel_limits_speed_to_far_target(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         kernel = SafetyKernel(robot.spec)
         verdict = kernel.filter(np.array([3, 0, 0, 0, 0, 50], np.float32), robot.observe())
@@ -289,7 +289,7 @@ def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: FeetechArmSimulato
         assert abs(verdict.applied[0]) <= math.pi / 2 / 10 + 1e-3, "a quarter of the range a second"
 
 
-def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: FeetechArmSimulator) -> None:
+def test_reset_moves_arm_to_configured_home(arm: FeetechArmSimulator) -> None:
     home = [0.4, -0.3, 0.2, 0.0, 0.1]
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "torque_off": True, "home": home}
     station = make_robot_setup(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
@@ -301,7 +301,7 @@ def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: FeetechArmSim
         assert arm.word("gripper", GOAL) == 2560, "the grip is kept"
 
 
-def test_the_way_home_is_given_up_where_the_arm_is_stopped(arm: FeetechArmSimulator) -> None:
+def test_stop_ends_homing(arm: FeetechArmSimulator) -> None:
     with follower(arm, home=(1.2, 0.0, 0.0, 0.0, 0.0), torque_off=True) as robot:
         looks = [0]
 
@@ -318,35 +318,35 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(arm: FeetechArmSimula
         assert arm.registers("elbow_flex")[TORQUE] == 0, "the safe stop stands"
 
 
-def test_a_home_that_the_calibration_does_not_allow_is_refused(arm: FeetechArmSimulator) -> None:
-    with pytest.raises(SpecError, match=r"home: shoulder_pan\.pos is 2; it may be between -1\.57\d* and 1\.57"):
+def test_home_out_of_calibrated_range_is_refused(arm: FeetechArmSimulator) -> None:
+    with pytest.raises(SpecError, match=r"home: shoulder_pan\.pos is 2; it must be between -1\.57\d* and 1\.57"):
         follower(arm, home=(2.0, 0.0, 0.0, 0.0, 0.0))
 
 
-def test_a_plugin_that_hangs_is_lost(arm: FeetechArmSimulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_plugin_is_lost(arm: FeetechArmSimulator, monkeypatch: pytest.MonkeyPatch) -> None:
     with LerobotRobot(DUMMY) as robot:
-        monkeypatch.setattr(robot._device, "get_observation", lambda: time.sleep(5))
+        monkeypatch.setattr(robot.device, "get_observation", lambda: time.sleep(5))
         with pytest.raises(HardwareLost, match="took longer"):
             robot.observe()
         with pytest.raises(HardwareLost, match="hung"):
             robot.observe()
 
 
-def test_who_waits_for_an_arm_or_a_camera_may_give_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_stop_aborts_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up() -> None:
         raise HalError("the driver is to end")
 
     let_go = threading.Event()
     settings = {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}
     for device in (LerobotRobot(DUMMY), LerobotCamera("top", settings)):
-        monkeypatch.setattr(device._device, "connect", lambda **_: let_go.wait(DEADLINE_S))
+        monkeypatch.setattr(device.device, "connect", lambda **_: let_go.wait(DEADLINE_S))
         device.check_stop = give_up
         with pytest.raises(HalError, match="the driver is to end"):
             device.connect()
     let_go.set()
 
 
-def test_what_is_wrong_is_said_in_words() -> None:
+def test_invalid_options_are_explained() -> None:
     with pytest.raises(SpecError, match="did you mean 'so101_follower'"):
         LerobotRobot(LerobotConfig(type="so101_folower"))
     with pytest.raises(SpecError, match=r"units of .*shoulder_pan.pos.* are not known"):
@@ -355,11 +355,11 @@ def test_what_is_wrong_is_said_in_words() -> None:
         make_robot_setup(RobotSetupRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
     with pytest.raises(SpecError, match="camera top: 'width'"):
         LerobotCamera("top", {"type": "opencv", "height": 48})
-    with pytest.raises(SpecError, match="camera top: 'fps' is not given, or no number"):
+    with pytest.raises(SpecError, match="camera top: 'fps' is missing or not a number"):
         LerobotCamera("top", {"type": "opencv", "height": 48, "width": 64, "fps": None})
 
 
-def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
+def test_third_party_plugins_make_robot_and_camera() -> None:
     options = {
         "type": "dummy_follower",
         "settings": {"silent": True},
@@ -372,7 +372,7 @@ def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
     assert station.task.instruction == "tidy up"
 
 
-def test_an_arm_on_its_bus_reaches_for_goals(arm: FeetechArmSimulator) -> None:
+def test_reach_task_runs_on_the_bus(arm: FeetechArmSimulator) -> None:
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "reach": {"tolerance": 0.1}}
     station = make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
     assert station.make_expert is not None

@@ -8,9 +8,7 @@ from hal.resource import Kind
 from robots.lerobot_probe import probe_plugins
 
 
-def test_devices_of_lerobot_and_of_its_plugins_are_found_and_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_finds_plugins_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("__init__.py", "robots/so101_follower/__init__.py", "cameras/opencv/__init__.py"):
         (tmp_path / "lerobot" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "lerobot" / path).write_text("raise RuntimeError('imported')")

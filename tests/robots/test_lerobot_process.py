@@ -64,9 +64,7 @@ def far_away(session: DriverClient) -> None:
         assert tick.applied is not None
 
 
-def test_a_killed_driver_leaves_the_arm_where_it_is_under_torque(
-    arm: FeetechArmSimulator, running: subprocess.Popen[bytes]
-) -> None:
+def test_killed_driver_leaves_arm_under_torque(arm: FeetechArmSimulator, running: subprocess.Popen[bytes]) -> None:
     with DriverClient("arm-0", token=1) as session:
         far_away(session)
         running.send_signal(signal.SIGKILL)
@@ -76,7 +74,7 @@ def test_a_killed_driver_leaves_the_arm_where_it_is_under_torque(
     assert arm.registers("shoulder_pan")[TORQUE] == 1
 
 
-def test_a_silent_session_makes_the_arm_hold_and_an_unplugged_arm_ends_the_process(
+def test_silent_session_holds_and_unplugging_ends_the_process(
     arm: FeetechArmSimulator, running: subprocess.Popen[bytes]
 ) -> None:
     with DriverClient("arm-0", token=1) as session:

@@ -13,16 +13,16 @@ from robots.lerobot_leader import LeaderConfig
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (LerobotConfig, {"answer_within_s": 0.0}, "answer_within_s is above 0"),
+        (LerobotConfig, {"answer_within_s": 0.0}, "answer_within_s is .*; it must be above 0"),
         (
             LerobotConfig,
             {"features": {"*": {"unit": "degrees", "low": -180, "high": 180}}},
-            "'degrees' is not one.*deg",
+            "'degrees' is not known; use deg",
         ),
-        (LeaderConfig, {"moved": 0.0}, "moved is 0; it is a share"),
-        (LeaderConfig, {"let_go_s": 0.0}, "let_go_s and answer_within_s are above 0"),
+        (LeaderConfig, {"moved": 0.0}, "moved is 0; it must be"),
+        (LeaderConfig, {"let_go_s": 0.0}, "let_go_s and answer_within_s must be above 0"),
     ],
 )
-def test_what_would_drive_a_robot_wrongly_is_refused(kind: type, options: dict[str, object], said: str) -> None:
+def test_unsafe_settings_are_refused(kind: type, options: dict[str, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         read_options(kind, RobotSetupRequest("arm-0", "", {"type": "so101", **options}))

@@ -93,7 +93,7 @@ def step(b: float, a: float, grip: float = 0.1) -> Array:
     return np.array([grip, b, a], np.float32)
 
 
-def test_a_step_moves_the_joints_from_where_they_were_told_to_be() -> None:
+def test_step_starts_at_the_last_target() -> None:
     arm, robot = reaching()
     robot.observe()
     np.testing.assert_allclose(robot.command(step(0.02, 0.05)), [0.1, 0.02, 0.05], rtol=1e-5)
@@ -102,14 +102,14 @@ def test_a_step_moves_the_joints_from_where_they_were_told_to_be() -> None:
     np.testing.assert_allclose(arm.sent, [0.1, 0.04, 0.1], rtol=1e-5)
 
 
-def test_what_the_robot_clips_is_not_reported_as_applied() -> None:
+def test_applied_step_excludes_clipped_part() -> None:
     arm, robot = reaching()
     arm.state[1] = 0.99
     robot.observe()
     assert robot.command(step(0.05, 0))[1] == pytest.approx(0.01, abs=1e-6)
 
 
-def test_a_joint_that_is_held_up_is_not_run_away_from() -> None:
+def test_blocked_joint_limits_target_lead() -> None:
     arm, robot = reaching()
     arm.stuck = True
     for _ in range(50):
@@ -118,7 +118,7 @@ def test_a_joint_that_is_held_up_is_not_run_away_from() -> None:
     assert arm.sent[1] <= 4 * SPEED / 10 + 1e-6
 
 
-def test_after_a_stop_steps_begin_where_the_robot_is_measured() -> None:
+def test_steps_start_at_measured_position_after_stop() -> None:
     arm, robot = reaching()
     robot.observe()
     robot.command(step(0.05, 0.05))
@@ -129,7 +129,7 @@ def test_after_a_stop_steps_begin_where_the_robot_is_measured() -> None:
     assert arm.sent[1] == pytest.approx(0.51, abs=1e-6)
 
 
-def test_the_goal_is_seen_with_the_way_to_it_and_a_seed_repeats_itself() -> None:
+def test_observation_has_goal_and_seed_is_reproducible() -> None:
     _, robot = reaching()
     task = ReachTask(robot, HumanJudgedTask("x", "x", 9), "")
     task.reset(robot, np.random.default_rng(3))
@@ -142,7 +142,7 @@ def test_the_goal_is_seen_with_the_way_to_it_and_a_seed_repeats_itself() -> None
     np.testing.assert_array_equal(robot.goal, goal)
 
 
-def test_only_the_joints_that_are_named_are_to_be_at_the_goal() -> None:
+def test_goal_covers_named_joints_only() -> None:
     station = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(joints=("a",)))
     robot, task = station.robot, station.task
     assert isinstance(robot, ReachRobotWrapper) and station.make_expert is not None
@@ -155,11 +155,11 @@ def test_only_the_joints_that_are_named_are_to_be_at_the_goal() -> None:
         assert isinstance(arm, Arm)
         arm.state[:2] = robot.goal[0], -1.0
         assert task.evaluate(robot.observe()).success
-    with pytest.raises(SpecError, match="no joint 'c'; there are \\['b', 'a'\\]"):
+    with pytest.raises(SpecError, match="no joint 'c'; choose from \\['b', 'a'\\]"):
         ReachRobotWrapper(Arm(), ReachConfig(joints=("c",)))
 
 
-def test_the_expert_reaches_every_goal_through_the_safety_kernel() -> None:
+def test_expert_reaches_goals_through_safety_kernel() -> None:
     station = add_reach_task(
         RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(max_steps=60), "go there"
     )
@@ -185,7 +185,7 @@ def test_the_expert_reaches_every_goal_through_the_safety_kernel() -> None:
             assert (outcome.reward, outcome.success) == (1.0, True)
 
 
-def test_a_goal_of_the_tool_is_in_its_space_and_judged_by_its_distance() -> None:
+def test_tool_goal_is_judged_by_distance() -> None:
     arm, robot = reaching(space="tool", low=(0.2, -0.1, 0.4), high=(0.4, 0.1, 0.6))
     robot.goal = np.array([0.3, 0.0, 0.5])
     arm.state[3:] = 0.25, 0.0, 0.5
@@ -196,10 +196,10 @@ def test_a_goal_of_the_tool_is_in_its_space_and_judged_by_its_distance() -> None
     assert robot.spec.feature(ENVIRONMENT_STATE).labels[:3] == ("goal_x", "goal_y", "goal_z")
 
 
-def test_what_cannot_be_reached_is_refused_in_words() -> None:
-    with pytest.raises(SpecError, match="an observation.environment_state of its own"):
+def test_unreachable_goals_are_explained() -> None:
+    with pytest.raises(SpecError, match="already has an observation.environment_state"):
         ReachRobotWrapper(FakeRobot(), ReachConfig(space="tool"))
-    with pytest.raises(SpecError, match=r"out of reach: arm can be from \[-1.0, -2.0\] to \[1.0, 2.0\]"):
+    with pytest.raises(SpecError, match=r"out of reach: the range of arm is \[-1.0, -2.0\] to \[1.0, 2.0\]"):
         ReachRobotWrapper(Arm(), ReachConfig(low=(-0.5, -1.0), high=(0.5, 2.5)))
     with pytest.raises(SpecError, match="3 bounds each"):
         ReachRobotWrapper(Arm(), ReachConfig(space="tool"))

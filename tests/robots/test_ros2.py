@@ -151,7 +151,7 @@ def make_camera(topic: RosCameraConfig, **options: object) -> Camera:
 
 
 @pytest.mark.parametrize("config", [PLAIN, FORWARD], ids=["trajectory", "forward"])
-def test_each_joint_goes_where_it_is_told_whatever_order_ros_lists_them_in(peer: Ros2Peer, config: Ros2Config) -> None:
+def test_joints_are_matched_by_name(peer: Ros2Peer, config: Ros2Config) -> None:
     with Ros2Robot(config) as robot:
         arrive(robot, np.array([0.1, 0.2, 0.3], np.float32))
         place = peer.state()["place"]
@@ -161,7 +161,7 @@ def test_each_joint_goes_where_it_is_told_whatever_order_ros_lists_them_in(peer:
     assert counts["refused"] == 0
 
 
-def test_a_gripper_has_a_controller_of_its_own(peer: Ros2Peer) -> None:
+def test_gripper_uses_its_own_controller(peer: Ros2Peer) -> None:
     grip = GripperConfig("finger", 0.0, 0.08, controller="grip")
     with Ros2Robot(replace(PLAIN, gripper=grip)) as robot:
         arrive(robot, np.array([0, 0, 0, 0.05], np.float32))
@@ -169,7 +169,7 @@ def test_a_gripper_has_a_controller_of_its_own(peer: Ros2Peer) -> None:
         assert peer.state()["place"]["finger"] == pytest.approx(0.05)
 
 
-def test_limits_and_the_tools_place_come_from_the_description_on_the_graph(peer: Ros2Peer) -> None:
+def test_description_gives_limits_and_tool_position(peer: Ros2Peer) -> None:
     for source in ("topic:/robot_description", "parameter:/robot_state_publisher"):
         config = replace(PLAIN, limits={"wrist": JointLimits(-1.0, 1.0)}, description=source, tool="hand")
         with Ros2Robot(config) as robot:
@@ -179,7 +179,7 @@ def test_limits_and_the_tools_place_come_from_the_description_on_the_graph(peer:
             np.testing.assert_allclose(tool, [0.5, 0, 0.1], atol=0.01)
 
 
-def test_a_force_stops_the_arm_and_is_told_in_the_bases_frame(peer: Ros2Peer) -> None:
+def test_force_stops_the_arm_and_is_in_base_frame(peer: Ros2Peer) -> None:
     wrench = WrenchConfig("/wrench", force_max=20.0)
     with Ros2Robot(replace(PLAIN, wrench=wrench, description="topic:/robot_description")) as robot:
         kernel = SafetyKernel(robot.spec)
@@ -196,7 +196,7 @@ def test_a_force_stops_the_arm_and_is_told_in_the_bases_frame(peer: Ros2Peer) ->
         arrive(robot, HOME)
 
 
-def test_a_hold_is_where_the_arm_is_and_a_safe_stop_deactivates_until_the_next_command(peer: Ros2Peer) -> None:
+def test_safe_stop_deactivates_until_next_command(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, stop_service="/stop")) as robot:
         stops = peer.state()["counts"]["stops"]
         robot.command(np.array([0.5, 0, 0], np.float32))
@@ -214,11 +214,11 @@ def test_a_hold_is_where_the_arm_is_and_a_safe_stop_deactivates_until_the_next_c
     assert peer.state()["controllers"]["arm_controller"] == "inactive", "closing is a safe stop"
 
 
-def test_an_arm_that_stands_out_of_its_limits_is_refused_and_does_not_leap_into_them(peer: Ros2Peer) -> None:
+def test_out_of_range_arm_is_refused_without_jump(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
         arrive(robot, np.array([0.3, 0, 0], np.float32))
     limits = {"shoulder": JointLimits(-0.1, 0.1, 1.0), "*": JointLimits(-2.0, 2.0, 1.0)}
-    with pytest.raises(HardwareLost, match=r"shoulder.pos is at 0\.\d+; .* a person must bring it back"):
+    with pytest.raises(HardwareLost, match=r"shoulder.pos is at 0\.\d+; .* a person must move it back"):
         Ros2Robot(replace(PLAIN, limits=limits)).connect()
     known = peer.state()
     assert known["place"]["shoulder"] == pytest.approx(0.3, abs=0.02)
@@ -227,7 +227,7 @@ def test_an_arm_that_stands_out_of_its_limits_is_refused_and_does_not_leap_into_
         arrive(robot, HOME)
 
 
-def test_a_safe_stop_calls_its_service_though_the_controllers_cannot_be_deactivated(peer: Ros2Peer) -> None:
+def test_safe_stop_calls_service_when_deactivation_fails(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, stop_service="/stop")) as robot:
         stops = peer.state()["counts"]["stops"]
         peer.say("refuse 1")
@@ -236,7 +236,7 @@ def test_a_safe_stop_calls_its_service_though_the_controllers_cannot_be_deactiva
         assert peer.state()["counts"]["stops"] == stops + 1
 
 
-def test_a_reset_brings_the_arm_home_where_home_is_configured(peer: Ros2Peer) -> None:
+def test_reset_moves_arm_to_configured_home(peer: Ros2Peer) -> None:
     options = {
         "joints": list(JOINTS),
         "controller": "arm_controller",
@@ -257,7 +257,7 @@ def test_a_reset_brings_the_arm_home_where_home_is_configured(peer: Ros2Peer) ->
         assert peer.state()["controllers"]["arm_controller"] == "active"
 
 
-def test_the_way_home_is_given_up_where_the_arm_is_stopped(peer: Ros2Peer) -> None:
+def test_stop_ends_homing(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, home=(1.5, 0.0, 0.0))) as robot:
         arrive(robot, HOME)
         looks = [0]
@@ -275,29 +275,29 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(peer: Ros2Peer) -> No
         assert known["place"]["shoulder"] < 1.4 and known["controllers"]["arm_controller"] == "inactive"
 
 
-def test_a_controller_that_somebody_else_stopped_ends_the_connection_and_is_not_started(peer: Ros2Peer) -> None:
+def test_externally_stopped_controller_loses_robot(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
         peer.say("put arm_controller inactive")
-        await_raise(HardwareLost, lambda: robot.command(HOME), "a person, or a fault")
+        await_raise(HardwareLost, lambda: robot.command(HOME), "a person or a fault")
     assert peer.state()["controllers"]["arm_controller"] == "inactive"
     with pytest.raises(HardwareLost, match="not active"):
         Ros2Robot(replace(PLAIN, activate=False)).connect()
 
 
-def test_a_fault_of_the_hardware_is_not_cleared(peer: Ros2Peer) -> None:
+def test_hardware_fault_is_not_cleared(peer: Ros2Peer) -> None:
     peer.say("put arm_controller inactive")
     peer.say("fault 1")
     with pytest.raises(HardwareLost, match="hardware component is in an error"):
         Ros2Robot(PLAIN).connect()
 
 
-def test_a_stop_button_of_which_nothing_more_is_heard_makes_the_robot_lost(peer: Ros2Peer) -> None:
+def test_silent_stop_button_topic_loses_robot(peer: Ros2Peer) -> None:
     """The peer says its state once; one that promises to repeat it and does not has hung."""
     with Ros2Robot(replace(PLAIN, estop_topic="/stop_button", estop_timeout_s=0.5)) as robot:
-        await_raise(HardwareLost, lambda: robot.command(HOME), "/stop_button has not said for")
+        await_raise(HardwareLost, lambda: robot.command(HOME), "no message on /stop_button for")
 
 
-def test_a_pressed_stop_button_refuses_every_command(peer: Ros2Peer) -> None:
+def test_pressed_stop_button_refuses_commands(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, estop_topic="/stop_button")) as robot:
         robot.command(HOME)
         peer.say("press 1")
@@ -306,7 +306,7 @@ def test_a_pressed_stop_button_refuses_every_command(peer: Ros2Peer) -> None:
         peer.say("press 0")
 
 
-def test_an_arm_is_not_connected_while_a_stop_button_is_pressed(peer: Ros2Peer) -> None:
+def test_pressed_stop_button_refuses_connect(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
         robot.stop(StopLevel.SAFE)
     peer.say("press 1")
@@ -319,24 +319,24 @@ def test_an_arm_is_not_connected_while_a_stop_button_is_pressed(peer: Ros2Peer) 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (replace(FORWARD, kind="trajectory"), r"nobody listens to /forward/joint_trajectory"),
+        (replace(FORWARD, kind="trajectory"), r"there is no subscriber on /forward/joint_trajectory"),
         (replace(FORWARD, controller="spin"), r"cannot activate \{'spin': 'not loaded'\}"),
         (replace(PLAIN, joints=("shoulder", "elbow", "ankle")), r"ankle on /joint_states"),
         (replace(PLAIN, joints=("shoulder", "elbow")), r"moves \['shoulder', 'elbow', 'wrist'\]"),
         (replace(PLAIN, manager="/elsewhere"), "no controller manager /elsewhere"),
-        (replace(PLAIN, estop_topic="/nowhere"), "nobody publishes /nowhere"),
+        (replace(PLAIN, estop_topic="/nowhere"), "there is no publisher on /nowhere"),
     ],
 )
-def test_what_is_not_there_is_named(peer: Ros2Peer, config: Ros2Config, said: str) -> None:
+def test_missing_parts_are_named(peer: Ros2Peer, config: Ros2Config, said: str) -> None:
     with pytest.raises(HardwareLost, match=said):
         Ros2Robot(replace(config, connect_s=10.0)).connect()
 
 
 @pytest.mark.parametrize(
     ("fate", "said"),
-    [("positions", "shoulder on /joint_states"), ("velocities", "velocities of .*`velocities: false` does without")],
+    [("positions", "shoulder on /joint_states"), ("velocities", "velocities of .*set `velocities: false`")],
 )
-def test_an_arm_that_says_no_numbers_is_sent_nowhere(peer: Ros2Peer, fate: str, said: str) -> None:
+def test_missing_readings_refuse_connect(peer: Ros2Peer, fate: str, said: str) -> None:
     peer.say(f"mute {fate}")
     before = peer.state()["counts"]
     with pytest.raises(HardwareLost, match=said):
@@ -344,13 +344,13 @@ def test_an_arm_that_says_no_numbers_is_sent_nowhere(peer: Ros2Peer, fate: str, 
     assert peer.state()["counts"] == before
 
 
-def test_a_controller_of_velocities_is_refused(peer: Ros2Peer) -> None:
+def test_velocity_controller_is_refused(peer: Ros2Peer) -> None:
     peer.say("put spin active")
-    with pytest.raises(HardwareLost, match="commands velocity; only positions"):
+    with pytest.raises(HardwareLost, match="commands velocity; use one that commands positions"):
         Ros2Robot(replace(PLAIN, controller="spin", kind="position")).connect()
 
 
-def test_clocks_that_differ_are_told_of_and_one_of_the_robots_own_will_do(peer: Ros2Peer) -> None:
+def test_clock_difference_needs_robot_clock(peer: Ros2Peer) -> None:
     peer.say("skew -30")
     with pytest.raises(HardwareLost, match="synchronise the clocks"):
         Ros2Robot(replace(PLAIN, connect_s=10.0)).connect()
@@ -362,12 +362,12 @@ def test_clocks_that_differ_are_told_of_and_one_of_the_robots_own_will_do(peer: 
 
 
 @pytest.mark.parametrize("fate", ["mute joints", "mute stamps"])
-def test_readings_that_stop_or_stand_still_become_stale_and_then_the_arm_is_lost(peer: Ros2Peer, fate: str) -> None:
+def test_silent_readings_become_stale_then_lost(peer: Ros2Peer, fate: str) -> None:
     with Ros2Robot(PLAIN) as robot:
         robot.observe()
         peer.say(fate)
         await_raise(StaleObservation, robot.observe, "old; at most 1 s")
-        await_raise(HardwareLost, lambda: hush(robot), "said nothing for")
+        await_raise(HardwareLost, lambda: hush(robot), "has sent no joint state for")
         peer.say(f"speak {fate.split()[1]}")
 
 
@@ -379,16 +379,16 @@ def hush(robot: Robot) -> None:
 
 
 @pytest.mark.parametrize("fate", ["kill", "freeze"])
-def test_an_arm_that_goes_away_is_noticed_within_two_control_periods_and_found_when_it_returns(fate: str) -> None:
+def test_disappeared_arm_is_lost_and_reconnects(fate: str) -> None:
     with ros2_peer(OTHER_DOMAIN) as own:
         patient = replace(PLAIN, domain=OTHER_DOMAIN)
         robot = Ros2Robot(replace(patient, stale_after_s=None, lost_after_s=0.5))
         robot.connect()
         await_fresh(robot)
         getattr(own, fate)()
-        await_raise((StaleObservation, HardwareLost), lambda: observe_recent(robot), "old|nothing")
-        await_raise(HardwareLost, lambda: hush(robot), "nothing for")
-        await_raise(HardwareLost, lambda: robot.command(HOME), "nothing for")
+        await_raise((StaleObservation, HardwareLost), lambda: observe_recent(robot), "old|no joint state")
+        await_raise(HardwareLost, lambda: hush(robot), "no joint state for")
+        await_raise(HardwareLost, lambda: robot.command(HOME), "no joint state for")
         robot.close()
         own.thaw() if fate == "freeze" else own.start()
         with Ros2Robot(patient) as again:
@@ -412,7 +412,7 @@ def await_fresh(robot: Robot) -> None:
             time.sleep(0.01)
 
 
-def test_an_arm_behind_another_dds_is_an_arm_like_any_other() -> None:
+def test_arm_on_cyclone_dds_works() -> None:
     config = replace(
         PLAIN, domain=OTHER_DOMAIN, manager="", estop_topic="/stop_button", wrench=WrenchConfig("/wrench", of_tool=True)
     )
@@ -424,10 +424,10 @@ def test_an_arm_behind_another_dds_is_an_arm_like_any_other() -> None:
         known = other.state()
         assert [round(known["place"][name], 2) for name in JOINTS] == [0.1, 0.2, 0.3]
         other.freeze()
-        await_raise(HardwareLost, lambda: hush(robot), "nothing for")
+        await_raise(HardwareLost, lambda: hush(robot), "no joint state for")
 
 
-def test_the_probe_finds_what_is_on_the_graph_and_sees_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_follows_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROS_DOMAIN_ID", str(OTHER_DOMAIN))
     probe = GraphProbe()
     with ros2_peer(OTHER_DOMAIN) as own:
@@ -447,7 +447,7 @@ def await_found(probe: GraphProbe, settled: Callable[[set[str]], bool]) -> dict[
     return found
 
 
-def test_a_camera_shows_what_the_topic_shows_and_a_frozen_one_is_told_of(peer: Ros2Peer) -> None:
+def test_camera_delivers_images_and_becomes_stale(peer: Ros2Peer) -> None:
     for topic in (CAMERA, PACKED):
         camera = make_camera(topic)
         camera.connect()
@@ -455,16 +455,16 @@ def test_a_camera_shows_what_the_topic_shows_and_a_frozen_one_is_told_of(peer: R
         assert frame.image[24, 32, 0] > 150 and frame.image[24, 32, 2] < 60
         assert frame.image[2, 2, 2] > 150
         peer.say("mute pictures")
-        await_raise(StaleObservation, camera.read, "newest picture is")
+        await_raise(StaleObservation, camera.read, "newest image is")
         peer.say("speak pictures")
         camera.close()
 
 
-def test_a_camera_of_another_size_than_the_config_says_is_told_of(peer: Ros2Peer) -> None:
+def test_camera_with_wrong_size_is_refused(peer: Ros2Peer) -> None:
     for topic in (CAMERA, PACKED):
         small = {"front": {"topic": topic.topic, "kind": topic.kind, "height": 32, "width": 32}}
         camera = make_camera(topic, cameras=small)
-        with pytest.raises(HardwareLost, match="pictures of 64x48; the config says 32x32"):
+        with pytest.raises(HardwareLost, match="images of 64x48; the config says 32x32"):
             camera.connect()
         with pytest.raises(HardwareLost, match="not connected"):
             camera.read()

@@ -4,7 +4,7 @@ from hal.resource import Kind
 from robots.ros2_probe import graph_records
 
 
-def test_a_graph_shows_arms_with_their_controllers_and_cameras() -> None:
+def test_graph_records_have_controllers_and_cameras() -> None:
     shown = {
         "/joint_states": ["sensor_msgs/msg/JointState"],
         "/wrench": ["geometry_msgs/msg/WrenchStamped"],

@@ -19,13 +19,13 @@ class Clocks:
         return CaptureTimes(clock, lambda: self.now_ns, lambda: self.now_ns + self.wall_offset_ns)
 
 
-def test_on_a_shared_clock_a_reading_is_as_old_as_its_stamp_says() -> None:
+def test_shared_clock_uses_the_stamp() -> None:
     clocks = Clocks()
     times = clocks.times("shared")
     assert times.captured_ns(clocks.now_ns + clocks.wall_offset_ns - 30 * MS) == clocks.now_ns - 30 * MS
 
 
-def test_a_stamp_a_little_ahead_is_now_and_one_far_ahead_is_told_of() -> None:
+def test_stamp_far_ahead_is_a_clock_error() -> None:
     clocks = Clocks()
     times = clocks.times("shared")
     assert times.captured_ns(clocks.now_ns + clocks.wall_offset_ns + 10 * MS) == clocks.now_ns
@@ -33,7 +33,7 @@ def test_a_stamp_a_little_ahead_is_now_and_one_far_ahead_is_told_of() -> None:
     assert "0.400 s ahead" in times.clock_error
 
 
-def test_on_a_robots_own_clock_the_quickest_message_gives_the_offset() -> None:
+def test_robot_clock_offset_is_the_least() -> None:
     clocks = Clocks()
     times = clocks.times("robot")
     started_ns = clocks.now_ns
@@ -44,7 +44,7 @@ def test_on_a_robots_own_clock_the_quickest_message_gives_the_offset() -> None:
     assert times.captured_ns(60 * MS) == clocks.now_ns, "quicker than any before"
 
 
-def test_a_robots_clock_that_drifts_for_an_hour_does_not_make_its_readings_older() -> None:
+def test_robot_clock_drift_is_followed() -> None:
     for drift in (-1e-4, 1e-4):
         clocks = Clocks()
         times, started_ns, newest_ns = clocks.times("robot"), clocks.now_ns, 0
@@ -57,7 +57,7 @@ def test_a_robots_clock_that_drifts_for_an_hour_does_not_make_its_readings_older
             newest_ns = captured_ns
 
 
-def test_a_stamp_that_stands_still_or_goes_back_says_nothing_new() -> None:
+def test_repeated_stamp_is_ignored() -> None:
     clocks = Clocks()
     for clock in ("shared", "robot"):
         times = clocks.times(clock)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def readings() -> JointReadings:
     return JointReadings(("a", "b", "grip"), "arrival")
 
 
-def test_joints_are_told_apart_by_name_whoever_publishes_them_in_whatever_order() -> None:
+def test_joints_of_several_publishers_are_merged() -> None:
     known = readings()
     known.update(["b", "other", "a"], [2.0, 9.0, 1.0], [0.2, 0.9, 0.1], 1)
     assert known.missing(("a", "b", "grip")) == ["grip"]
@@ -82,7 +82,7 @@ def test_joints_are_told_apart_by_name_whoever_publishes_them_in_whatever_order(
     assert math.isnan(velocities[2])
 
 
-def test_the_oldest_joint_says_how_old_the_reading_is() -> None:
+def test_capture_time_is_that_of_the_oldest_joint() -> None:
     known = readings()
     known.update(["a"], [1.0], [], 1)
     first_ns = known.latest(["a"])[2]
@@ -90,14 +90,14 @@ def test_the_oldest_joint_says_how_old_the_reading_is() -> None:
     assert known.latest(["a", "b"])[2] == first_ns < known.latest(["b"])[2]
 
 
-def test_a_message_whose_lists_do_not_fit_is_left_out() -> None:
+def test_message_with_uneven_lists_is_ignored() -> None:
     known = readings()
     known.update(["a", "b"], [1.0], [], 1)
     known.update(["a"], [1.0], [0.0, 0.0], 1)
     assert known.missing(["a", "b"]) == ["a", "b"]
 
 
-def test_a_joint_that_is_not_measured_yet_is_missing_and_one_that_is_no_more_keeps_its_age() -> None:
+def test_joint_without_finite_position_is_ignored() -> None:
     known = readings()
     known.update(["a", "b"], [math.nan, 1.0], [math.nan, 0.0], 1)
     assert known.missing(("a", "b")) == ["a"]
@@ -107,7 +107,7 @@ def test_a_joint_that_is_not_measured_yet_is_missing_and_one_that_is_no_more_kee
     assert (known.latest(["a"])[0].tolist(), known.latest(["a", "b"])[2]) == ([0.5], measured_ns)
 
 
-def test_a_press_of_the_stop_button_is_told_though_it_is_over_and_told_once() -> None:
+def test_short_press_is_reported_once() -> None:
     button = StopButton()
     assert (button.was_received, button.take_pressed()) == (False, False)
     button.update(False)
@@ -122,7 +122,7 @@ def test_a_press_of_the_stop_button_is_told_though_it_is_over_and_told_once() ->
     assert not button.take_pressed(), "released, and told before"
 
 
-def test_how_long_the_topic_of_the_stop_button_is_silent_is_known() -> None:
+def test_stop_button_silence_is_measured() -> None:
     now_s = 5.0
     button = StopButton(clock=lambda: now_s)
     button.update(False)

@@ -40,13 +40,13 @@ def described(folder: Path) -> str:
     return str(path)
 
 
-def test_limits_come_from_the_description_but_for_what_the_config_states(tmp_path: Path) -> None:
+def test_config_limits_override_description(tmp_path: Path) -> None:
     limits = spec_of(description=described(tmp_path), limits={"b": {"high": 1.0}}).limits
     assert limits.joint_low == (-1.0, -3.0) and limits.joint_high == (2.0, 1.0)
     assert limits.joint_velocity_max == (0.5, 1.0), "a quarter of what the description allows"
 
 
-def test_the_state_has_what_the_config_asks_for_and_the_kernel_knows_where(tmp_path: Path) -> None:
+def test_state_layout_follows_config(tmp_path: Path) -> None:
     spec = spec_of(
         description=described(tmp_path),
         tool="hand",
@@ -64,40 +64,40 @@ def test_the_state_has_what_the_config_asks_for_and_the_kernel_knows_where(tmp_p
     SafetyKernel(spec)
 
 
-def test_readings_are_stale_after_two_control_periods() -> None:
+def test_stale_limit_defaults_to_two_periods() -> None:
     assert spec_of(limits=STATED, rate_hz=50.0).limits.stale_after_s == pytest.approx(0.04)
 
 
-def test_reach_is_a_task_of_this_robot() -> None:
+def test_reach_task_is_available() -> None:
     reach = station("reach", limits=STATED, reach={"max_steps": 7})
-    assert reach.task.max_steps == 7 and reach.expert is not None  # type: ignore[attr-defined]
+    assert reach.task.max_steps == 7 and reach.make_expert is not None  # type: ignore[attr-defined]
     assert reach.robot.spec.joint_delta == (0, 1)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, r"joint a has no usable limits .* state them"),
+        ({}, r"joint a has no usable limits .*; set `limits"),
         ({"limits": STATED, "jionts": []}, "did you mean 'joints'"),
         ({"limits": STATED, "joints": ["a", "a"]}, "each joint once"),
         ({"limits": STATED, "kind": "velocity"}, "kind"),
         ({"limits": STATED, "kind": "position", "manager": ""}, "needs its `manager`"),
         ({"limits": {"*": {**STATED["*"], "speed_max": float("inf")}}}, "joint a has no usable limits"),
-        ({"limits": STATED, "stale_after_s": 0.0}, "stale_after_s are above 0"),
+        ({"limits": STATED, "stale_after_s": 0.0}, "stale_after_s must be above 0"),
         ({"limits": STATED, "cameras": {"top": {"topic": "/t", "width": 64, "height": 48, "rate_hz": 0.0}}}, "at 0 Hz"),
-        ({"limits": STATED, "reach": {"tolerance": 0.0}}, "tolerance and step_max are above 0"),
+        ({"limits": STATED, "reach": {"tolerance": 0.0}}, "tolerance and step_max must be above 0"),
         ({"limits": STATED, "tool": "hand"}, "a link of the description"),
-        ({"limits": STATED, "workspace": {"low": [0, 0, 0], "high": [1, 1, 1]}}, "name its link"),
+        ({"limits": STATED, "workspace": {"low": [0, 0, 0], "high": [1, 1, 1]}}, "set `tool` to its link"),
         ({"description": "/nowhere/arm.urdf"}, "cannot be read"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(options: dict[str, object], said: str) -> None:
+def test_invalid_options_are_explained(options: dict[str, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         station(**options)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rclpy") is not None, reason="ROS 2 is here")
-def test_without_ros_it_says_what_to_install() -> None:
+def test_missing_ros_names_the_package() -> None:
     with pytest.raises(SpecError, match=r"pip install '\.\[ros2\]' in a checkout"):
         station(limits=STATED).robot.connect()  # type: ignore[attr-defined]
 
@@ -108,7 +108,7 @@ def picture(encoding: str, pixels: np.ndarray, pad: int = 0) -> SimpleNamespace:
     return SimpleNamespace(encoding=encoding, height=height, width=width, step=rows.shape[1], data=rows.tobytes())
 
 
-def test_every_encoding_becomes_rgb_and_padding_of_rows_is_left_out() -> None:
+def test_encodings_decode_to_rgb_without_padding() -> None:
     rgb = np.random.default_rng(0).integers(0, 255, (4, 5, 3), np.uint8)
     opaque = np.full((4, 5, 1), 255, np.uint8)
     for encoding, pixels in {
@@ -122,25 +122,25 @@ def test_every_encoding_becomes_rgb_and_padding_of_rows_is_left_out() -> None:
     np.testing.assert_array_equal(grey, np.repeat(rgb[..., :1], 3, axis=2))
 
 
-def test_a_picture_that_cannot_be_read_is_told_of() -> None:
+def test_unreadable_image_is_refused() -> None:
     with pytest.raises(HardwareLost, match="yuv422"):
         decode_raw_image(picture("yuv422", np.zeros((2, 2, 2), np.uint8)))
     short = picture("rgb8", np.zeros((2, 2, 3), np.uint8))
     short.data = short.data[:5]
     with pytest.raises(HardwareLost, match="5 bytes"):
         decode_raw_image(short)
-    with pytest.raises(HardwareLost, match="no JPEG"):
+    with pytest.raises(HardwareLost, match="not a readable JPEG"):
         decode_jpeg_image(b"nonsense")
-    with pytest.raises(HardwareLost, match="no JPEG"):
+    with pytest.raises(HardwareLost, match="not a readable JPEG"):
         jpeg_image_size(b"nonsense")
     assert jpeg_image_size(simplejpeg.encode_jpeg(np.zeros((16, 24, 3), np.uint8))) == (16, 24)
     image = decode_jpeg_image(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
     assert image[8, 8, 0] > 180 and image[8, 8, 2] < 30
 
 
-def test_a_picture_is_stale_once_two_others_are_missing() -> None:
+def test_stale_limit_defaults_to_three_frame_times() -> None:
     camera = RosCameraConfig(topic="/camera", height=48, width=64, rate_hz=10.0)
     assert camera.stale_s == pytest.approx(0.4)
     assert replace(camera, stale_after_s=1.0).stale_s == 1.0
-    with pytest.raises(ValueError, match="stale_after_s is above 0"):
+    with pytest.raises(ValueError, match="stale_after_s is .*; it must be above 0"):
         replace(camera, stale_after_s=0.0)

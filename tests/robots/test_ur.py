@@ -20,7 +20,14 @@ from hal.spec import STATE, Array
 from robots import ur_connection
 from robots.robotiq import RobotiqConfig
 from robots.ur import UrConfig, UrRobot, make_robot_setup, tool_axes
-from robots.ur_connection import ControllerClock
+from robots.ur_connection import (
+    ControllerClock,
+    HoldCommand,
+    MoveCommand,
+    ServoCommand,
+    UrConnection,
+    UrConnectionConfig,
+)
 from user_sys.compose import RobotConfig, build_robot_setup
 
 pytest.importorskip("rtde_control")
@@ -89,7 +96,7 @@ class TestArmByToolSteps(RobotConformance):
         return bool(np.abs(before.arrays[STATE] - after.arrays[STATE]).max() < 1e-3)
 
 
-def test_steps_of_the_tool_move_it_straight_and_keep_its_rotation(controller: SimulatedController) -> None:
+def test_tool_steps_are_straight_and_keep_rotation(controller: SimulatedController) -> None:
     with arm(controller) as robot:
         before = state(robot)
         applied = sum(robot.command(np.array([0.01, -0.005, 0.02], np.float32)) for _ in range(3))
@@ -99,7 +106,7 @@ def test_steps_of_the_tool_move_it_straight_and_keep_its_rotation(controller: Si
         assert controller.begun(SERVOL) > 0
 
 
-def test_steps_of_the_joints_add_up_and_are_made_in_one_period(controller: SimulatedController) -> None:
+def test_joint_steps_add_up(controller: SimulatedController) -> None:
     with arm(controller, action="joint_delta") as robot:
         before, step = state(robot)[:6], np.array([0, 0, 0, 0, 0, 0.1], np.float32)
         for _ in range(4):
@@ -108,7 +115,7 @@ def test_steps_of_the_joints_add_up_and_are_made_in_one_period(controller: Simul
         assert np.abs(state(robot)[:5] - before[:5]).max() < 1e-3
 
 
-def test_an_arm_that_cannot_follow_is_not_led_on(controller: SimulatedController) -> None:
+def test_blocked_arm_limits_target_lead(controller: SimulatedController) -> None:
     with arm(controller, action="joint_delta") as robot:
         controller.freeze()
         full = np.full(6, 0.1, np.float32)
@@ -118,7 +125,7 @@ def test_an_arm_that_cannot_follow_is_not_led_on(controller: SimulatedController
         assert applied[-1] == pytest.approx(np.zeros(6), abs=1e-3)
 
 
-def test_a_hold_brakes_and_a_safe_stop_ends_the_program_until_the_next_command(controller: SimulatedController) -> None:
+def test_safe_stop_ends_program_until_next_command(controller: SimulatedController) -> None:
     with arm(controller, action="joint_delta") as robot:
         step = np.array([0, 0, 0, 0, 0, 0.1], np.float32)
         robot.command(step)
@@ -136,21 +143,21 @@ def test_a_hold_brakes_and_a_safe_stop_ends_the_program_until_the_next_command(c
     assert not controller.state["program"]
 
 
-def test_the_controllers_watchdog_bites_just_before_two_control_periods_are_over(
+def test_watchdog_fires_within_two_periods(
     controller: SimulatedController,
 ) -> None:
     with arm(controller, rate_hz=4.0, silence_s=None):
         assert controller.state["watchdog_hz"] == pytest.approx(1 / 0.48)
 
 
-def test_an_arm_whose_driver_says_nothing_holds(controller: SimulatedController) -> None:
+def test_silent_driver_makes_the_arm_hold(controller: SimulatedController) -> None:
     with arm(controller, silence_s=0.2, action="joint_delta") as robot:
         robot.command(np.array([0, 0, 0, 0, 0, 0.1], np.float32))
         eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
         robot.observe()
 
 
-def test_an_arm_that_has_braked_for_want_of_orders_does_not_leap_to_where_it_was_going(
+def test_arm_does_not_jump_after_silence(
     controller: SimulatedController,
 ) -> None:
     with arm(controller, silence_s=1.0, action="joint_delta", joint_speed=3.0) as robot:
@@ -159,25 +166,22 @@ def test_an_arm_that_has_braked_for_want_of_orders_does_not_leap_to_where_it_was
         stands = controller.state["q"][5]
         eventually(lambda: abs(state(robot)[5] - stands) < 1e-6, "where the arm stands was not heard")
         assert robot.command(np.zeros(6, np.float32)).tolist() == [0.0] * 6
-        assert robot._target is not None and robot._target[5] == pytest.approx(stands, abs=1e-6)
+        assert robot.target is not None and robot.target[5] == pytest.approx(stands, abs=1e-6)
 
 
-def test_a_target_that_is_gone_on_from_is_not_given_up_while_the_next_is_worked_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(ur_connection, "time", SimpleNamespace(monotonic=lambda: now_s))
-    link, place = ur_connection.UrConnection(ur_connection.UrConnectionConfig("nowhere", silence_s=1.0)), np.zeros(6)
-    link._give(ur_connection._ServoCommand(True, place, place, now_s, 0.1))
-    now_s += 0.9
-    assert link.continues_servo()
-    now_s += 0.9  # the thread that streams to the controller looks now
-    assert isinstance(link._current(), ur_connection._ServoCommand)
-    now_s += 0.2
-    assert not link.continues_servo() and isinstance(link._current(), ur_connection._HoldCommand)
+def test_servo_target_survives_while_the_next_command_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = StillArm(monkeypatch, silent_s=np.inf)
+    connection = still.connection
+    connection.servo(np.zeros(6), 0.1, joints=True)
+    still.now_s += 0.9
+    assert connection.continues_servo()
+    still.now_s += 0.9
+    assert isinstance(connection.current_command(), ServoCommand)
+    still.now_s += 0.2
+    assert not connection.continues_servo() and isinstance(connection.current_command(), HoldCommand)
 
 
-def test_a_tool_that_cannot_follow_is_not_led_out_of_its_workspace(controller: SimulatedController) -> None:
+def test_lagging_tool_stays_in_workspace(controller: SimulatedController) -> None:
     with arm(controller) as robot:
         height = float(state(robot)[14])
     with arm(controller, workspace_low=(-2, -2, height - 0.03), workspace_high=(2, 2, 2)) as robot:
@@ -192,9 +196,7 @@ def test_a_tool_that_cannot_follow_is_not_led_out_of_its_workspace(controller: S
 @pytest.mark.parametrize(
     ("mode", "words"), [(PROTECTIVE_STOP, "a protective stop"), (SAFEGUARD_STOP, "a safeguard stop")]
 )
-def test_a_stop_of_the_controllers_is_told_with_its_reason_and_never_lifted(
-    controller: SimulatedController, mode: int, words: str
-) -> None:
+def test_controller_stop_is_reported_and_not_unlocked(controller: SimulatedController, mode: int, words: str) -> None:
     robot = arm(controller)
     with robot:
         robot.command(np.array([0.01, 0, 0], np.float32))
@@ -211,7 +213,7 @@ def test_a_stop_of_the_controllers_is_told_with_its_reason_and_never_lifted(
         robot.command(np.zeros(3, np.float32))
 
 
-def test_a_program_that_is_ended_at_the_pendant_is_told(controller: SimulatedController) -> None:
+def test_program_ended_at_pendant_loses_robot(controller: SimulatedController) -> None:
     with arm(controller) as robot:
         controller.set("program", False)
         with pytest.raises(HardwareLost, match="the controller ended the program"):
@@ -219,7 +221,7 @@ def test_a_program_that_is_ended_at_the_pendant_is_told(controller: SimulatedCon
 
 
 @pytest.mark.parametrize("fate", ["kill", pytest.param("unplug", marks=pytest.mark.slow)])
-def test_a_controller_that_goes_away_is_lost_and_can_be_connected_again(mortal: SimulatedController, fate: str) -> None:
+def test_disconnected_controller_is_lost_and_reconnects(mortal: SimulatedController, fate: str) -> None:
     robot = arm(mortal)
     with robot:
         robot.command(np.array([0.01, 0, 0], np.float32))
@@ -233,7 +235,7 @@ def test_a_controller_that_goes_away_is_lost_and_can_be_connected_again(mortal: 
         robot.command(np.zeros(3, np.float32))
 
 
-def test_a_frozen_controller_makes_readings_stale_and_its_watchdog_stops_the_arm(
+def test_frozen_controller_makes_readings_stale(
     mortal: SimulatedController,
 ) -> None:
     robot = arm(mortal, rate_hz=20.0, stale_after_s=None, silence_s=5.0)
@@ -247,7 +249,7 @@ def test_a_frozen_controller_makes_readings_stale_and_its_watchdog_stops_the_arm
     mortal.thaw()
 
 
-def test_the_arm_goes_home_by_itself_where_home_is_configured(controller: SimulatedController) -> None:
+def test_reset_moves_arm_to_configured_home(controller: SimulatedController) -> None:
     home = (0.2, -1.4, 1.4, -1.5, -1.5, 0.1)
     options = {"host": controller.host, "home": list(home), **PATIENT}
     station = build_robot_setup(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
@@ -259,7 +261,7 @@ def test_the_arm_goes_home_by_itself_where_home_is_configured(controller: Simula
     assert station.task.instruction == "tidy up"
 
 
-def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: SimulatedController) -> None:
+def test_stop_ends_homing(controller: SimulatedController) -> None:
     with arm(controller, home=(0.2, -1.4, 1.4, -1.5, -1.5, 0.1)) as robot:
         begun = state(robot)[:6]
 
@@ -273,13 +275,12 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: Simulated
         assert np.abs(state(robot)[:6] - begun).max() < 1e-3
 
 
-class Way:
-    """A link without a controller, on a clock of its own, to an arm that stands and was heard of last at `silent_s`."""
+class StillArm:
+    """A connection without a controller, with its own clock. The arm does not move; readings end at `silent_s`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silent_s: float) -> None:
         self.now_s, numbers = 100.0, [0.0] * 6
-        self.link = ur_connection.UrConnection(ur_connection.UrConnectionConfig("nowhere", silence_s=1.0))
-        self.link._receive = SimpleNamespace(
+        receive = SimpleNamespace(
             getTimestamp=lambda: min(self.now_s, silent_s),
             getActualQ=lambda: numbers,
             getActualQd=lambda: numbers,
@@ -289,39 +290,40 @@ class Way:
             getSafetyMode=lambda: 1,
             getRobotMode=lambda: 7,
         )
+        self.connection = UrConnection(UrConnectionConfig("nowhere", silence_s=1.0), receive)
         monkeypatch.setattr(ur_connection, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
 
-def test_an_arm_that_does_not_get_home_is_for_a_person_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way(monkeypatch, silent_s=np.inf)
+def test_homing_timeout_needs_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = StillArm(monkeypatch, silent_s=np.inf)
     with pytest.raises(
         EmergencyStopped, match=r"did not get home within 60 s: its joints are at \[0.*a person must look"
     ):
-        way.link.move_joints(np.ones(6), 60.0, lambda: None)
-    assert way.now_s == pytest.approx(160.0, abs=0.1) and isinstance(way.link._order, ur_connection._HoldCommand)
+        still.connection.move_joints(np.ones(6), 60.0, lambda: None)
+    assert still.now_s == pytest.approx(160.0, abs=0.1)
+    assert isinstance(still.connection.current_command(), HoldCommand)
 
 
-def test_an_arm_that_is_not_seen_any_more_holds_on_its_way_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way(monkeypatch, silent_s=101.0)
-    link = way.link
-    orders = []
+def test_missing_readings_hold_during_homing(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = StillArm(monkeypatch, silent_s=101.0)
+    commands = []
 
-    def attend() -> None:
-        orders.append((way.now_s, type(link._order)))
-        if way.now_s > 103.0:
+    def check_stop() -> None:
+        commands.append((still.now_s, type(still.connection.current_command())))
+        if still.now_s > 103.0:
             raise EmergencyStopped("pressed by ada")
 
     with pytest.raises(EmergencyStopped, match="pressed by ada"):
-        link.move_joints(np.ones(6), 60.0, attend)
-    moved = [when_s for when_s, order in orders if order is ur_connection._MoveCommand]
+        still.connection.move_joints(np.ones(6), 60.0, check_stop)
+    moved = [when_s for when_s, command in commands if command is MoveCommand]
     assert (moved[0], moved[-1]) == (pytest.approx(100.0, abs=0.02), pytest.approx(102.0, abs=0.02))
-    assert orders[-1][1] is ur_connection._HoldCommand
+    assert commands[-1][1] is HoldCommand
 
 
-def test_the_gripper_goes_where_it_is_told_and_keeps_its_grip(controller: SimulatedController) -> None:
+def test_gripper_follows_width_and_keeps_grip(controller: SimulatedController) -> None:
     with arm(controller, gripper=RobotiqConfig()) as robot:
         assert robot.command(np.array([0, 0, 0, 0.02], np.float32))[-1] == pytest.approx(0.02, abs=3e-4)
         eventually(lambda: abs(state(robot)[-1] - 0.02) < 1e-3, "the gripper did not close")
@@ -329,21 +331,21 @@ def test_the_gripper_goes_where_it_is_told_and_keeps_its_grip(controller: Simula
     assert controller.state["gripper_target"] == round(255 * (1 - 0.02 / 0.085))
 
 
-def test_a_gripper_that_is_not_activated_is_left_alone(controller: SimulatedController) -> None:
+def test_inactive_gripper_is_not_activated(controller: SimulatedController) -> None:
     controller.set("gripper_active", 0)
-    with pytest.raises(HardwareLost, match="not activated; a person does that"):
+    with pytest.raises(HardwareLost, match="not activated; a person must activate it"):
         arm(controller, gripper=RobotiqConfig()).connect()
 
 
-def test_a_gripper_that_loses_its_activation_is_told_of(controller: SimulatedController) -> None:
+def test_lost_gripper_activation_is_reported(controller: SimulatedController) -> None:
     with arm(controller, gripper=RobotiqConfig()) as robot:
         robot.command(np.array([0, 0, 0, 0.02], np.float32))
         controller.set("gripper_active", 0)
-        with pytest.raises(HardwareLost, match="not activated any more; a person does that at the pendant"):
+        with pytest.raises(HardwareLost, match="no longer activated; a person must activate it at the pendant"):
             eventually(lambda: robot.observe() is None, "it was not told")
 
 
-def test_an_arm_in_local_control_or_switched_off_is_refused(controller: SimulatedController) -> None:
+def test_local_control_or_power_off_is_refused(controller: SimulatedController) -> None:
     controller.set("robot_mode", 3)
     with pytest.raises(HardwareLost, match="powered off; a person must start it"):
         arm(controller).connect()
@@ -354,7 +356,7 @@ def test_an_arm_in_local_control_or_switched_off_is_refused(controller: Simulate
     assert controller.state["uploads"] == 0
 
 
-def test_the_force_on_the_tool_is_read_and_the_safety_kernel_does_not_press_on(
+def test_safety_kernel_stops_motion_against_measured_force(
     controller: SimulatedController,
 ) -> None:
     controller.set("force", [0.0, 0.0, 80.0, 0.0, 0.0, 0.0])
@@ -367,26 +369,26 @@ def test_the_force_on_the_tool_is_read_and_the_safety_kernel_does_not_press_on(
         assert up.applied is not None and up.applied[2] > 0
 
 
-def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
+def test_invalid_options_are_explained() -> None:
     with pytest.raises(SpecError, match="did you mean 'host'"):
         make_robot_setup(RobotSetupRequest("ur-0", "free", {"hots": "10.0.0.2"}))
-    with pytest.raises(SpecError, match="home has 3 joint angles"):
+    with pytest.raises(SpecError, match="home has 3 joint angles; it needs 6"):
         make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
     elbow = [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     for wrong, said in (
         ({"silence_s": 0.0}, "silence_s"),
         ({"gain": 5000.0}, "gain of 100 to 2000"),
         ({"tool_speed": float("inf")}, "above 0"),
-        ({"home": elbow, "joint_high": [1.5] * 6}, "home: elbow is 2; it may be between -6.28319 and 1.5"),
+        ({"home": elbow, "joint_high": [1.5] * 6}, "home: elbow is 2; it must be between -6.28319 and 1.5"),
         ({"home": [0.0, float("nan"), 0.0, 0.0, 0.0, 0.0]}, "home: shoulder_lift is nan"),
-        ({"gripper": {"stroke_m": 0.0}}, "0 m wide when open is none"),
-        ({"gripper": {"force": 300}}, "0 to 255, not 128 and 300"),
+        ({"gripper": {"stroke_m": 0.0}}, "stroke_m is 0; it must be above 0"),
+        ({"gripper": {"force": 300}}, "0 to 255; they are 128 and 300"),
     ):
         with pytest.raises(SpecError, match=said):
             make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
 
 
-def test_an_arm_has_the_cameras_that_its_options_name() -> None:
+def test_setup_has_configured_cameras() -> None:
     cameras = {"wrist": {"kind": "opencv", "device": "/dev/video4", "width": 320, "height": 240}}
     station = make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
     assert [each.spec for each in station.cameras] == list(station.robot.spec.cameras)
@@ -394,14 +396,14 @@ def test_an_arm_has_the_cameras_that_its_options_name() -> None:
         make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
 
 
-def test_a_tool_that_points_down_is_told_continuously() -> None:
+def test_tool_axes_are_continuous_near_half_a_turn() -> None:
     down = tool_axes(np.array([np.pi - 1e-6, 0.0, 0.0]))
     assert down == pytest.approx([1, 0, 0, 0, -1, 0], abs=1e-5)
     assert tool_axes(np.array([-np.pi + 1e-6, 0.0, 0.0])) == pytest.approx(down, abs=1e-5)
     assert tool_axes(np.zeros(3)).tolist() == [1, 0, 0, 0, 1, 0]
 
 
-def test_times_of_capture_follow_the_controllers_clock_and_forget_its_drift() -> None:
+def test_capture_times_follow_controller_clock() -> None:
     clock = ControllerClock()
     assert clock.local_s(0.0, 100.0) == 100.0
     assert clock.local_s(1.0, 101.5) == 101.0, "half a second late"

@@ -57,7 +57,7 @@ def under_way(session: DriverClient, controller: SimulatedController) -> None:
     eventually(lambda: controller.begun(SERVOJ) > 0, "the arm was not told to move")
 
 
-def test_a_killed_driver_leaves_the_arm_to_the_controllers_watchdog(
+def test_killed_driver_triggers_controller_watchdog(
     controller: SimulatedController, running: subprocess.Popen[bytes]
 ) -> None:
     with DriverClient("ur-0", token=1) as session:
@@ -68,7 +68,7 @@ def test_a_killed_driver_leaves_the_arm_to_the_controllers_watchdog(
     assert not controller.state["program"] and controller.state["servo"] is None
 
 
-def test_a_silent_session_makes_the_arm_hold_and_a_protective_stop_ends_the_process(
+def test_silent_session_holds_and_protective_stop_ends_the_process(
     controller: SimulatedController, running: subprocess.Popen[bytes]
 ) -> None:
     with DriverClient("ur-0", token=1) as session:

@@ -21,14 +21,14 @@ ARM = """<robot name="two">
 </robot>"""
 
 
-def test_limits_are_as_described_and_a_joint_without_end_stops_turns_once_each_way() -> None:
+def test_limits_match_description() -> None:
     urdf = Urdf(ARM)
     turn, spin = urdf.joint("turn"), urdf.joint("spin")
     assert (turn.low, turn.high, turn.speed_max) == (-1, 2, 3)
     assert (spin.low, spin.high) == (-2 * math.pi, 2 * math.pi) and math.isnan(spin.speed_max)
 
 
-def test_the_tool_is_where_the_joints_put_it() -> None:
+def test_chain_pose_matches_joint_values() -> None:
     chain = Urdf(ARM).chain("tool")
     assert chain.movable_joints == ("turn", "slide")
     pose = chain.pose({"turn": math.pi / 2, "slide": 0.1})
@@ -38,7 +38,7 @@ def test_the_tool_is_where_the_joints_put_it() -> None:
     np.testing.assert_allclose(near[:3, 3], [0.5, 0, 0], atol=1e-12)
 
 
-def test_roll_pitch_and_yaw_turn_about_fixed_axes_in_that_order() -> None:
+def test_rpy_rotates_about_fixed_axes() -> None:
     text = ARM.replace('rpy="0 0 1.5707963267948966"', 'rpy="0.1 0.2 0.3"')
     turned = Urdf(text).chain("base").pose({})[:3, :3]
     roll, pitch, yaw = math.atan2(turned[2, 1], turned[2, 2]), -math.asin(turned[2, 0]), math.atan2(*turned[1::-1, 0])
@@ -48,28 +48,28 @@ def test_roll_pitch_and_yaw_turn_about_fixed_axes_in_that_order() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nonsense", "no URDF"),
+        ("nonsense", "not a URDF"),
         ("<robot/>", "0 joints"),
-        ("<!DOCTYPE robot [<!ENTITY a 'aaaa'>]><robot>&a;</robot>", "document type"),
+        ("<!DOCTYPE robot [<!ENTITY a 'aaaa'>]><robot>&a;</robot>", "DOCTYPE"),
         (ARM.replace('xyz="0 0 1"', 'xyz="0 0"'), "not three numbers"),
-        (ARM.replace('upper="2"', 'upper="two"'), "no URDF"),
+        (ARM.replace('upper="2"', 'upper="two"'), "not a URDF"),
         (ARM.replace('<parent link="base"/>', ""), "without link"),
     ],
 )
-def test_what_is_no_description_is_refused_in_words(text: str, said: str) -> None:
+def test_invalid_description_is_explained(text: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         Urdf(text)
 
 
-def test_names_that_are_not_there_are_refused_with_those_that_are() -> None:
+def test_unknown_names_are_refused_with_alternatives() -> None:
     urdf = Urdf(ARM)
-    with pytest.raises(SpecError, match=r"no movable joint 'mount'; there are \['turn', 'slide', 'spin'\]"):
+    with pytest.raises(SpecError, match=r"no movable joint 'mount'; choose one of \['turn', 'slide', 'spin'\]"):
         urdf.joint("mount")
-    with pytest.raises(SpecError, match="does not hang on 'arm'"):
+    with pytest.raises(SpecError, match="is not connected to 'arm'"):
         urdf.chain("base", "arm")
 
 
-def test_links_in_a_circle_are_refused() -> None:
+def test_cyclic_links_are_refused() -> None:
     circle = ARM.replace('<parent link="world"/>', '<parent link="tip"/>')
-    with pytest.raises(SpecError, match="does not hang on"):
+    with pytest.raises(SpecError, match="is not connected to"):
         Urdf(circle).chain("tool", "elsewhere")

@@ -56,19 +56,19 @@ def _grip(world: MujocoWorld, yaw: float = 0.0) -> None:
         world.move_tool(np.array([0.0, 0.0, 0.01]), 0.0, *_box(world))
 
 
-def test_a_model_is_chosen_by_name_and_is_an_embodiment_of_its_own() -> None:
+def test_each_model_is_an_embodiment() -> None:
     specs = [SimRobot(SimRobotConfig(model=name)).spec for name in ARMS]
     assert [s.model for s in specs] == ["panda-sim", "so101-sim", "ur5e-sim"]
     assert len({s.embodiment for s in specs}) == 3
-    with pytest.raises(SpecError, match=r"no simulated arm 'abb'; there are \['panda', 'so101', 'ur5e'\]"):
+    with pytest.raises(SpecError, match=r"no simulated arm 'abb'; choose one of \['panda', 'so101', 'ur5e'\]"):
         make_robot_setup(RobotSetupRequest("abb-0", "lift", {"model": "abb"}))
-    with pytest.raises(SpecError, match="is for the model 'ur5e', not for 'panda'"):
+    with pytest.raises(SpecError, match="is for the model 'ur5e'; the robot is 'panda'"):
         make_task("lift", ARMS["ur5e"]).reset(_connected("panda"), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("model", NEW)
 @pytest.mark.parametrize(("task", "longest"), [("lift", 25), ("reach", 8)])
-def test_the_scripted_expert_succeeds(model: str, task: str, longest: int) -> None:
+def test_scripted_expert_succeeds(model: str, task: str, longest: int) -> None:
     robot = _connected(model, task)
     place, expert = make_task(task, ARMS[model]), make_expert(task, robot, noise=0.1)
     observation = robot.observe()
@@ -95,7 +95,7 @@ def test_the_scripted_expert_succeeds(model: str, task: str, longest: int) -> No
 
 
 @pytest.mark.parametrize("model", NEW)
-def test_chance_does_not_lift_the_cube(model: str) -> None:
+def test_random_actions_do_not_lift_the_cube(model: str) -> None:
     robot, rng = _connected(model), np.random.default_rng(0)
     task, action = make_task("lift", ARMS[model]), robot.spec.action
     for seed in range(20):
@@ -108,7 +108,7 @@ def test_chance_does_not_lift_the_cube(model: str) -> None:
                 break
 
 
-def test_reset_puts_the_tool_anywhere_in_the_workspace(world: MujocoWorld) -> None:
+def test_reset_reaches_the_whole_workspace(world: MujocoWorld) -> None:
     """An arm of five joints may lean, and be off by 2 mm, at the far corners."""
     low, high = _box(world)
     near = 1e-3 if len(world.arm.joints) > 5 else 2.5e-3
@@ -132,7 +132,7 @@ def test_any_actions_keep_speed_and_workspace(world: MujocoWorld) -> None:
 
 
 @pytest.mark.parametrize("yaw", [0.0, 0.25, -0.25])
-def test_a_gripped_cube_stays_put_however_the_arm_is_shaken(world: MujocoWorld, yaw: float) -> None:
+def test_gripped_cube_survives_shaking(world: MujocoWorld, yaw: float) -> None:
     _grip(world, yaw)
     low, high = _box(world)
     edge, step, rng = world.arm.cube_edge_m, 0.5 * world.arm.step_max_m, np.random.default_rng(0)
@@ -143,7 +143,7 @@ def test_a_gripped_cube_stays_put_however_the_arm_is_shaken(world: MujocoWorld, 
     assert 0.9 * edge < now.gripper_width < 1.15 * edge, "the fingers squeezed through the cube"
 
 
-def test_a_hold_and_a_freeze_keep_the_grip(world: MujocoWorld) -> None:
+def test_hold_keeps_the_grip(world: MujocoWorld) -> None:
     _grip(world)
     held = world.read_sensors().object_position[2]
     for _ in range(30):
@@ -154,7 +154,7 @@ def test_a_hold_and_a_freeze_keep_the_grip(world: MujocoWorld) -> None:
     assert world.read_sensors().object_position[2] == pytest.approx(held, abs=5e-3)
 
 
-def test_one_stray_opening_does_not_drop_the_cube_and_a_real_one_does(world: MujocoWorld) -> None:
+def test_single_stray_opening_keeps_the_cube(world: MujocoWorld) -> None:
     _grip(world)
     for width in (0.0, 0.08, 0.0, 0.0):
         world.move_tool(np.zeros(3), width, *_box(world))
@@ -166,7 +166,7 @@ def test_one_stray_opening_does_not_drop_the_cube_and_a_real_one_does(world: Muj
 
 @pytest.mark.parametrize("model", NEW)
 @pytest.mark.parametrize("level", list(StopLevel))
-def test_a_stop_keeps_place_and_gripper(model: str, level: StopLevel) -> None:
+def test_stop_keeps_pose_and_gripper(model: str, level: StopLevel) -> None:
     robot = _connected(model)
     make_task("lift", ARMS[model]).reset(robot, np.random.default_rng(0))
     for _ in range(5):
@@ -180,7 +180,7 @@ def test_a_stop_keeps_place_and_gripper(model: str, level: StopLevel) -> None:
 
 
 @pytest.mark.parametrize("model", NEW)
-def test_both_cameras_see_the_cube(model: str) -> None:
+def test_both_cameras_show_the_cube(model: str) -> None:
     robot = SimRobot(SimRobotConfig(model=model))
     robot.connect()
     make_task("lift", ARMS[model]).reset(robot, np.random.default_rng(3))

@@ -13,14 +13,14 @@ IDS = [f"user_sim/{model}{task}-v0" for model in ("Panda", "SO101", "UR5e") for 
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_gymnasium_accepts_it_without_a_warning(name: str) -> None:
+def test_gymnasium_check_passes_without_warnings(name: str) -> None:
     env = gymnasium.make(name, render_mode="rgb_array", width=64, height=64)
     check_env(env.unwrapped)
     env.close()
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_episodes_end_and_pictures_have_the_asked_size(name: str) -> None:
+def test_episodes_end_and_render_has_requested_size(name: str) -> None:
     env = gymnasium.make(f"sim:{name}", render_mode="rgb_array", width=96, height=64)
     env.action_space.seed(0)
     observation, _ = env.reset(seed=3)
@@ -36,7 +36,7 @@ def test_episodes_end_and_pictures_have_the_asked_size(name: str) -> None:
     env.close()
 
 
-def test_action_shares_span_the_whole_range() -> None:
+def test_action_spans_the_whole_range() -> None:
     env = gymnasium.make("user_sim/PandaReach-v0")
     before, _ = env.reset(seed=0)
     for _ in range(3):

@@ -40,9 +40,9 @@ class Ends:
     """A link, a gateway that accepts, and edges that dial."""
 
     def __init__(self, config: LinkConfig) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(DEADLINE_S)
-        self.link = EmulatedLink(f"127.0.0.1:{self._listener.getsockname()[1]}", config)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(DEADLINE_S)
+        self.link = EmulatedLink(f"127.0.0.1:{self.listener.getsockname()[1]}", config)
         self.link.start()
         self._sockets: list[socket.socket] = []
 
@@ -51,7 +51,7 @@ class Ends:
         return self._kept(socket.create_connection((host, int(port)), DEADLINE_S))
 
     def accept(self) -> socket.socket:
-        return self._kept(self._listener.accept()[0])
+        return self._kept(self.listener.accept()[0])
 
     def pair(self) -> tuple[socket.socket, socket.socket]:
         edge = self.dial()
@@ -65,7 +65,7 @@ class Ends:
 
     def close(self) -> None:
         self.link.close()
-        for end in (*self._sockets, self._listener):
+        for end in (*self._sockets, self.listener):
             end.close()
 
 
@@ -86,7 +86,7 @@ def round_trip_s(edge: socket.socket, gateway: socket.socket) -> float:
     return time.perf_counter() - began
 
 
-def test_a_round_trip_takes_twice_the_delay_within_a_millisecond_each_way() -> None:
+def test_round_trip_takes_twice_the_delay() -> None:
     with linked(LinkConfig(delay_ms=20)) as ends:
         edge, gateway = ends.pair()
 
@@ -99,7 +99,7 @@ def test_a_round_trip_takes_twice_the_delay_within_a_millisecond_each_way() -> N
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_transfer_takes_its_size_over_the_bandwidth_of_its_direction(way: str) -> None:
+def test_transfer_time_matches_bandwidth(way: str) -> None:
     size, head, mbit_s = 400_000, 50_000, 20.0
     nominal_s = (size - head) * 8 / (mbit_s * 1e6)
     with linked(LinkConfig(**{f"{way}_mbit_s": mbit_s})) as ends:  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_a_transfer_takes_its_size_over_the_bandwidth_of_its_direction(way: str)
         until(lambda: round_trip_s(edge, gateway) < 0.1, "the queue before the line is short")
 
 
-def test_connections_share_the_bandwidth() -> None:
+def test_connections_share_bandwidth() -> None:
     size = 150_000
     with linked(LinkConfig(up_mbit_s=20)) as ends:
         pairs = [ends.pair() for _ in range(3)]
@@ -130,7 +130,7 @@ def test_connections_share_the_bandwidth() -> None:
         assert time.perf_counter() - began >= 0.95 * 3 * size * 8 / 20e6
 
 
-def test_jitter_and_loss_change_neither_bytes_nor_their_order() -> None:
+def test_jitter_and_loss_keep_bytes_in_order() -> None:
     sent = random.Random(3).randbytes(300_000)
     with linked(LinkConfig(jitter_ms=3, loss=0.02, stall_ms=20, up_mbit_s=80)) as ends:
         edge, gateway = ends.pair()
@@ -139,14 +139,14 @@ def test_jitter_and_loss_change_neither_bytes_nor_their_order() -> None:
         until(lambda: ends.link.traffic.up_bytes == len(sent), "counted")
 
 
-def test_loss_is_a_stall_for_as_long_as_sending_again_takes() -> None:
+def test_loss_stalls_the_connection() -> None:
     with linked(LinkConfig(loss=0.5, stall_ms=150, seed=1)) as ends:
         edge, gateway = ends.pair()
         until(lambda: round_trip_s(edge, gateway) >= 0.15, "a loss")
         until(lambda: round_trip_s(edge, gateway) < 0.1, "none")
 
 
-def test_the_end_of_a_stream_passes_and_the_other_direction_goes_on() -> None:
+def test_stream_end_closes_one_direction() -> None:
     with linked(LinkConfig(delay_ms=5)) as ends:
         edge, gateway = ends.pair()
         edge.sendall(b"last")
@@ -159,7 +159,7 @@ def test_the_end_of_a_stream_passes_and_the_other_direction_goes_on() -> None:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_one_way_partition_holds_one_direction_and_delivers_when_it_heals(way: str) -> None:
+def test_one_way_partition_delays_one_direction(way: str) -> None:
     with linked() as ends:
         edge, gateway = ends.pair()
         sender, receiver = (edge, gateway) if way == "up" else (gateway, edge)
@@ -175,7 +175,7 @@ def test_a_one_way_partition_holds_one_direction_and_delivers_when_it_heals(way:
         assert read(receiver, 4) == b"held"
 
 
-def test_a_partition_hides_even_the_end_of_a_connection_and_new_ones_wait() -> None:
+def test_partition_delays_close_and_new_connections() -> None:
     with linked() as ends:
         edge, gateway = ends.pair()
         ends.link.partition()
@@ -191,7 +191,7 @@ def test_a_partition_hides_even_the_end_of_a_connection_and_new_ones_wait() -> N
         assert read(ends.accept(), 4) == b"late"
 
 
-def test_a_reset_is_seen_at_both_ends_and_the_next_connection_works() -> None:
+def test_reset_breaks_both_ends() -> None:
     with linked() as ends:
         edge, gateway = ends.pair()
         ends.link.reset()
@@ -202,7 +202,7 @@ def test_a_reset_is_seen_at_both_ends_and_the_next_connection_works() -> None:
         assert ends.link.traffic.broken == 1
 
 
-def test_a_reset_by_one_end_reaches_the_other() -> None:
+def test_peer_reset_is_forwarded() -> None:
     with linked(LinkConfig(delay_ms=5)) as ends:
         edge, gateway = ends.pair()
         round_trip_s(edge, gateway)
@@ -212,7 +212,7 @@ def test_a_reset_by_one_end_reaches_the_other() -> None:
             gateway.recv(1)
 
 
-def test_half_open_breaks_one_end_and_leaves_the_other_in_silence() -> None:
+def test_half_open_breaks_one_end_silently() -> None:
     with linked() as ends:
         edge, gateway = ends.pair()
         ends.link.half_open()
@@ -230,7 +230,7 @@ def test_half_open_breaks_one_end_and_leaves_the_other_in_silence() -> None:
 
 @pytest.mark.parametrize("how", ["reset", "silence"])
 @pytest.mark.parametrize("at_byte", [1, 64, 9_999])
-def test_a_connection_breaks_after_exactly_so_many_bytes(at_byte: int, how: str) -> None:
+def test_connection_breaks_after_exact_byte_count(at_byte: int, how: str) -> None:
     with linked(LinkConfig(breaks=(LinkBreak(at_byte, "up", how),))) as ends:  # type: ignore[arg-type]
         edge, gateway = ends.pair()
         edge.sendall(bytes(10_000))
@@ -251,13 +251,13 @@ def test_a_connection_breaks_after_exactly_so_many_bytes(at_byte: int, how: str)
         round_trip_s(*ends.pair())
 
 
-def test_a_connection_may_break_before_its_first_byte() -> None:
+def test_connection_can_break_before_first_byte() -> None:
     with linked(LinkConfig(breaks=(LinkBreak(0),))) as ends:
         with pytest.raises(ConnectionResetError):
             ends.dial().recv(1)
 
 
-def test_a_script_runs_from_the_first_connection_on() -> None:
+def test_events_start_with_first_connection() -> None:
     with linked(LinkConfig(events=(LinkEvent(at_s=0.0, for_s=0.25),))) as ends:
         began = time.monotonic()
         edge, gateway = ends.pair()
@@ -269,21 +269,21 @@ def test_a_script_runs_from_the_first_connection_on() -> None:
             edge.recv(1)
 
 
-def test_random_resets_come_with_a_seed() -> None:
+def test_random_resets_follow_the_seed() -> None:
     with linked(LinkConfig(resets_per_min=6000, seed=5)) as ends:
         edge, _ = ends.pair()
         with pytest.raises(ConnectionResetError):
             edge.recv(1)
 
 
-def test_a_target_that_does_not_listen_breaks_the_connection() -> None:
+def test_closed_target_breaks_the_connection() -> None:
     with linked() as ends:
-        ends._listener.close()
+        ends.listener.close()
         with pytest.raises(ConnectionResetError):
             ends.dial().recv(1)
 
 
-def test_memory_is_bounded_while_the_receiver_does_not_read() -> None:
+def test_memory_is_bounded_with_slow_receiver() -> None:
     with linked() as ends:
         edge, gateway = ends.pair()
         edge.settimeout(0.3)
@@ -302,13 +302,13 @@ def test_memory_is_bounded_while_the_receiver_does_not_read() -> None:
         *({"events": [{"at": 1}]}, {"events": [{"at_s": 1, "fro_s": 2}]}, {"breaks": [{"at_byte": 1, "hw": "reset"}]}),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         make_link_config(bad)
 
 
 @pytest.mark.usefixtures("ipv6")
-def test_a_link_leads_to_an_ipv6_address() -> None:
+def test_link_connects_to_ipv6() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as gateway:
         gateway.settimeout(DEADLINE_S)
         with EmulatedLink(f"tcp://[::1]:{gateway.getsockname()[1]}") as link:
@@ -319,13 +319,13 @@ def test_a_link_leads_to_an_ipv6_address() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["listen=127.0.0.1:99999", "events=[{at_s: 1", "--config=/dev/null/no", "events=3"])
-def test_the_command_says_in_one_line_what_is_wrong(wrong: str) -> None:
+def test_command_reports_errors_in_one_line(wrong: str) -> None:
     argv = [sys.executable, "-m", "sim.network_emulator", "listen=127.0.0.1:0", "target=127.0.0.1:5", wrong]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and " link.failed " in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_the_command_carries_counts_and_ends_on_sigterm(tmp_path: Path) -> None:
+def test_command_writes_counts_and_ends_on_sigterm(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gateway, socket.create_server(("127.0.0.1", 0)) as free:
         target, listen = (f"127.0.0.1:{s.getsockname()[1]}" for s in (gateway, free))
         free.close()

@@ -25,7 +25,7 @@ def theirs() -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_path(str(Path(gym_hil.__file__).parent / "assets" / "panda.xml"))
 
 
-def test_flange_and_links_are_where_the_independent_model_has_them(ours, theirs) -> None:
+def test_links_match_independent_model(ours, theirs) -> None:
     a, b = mujoco.MjData(ours), mujoco.MjData(theirs)
     rng = np.random.default_rng(0)
     for _ in range(1000):
@@ -40,21 +40,21 @@ def test_flange_and_links_are_where_the_independent_model_has_them(ours, theirs)
             np.testing.assert_allclose(a.body(link).xmat, b.body(link).xmat, atol=1e-6)
 
 
-def test_joint_limits_are_equal(ours, theirs) -> None:
+def test_joint_limits_match(ours, theirs) -> None:
     for i, name in enumerate(panda.JOINTS):
         published = (panda.JOINT_LOW_RAD[i], panda.JOINT_HIGH_RAD[i])
         np.testing.assert_allclose(ours.joint(name).range, published)
         np.testing.assert_allclose(theirs.joint(name).range, published)
 
 
-def test_masses_and_inertias_are_equal(ours, theirs) -> None:
+def test_masses_and_inertias_match(ours, theirs) -> None:
     for link in LINKS:
         assert ours.body(link).mass == pytest.approx(theirs.body(link).mass)
         np.testing.assert_allclose(ours.body(link).ipos, theirs.body(link).ipos, atol=1e-6)
         np.testing.assert_allclose(ours.body(link).inertia, theirs.body(link).inertia, rtol=1e-2)
 
 
-def test_actuators_keep_to_the_published_speeds_and_torques(ours) -> None:
+def test_actuators_respect_published_limits(ours) -> None:
     for i, name in enumerate(panda.JOINTS):
         actuator = ours.actuator(name)
         np.testing.assert_allclose(actuator.ctrlrange, np.array([-1, 1]) * panda.JOINT_SPEED_MAX_RAD_S[i])
@@ -64,7 +64,7 @@ def test_actuators_keep_to_the_published_speeds_and_torques(ours) -> None:
     np.testing.assert_allclose(gripper.actrange, (0.0, panda.GRIPPER_WIDTH_MAX_M))
 
 
-def test_home_is_the_ready_pose_with_the_gripper_down(ours) -> None:
+def test_home_is_the_ready_pose(ours) -> None:
     data = mujoco.MjData(ours)
     data.qpos[:7] = panda.HOME_RAD
     mujoco.mj_kinematics(ours, data)

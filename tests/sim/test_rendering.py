@@ -36,7 +36,7 @@ def _orange(image: np.ndarray) -> int:
     return int(((red > 120) & (red > 2 * blue) & (red > 1.6 * green)).sum())
 
 
-def test_both_cameras_see_the_cube_and_it_moves_with_the_world() -> None:
+def test_cameras_show_the_moving_cube() -> None:
     robot = _robot()
     cameras = make_cameras(robot)
     assert list(cameras) == ["front", "wrist"]
@@ -52,7 +52,7 @@ def test_both_cameras_see_the_cube_and_it_moves_with_the_world() -> None:
     cameras["wrist"].close()
 
 
-def test_two_robots_and_two_sizes_do_not_disturb_each_other() -> None:
+def test_robots_render_independently() -> None:
     robots = [_robot(), _robot(scene="reach", image_height=96, image_width=160)]
     cameras = [SimCamera(robot, robot.spec.cameras[0]) for robot in robots]
     for camera in cameras:
@@ -65,7 +65,7 @@ def test_two_robots_and_two_sizes_do_not_disturb_each_other() -> None:
     cameras[1].close()
 
 
-def test_pictures_come_at_the_cameras_own_rate_and_anew_after_a_reset() -> None:
+def test_images_follow_camera_rate_and_reset() -> None:
     robot = _robot(rate_hz=100.0, camera_hz=30.0)
     camera = SimCamera(robot, robot.spec.cameras[0])
     assert camera.spec.rate_hz == 30.0
@@ -81,7 +81,7 @@ def test_pictures_come_at_the_cameras_own_rate_and_anew_after_a_reset() -> None:
     camera.close()
 
 
-def test_a_live_camera_does_not_hold_up_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_time_camera_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     cameras = {}
     for live in (True, False):
         robot = _robot(rate_hz=100.0)
@@ -112,7 +112,7 @@ def test_a_live_camera_does_not_hold_up_who_reads_it(monkeypatch: pytest.MonkeyP
     other.close()
 
 
-def test_the_same_start_gives_the_same_picture() -> None:
+def test_same_start_gives_same_image() -> None:
     pictures = []
     for _ in range(2):
         robot = _robot()
@@ -124,11 +124,11 @@ def test_the_same_start_gives_the_same_picture() -> None:
     assert (pictures[0] == pictures[1]).all()
 
 
-def test_unknown_camera_and_oversized_picture_are_refused() -> None:
+def test_unknown_camera_and_oversized_image_are_refused() -> None:
     robot = _robot()
     for spec, words in (
         (CameraSpec(name="ceiling", height=64, width=64, rate_hz=10), "no camera 'ceiling'"),
-        (CameraSpec(name="front", height=4000, width=64, rate_hz=10), "does not fit"),
+        (CameraSpec(name="front", height=4000, width=64, rate_hz=10), "is too large"),
     ):
         camera = SimCamera(robot, spec)
         with pytest.raises(SpecError, match=words):
@@ -136,7 +136,7 @@ def test_unknown_camera_and_oversized_picture_are_refused() -> None:
         camera.close()
 
 
-def test_without_egl_the_message_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_egl_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     robot = _robot()
     camera = SimCamera(robot, robot.spec.cameras[0])
     monkeypatch.setitem(sys.modules, "mujoco.egl", None)  # as if its import failed

@@ -47,18 +47,18 @@ def _episode(robot: SimRobot, task_name: str, seed: int, act) -> tuple[bool, int
     return False, task.max_steps
 
 
-def test_specs_are_known_without_mujoco() -> None:
+def test_specs_need_no_mujoco() -> None:
     code = "import sys; from sim.robot import SimRobot; SimRobot(); assert 'mujoco' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("camera_hz", [0.0, -30.0, float("nan")])
-def test_a_camera_rate_without_pictures_is_refused(camera_hz: float) -> None:
-    with pytest.raises(ValueError, match="camera_hz is .*; it is above 0"):
+def test_invalid_camera_rate_is_refused(camera_hz: float) -> None:
+    with pytest.raises(ValueError, match="camera_hz is .*; it must be above 0"):
         SimRobotConfig(camera_hz=camera_hz)
 
 
-def test_scene_decides_the_embodiment_and_bad_names_are_refused() -> None:
+def test_scene_sets_embodiment_and_unknown_names_are_refused() -> None:
     assert SimRobot().spec.embodiment != SimRobot(SimRobotConfig(scene="reach")).spec.embodiment
     with pytest.raises(SpecError, match="kitchen"):
         SimRobot(SimRobotConfig(scene="kitchen"))
@@ -72,12 +72,12 @@ def test_scene_decides_the_embodiment_and_bad_names_are_refused() -> None:
         make_expert("juggle", SimRobot())
 
 
-def test_unconnected_robot_says_so() -> None:
+def test_unconnected_robot_raises() -> None:
     with pytest.raises(HardwareLost, match="not connected"):
         SimRobot().observe()
 
 
-def test_command_reports_the_step_that_the_workspace_left() -> None:
+def test_command_returns_step_clipped_to_workspace() -> None:
     robot = _connected()
     make_task("lift").reset(robot, np.random.default_rng(0))
     down = np.array([0.0, 0.0, -0.04, 0.08], np.float32)
@@ -88,7 +88,7 @@ def test_command_reports_the_step_that_the_workspace_left() -> None:
 
 
 @pytest.mark.parametrize("level", list(StopLevel))
-def test_a_stop_keeps_place_and_gripper(level: StopLevel) -> None:
+def test_stop_keeps_pose_and_gripper(level: StopLevel) -> None:
     robot = _connected()
     make_task("lift").reset(robot, np.random.default_rng(0))
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_stop_keeps_place_and_gripper(level: StopLevel) -> None:
 
 
 @pytest.mark.parametrize(("task", "noise", "longest"), [("lift", 0.0, 20), ("lift", 0.15, 50), ("reach", 0.0, 8)])
-def test_the_scripted_expert_succeeds(task: str, noise: float, longest: int) -> None:
+def test_scripted_expert_succeeds(task: str, noise: float, longest: int) -> None:
     robot = _connected(task)
     expert = make_expert(task, robot, noise=noise)
     results = [_episode(robot, task, seed, expert) for seed in range(60)]
@@ -110,14 +110,14 @@ def test_the_scripted_expert_succeeds(task: str, noise: float, longest: int) -> 
     assert max(steps for done, steps in results if done) <= longest
 
 
-def test_chance_does_not_lift_the_cube() -> None:
+def test_random_actions_do_not_lift_the_cube() -> None:
     robot, rng = _connected(), np.random.default_rng(0)
     low, high = robot.spec.action.low, robot.spec.action.high
     results = [_episode(robot, "lift", s, lambda _: rng.uniform(low, high).astype(np.float32)) for s in range(60)]
     assert not any(done for done, _ in results)
 
 
-def test_a_thrown_cube_and_a_lost_cube_do_not_count() -> None:
+def test_thrown_or_unreachable_cube_is_no_success() -> None:
     robot, task = _connected(), make_task("lift")
     task.reset(robot, np.random.default_rng(0))
     robot.world.reset(np.array([0.5, 0.0, 0.15]), np.array([0.5, 0.15, 0.3]))
@@ -127,7 +127,7 @@ def test_a_thrown_cube_and_a_lost_cube_do_not_count() -> None:
     assert lost.terminated and lost.success is False and lost.reward == 0.0
 
 
-def test_starts_are_drawn_from_the_seed_and_spread_over_the_table() -> None:
+def test_starts_follow_seed_and_cover_the_table() -> None:
     robot, task = _connected(), make_task("lift")
 
     def starts(seed: int) -> np.ndarray:
@@ -144,7 +144,7 @@ def test_starts_are_drawn_from_the_seed_and_spread_over_the_table() -> None:
     assert (np.ptp(first[:, :2], axis=0) > 0.15).all(), "the cube is hardly moved between episodes"
 
 
-def test_the_safety_kernel_lets_the_expert_work_and_a_wild_policy_trips_no_joint_limit() -> None:
+def test_safety_kernel_accepts_expert_and_random_policy() -> None:
     robot, rng = _connected(), np.random.default_rng(0)
     kernel = SafetyKernel(robot.spec)
     expert = make_expert("lift", robot)

@@ -29,7 +29,7 @@ def theirs() -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_path(str(MODEL))
 
 
-def test_gripper_and_links_are_where_the_independent_model_has_them(ours, theirs) -> None:
+def test_links_and_gripper_match_independent_model(ours, theirs) -> None:
     a, b = mujoco.MjData(ours), mujoco.MjData(theirs)
     rng = np.random.default_rng(0)
     for _ in range(1000):
@@ -43,7 +43,7 @@ def test_gripper_and_links_are_where_the_independent_model_has_them(ours, theirs
             np.testing.assert_allclose(a.body(mine).xmat, b.body(other).xmat, atol=1e-6)
 
 
-def test_joint_limits_are_equal(ours, theirs) -> None:
+def test_joint_limits_match(ours, theirs) -> None:
     for i, name in enumerate(so101.JOINTS):
         published = (so101.JOINT_LOW_RAD[i], so101.JOINT_HIGH_RAD[i])
         np.testing.assert_allclose(ours.joint(name).range, published)
@@ -52,14 +52,14 @@ def test_joint_limits_are_equal(ours, theirs) -> None:
     np.testing.assert_allclose(theirs.joint("gripper").range, (so101.JAW_LOW_RAD, so101.JAW_HIGH_RAD), atol=1e-5)
 
 
-def test_masses_and_inertias_are_equal(ours, theirs) -> None:
+def test_masses_and_inertias_match(ours, theirs) -> None:
     for mine, other in (*((link, link) for link in LINKS), ("jaw", "moving_jaw_so101_v1")):
         assert ours.body(mine).mass == pytest.approx(theirs.body(other).mass)
         np.testing.assert_allclose(ours.body(mine).ipos, theirs.body(other).ipos, atol=1e-6)
         np.testing.assert_allclose(ours.body(mine).inertia, theirs.body(other).inertia, rtol=1e-3)
 
 
-def test_actuators_keep_to_the_published_speeds_and_torques(ours) -> None:
+def test_actuators_respect_published_limits(ours) -> None:
     for i, name in enumerate(so101.JOINTS):
         actuator = ours.actuator(name)
         np.testing.assert_allclose(actuator.ctrlrange, np.array([-1, 1]) * so101.JOINT_SPEED_MAX_RAD_S[i])
@@ -69,7 +69,7 @@ def test_actuators_keep_to_the_published_speeds_and_torques(ours) -> None:
     np.testing.assert_allclose(jaw.forcerange, np.array([-1, 1]) * so101.JAW_TORQUE_MAX_NM)
 
 
-def test_the_opening_is_the_distance_of_the_pads(ours) -> None:
+def test_opening_is_the_pad_distance(ours) -> None:
     data = mujoco.MjData(ours)
     for jaw in np.linspace(so101.JAW_LOW_RAD, 1.0, 20):
         data.joint("gripper").qpos[0] = jaw
@@ -81,7 +81,7 @@ def test_the_opening_is_the_distance_of_the_pads(ours) -> None:
         assert so101.GRIPPER.drive_from_width(so101.GRIPPER.width_from_drive(jaw)) == pytest.approx(jaw)
 
 
-def test_home_points_the_gripper_down(ours) -> None:
+def test_home_points_gripper_down(ours) -> None:
     data = mujoco.MjData(ours)
     data.qpos[:5] = so101.HOME_RAD
     mujoco.mj_kinematics(ours, data)

@@ -43,7 +43,7 @@ def _published_flange(joints: np.ndarray) -> np.ndarray:
     return pose
 
 
-def test_the_flange_is_where_the_published_parameters_put_it(ours) -> None:
+def test_flange_matches_published_parameters(ours) -> None:
     data, rng = mujoco.MjData(ours), np.random.default_rng(0)
     for _ in range(1000):
         joints = rng.uniform(ur5e.JOINT_LOW_RAD, ur5e.JOINT_HIGH_RAD)
@@ -54,7 +54,7 @@ def test_the_flange_is_where_the_published_parameters_put_it(ours) -> None:
         np.testing.assert_allclose(data.site("flange").xmat.reshape(3, 3), published[:3, :3], atol=1e-9)
 
 
-def test_joints_and_flange_are_where_the_independent_model_has_them(ours, theirs) -> None:
+def test_joints_and_flange_match_independent_model(ours, theirs) -> None:
     a, b = mujoco.MjData(ours), mujoco.MjData(theirs)
     rng = np.random.default_rng(0)
     away = []
@@ -70,14 +70,14 @@ def test_joints_and_flange_are_where_the_independent_model_has_them(ours, theirs
     assert np.mean(away) < 1e-3 and max(away) < 1.5e-3
 
 
-def test_joint_limits_are_equal(ours, theirs) -> None:
+def test_joint_limits_match(ours, theirs) -> None:
     for i, name in enumerate(ur5e.JOINTS):
         published = (ur5e.JOINT_LOW_RAD[i], ur5e.JOINT_HIGH_RAD[i])
         np.testing.assert_allclose(ours.joint(name).range, published)
         np.testing.assert_allclose(theirs.joint(f"{name}_joint").range, published, atol=1e-4)
 
 
-def test_the_arm_weighs_what_the_maker_says_and_about_what_the_independent_model_says(ours, theirs) -> None:
+def test_mass_matches_maker_and_independent_model(ours, theirs) -> None:
     """The latter has the masses of the maker's older description."""
     masses = [ours.body(link).mass[0] for link in LINKS]
     np.testing.assert_allclose(masses, (3.761, 8.058, 2.846, 1.37, 1.3, 0.365))
@@ -87,7 +87,7 @@ def test_the_arm_weighs_what_the_maker_says_and_about_what_the_independent_model
         assert ours.body(link).mass[0] == pytest.approx(theirs.body(f"{link}_link").mass[0], rel=0.26)
 
 
-def test_the_arms_own_weight_asks_of_the_shoulder_what_the_independent_model_says(ours, theirs) -> None:
+def test_gravity_torque_matches_independent_model(ours, theirs) -> None:
     a, b = mujoco.MjData(ours), mujoco.MjData(theirs)
     ours.body_gravcomp[:] = 0
     for link in (i for i in range(ours.nbody) if i > ours.body("wrist_3").id):
@@ -98,7 +98,7 @@ def test_the_arms_own_weight_asks_of_the_shoulder_what_the_independent_model_say
     assert a.qfrc_bias[1] == pytest.approx(b.qfrc_bias[1], rel=0.16)
 
 
-def test_actuators_keep_to_the_published_speeds_and_torques(ours, theirs) -> None:
+def test_actuators_respect_published_limits(ours, theirs) -> None:
     for i, name in enumerate(ur5e.JOINTS):
         actuator = ours.actuator(name)
         np.testing.assert_allclose(actuator.ctrlrange, np.array([-1, 1]) * ur5e.JOINT_SPEED_MAX_RAD_S[i])
@@ -109,7 +109,7 @@ def test_actuators_keep_to_the_published_speeds_and_torques(ours, theirs) -> Non
     np.testing.assert_allclose(crank.actrange, (0.0, ur5e.CRANK_HIGH_RAD))
 
 
-def test_the_fingers_go_the_way_of_the_independent_models_linkage(ours, gripper) -> None:
+def test_finger_path_matches_independent_model(ours, gripper) -> None:
     a, b = mujoco.MjData(ours), mujoco.MjData(gripper)
     for step in range(6):
         b.ctrl[0] = 51 * step
@@ -128,12 +128,12 @@ def test_the_fingers_go_the_way_of_the_independent_models_linkage(ours, gripper)
         assert ur5e.GRIPPER.drive_from_width(ur5e.GRIPPER.width_from_drive(crank)) == pytest.approx(crank)
 
 
-def test_the_gripper_opens_by_the_published_stroke_and_closes_altogether() -> None:
+def test_gripper_stroke_matches_published_value() -> None:
     assert ur5e.GRIPPER.width_from_drive(0.0) == pytest.approx(0.085, abs=5e-4)
     assert ur5e.GRIPPER.width_from_drive(ur5e.CRANK_HIGH_RAD) == pytest.approx(0.0, abs=5e-4)
 
 
-def test_home_points_the_gripper_down(ours) -> None:
+def test_home_points_gripper_down(ours) -> None:
     data = mujoco.MjData(ours)
     data.qpos[:6] = ur5e.HOME_RAD
     mujoco.mj_kinematics(ours, data)

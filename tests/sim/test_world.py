@@ -35,7 +35,7 @@ def _tilt_rad(world: MujocoWorld) -> float:
 
 @settings(max_examples=50, deadline=None)
 @given(share=st.tuples(*[st.floats(0, 1)] * 3))
-def test_reset_puts_the_tool_anywhere_in_the_workspace(world: MujocoWorld, share: tuple[float, float, float]) -> None:
+def test_reset_reaches_the_whole_workspace(world: MujocoWorld, share: tuple[float, float, float]) -> None:
     goal = LOW + np.array(share) * (HIGH - LOW)
     world.reset(goal, np.array([0.85, 0.45, 0.02]))
     assert np.linalg.norm(world.read_sensors().tool_position - goal) < 1e-3
@@ -57,7 +57,7 @@ def test_any_actions_keep_speed_tilt_and_workspace(world: MujocoWorld, seed: int
         assert _tilt_rad(world) < 0.03
 
 
-def test_a_step_moves_the_tool_by_that_much(world: MujocoWorld) -> None:
+def test_step_moves_tool_by_its_length(world: MujocoWorld) -> None:
     world.reset(np.array([0.45, 0.0, 0.2]), np.array([0.85, 0.45, 0.02]))
     applied, _ = world.move_tool(np.array([0.02, 0.03, -0.04]), 0.08, LOW, HIGH)
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_step_moves_the_tool_by_that_much(world: MujocoWorld) -> None:
     np.testing.assert_allclose(world.read_sensors().tool_position, (0.47, 0.03, 0.16), atol=1.5e-3)
 
 
-def test_the_same_actions_give_the_same_numbers(world: MujocoWorld) -> None:
+def test_same_actions_give_same_numbers(world: MujocoWorld) -> None:
     def run(w: MujocoWorld) -> np.ndarray:
         rng = np.random.default_rng(7)
         w.reset(np.array([0.5, 0.0, 0.05]), np.array([0.5, 0.01, 0.02]), 0.2)
@@ -80,7 +80,7 @@ def test_the_same_actions_give_the_same_numbers(world: MujocoWorld) -> None:
 
 
 @pytest.mark.parametrize("yaw", [0.0, 0.25, -0.25])
-def test_a_gripped_cube_stays_put_however_the_arm_is_shaken(world: MujocoWorld, yaw: float) -> None:
+def test_gripped_cube_survives_shaking(world: MujocoWorld, yaw: float) -> None:
     _grip(world, yaw)
     for _ in range(4):
         world.move_tool(UP, 0.0, LOW, HIGH)
@@ -94,7 +94,7 @@ def test_a_gripped_cube_stays_put_however_the_arm_is_shaken(world: MujocoWorld, 
     assert 0.037 < now.gripper_width < 0.046, "the fingers squeezed through the cube"
 
 
-def test_a_hold_and_a_freeze_keep_the_grip(world: MujocoWorld) -> None:
+def test_hold_keeps_the_grip(world: MujocoWorld) -> None:
     _grip(world)
     for _ in range(4):
         world.move_tool(UP, 0.0, LOW, HIGH)
@@ -105,7 +105,7 @@ def test_a_hold_and_a_freeze_keep_the_grip(world: MujocoWorld) -> None:
     assert world.read_sensors().object_position[2] > 0.12
 
 
-def test_one_stray_opening_does_not_drop_the_cube_and_a_real_one_does(world: MujocoWorld) -> None:
+def test_single_stray_opening_keeps_the_cube(world: MujocoWorld) -> None:
     _grip(world)
     for width in (0.0, 0.0, 0.08, 0.0, 0.0):
         world.move_tool(UP, width, LOW, HIGH)
@@ -115,7 +115,7 @@ def test_one_stray_opening_does_not_drop_the_cube_and_a_real_one_does(world: Muj
     assert world.read_sensors().object_position[2] == pytest.approx(0.02, abs=2e-3)
 
 
-def test_an_empty_gripper_closes_and_opens_at_the_published_speed(world: MujocoWorld) -> None:
+def test_empty_gripper_moves_at_published_speed(world: MujocoWorld) -> None:
     world.reset(np.array([0.45, 0.0, 0.2]), np.array([0.85, 0.45, 0.02]))
     for _ in range(4):
         world.move_tool(STILL, 0.0, LOW, HIGH)
@@ -125,7 +125,7 @@ def test_an_empty_gripper_closes_and_opens_at_the_published_speed(world: MujocoW
     assert world.read_sensors().gripper_width < 1e-3
 
 
-def test_pushing_against_the_cube_from_above_neither_explodes_nor_winds_up(world: MujocoWorld) -> None:
+def test_pushing_on_cube_does_not_wind_up(world: MujocoWorld) -> None:
     world.reset(np.array([0.5, 0.03, 0.08]), CUBE)
     for _ in range(10):
         world.move_tool(STILL, 0.0, LOW, HIGH)
@@ -137,7 +137,7 @@ def test_pushing_against_the_cube_from_above_neither_explodes_nor_winds_up(world
     assert world.read_sensors().tool_position[2] > 0.05
 
 
-def test_a_diverged_simulation_says_so_and_a_reset_mends_it(world: MujocoWorld, tmp_path, monkeypatch) -> None:
+def test_diverged_simulation_raises_until_reset(world: MujocoWorld, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its warning into a file where it stands
     world.reset(np.array([0.45, 0.0, 0.2]), CUBE)
     world.data.qvel[0] = np.nan
@@ -147,7 +147,7 @@ def test_a_diverged_simulation_says_so_and_a_reset_mends_it(world: MujocoWorld, 
     world.move_tool(STILL, 0.0, LOW, HIGH)
 
 
-def test_unknown_scenes_and_odd_periods_are_refused() -> None:
+def test_unknown_scene_and_uneven_period_are_refused() -> None:
     with pytest.raises(SpecError, match="no scene 'kitchen'"):
         MujocoWorld(panda.ARM, "kitchen", 0.1)
     assert MujocoWorld(panda.ARM, "reach", 0.1).model.opt.timestep == PHYSICS_STEP_S

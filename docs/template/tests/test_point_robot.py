@@ -21,4 +21,4 @@ def test_it_is_found_by_its_name() -> None:
 
 def test_it_reaches_for_goals_as_other_robots_do() -> None:
     station = load_driver("point")(RobotSetupRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
-    assert (station.task.name, station.task.max_steps) == ("reach", 40) and station.expert is not None
+    assert (station.task.name, station.task.max_steps) == ("reach", 40) and station.make_expert is not None
