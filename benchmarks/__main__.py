@@ -30,7 +30,7 @@ class Program:
     """One run of ``python -m benchmarks.<module> <arguments>``.
 
     Attributes:
-        minutes: what it takes on a quiet machine of two cores.
+        minutes: the time that it takes on a quiet machine of two cores.
         quick: arguments with which it takes a minute or two, to see whether it works; its results are reduced ones.
         environment: whose Python it needs.
     """
@@ -95,7 +95,7 @@ def run(program: Program, quick: bool) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of its session, gently first."""
+    """Ends the processes of its session that still run: SIGTERM first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

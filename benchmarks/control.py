@@ -5,11 +5,11 @@ tunnel, gateway and store; three times:
 
 - alone, for `ALONE_S`, as the bound;
 - with two cameras recorded and watched, inference, episodes uploaded, and a push of weights each second;
-- the same beside the product's learner, which trains on what the robot records and pushes as it ships.
+- the same next to the product's learner, which trains on what the robot records and pushes as it ships.
 
 Times are the driver's own, as recorded: when a command was applied, and when its control period was over. What counts
 is how far the distance of two such times is from the period: the goal is at most 1 ms, p99, for the ends of control
-periods. A hold of the watchdog counts if it falls within an episode: none beside the load, one in ten minutes beside
+periods. A hold of the watchdog counts if it falls within an episode: none next to the load, one in ten minutes next to
 the learner, whose cause is in the session's log. A hold comes two periods after a command that no other has followed:
 the robot was observed one period after it, so that an answer has a little less than one.
 """
@@ -60,10 +60,10 @@ TARGET_MS = 1.0
 STATED_S = 600.0  # by the goal
 PUSH_EVERY_S = 1.0
 ALONE_S = 60.0
-MOST_HOLDS = {False: 0, True: 1}  # in `STATED_S`, beside a learner or not
+MOST_HOLDS = {False: 0, True: 1}  # in `STATED_S`, with a learner or without
 SETTLE_S = 3.0  # at the start, while processes still import
 LEAVE_S = 60.0
-START_S = 300.0  # processes import for long where others keep the machine busy
+START_S = 300.0  # imports take long on a busy machine
 NAME = "fake-0"
 
 
@@ -119,7 +119,7 @@ def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning
 
 
 def _trains(metrics: Path) -> bool:
-    """Whether the learner's last report tells of updates."""
+    """Whether the learner's last report counts updates."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return bool(lines) and json.loads(lines[-1])["updates_per_step"] > 0
 

@@ -3,7 +3,7 @@
 ``python -m benchmarks.estop [--presses 100] [--leaves 5]``: a fake robot at 10 Hz in real time behind its real driver
 process, session, gateway and console; the page runs in headless Chromium. Each press is timed by the browser, from the
 key to the line in which the driver logs its latch, and to the confirmation on the page. Under flood, another program
-sends orders over the page's connection as fast as it can, and connects anew whenever it is closed.
+sends orders over the page's connection as fast as it can, and reconnects when it is closed.
 
 A person leaves while a key is held: the browser is killed, or stopped so that its connection stays open. The time is
 that to the end of the last control period in which the driver moved the robot for that person.
@@ -105,7 +105,7 @@ def _take_picture(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
 
 
 def flood(url: str) -> None:
-    """Sends orders as fast as it can, for ever, and connects anew whenever it is closed."""
+    """Sends orders as fast as it can, without end, and reconnects when the connection closes."""
     parts = urlsplit(url)
     orders = json.dumps({"type": "order", "robot": NAME, "order": "reset"})
     while True:
@@ -147,7 +147,7 @@ class Site:
         return [1e3 * datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp() for at in found]
 
     def end(self) -> RunFolder:
-        """Has the session deliver what it recorded."""
+        """Lets the session deliver its recorded steps."""
         self.console.terminate()
         self.console.wait(LEAVE_S)
         with _client(CONSOLE, self.folder.keys, self._endpoint) as console:
@@ -247,7 +247,7 @@ def rows(presses: int, leaves: int) -> list[Row]:
         site = Site(stack)
         with chromium(tools) as (browser, _):
             page = _open(browser, site.url)
-            press(site, page, 3)  # the first ones load what the later ones need
+            press(site, page, 3)  # the first presses load modules that the later ones need
             for name, target_ms, flooded in (("idle", IDLE_MS, False), ("flood", FLOOD_MS, True)):
                 with ExitStack() as during:
                     if flooded:

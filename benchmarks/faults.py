@@ -7,8 +7,8 @@ cable or its camera fails.
 
 The simulated arm and this program run at a real-time priority if the system allows it, as a real controller does.
 
-An arm stands from when it was last seen to move or to have a new target. That is read from the arm each millisecond. Of
-a cable the figure is when the driver process says that the arm is stale or lost, since no one sees the arm any more.
+An arm stands from its last observed move or new target on; the program reads the arm each millisecond. The figure of a
+cable ends when the driver process reports the arm as stale or lost: the arm itself cannot be observed then.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STARTS = 3
 DRIVER_POLL_S = 0.5
 START_S = 120.0
 SWING, SPEED = 0.3, 0.25  # rad to either side, rad/s
-PRESENT = 56  # a servo's register: where it is
+PRESENT = 56  # a servo's register of its position
 POLICY, DRIVER, CABLE, CAMERA = "the policy's process", "the driver process", "the arm's cable", "a camera"
 STALE = ("order.refused StaleObservation", "order.refused HardwareLost", "robot.lost", "watchdog.hold")
 
@@ -75,7 +75,7 @@ class Arm:
 
     Attributes:
         joint: the action element that moves it.
-        shows: where it is, or, of one that follows its target smoothly, is told to be.
+        shows: its position, or the target of an arm that follows its target smoothly.
         breaks: the faults of its devices, by name.
     """
 
@@ -158,7 +158,7 @@ measured: its simulation does not stand still, so the figure is when the driver 
 
 
 def lead(robot: str, joint: int) -> None:
-    """In the place of the policy: moves one joint to and fro at a constant speed. Once it is refused it says no more,
+    """Acts as the policy: moves one joint to and fro at a constant speed. After a refusal it sends nothing more,
     as a session does."""
     with DriverClient(robot, token=1) as driver:
         driver.attach(START_S)
@@ -239,7 +239,7 @@ class Outcome:
 
 @contextmanager
 def realtime() -> Iterator[None]:
-    """For what a controller does: this process, and those that it starts but for `_usual`."""
+    """Gives the simulated controller real-time priority: this process and its children, except those with `_usual`."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
@@ -290,7 +290,7 @@ def faults(kind: str) -> list[tuple[str, signal.Signals | None]]:
 
 
 def limit_ms(kind: str, rate_hz: float, what: str) -> float:
-    """What the fault may take: two control periods from when it can be noticed."""
+    """The bound of a fault, in ms: two control periods from the moment when it can be noticed."""
     notice_s = {
         CABLE: 1 / rate_hz,  # until the next call
         CAMERA: default_stale_after_s(CAMERAS_HZ.get(kind, 1.0)) + 1 / rate_hz,

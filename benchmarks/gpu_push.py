@@ -1,8 +1,8 @@
-"""What a push of weights costs a GPU's inference and training: by thread blocks, and with the governor (goal 11).
+"""The cost of a weight push for a GPU's inference and training: by thread blocks, and with the governor (goal 11).
 
 ``python -m benchmarks.gpu_push`` needs a GPU and takes some minutes; without one it runs a small policy on the CPU
-through the same code, which measures nothing. It prints a table and writes ``benchmarks/out/gpu_push.json``, anew with
-each way to push: whoever ends it before its time has what was measured until then.
+through the same code, which measures nothing. It prints a table and writes ``benchmarks/out/gpu_push.json``, again
+after each way to push, so that an interrupted run leaves the figures measured so far.
 
 A thread pushes without pause, as a learner does that publishes nothing but bfloat16: it copies the learner's float32
 weights, rounds them to bfloat16 by a kernel of so many thread blocks, and copies them to host memory, on a stream of
@@ -109,7 +109,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table: what a push may take; `governor` where it decides."""
+    """A row of the table: the share that a push may take, or `governor`."""
 
     title: str
     ctas: int = CTAS[-1]
@@ -117,7 +117,7 @@ class Mode:
     green_sms: int = 0
 
     def push(self, weights: DeviceWeights, into: Mapping[str, Array]) -> None:
-        """Brings them to the host as the learner's thread does, and tells the governor as the learner's envoy does."""
+        """Copies the weights to the host and reports to the governor, as the learner's publisher does."""
         weights.wait()
         if (governor := self.governor) is None:
             weights.fetch(into, UnlimitedBudget(self.ctas))
@@ -199,7 +199,7 @@ def rows(gpu: Gpu, mode: Mode) -> list[Row]:
     pairs, pushes = [], list[float]()
     for number in range(-(SETTLING if mode.governor else 1), gpu.scale.rounds):
         if mode.governor:
-            time.sleep(PUSH_AFTERMATH_S)  # until then it takes what it hears of for a push's doing
+            time.sleep(PUSH_AFTERMATH_S)  # until then it attributes each slow step to a push
         idle = measure(gpu, observe)
         with pushing(gpu, mode, copies, into) as times:
             busy = measure(gpu, observe)

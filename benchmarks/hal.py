@@ -1,6 +1,6 @@
 """The safety of the hardware layer: hostile actions by the million, the kernel's cost, and how soon a robot is safe.
 
-``python -m benchmarks.hal [--rounds N]``. Who fails is a process of its own where that matters: a commander that is
+``python -m benchmarks.hal [--rounds N]``. A failing party is a process of its own if that matters: a commander that is
 stopped or killed while a driver process obeys it. Times to the safe state are those of the driver process's own log.
 """
 
@@ -46,11 +46,11 @@ PERIODS_BEFORE = 20  # the commander drives before it is stopped
 DEADLINE_S = 120.0
 HOSTILE = (np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45)
 DRIVERS = {"fake": ("reach", {}), "sim": ("reach", {"cameras": []}), "point": ("upright", {})}
-"""Driver -> task and options; ``point`` is docs/template, where it is installed."""
+"""Driver -> task and options; ``point`` is docs/template, if it is installed."""
 
 
 class Clock:
-    """Nanoseconds that pass only when told to."""
+    """A clock in nanoseconds that a caller advances."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12
@@ -117,7 +117,7 @@ class Attack:
     """What became of proposed actions.
 
     Attributes:
-        limits: the second implementation, with what it found.
+        limits: the second implementation, with its findings.
         tokens: how many old tokens were admitted.
     """
 
@@ -147,7 +147,7 @@ def attack_tool(rounds: int, rate_hz: float, seed: int) -> Attack:
         else:
             found.limits.check(verdict.applied, state)
             kernel.set_applied(robot.command(verdict.applied))
-        if number % 512 == 511:  # somebody pushes it
+        if number % 512 == 511:  # a push from outside
             robot.set_state(rng.uniform(-0.5, 0.5, 3), np.zeros(3))
     return found
 
@@ -308,7 +308,7 @@ def hold_rows(name: str) -> list[Row]:
 
 
 def periods_until_noticed(faults: dict[str, int], kind: type[Exception]) -> float:
-    """Control periods from a fault of the fake robot until the driver says that the robot is lost, or holds it."""
+    """Control periods from a fault of the fake robot until the driver reports the robot as lost, or holds it."""
     fails_at = next(iter(faults.values()))
     options = {"rate_hz": 50.0, "faults": faults}
     station = build_robot_setup(RobotConfig(name="bench-fault", driver="fake", task="reach", options=options))

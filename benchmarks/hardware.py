@@ -1,4 +1,4 @@
-"""What the hardware layer costs: the safety kernel in each control period, a durable lease, the start of Ray."""
+"""Costs of the hardware layer: the safety kernel in each control period, a durable lease, the start of Ray."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def arm() -> RobotSpec:
 
 
 def joint_arm() -> RobotSpec:
-    """Seven joints that are told where to be."""
+    """Seven joints with position targets."""
     joints = tuple(range(7))
     labels = tuple(f"q{i}" for i in joints)
     bounds: dict[str, tuple[float, ...]] = {"low": (-9.0,) * 7, "high": (9.0,) * 7}

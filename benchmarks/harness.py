@@ -26,10 +26,10 @@ from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "out"
-WIDTH = 150  # at least, also where the output is a file
+WIDTH = 150  # at least, also if the output is a file
 WHOLE = 0.99  # the least share that counts as all of the work
 MEASURED = ("hal", "robots", "sim", "user_sys", "configs", "benchmarks/*.py", "constraints.txt")
-"""What a figure depends on: a change here that is not committed is noted with the commit."""
+"""Paths that a figure depends on: an uncommitted change here is noted with the commit."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True):
         ours, bound: medians, in `unit`; `ours` is None if it could not be measured, `bound` if there is nothing to
             compare with.
         peers: name to figure, in `unit`; to the reason, in words, for one that could not be measured.
-        ratio: ours / bound where more is better; bound / ours where less is: 1 is as good as the bound, either way.
+        ratio: ours / bound if more is better; bound / ours if less is: 1 is as good as the bound, either way.
             None without a bound.
         ahead: peer to how many times as good as it we are, for those that were measured.
         target: what `ratio` should reach; None for a figure that is only reported.
@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True):
         spread: the least and the greatest ratio of the pairs; `spreads`: those of each peer's.
         share: how much was done of the work that the goal states, such as 0.25 for a push in each fourth step; None for
             all of it. A goal is not met with less than `WHOLE`.
-        note: what the reader of a table must know besides, in words.
+        note: a remark for the reader of the table.
     """
 
     goal: int
@@ -79,8 +79,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         date: of the end, UTC, ISO 8601.
         commit: of the code at the start; with ``-dirty`` if `MEASURED` held changes that are not committed.
         load: load average of the last minute at the start: how busy others kept the machine.
-        reduced: what was left out or cut short of what the goals state, in words; empty for a whole run. No row of a
-            reduced run says whether a goal is met.
+        reduced: the parts of the goals that were left out or cut short, in words; empty for a whole run. No row of a
+            reduced run states whether a goal is met.
     """
 
     benchmark: str
@@ -190,8 +190,8 @@ def report(name: str, rows: Sequence[Row], *, reduced: str = "") -> Run:
     """Prints `rows` as a table and writes ``benchmarks/out/<name>.json``.
 
     Args:
-        reduced: what the options left out or cut short of what the goals state, such as ``60 s of 600``. With it no row
-            says whether its goal is met.
+        reduced: the parts that the options left out or cut short, such as ``60 s of 600``. With it no row
+            states whether its goal is met.
     """
     commit_at_start, load = _START
     run = Run(

@@ -18,7 +18,7 @@ class Holds:
     Attributes:
         within: from an episode's first observation to its last command: a command came late, and cut the episode off.
         between: after an episode's last command, until the next one's first observation.
-        causes: of those within, in the words of the session's log; empty for one of which it says nothing.
+        causes: of those within, as the session's log states them; empty if it states none.
     """
 
     within: int
@@ -47,7 +47,7 @@ def count_holds(
 
 
 def _lines(log: Path, event: str) -> list[tuple[float, str]]:
-    """Unix times of the log's lines with this event, and what they say after the robot's name."""
+    """Unix times of the log's lines with this event, and their text after the robot's name."""
     lines = [line for line in log.read_text().splitlines() if event in line]
     stamp = "%Y-%m-%d %H:%M:%S,%f"
     return [(datetime.strptime(line[:23], stamp).timestamp(), line.partition(": ")[2]) for line in lines]

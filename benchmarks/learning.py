@@ -4,7 +4,7 @@
 
 All settings are the demo's (`configs/demo*.yaml`): robot, demonstrations, algorithm, sampler, the rule by which
 training ends, its time limit, and the evaluation. Robot, safety kernel, episode loop, recorder, store and replay buffer
-are the product's. Cameras are off, since the policy reads none. What a plain loop has to choose is how many steps it
+are the product's. Cameras are off, since the policy reads none. A plain loop chooses only how many steps it
 takes for each update: as many as the demo does (`--steps-per-update`).
 """
 

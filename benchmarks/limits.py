@@ -1,7 +1,7 @@
 """The limits of a robot's motion a second time: plain arithmetic, without the code that applies them.
 
-`Limits.check` takes each applied action and says which limits it breaks. It also counts how often a limit was reached,
-so that a limit that never binds is seen. The rules are those of `hal.motion_limits`: an axis may exceed its
+`Limits.check` takes each applied action and returns the limits that it breaks. It also counts how often a limit was
+reached, so that a limit that never binds is seen. The rules are those of `hal.motion_limits`: an axis may exceed its
 acceleration and jerk only if every step within them leaves its place, and then takes the nearest step that does not.
 """
 
@@ -33,7 +33,7 @@ class Axis:
         low, high: of its position.
         slowest, fastest: steps.
         acceleration, jerk: of steps.
-        lead: how far a target may be ahead of its joint; infinite for what is no target.
+        lead: how far a target may be ahead of its joint; infinite if the action is no target.
     """
 
     element: int

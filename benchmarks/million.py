@@ -1,6 +1,6 @@
 """A store of a million transitions with small images: appends, opening, checkpoints, throughput against cache ratio.
 
-``python -m benchmarks.million [--steps N]``. The curve is drawn beside the results.
+``python -m benchmarks.million [--steps N]``. The curve is drawn into the folder of the results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 POINT_S = 5.0
 CHECKPOINTS = 40
 HOLD_MS = 10.0
-SAME = 0.9  # what is within a tenth costs the same: medians of 500 differ by so much from one run to the next
+SAME = 0.9  # costs within a tenth count as equal: medians of 500 differ by so much from one run to the next
 START_DEADLINE_S = 120.0
 
 
@@ -50,7 +50,7 @@ Results: TypeAlias = "queue.Queue[Times] | ProcessQueue[Times]"
 
 class Cost(NamedTuple):
     """Of one episode: seconds until it was durable, and of the processor's time; of a raw append of its bytes likewise,
-    next to it in time (0 where none was made)."""
+    next to it in time (0 if none was made)."""
 
     wall: float
     cpu: float
@@ -85,7 +85,7 @@ def _named(part: Chunk, episode: str) -> Chunk:
 
 
 def write(path: Path, count: int) -> list[Cost]:
-    """What each of `count` episodes cost, each of them acknowledged; beside those that `appends` compares, a raw append
+    """The cost of each of `count` acknowledged episodes; besides those that `appends` compares, a raw append
     and sync of the same bytes to a file of its own."""
     costs, source = [], episodes()
     compared = {*range(10, 10 + count // 20), *range(count - count // 20, count)}
@@ -167,7 +167,7 @@ def _timed(action: Callable[[], None], path: Path, cold: bool) -> float:
 def checkpoints(path: Path, folder: Path, wanted: ObservationFeatures, cache_bytes: int, what: str) -> list[Row]:
     """How long taking a prioritized sampler's state keeps its thread from sampling, and others from inserting.
 
-    Others are a thread of the same process, and a process of its own, as a gateway is beside a learner.
+    Others are a thread of the same process, and a process of its own, as a gateway is to a learner.
     """
     with replaying(path, wanted, cache_bytes) as replay:
         drawing = sampler(replay, PrioritizedSelector())
@@ -191,7 +191,7 @@ def checkpoints(path: Path, folder: Path, wanted: ObservationFeatures, cache_byt
 def longest_insert(folder: Path, checkpoint: Callable[[], object], *, apart: bool) -> float:
     """Seconds of the longest of the inserts that began while checkpoints were taken for a second without pause.
 
-    They are made by a thread, or by a process where `apart`; both have one monotonic clock (Linux).
+    They are made by a thread, or by a process if `apart`; both have one monotonic clock (Linux).
     """
     context = multiprocessing.get_context("spawn")
     begun, stop = (context.Event(), context.Event()) if apart else (threading.Event(), threading.Event())
@@ -213,7 +213,7 @@ def longest_insert(folder: Path, checkpoint: Callable[[], object], *, apart: boo
 
 
 def insert(folder: Path, begun: Event, stop: Event, found: Results) -> None:
-    """Inserts episodes until `stop` is set; then tells when each insert began and what it took without its sync."""
+    """Inserts episodes until `stop` is set; then returns when each insert began and its time without the sync."""
     times = []
     with StoreWriter.open(folder) as writer:
         for packets in episodes():
@@ -261,7 +261,7 @@ def point(path: Path, wanted: ObservationFeatures, steps: int, ratio: float) -> 
 
 
 def stated_bytes(observations: int, steps: int) -> int:
-    """What stands beside the cache by docs/replay.md: the index, places and checksums of frames, a filter's rows."""
+    """Memory besides the cache, by docs/replay.md: the index, places and checksums of frames, a filter's rows."""
     return 31 * steps + 75 * (steps // CHUNK_STEPS) + 16 * observations + 4 * steps
 
 

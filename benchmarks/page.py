@@ -1,6 +1,6 @@
 """Keeps results in ``benchmarks/results/`` and makes docs/benchmarks.md from them.
 
-``python -m benchmarks.page`` writes the page anew. ``python -m benchmarks.page --keep [NAME ...]`` first takes over
+``python -m benchmarks.page`` writes the page. ``python -m benchmarks.page --keep [NAME ...]`` first takes over
 what ``benchmarks/out/`` has (of all benchmarks, or of those that are named), with their pictures. A run that was
 reduced, or whose code was not committed, is refused.
 """
@@ -71,8 +71,8 @@ UNMEASURED = {
 
 OPENING = """# Benchmarks
 
-What the system reaches, beside its bounds and peers. `make bench` runs every benchmark and prints a summary;
-`python -m benchmarks.NAME` runs one. `make bench-keep` takes the results over into `benchmarks/results/` and makes this
+Figures of the system, next to their bounds and peers. `make bench` runs every benchmark and prints a summary;
+`python -m benchmarks.NAME` runs one. `make bench-keep` copies the results into `benchmarks/results/` and generates this
 page from them; `make bench-docs` makes the page alone. The page is generated: change the programs, not the page.
 
 - Candidate and bound run in turn in one process, at least seven pairs. *Ratio* is the median of the pairs' ratios, with
@@ -80,7 +80,7 @@ page from them; `make bench-docs` makes the page alone. The page is generated: c
 - *Benchmark* leads to the date and the commit of a figure, in the table below.
 - *Target* is the ratio that the goal asks for. "At most N times as long" is a target of 1/N.
 - *Met* counts only for a figure of the run that is named, in the configuration that ships, over the whole duration that
-  the goal states. With several kept runs, *1 of 2* says in how many the goal was met, and *runs* gives each ratio.
+  the goal states. With several kept runs, *1 of 2* counts the runs that met the goal, and *runs* gives each ratio.
 """
 
 

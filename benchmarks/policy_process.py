@@ -32,7 +32,7 @@ from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_key
 RATE_HZ = 100.0
 ROBOTS = ("left", "right", "front", "back")
 START_S = 300.0
-WAIT = 0.9  # of the control period: what comes later is counted as missed
+WAIT = 0.9  # of the control period: a later answer counts as missed
 
 
 @contextmanager

@@ -49,7 +49,7 @@ SETTINGS = {
     "robots.0.real_time": "true",
     "robots.0.options.rate_hz": str(RATE_HZ),
     "robots.0.options.step_max_m": "0.004",  # a tenth of the demo's, in a tenth of its control period
-    "demonstrations.episodes": "0",  # the expert needs longer periods, and what is learned does not matter here
+    "demonstrations.episodes": "0",  # the expert needs longer periods; the learned policy does not matter here
     "target.success": "0",
     "evaluation.episodes": "1",
     "evaluation.video_episodes": "0",
@@ -76,7 +76,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: pairs of phases with pushes and without, holds in each kind, and what the governor did."""
+    """One run: pairs of phases with pushes and without, holds in each kind, and the governor's decisions."""
 
     pairs: list[tuple[Phase, Phase]]
     most_s: float
@@ -134,7 +134,7 @@ def within_any(spans: list[Span]) -> Callable[[float], bool]:
 
 
 def paired(on: list[Span], off: list[Span], phase: Callable[[list[Span]], Phase]) -> list[tuple[Phase, Phase]]:
-    """Each time that pushes were on, beside the two off that it lies between: steps become longer as a run goes on."""
+    """Compares each phase with pushes to the two phases without around it: steps become longer as a run goes on."""
     between = ((each, [span for span in off if abs(span[0] - each[0]) < ON_S + OFF_S + SETTLE_S]) for each in on)
     return [(phase([each]), phase(around)) for each, around in between if len(around) == 2]
 

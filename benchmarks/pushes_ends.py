@@ -21,7 +21,7 @@ from user_sys.weights.snapshot import PolicySnapshot
 LEARNER, PRODUCTS = "learner", "user_sys.learner"
 STEPS = "steps.npy"
 ENDED, SECONDS, PUSHING, VERSION = range(4)
-"""Columns of `STEPS`, float64: unix time at its end; how long it took; 1.0 where pushes were on; versions so far."""
+"""Columns of `STEPS`, float64: unix time at its end; how long it took; 1.0 if pushes were on; versions so far."""
 
 
 def main(argv: list[str]) -> int:

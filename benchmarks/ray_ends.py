@@ -45,7 +45,7 @@ class RayPeer:
 
 @contextmanager
 def ray_peer() -> Iterator[RayPeer | None]:
-    """A Ray of its own on this machine, with one actor; None where Ray is not installed."""
+    """A Ray of its own on this machine, with one actor; None if Ray is not installed."""
     try:
         import ray
     except ImportError:

@@ -192,7 +192,7 @@ def hot(
 def hot_beside_peers(folder: Path, jpegs: list[bytes], sitting: str) -> list[Row]:
     """Peers hold fewer rows, as much as they need to be far beyond a processor's cache; LeRobot's are float32.
 
-    It is done in two sittings, at the start and at the end, with peers started anew: TorchRL's rate differs by more
+    It is done in two sittings, at the start and at the end, with peers started again: TorchRL's rate differs by more
     from one of its processes to the next than within one.
     """
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ def hot_beside_peers(folder: Path, jpegs: list[bytes], sitting: str) -> list[Row
 
 
 def states_alone(folder: Path, jpegs: list[bytes]) -> Row:
-    """What a batch costs beside its frames."""
+    """The cost of a batch without its frames."""
     path, wanted = folder / "states", features(0)
     write_jpeg(path, 0, jpegs, ROWS)
     with replaying(path, wanted, cache_for(ROWS, wanted)) as replay:
@@ -218,7 +218,7 @@ def states_alone(folder: Path, jpegs: list[bytes]) -> Row:
     return Row(1, f"a batch of {BATCH} transitions of states alone", "us", 1e6 / rate, None, None)
 
 
-NEW_TASK = "drop"  # of what is written meanwhile
+NEW_TASK = "drop"  # of the data written meanwhile
 CONTROL_HZ = 10  # of robots in real time
 
 
@@ -308,7 +308,7 @@ class ColdDisk:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def __call__(self) -> None:
-        """Drops what is mapped of the folder's files, then the files themselves, from memory."""
+        """Drops the mapped pages of the folder's files, then its page cache, from memory."""
         pattern = re.compile(rf"([0-9a-f]+)-([0-9a-f]+) .* {re.escape(str(self._folder))}/\S+")
         for line in Path("/proc/self/maps").read_text().splitlines():
             if found := pattern.match(line):

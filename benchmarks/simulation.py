@@ -105,7 +105,7 @@ def held_cube(name: str) -> tuple[mujoco.MjModel, mujoco.MjData]:
 
 
 def physics_peers() -> dict[str, Callable[[], float]]:
-    """The packaged Panda of gym-hil with its meshes and two-joint gripper, at rest, where it is installed."""
+    """The packaged Panda of gym-hil with its meshes and two-joint gripper, at rest, if it is installed."""
     found = importlib.util.find_spec("gym_hil")
     if found is None or found.origin is None:
         return {}

@@ -6,7 +6,7 @@ steps. The policy acts in a policy process (`user_sys.inference`), through the s
 
 The product decides where that process runs: `place_run` gets the needs of the run and the resources of three computers,
 one at each site and one with the store. Needs with ``near_by: site`` bring it to the robot's site; needs without leave
-it beside the store. A robot reaches a process at another site through an emulated link (`sim.network_emulator`) of
+it next to the store. A robot reaches a process at another site through an emulated link (`sim.network_emulator`) of
 `DELAY_MS` one way and `MBIT_S` each way, as in configs/two-sites.yaml, and one at its own site directly.
 """
 
@@ -62,7 +62,7 @@ MOMENT_S = 0.1
 
 
 def site_of_policy(site: str, sites: Sequence[str], *, near: bool) -> str:
-    """Where the product puts the policy process of the robot at `site`."""
+    """The site that the product chooses for the policy process of the robot at `site`."""
     word = {"colocate": "cell", "colocate_by": "site"} if near else {}
     robot = RobotConfig(name=f"robot-{site}", driver="fake")
     needs = (
@@ -283,7 +283,7 @@ def herd_rows() -> list[Row]:
 
 
 def _until(robots: Sequence[TunnelClient], holds: Callable[[TunnelClient], bool]) -> list[float]:
-    """When it first held for each. Raises RunError where it does not within `DEADLINE_S`."""
+    """The time when it first held for each. Raises RunError if it does not within `DEADLINE_S`."""
     since: dict[str, float] = {}
     deadline = time.monotonic() + DEADLINE_S
     while len(since) < len(robots):

@@ -1,6 +1,6 @@
 """The experience store against its bounds and peers: durable ingest. ``python -m benchmarks.store``
 
-What an opened store of a million steps costs is `benchmarks.million`'s.
+`benchmarks.million` measures the cost of an opened store of a million steps.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Disk:
                 yield time.perf_counter() - start
 
     def ours_as_log(self, group: int) -> Iterator[float]:
-        """As `ours`, for a log that knows nothing of chunks: the difference is what a store does with them."""
+        """As `ours`, for a log without chunks: the difference is the store's own work."""
         with LogWriter.open(self.fresh()) as writer:
             for packets in self.groups(group):
                 start = time.perf_counter()
@@ -245,7 +245,7 @@ def group_commit(disk: Disk, what: str) -> Row:
 
 
 def parts_of(disk: Disk, what: str) -> list[Row]:
-    """What a group costs as the gateway commits it, and without what a store does beside writing a log."""
+    """The cost of a group as the gateway commits it, and of the same group written to a bare log."""
     ways = {"checked before, as the gateway does": disk.ours_checked, "as a bare log": disk.ours_as_log}
     return [
         compare(

@@ -210,7 +210,7 @@ def durable_row(size: int) -> Row:
 
 
 def append_in_groups(writer: StoreWriter, packets: list[bytes], group_bytes: int = 8 * MB) -> None:
-    """What the gateway's commit thread does, without a network: decode and check once, append, one sync a group."""
+    """The work of the gateway's commit thread, without a network: decode and check once, append, one sync a group."""
     pending = 0
     for packet in packets:
         writer.append(packet)

@@ -65,7 +65,7 @@ class MemorySource:
         self._appended = on_append
 
     def stop(self) -> None:
-        """Offers nothing beyond what is under way."""
+        """Offers no chunk beyond those in flight."""
         self.count = self.acknowledged + 1
 
     def restart(self, count: int) -> None:
@@ -76,7 +76,7 @@ class MemorySource:
 
 
 class Echo:
-    """Answers requests and acknowledges chunks at once; sends weights each time they were received, when told to."""
+    """Answers requests and acknowledges chunks at once; on request it sends weights each time they were received."""
 
     def __init__(self) -> None:
         self.server: TunnelServer
@@ -116,7 +116,7 @@ def serve_echo(robot_key: str) -> None:
 
 
 def serve_bare() -> None:
-    """ROUTER with CURVE and nothing else. A request says how many of them one answer is for."""
+    """ROUTER with CURVE and nothing else. A request states how many of them one answer covers."""
     keys, stopping = new_keypair(), threading.Event()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -145,7 +145,7 @@ def serve_bare() -> None:
 
 
 def announce(endpoint: str, public_key: str) -> None:
-    """Says where this far end is, and stays until nobody needs it any more."""
+    """Prints the address of this far end, and serves until standard input closes."""
     sys.stdout.write(json.dumps([endpoint, public_key]) + "\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -41,7 +41,7 @@ _POSITION = struct.Struct("<q")
 
 
 class OutboxWatch:
-    """Follows an outbox that another process writes: what it holds without acknowledgement, at each look."""
+    """Polls an outbox that another process writes, for its unacknowledged chunks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,7 +66,7 @@ class OutboxWatch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that is over, and what was seen of it."""
+    """An ended run with its observations."""
 
     folder: RunFolder
     summary: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Weight pushes: how long, how large, and what the learner's step notices of them (goals 9, 10, 11).
+"""Weight pushes: their time, their size, and their cost to the learner's step (goals 9, 10, 11).
 
 ``python -m benchmarks.weights`` prints a table and writes ``benchmarks/out/weights.json`` and the governor's plot
 beside it; ``--small`` leaves out the policy of 450 million parameters (it needs 8 GB of memory and minutes).
@@ -34,7 +34,7 @@ STAGES = ("fetch", "decode", "load")
 
 
 def push_rows(name: str, make: Callable[[], dict[str, Array]], with_ray: bool) -> list[Row]:
-    """A full push against its bytes over bare CURVE, the peers' way of doing it, and where the time went."""
+    """A full push against its bytes over bare CURVE, the peers' method, and the time of each stage."""
     with ExitStack() as stack:
         peers: dict[str, Callable[[], float]] = {}
         if with_ray:
@@ -70,7 +70,7 @@ def push_rows(name: str, make: Callable[[], dict[str, Array]], with_ray: bool) -
 
 
 def _stage_rows(title: str, pushes: Sequence[Mapping[str, float]]) -> list[Row]:
-    """Medians of the stages; the rest is the offer's way here, and until the loop looks for what is ready."""
+    """Medians of the stages; the rest is the way of the offer, and the wait for the loop's next check."""
     rest = [times["all"] - sum(times[stage] for stage in STAGES) for times in pushes]
     found = {stage: [times[stage] for times in pushes] for stage in STAGES} | {"offer and swap": rest}
     return [

@@ -36,7 +36,7 @@ LOOK_S = 0.5
 
 
 class Holder(Policy):
-    """Keeps copies of its weights in place, as a policy does; acts are not its business here."""
+    """Updates copies of its weights in place, as a policy does; it never acts."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Array] = {}
@@ -64,7 +64,7 @@ def large(parameters: int, tensors: int = 100) -> dict[str, Array]:
 
 
 def updated(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, Array]:
-    """That share of the values went to their neighbour, up or down: what a small step does to bf16."""
+    """Moves that share of the values to their neighbour, up or down, as a small step does in bf16."""
     rng, found = np.random.default_rng(seed), {}
     for name, array in weights.items():
         fresh = array.copy()
@@ -93,7 +93,7 @@ def changed(parameters: int, share: float) -> Pair:
 
 
 def adapted(parameters: int) -> Pair:
-    """An adapter of 2.25M parameters beside a large policy that stays as it is."""
+    """An adapter of 2.25M parameters next to a large frozen policy."""
     before = build_tensor_set(large(parameters))
     adapters = {f"adapter.{i}": np.random.default_rng(i).normal(size=45_000).astype(np.float32) for i in range(50)}
     tuned = {name: array + np.float32(1e-3) for name, array in adapters.items()}
@@ -110,7 +110,7 @@ def _pair(before: TensorSet, after: TensorSet) -> Pair:
 
 
 class _Gateway:
-    """A gateway that knows nothing but weights: answers requests from a catalogue."""
+    """A gateway for weights only: answers requests from a version index."""
 
     def __init__(self) -> None:
         self.server: TunnelServer
@@ -139,7 +139,7 @@ class _Gateway:
             self.server.send(name, found, content)
 
     def push(self, name: str, offer: WeightsOffer) -> None:
-        """Offers a version to a robot, and sends ahead what it lets come unasked."""
+        """Offers a version to a robot, and sends ahead the part that the robot accepts unasked."""
         waits = self._waiting.pop(name, None)
         ahead = PrefetchPlanner(self.catalogue, self.version).requests(waits) if waits is not None else ()
         assert self.server.send(name, with_fields(offer, ahead=ahead))
@@ -147,7 +147,7 @@ class _Gateway:
             self._answer(name, request)
 
     def offer(self, state: TensorSet, parcel: Patch) -> WeightsOffer:
-        """Puts the next version in the catalogue: the parcel is told as of this one, whatever number it had."""
+        """Adds the next version to the index: the patch is announced under this version's number."""
         self.version += 1
         base = NO_VERSION if parcel.info.base == NO_VERSION else self.version - 1
         info = with_fields(parcel.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
@@ -159,7 +159,7 @@ class _Gateway:
 
 
 def _serve(pipe: Connection, make: Callable[[], Pair | dict[str, Array]], folder: str) -> None:
-    """The gateway's process: pushes the next version each time it is told to, until the pipe is closed."""
+    """The gateway's process: pushes the next version on each request, until the pipe is closed."""
     gateway, keys = _Gateway(), new_keypair()
     made = make()
     pair = made if isinstance(made, Pair) else None
@@ -190,7 +190,7 @@ def _await_peers(server: TunnelServer, names: tuple[str, ...]) -> None:
 
 
 def _told(pipe: Connection) -> tuple[str, ...]:
-    """To whom the next version goes; nobody once the pipe is closed."""
+    """The robots that get the next version; none once the pipe is closed."""
     try:
         return tuple(pipe.recv())
     except EOFError:
@@ -214,7 +214,7 @@ def _sizes(full: Patch, pair: Pair | None) -> Sizes:
 
 
 class Notifying(DoubleBufferedPolicy):
-    """Says when a version is there to be swapped to: whoever looks for it all the time takes the processor from it."""
+    """Signals a version that is ready to be swapped to: polling for it would take the processor from the transfer."""
 
     def __init__(self) -> None:
         super().__init__(Holder)
@@ -234,7 +234,7 @@ class Robot:
         self._name, self._client, self._swapper, self._inlet = name, client, swapper, inlet
 
     def await_version(self, version: int) -> None:
-        """Swaps as soon as it can, until it acts with `version`, and tells the gateway."""
+        """Swaps as soon as it can, until it acts with `version`, and reports to the gateway."""
         until_s = time.perf_counter() + DEADLINE_S
         while self.version != version:
             self._swapper.loaded.wait(LOOK_S)
@@ -266,7 +266,7 @@ class Pushes:
 
     @contextmanager
     def robot(self, name: str, endpoint: str = "") -> Iterator[Robot]:
-        """Connects a robot, by another way to the gateway where `endpoint` is given."""
+        """Connects a robot, through `endpoint` if it is given."""
         if name not in self._keys:
             self._keys[name] = new_keypair()
             Keyring(self._folder).allow(self._keys[name].public, name, "robot")

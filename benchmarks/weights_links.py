@@ -1,4 +1,4 @@
-"""Weights over emulated links: long ones, and a bad one beside seven good ones.
+"""Weights over emulated links: long links, and a bad link among seven good ones.
 
 The gateway has a process of its own, the robots share this one.
 """

@@ -1,4 +1,4 @@
-"""What the learner's step notices of pushes (goal 11), and the governor at work.
+"""The cost of pushes to the learner's step (goal 11), with the governor.
 
 The learner is real (RLPD's update on random batches, one thread), its envoy too; the gateway and a robot are processes
 of their own, as in a run.
@@ -38,10 +38,10 @@ from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
 
 PAIRS = 15
-MANY_PAIRS = 45  # where the goal is 1%: the medians of fifteen differ by more from one sitting to the next
-SETTLING_PAIRS = 12  # the governor needs about so many, from a share of 1 to where it stays
+MANY_PAIRS = 45  # for the goal of 1%: the medians of fifteen differ by more from one sitting to the next
+SETTLING_PAIRS = 12  # the governor needs about so many, from a share of 1 to a steady share
 STEPS = 60  # in each half of a pair: short, so that what else runs on the machine disturbs both halves alike
-BEFORE_S = 0.85  # of each half, not counted: what a push sets going at gateway and robot lasts almost as long
+BEFORE_S = 0.85  # of each half, not counted: gateway and robot work on a push for almost as long
 BATCH = 256
 GOVERNED_S = 30.0
 PERIOD = RlpdConfig().actor_period
@@ -110,7 +110,7 @@ class Fleet:
         return PublisherClient(setup, print)
 
     def step(self, envoy: PublisherClient, push: bool) -> float:
-        """Seconds of one update as the learner makes it, with what it does to publish when it does."""
+        """Seconds of one update as the learner makes it, including its publishing."""
         self.steps += 1
         started = time.perf_counter()
         self.algorithm.update(self.batch)
@@ -199,7 +199,7 @@ class Half:
     """Milliseconds: the median step, the processor time of the median step's thread, and that of the process a step.
 
     A step is the mean of as many as there are to each update of the actor: those take twice as long as the others.
-    On a machine that others use, a step waits for the processor; its processor time does not tell that.
+    On a machine that others use, a step waits for the processor; its processor time does not include that.
     """
 
     step_ms: float
@@ -208,7 +208,7 @@ class Half:
 
 
 def half(fleet: Fleet, envoy: PublisherClient, due: Callable[[], bool]) -> Half:
-    """`STEPS` steps, after what was under way has arrived and `BEFORE_S` of the same have passed."""
+    """`STEPS` steps, after the push in progress has arrived and `BEFORE_S` of the same have passed."""
     envoy.wait_until_stored(10)
     before_s = time.monotonic() + BEFORE_S
     while time.monotonic() < before_s or fleet.steps % PERIOD:

@@ -1,8 +1,8 @@
 """Peers that live in environments of their own, and measure themselves a round at a time when they are asked.
 
 `start` runs ``python -m benchmarks.peers.NAME`` with the interpreter of `.venv-bench` or `.venv-lerobot` (`.ci/set-up
---bench`, `--lerobot`). The peer says when it is ready, then answers each line with one figure, so that its rounds fall
-between ours in time. It answers through a pipe of its own; what its libraries print goes to
+--bench`, `--lerobot`). The peer reports when it is ready, then answers each line with one figure, so that its rounds
+fall between ours in time. It answers through a pipe of its own; what its libraries print goes to
 ``benchmarks/out/peer-NAME.log``.
 """
 

@@ -8,7 +8,7 @@ from benchmarks.peers.rounds import ACTIONS, BATCH, FLOATS, arguments, frames, r
 
 
 def declare_operators() -> torch.library.Library | None:
-    """The operators of a torchvision that was built for CUDA and cannot bring its own beside a torch that was not."""
+    """Declares the operators of a torchvision built for CUDA, which cannot load its own next to a CPU torch."""
     if torch.version.cuda or "+cpu" in importlib.metadata.version("torchvision"):
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")

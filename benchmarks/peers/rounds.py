@@ -1,4 +1,4 @@
-"""What a peer's process does with its standard streams, and the rows that all of them store."""
+"""The protocol of a peer's process on its standard streams, and the rows that all peers store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arguments() -> list[str]:
 
 
 def serve(measure: Callable[[], float]) -> None:
-    """Says that the peer is ready, then measures once for each line that comes, until there are no more."""
+    """Reports the peer as ready, then measures once for each line of standard input."""
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
         answers.write("0\n")
         for _ in sys.stdin:
