@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: the real command line in a process of its own, and what it leaves behind."""
+"""Starts the real command line in a process of its own, for tests of whole runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-END_S = 600.0  # by then what is waited for has come, however busy the machine
+END_S = 600.0  # long enough on a busy machine
 LEAVE_S = 120.0  # what Ray's processes may take to vanish after their driver has left
 
 
@@ -30,7 +30,7 @@ def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> A
 
 @dataclass
 class Launch:
-    """A running ``user-sys``, what it has printed, and every process that came of it."""
+    """A running ``user-sys``: its output and its processes."""
 
     process: subprocess.Popen[bytes]
     runtime: Path
@@ -51,11 +51,11 @@ class Launch:
         return self.process.wait(within_s)
 
     def interrupt(self) -> None:
-        """What a terminal does on Ctrl-C: every process of the foreground group hears it."""
+        """Sends SIGINT to the process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def processes(self) -> dict[int, str]:
-        """Command lines of all living processes that were started by it, directly or not: their environment tells."""
+        """Command lines of its living descendants, identified by their environment."""
         mark = f"USER_SYS_TEST_FOLDER={self.runtime}".encode()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -82,10 +82,10 @@ def user_sys(
     python: Path | str = sys.executable,
     runtime: Path | None = None,
 ) -> Iterator[Launch]:
-    """``user-sys argv`` in `folder`, by `python`; what is left of it at the end is killed.
+    """``user-sys argv`` in `folder`, by `python`; its processes are killed at the end.
 
     Args:
-        runtime: an empty folder for its locks and sockets, where they are to be there before it; it is removed.
+        runtime: an existing empty folder for its locks and sockets; it is removed at the end.
     """
     runtime = runtime or Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
     out, err = runtime / "out", runtime / "err"

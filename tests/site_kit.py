@@ -1,4 +1,4 @@
-"""What the tests of several sites share: a gateway's process, the keys of those it lets in, what its store holds."""
+"""A gateway process, allowed keys and the content of its store, for tests of several sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
 
 
 def allow(run: Path, keys: Path, name: str) -> None:
-    """Gives `name` a key pair in `keys`, as on its own computer, and has the gateway of `run` let it in as a robot."""
+    """Gives `name` a key pair in `keys`, as on its own computer, and allows it at the gateway of `run` as a robot."""
     pair = new_keypair()
     save_keypair(pair, keys, name)
     Keyring(run / "keys").allow(pair.public, name, "robot")
@@ -41,7 +41,7 @@ def gateway(run: Path) -> Iterator[GatewayAddress]:
 
 
 def headers(log: Path) -> list[ChunkHeader]:
-    """Of every chunk in a store or outbox, as often as it is there."""
+    """Of every chunk in a store or outbox, with duplicates."""
     if not any(log.glob("*.seg")):
         return []
     with LogReader.open(log) as reader:

@@ -1,4 +1,4 @@
-"""The shape of the tree: which way imports run, where each big library appears, and how large things may grow."""
+"""The structure of the tree: import directions, modules of large libraries, size budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("hal", "robots", "sim", "user_sys")
 FOLDERS = {*PACKAGES, "configs", "tests", "docker", "benchmarks", "docs"}
 BUILT = {"build", "dist", "runs"}  # by tools and runs; git ignores them
 
-# What a package may import of ours. One file is free to name concrete robots and simulations.
+# Which of our packages a package may import. One file may import concrete robots and simulations.
 MAY_IMPORT = {"hal": {"hal"}, "robots": {"robots", "hal"}, "sim": {"sim", "hal"}, "user_sys": {"user_sys", "hal"}}
 COMPOSE = "user_sys/compose.py"
 
@@ -110,7 +110,7 @@ def _relative(path: Path) -> str:
 
 
 def _imports(name: str) -> Iterator[tuple[str, int]]:
-    """What a module imports, with lines: at its top, in functions, and for type checkers alike."""
+    """The imports of a module with their lines, also in functions and for type checkers."""
     known = _modules()
     path = known[name]
     for node in ast.walk(_tree(path)):
@@ -148,7 +148,7 @@ def test_there_is_no_import_cycle() -> None:
 
 
 def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """One cycle through each module that the search meets again while it is still on the way."""
+    """One cycle through each module that the search meets again on its path."""
     cycles: list[list[str]] = []
     done: set[str] = set()
 

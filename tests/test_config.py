@@ -1,4 +1,4 @@
-"""Configuration: what is given in part keeps the rest, and what does not fit is one line that names it."""
+"""Configuration: defaults, overrides, and errors in one line."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def _load(path: Path, text: str, *overrides: str) -> Train:
     return load(Train, path, list(overrides))
 
 
-def test_without_a_file_everything_is_the_default() -> None:
+def test_missing_file_argument_gives_defaults() -> None:
     assert load(Train, None) == Train()
 
 
-def test_a_section_given_in_part_keeps_the_defaults_of_its_parent(path: Path) -> None:
+def test_partial_section_keeps_the_other_defaults(path: Path) -> None:
     config = _load(path, "learner:\n  learning_rate: 1e-3\n")
     assert config.learner == Learner(batch_size=512, learning_rate=1e-3)
 
@@ -101,12 +101,12 @@ def test_overrides_win_over_the_file(path: Path) -> None:
     assert (config.learner.batch_size, config.learner.name, config.seed) == (128, "a", 0)
 
 
-def test_text_from_the_command_line_is_taken_to_the_letter(path: Path) -> None:
+def test_text_override_is_taken_literally(path: Path) -> None:
     config = _load(path, "", "--learner.name=0010", "--folder=12", "--learner.max_training_s=null")
     assert (config.learner.name, config.folder, config.learner.max_training_s) == ("0010", Path("12"), None)
 
 
-def test_one_item_of_a_list_can_be_overridden(path: Path) -> None:
+def test_list_item_can_be_overridden(path: Path) -> None:
     assert [r.name for r in _load(path, "", "--robots.1.name=left").robots] == ["panda-0", "left"]
     text = "robots: [{bounds: [0, 1]}, {name: b}]"
     assert [r.name for r in _load(path, text).robots] == ["panda-0", "b"]
@@ -115,18 +115,18 @@ def test_one_item_of_a_list_can_be_overridden(path: Path) -> None:
     assert _load(path, "", "--learner.layers=[64]").learner.layers == (64,)
 
 
-def test_a_key_that_is_no_name_is_one_line(path: Path) -> None:
+def test_key_that_is_not_text_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="a key must be a name"):
         _load(path, "robots: [{[name]: a}]")
 
 
-def test_untyped_options_are_taken_as_they_are(path: Path) -> None:
+def test_untyped_options_are_kept(path: Path) -> None:
     text = "options: {camera: {width: 64, name: front}, gains: [1, 2]}"
     config = _load(path, text, "--options.camera.width=128", "--options.gains.1=3.5", "--options.new.deep=[a]")
     assert config.options == {"camera": {"width": 128, "name": "front"}, "gains": [1, 3.5], "new": {"deep": ["a"]}}
 
 
-def test_choices(path: Path) -> None:
+def test_choice_accepts_listed_values(path: Path) -> None:
     config = _load(path, "learner: {codec: bf16, mode: online}\nalgorithm: {type: bc, weight_decay: 0.1}")
     assert (config.learner.codec, config.learner.mode, config.algorithm) == (Codec.BF16, "online", Bc(0.1))
     assert _load(path, "algorithm: {}").algorithm == Sac(ensemble=10)
@@ -138,7 +138,7 @@ class Switch:
     power: Literal["on", "half"] = "half"
 
 
-def test_a_choice_may_be_called_off_or_on(path: Path) -> None:
+def test_choice_may_be_named_off_or_on(path: Path) -> None:
     path.write_text("ask: off\npower: on\n")
     assert load(Switch, path) == Switch("off", "on") == load(Switch, None, ["--ask=off", "--power=on"])
     with pytest.raises(ConfigError, match="--ask: expected one of auto, off, got True"):
@@ -163,7 +163,7 @@ def test_saved_configuration_loads_equal(path: Path) -> None:
     limit=st.none() | st.floats(allow_nan=False),
     label=st.text(string.ascii_letters, max_size=5),
 )
-def test_every_configuration_survives_a_round_trip(
+def test_configuration_survives_a_round_trip(
     tmp_path_factory: pytest.TempPathFactory, rate: float, name: str, layers: list[int], limit: float | None, label: str
 ) -> None:
     path = tmp_path_factory.mktemp("config") / "saved.yaml"
@@ -208,7 +208,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("text", ERRORS)
-def test_a_file_that_does_not_fit_is_refused_in_one_line(path: Path, text: str) -> None:
+def test_invalid_file_is_refused_in_one_line(path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _load(path, text)
     message = str(caught.value)
@@ -232,20 +232,20 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
-def test_an_override_that_does_not_fit_is_refused_in_one_line(path: Path, override: str) -> None:
+def test_invalid_override_is_refused_in_one_line(path: Path, override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _load(path, "", override)
     assert str(caught.value).startswith(OVERRIDES[override])
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_names_its_neighbour(path: Path) -> None:
+def test_missing_file_suggests_the_nearest_name(path: Path) -> None:
     path.write_text("")
     with pytest.raises(ConfigError, match=r"demos\.yaml: no such file; did you mean .*demo\.yaml\?"):
         load(Train, path.with_name("demos.yaml"))
 
 
-def test_a_missing_required_key_is_named(path: Path) -> None:
+def test_missing_required_key_is_named(path: Path) -> None:
     @dataclass(frozen=True)
     class Needy:
         endpoint: str
@@ -255,7 +255,7 @@ def test_a_missing_required_key_is_named(path: Path) -> None:
         load(Needy, path)
 
 
-def test_a_folder_or_binary_file_is_refused(path: Path, tmp_path: Path) -> None:
+def test_folder_or_binary_file_is_refused(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(Train, path)

@@ -1,4 +1,4 @@
-"""The documentation: its examples are what the program takes, its commands are there, its links lead somewhere."""
+"""The documentation: valid examples, existing commands, working links."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def examples() -> Iterator[Any]:
 
 
 def require_known(kind: type[Any], text: str, path: Path) -> None:
-    """Raises ConfigError or SpecError: `text` says something that a file of that kind cannot say."""
+    """Raises ConfigError or SpecError if `text` is not valid for this kind."""
     path.write_text(text)
     config = load(kind, path)
     for robot in getattr(config, "robots", ()):
@@ -86,7 +86,7 @@ def read_settings(where: str, robot: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "text"), list(examples()))
-def test_an_example_of_a_configuration_is_taken(kind: type[Any], text: str, tmp_path: Path) -> None:
+def test_example_configuration_is_valid(kind: type[Any], text: str, tmp_path: Path) -> None:
     require_known(kind, text, tmp_path / "example.yaml")
 
 
@@ -101,7 +101,7 @@ def test_an_example_of_a_configuration_is_taken(kind: type[Any], text: str, tmp_
         (RelayConfig, "listen: tcp://0.0.0.0:5556"),
     ],
 )
-def test_a_wrong_key_in_an_example_would_be_noticed(kind: type[Any], text: str, tmp_path: Path) -> None:
+def test_wrong_key_in_an_example_is_detected(kind: type[Any], text: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, SpecError)):
         require_known(kind, text, tmp_path / "example.yaml")
 
@@ -128,7 +128,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("page", "argv"), list(commands()))
-def test_a_command_is_there_with_its_options(page: str, argv: list[str]) -> None:
+def test_documented_command_exists(page: str, argv: list[str]) -> None:
     """One that is only named, such as ``user-sys store merge``, needs no arguments."""
     named = all(re.fullmatch("[a-z]+", word) for word in argv)
     if "VERB" in argv:
@@ -142,7 +142,7 @@ def test_a_command_is_there_with_its_options(page: str, argv: list[str]) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in LINK.findall(FENCED.sub("", page.read_text())):
         path, _, anchor = target.partition("#")
         file = page.parent / path if path else page
@@ -155,7 +155,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}
 
 
-def test_every_page_and_picture_can_be_found_from_the_first() -> None:
+def test_every_page_and_picture_is_linked() -> None:
     found, ahead = {README}, [README]
     while ahead:
         page = ahead.pop()

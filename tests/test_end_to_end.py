@@ -93,13 +93,13 @@ def require_summary(run: Path) -> dict[str, object]:
 @pytest.mark.xdist_group("runs 1")
 @pytest.mark.long(60)
 @pytest.mark.timeout(3600)
-def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> None:
+def test_run_trains_resumes_and_reports(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "fleet"
     with train(tmp_path, "fleet.yaml", "--name", "fleet", seconds=600.0) as launch:
         until(lambda: updates(run) > 50 or launch.process.poll() is not None, "it trains")
         launch.interrupt()
         assert launch.wait() == 130, launch.err
-        assert re.search(r"stopped; go on with: user-sys train --resume runs/fleet", launch.out.replace("\n", " "))
+        assert re.search(r"stopped; continue with: user-sys train --resume runs/fleet", launch.out.replace("\n", " "))
         assert launch.err == ""
         launch.require_nothing_left()
     require_delivered(run)
@@ -110,7 +110,7 @@ def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> No
 
     with train(tmp_path, "--resume", "runs/fleet", f"--learner.max_training_s={budget_s}") as launch:
         assert launch.wait() == 0, launch.err
-        assert "everything of this run is in" in launch.out and "success" in launch.out
+        assert "the files of this run are in" in launch.out and "success" in launch.out
         assert launch.err == ""
         launch.require_nothing_left()
     require_delivered(run)
@@ -124,7 +124,7 @@ def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path) -> None:
+def test_run_survives_a_kill_of_each_process(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "hurt"
     with train(tmp_path, "fleet.yaml", "--name", "hurt", seconds=25.0) as launch:
         until(lambda: updates(run) > 50, "it trains")

@@ -56,7 +56,7 @@ def robot(tmp_path: Path) -> Path:
 
 @pytest.mark.long(20)
 @pytest.mark.timeout(3600)
-def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot: Path, tmp_path: Path) -> None:
+def test_edge_survives_loss_of_cloud_processes_and_key_rotation(robot: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with ExitStack() as stack:
         with gateway(run) as address:
@@ -65,12 +65,12 @@ def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot:
             assert headers(run / "store")[0].source == "demo"
             session = load(SessionConfig, robot / "edge" / "left" / "session.yaml")
             assert session.tunnel.experience.bytes_per_s == 10e6
-            assert [card.robot for card in read_robot_records(run / "robots")] == ["left"]
+            assert [record.robot for record in read_robot_records(run / "robots")] == ["left"]
         stored = len(headers(run / "store"))
-        until(lambda: f"left: {address.endpoint} is out of reach" in launch.out, "it says that it is alone")
+        until(lambda: f"left: {address.endpoint} is out of reach" in launch.out, "the loss of the link is printed")
         until(lambda: len(headers(robot / "edge" / "left" / "outbox")) > stored + 2, "it works on alone")
         with gateway(run):
-            until(lambda: "left: within reach again" in launch.out, "it says that it is back")
+            until(lambda: "left: within reach again" in launch.out, "the return of the link is printed")
             until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again")
             for module in ("user_sys.edge.session", "user_sys.edge.driver_server"):
                 pid = until(lambda m=module: launch.pid_of(m), f"{module} runs")  # type: ignore[misc]
@@ -88,13 +88,13 @@ def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot:
 
 
 @pytest.mark.slow
-def test_two_computers_of_one_name_do_not_take_a_robot_from_each_other(robot: Path, tmp_path: Path) -> None:
+def test_second_edge_of_the_same_robot_waits(robot: Path, tmp_path: Path) -> None:
     run, double = tmp_path / "run", tmp_path / "double"
     shutil.copytree(robot, double)
     with gateway(run) as address, edge(robot, address) as first:
         until(lambda: "the run drives the robot" in first.out, "the first drives")
         with edge(double, address) as second:
-            until(lambda: "left is driven by edge on" in second.out, "the second says who has the robot")
+            until(lambda: "left is driven by edge on" in second.out, "the second names the first")
             assert "the run drives the robot" not in second.out and first.out.count("its processes start") <= 1
 
 
@@ -111,7 +111,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_what_cannot_work_is_said_before_a_robot_moves(said: str, robot: Path) -> None:
+def test_impossible_edge_config_is_refused(said: str, robot: Path) -> None:
     config, endpoint = MISTAKES[said]
     (robot / "robots.yaml").write_text(config)
     with user_sys(robot, "edge", "robots.yaml", "--connect", endpoint) as launch:
@@ -126,7 +126,7 @@ learner: {max_training_s: 8}
 """
 
 
-def test_a_robots_computer_reads_what_a_runs_file_says_of_its_guest(tmp_path: Path) -> None:
+def test_edge_reads_a_remote_robot_from_the_runs_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
     mine = load_edge_config(path, ["right"], ["--robots.0.options.rate_hz=20"])
@@ -137,7 +137,7 @@ def test_a_robots_computer_reads_what_a_runs_file_says_of_its_guest(tmp_path: Pa
         load_edge_config(path, ["left"], [])
 
 
-def test_a_run_says_which_of_its_guests_nobody_has_let_in(tmp_path: Path) -> None:
+def test_remote_robot_without_allowed_key_is_refused(tmp_path: Path) -> None:
     remote_robots = (RobotConfig(name="right"), RobotConfig(name="other"))
     with pytest.raises(RunError, match="remote_robots: the key of right is not allowed"):
         require_allowed(remote_robots, None)
@@ -147,7 +147,7 @@ def test_a_run_says_which_of_its_guests_nobody_has_let_in(tmp_path: Path) -> Non
     require_allowed(remote_robots[:1], tmp_path)
 
 
-def test_a_gateway_that_others_can_reach_does_not_start_without_keys(tmp_path: Path) -> None:
+def test_public_gateway_without_keys_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cloud.yaml").write_text(CLOUD)
     with user_sys(tmp_path, "cloud", "cloud.yaml", "--gateway.endpoint=tcp://0.0.0.0:0") as launch:
         assert launch.wait() == 2
@@ -188,7 +188,7 @@ def report(link: str, doing: SessionActivity, reason: str = "") -> SessionReport
         (RUNNING, WAITING, None, "its session process has ended and is started again: this key is not allowed"),
     ],
 )
-def test_how_a_robot_fares_is_told_in_plain_words(
+def test_robot_health_text(
     driver: ProcessStatus, session: ProcessStatus, said: SessionReport | None, text: str
 ) -> None:
     words = {"driver": "no such device", "session": "this key is not allowed"}
@@ -196,7 +196,7 @@ def test_how_a_robot_fares_is_told_in_plain_words(
     assert robot_health("tcp://desk:1", driver, LEFT_FOR_GOOD, said, words) is RUN_FINISHED
 
 
-def test_a_robot_that_is_refused_says_why_once_however_often_it_asks() -> None:
+def test_refused_robot_prints_the_reason_once() -> None:
     words = {"driver": "", "session": "session.failed Refused: left is driven by edge on desk"}
     refused = robot_health("tcp://desk:1", RUNNING, WAITING, None, words)
     assert refused.text == "left is driven by edge on desk; it asks again, and the robot is held"
@@ -207,7 +207,7 @@ def test_a_robot_that_is_refused_says_why_once_however_often_it_asks() -> None:
 
 
 @pytest.mark.slow
-def test_a_site_trains_through_its_relay(robot: Path, tmp_path: Path) -> None:
+def test_site_trains_through_a_relay(robot: Path, tmp_path: Path) -> None:
     """The whole way with ``user-sys relay`` in between, which is killed once."""
     run, lab = tmp_path / "run", tmp_path / "lab"
     pair = new_keypair()
@@ -224,7 +224,7 @@ def test_a_site_trains_through_its_relay(robot: Path, tmp_path: Path) -> None:
         far = stack.enter_context(edge(robot, near))
         until(lambda: len(headers(run / "store")) > 5, "it delivers through the relay")
         os.kill(relay.process.pid, signal.SIGKILL)
-        until(lambda: "is out of reach" in far.out, "it says that it is alone")
+        until(lambda: "is out of reach" in far.out, "the loss of the link is printed")
         stored = len(headers(run / "store"))
         again = stack.enter_context(user_sys(lab, "relay", "relay.yaml", "--connect", address.endpoint))
         until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again")
@@ -237,7 +237,7 @@ def test_a_site_trains_through_its_relay(robot: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_sites_train_together_and_conclude(robot: Path, tmp_path: Path) -> None:
+def test_two_sites_train_one_run(robot: Path, tmp_path: Path) -> None:
     """The whole way: keys made and exchanged by command, cloud in one folder, robot in another."""
     cloud = tmp_path / "cloud"
     cloud.mkdir()
@@ -256,6 +256,6 @@ def test_two_sites_train_together_and_conclude(robot: Path, tmp_path: Path) -> N
             assert far.wait() == 0, far.err
             assert "left: the run is over" in far.out
             far.require_nothing_left()
-        assert "everything of this run is in runs/pair" in launch.out and launch.err == ""
+        assert "the files of this run are in runs/pair" in launch.out and launch.err == ""
         launch.require_nothing_left()
     require_delivered(cloud / "runs" / "pair", robot / "edge" / "left" / "outbox")

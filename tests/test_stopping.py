@@ -149,7 +149,7 @@ def _go_on(pid: int) -> None:
         pass
 
 
-def test_ctrl_c_of_a_launcher_that_was_frozen(bench: Bench) -> None:
+def test_interrupt_of_a_frozen_launcher(bench: Bench) -> None:
     with bench.train() as launch:
         bench.await_training(launch)
         bench.await_motion(launch)
@@ -165,7 +165,7 @@ def test_ctrl_c_of_a_launcher_that_was_frozen(bench: Bench) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", ["gateway", "ray", "learner"])
-def test_ctrl_c_while_a_part_of_the_run_hangs(hung: str, bench: Bench) -> None:
+def test_interrupt_while_a_process_hangs(hung: str, bench: Bench) -> None:
     words = {"gateway": ["user_sys.gateway"], "ray": ["gcs_server --", "/raylet --"], "learner": ["user_sys.learner "]}
     with bench.train() as launch:
         bench.await_motion(launch)
@@ -181,7 +181,7 @@ def test_ctrl_c_while_a_part_of_the_run_hangs(hung: str, bench: Bench) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_robot_on_its_way_to_a_start_holds(number: signal.Signals, bench: Bench) -> None:
+def test_robot_on_its_way_to_a_start_holds(number: signal.Signals, bench: Bench) -> None:
     with bench.train(reset_s=120.0) as launch:
         bench.await_motion(launch)
         began_s = time.monotonic()
@@ -191,7 +191,7 @@ def test_a_robot_on_its_way_to_a_start_holds(number: signal.Signals, bench: Benc
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_no_robot_driven(bench: Bench) -> None:
+def test_killed_launcher_leaves_no_robot_driven(bench: Bench) -> None:
     with bench.train() as launch:
         bench.await_motion(launch)
         began_s = time.monotonic()
@@ -203,7 +203,7 @@ def test_a_killed_launcher_leaves_no_robot_driven(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once(bench: Bench) -> None:
+def test_second_interrupt_exits_immediately(bench: Bench) -> None:
     with bench.train() as launch:
         bench.await_motion(launch)
         with frozen(*pids_of(launch, "user_sys.learner ")):  # it would be waited for
@@ -217,7 +217,7 @@ def test_a_second_ctrl_c_ends_at_once(bench: Bench) -> None:
             bench.require_held(began_s)
 
 
-def test_recording_stops_with_ctrl_c(bench: Bench) -> None:
+def test_interrupt_stops_recording(bench: Bench) -> None:
     config = bench.write(reset_s=60.0)
     with user_sys(bench.folder, "record", config, "--output", "demos", env=bench.env) as launch:
         bench.await_motion(launch)

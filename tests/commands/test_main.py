@@ -1,4 +1,4 @@
-"""The command line: instant help, one line for an error, an exit status that tells what happened."""
+"""The command line: instant help, one line for an error, exit status."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("user-sys ")
 
 
-def test_overrides_are_set_apart_wherever_they_stand(launch: Verb) -> None:
+def test_overrides_are_separated_at_any_position(launch: Verb) -> None:
     seen: list[Namespace] = []
     launch(lambda args: seen.append(args) or 7)  # type: ignore[func-returns-value]
     argv = ["-v", "train", "--learner.batch_size", "128", "configs/demo.yaml", "--name", "x", "--seed=3", "--a.b", "-1"]
@@ -90,7 +90,7 @@ def test_overrides_are_set_apart_wherever_they_stand(launch: Verb) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ([], "required: VERB"),
         (["trian"], "invalid choice: 'trian'"),
@@ -100,15 +100,15 @@ def test_overrides_are_set_apart_wherever_they_stand(launch: Verb) -> None:
         (["store", "inspect"], "PATH"),
     ],
 )
-def test_wrong_usage_is_told(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_prints_the_problem(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (RunError("port 8088 is in use;\n take another"), "port 8088 is in use; take another"),
         (LeaseHeld("panda-0 is driven by lab-2"), "panda-0 is driven by lab-2"),
@@ -117,20 +117,22 @@ def test_wrong_usage_is_told(argv: list[str], said: str, capsys: pytest.CaptureF
         (ModuleNotFoundError("No module named 'av'", name="av.codec"), "'av': " + install_hint("interchange")),
     ],
 )
-def test_an_error_is_one_line(error: Exception, said: str, launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_prints_one_line(
+    error: Exception, message: str, launch: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
     launch(_fail(error))
     assert main(["train", "demo.yaml"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("user-sys: error: ") and err.endswith(f"{said}\n") and err.count("\n") == 1
+    assert err.startswith("user-sys: error: ") and err.endswith(f"{message}\n") and err.count("\n") == 1
 
 
-def test_verbose_shows_where_an_error_comes_from(launch: Verb) -> None:
+def test_verbose_raises_the_error(launch: Verb) -> None:
     launch(_fail(RunError("no")))
     with pytest.raises(RunError):
         main(["train", "demo.yaml", "-v"])
 
 
-def test_a_relay_is_told_at_once_that_it_cannot_dial_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relay_refuses_an_invalid_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "relay.yaml").write_text("name: lab\n")
     wrong = ("desk:5555", "tcp://desk:99999", "tcp://desk:0", "tcp://desk", "tcp://::1:5555", "tcp://[desk]:5555")
     for endpoint in wrong:
@@ -138,7 +140,7 @@ def test_a_relay_is_told_at_once_that_it_cannot_dial_there(tmp_path: Path, capsy
         assert f"user-sys: error: --connect {endpoint}: expected tcp://HOST:PORT" in capsys.readouterr().err
 
 
-def test_ctrl_c_says_how_to_resume(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_prints_how_to_resume(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(args: Namespace) -> int:
         args.run_dir = Path("runs/demo-1")
         raise KeyboardInterrupt
@@ -148,13 +150,13 @@ def test_ctrl_c_says_how_to_resume(launch: Verb, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "user-sys: interrupted; continue with: user-sys train --resume runs/demo-1\n"
 
 
-def test_ctrl_c_before_there_is_a_run(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_before_the_run_exists(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
     launch(_fail(KeyboardInterrupt()))
     assert main(["train", "demo.yaml"]) == 130
     assert capsys.readouterr().err == "user-sys: interrupted\n"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_closed_output_is_not_an_error() -> None:
     program = (
         "import sys, types\nfrom user_sys.commands.main import main\n"
         "launch = types.ModuleType('user_sys.commands.train')\n"

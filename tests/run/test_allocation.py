@@ -1,4 +1,4 @@
-"""A run that needs robots: which of those that its file lists it gets, and what it is told where it gets none."""
+"""The robots and GPUs that a run gets, and the reasons if it gets none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def robot(name: str, site: str = "lab", model: str = "panda", **facts: object) -> ResourceRecord:
     labels = {"site": site}
     record = ResourceRecord(
-        kind=Kind.ROBOT, name=name, model=model, node=f"{site}-desk", labels=labels, embodiment=f"that of a {model}"
+        kind=Kind.ROBOT, name=name, model=model, node=f"{site}-desk", labels=labels, embodiment=f"embodiment of {model}"
     )
     return msgspec.structs.replace(record, **facts)
 
@@ -90,7 +90,7 @@ def why(config: RunConfig, records: Sequence[ResourceRecord]) -> str:
     return str(refusal.value)
 
 
-def test_a_run_gets_two_pandas_with_a_gpu_near_them_whatever_the_order_of_what_is_there() -> None:
+def test_placement_near_a_gpu_does_not_depend_on_the_order_of_records() -> None:
     config = run_of(*LISTED, resources=PAIR)
     assert chosen(config, THERE) == chosen(config, THERE[::-1]) == ["b", "d"]
     for health in (Health.LOST, Health.LEASED, Health.QUARANTINED, Health.DRAINING):
@@ -99,20 +99,20 @@ def test_a_run_gets_two_pandas_with_a_gpu_near_them_whatever_the_order_of_what_i
         )
 
 
-def test_a_need_may_name_its_robot_and_the_rest_is_chosen_beside_it() -> None:
+def test_request_by_name_leaves_the_other_robots_to_placement() -> None:
     config = run_of(
         *LISTED, resources=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="robot", name="a")]
     )
     assert chosen(config, THERE) == ["a", "b"], "in the order of the file"
 
 
-def test_without_a_need_of_robots_a_run_has_all_that_it_lists() -> None:
+def test_run_without_robot_requests_drives_all_listed_robots() -> None:
     config = run_of(*LISTED, resources=[ResourceRequestConfig(kind="gpu")])
     assert select_robots(config, []) == config
     assert [request.name for request in config.robot_requests()] == list(LISTED)
 
 
-def test_what_is_missing_is_told_as_a_colleague_would() -> None:
+def test_failed_placement_is_explained() -> None:
     assert why(run_of(*LISTED, resources=PAIR), [*THERE[:4], *THERE[5:]]) == (
         "The job asks for two robots of model panda and one GPU with at least 24 GB, the robots and GPU at one site. "
         "Each of them is there, but not near each other (robots of model panda: a on hall, b on lab and c on hall; "
@@ -120,7 +120,7 @@ def test_what_is_missing_is_told_as_a_colleague_would() -> None:
     )
 
 
-def test_a_robot_that_the_file_does_not_list_is_named_and_not_taken() -> None:
+def test_unlisted_robot_is_named_but_not_selected() -> None:
     config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot", model="panda", count=2)])
     there = [robot("a"), robot("b", health=Health.LEASED, note="by run demo"), robot("c"), robot("u", model="ur5e")]
     assert why(config, there) == (
@@ -131,7 +131,7 @@ def test_a_robot_that_the_file_does_not_list_is_named_and_not_taken() -> None:
     assert both.endswith("c and d are also free; list them under robots to use them.")
 
 
-def test_the_choice_of_a_run_that_goes_on_is_what_it_had(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_robots(tmp_path: Path) -> None:
     config = run_of(*LISTED, resources=PAIR)
     had = select_robots(config, chosen(config, THERE))
     save(had, tmp_path / "config.yaml")
@@ -140,7 +140,7 @@ def test_the_choice_of_a_run_that_goes_on_is_what_it_had(tmp_path: Path) -> None
     assert "d is not there" in why(again, [*THERE[:4], robot("d", health=Health.LOST), *THERE[5:]]), "a and c are free"
 
 
-def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None:
+def test_robot_quarantined_in_any_run_is_not_selected(tmp_path: Path) -> None:
     config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot", count=2)], runs=tmp_path)
     book = OperatorOverrides(tmp_path / "demo" / "orders.json")
     book.set_override("b", "quarantined", "ana", "the gripper sticks")
@@ -157,7 +157,7 @@ def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None
         available_resources(config, [robot("a")])
 
 
-def test_a_computer_that_says_no_site_is_at_that_of_its_robots_where_these_agree() -> None:
+def test_computer_without_site_gets_the_common_site_of_its_robots() -> None:
     card = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
     at_lab, at_hall = robot("a", node="desk"), robot("b", "hall", node="desk")
     config = run_of(
@@ -167,7 +167,7 @@ def test_a_computer_that_says_no_site_is_at_that_of_its_robots_where_these_agree
     assert "not near each other" in why(config, available_resources(config, [card, at_lab, at_hall]))
 
 
-def test_the_files_labels_of_a_robot_go_before_those_of_its_node() -> None:
+def test_labels_of_the_file_override_those_of_the_node() -> None:
     listed = [RobotConfig(name=name, driver=driver) for name, driver in (("a", "ur"), ("s", "fake"), ("r", "ur"))]
     desk = ResourceRecord(kind=Kind.COMPUTE, name="desk", model="Ray node", node="desk", labels={"site": "desk-hall"})
     there = merge_cluster_records(
@@ -178,7 +178,7 @@ def test_the_files_labels_of_a_robot_go_before_those_of_its_node() -> None:
     )
     known = {record.name: record for record in there}
     assert (known["a"].labels, known["a"].node) == ({"site": "lab", "floor": "2"}, "rack")
-    assert (known["s"].labels, known["s"].node) == ({"site": "desk-hall"}, "desk"), "it runs beside the store"
+    assert (known["s"].labels, known["s"].node) == ({"site": "desk-hall"}, "desk"), "it runs on the store's node"
     assert (known["r"].health, known["r"].trouble) == (Health.LOST, "no node of the cluster has it")
 
 
@@ -186,14 +186,14 @@ def test_the_files_labels_of_a_robot_go_before_those_of_its_node() -> None:
 
 
 class Waits(Exception):
-    """What a run said when it had to wait."""
+    """Raised instead of waiting, with the printed reason."""
 
 
 def refuse_to_wait(text: str) -> None:
     raise Waits(text)
 
 
-def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
+def test_two_runs_select_different_robots() -> None:
     config = run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot", count=2)])
     with LocalAllocation(config, "one") as one, LocalAllocation(config, "two") as two:
         one.acquire(refuse_to_wait)
@@ -208,28 +208,28 @@ def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
         assert LocalLocks("another").acquire(["c"]) and not driven_robots(), "it holds nothing, and nothing moves"
 
 
-def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> None:
+def test_waiting_run_prints_the_reason_once_and_starts_after_the_other() -> None:
     config = run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot", count=2)])
-    said: list[str] = []
+    printed: list[str] = []
     with ExitStack() as until_then, LocalAllocation(config, "two") as two:
         until_then.enter_context(LocalAllocation(config, "one")).acquire(refuse_to_wait)
 
-        def say(text: str) -> None:
-            said.append(text)
+        def print_line(text: str) -> None:
+            printed.append(text)
             until_then.close()
 
-        two.acquire(say)
-        assert len(said) == 1 and [robot.name for robot in two.config.robots] == ["a", "b"]
+        two.acquire(print_line)
+        assert len(printed) == 1 and [robot.name for robot in two.config.robots] == ["a", "b"]
 
 
-def test_a_robot_that_another_program_drives_is_passed_over() -> None:
+def test_robot_driven_elsewhere_is_not_selected() -> None:
     config = run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot", count=2)])
     with robot_lock("a", "user-sys edge", simulated=True), LocalAllocation(config, "one") as one:
         one.acquire(refuse_to_wait)
         assert [robot.name for robot in one.config.robots] == ["b", "c"]
 
 
-def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> None:
+def test_robots_of_a_run_that_drives_all_are_locked_for_others() -> None:
     every, some = run_of("a", "b", resources=()), run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot")])
     with (
         LocalAllocation(some, "some") as first,
@@ -244,7 +244,7 @@ def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> Non
         assert [robot.name for robot in other.config.robots] == ["c"]
 
 
-def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_waits_for_it() -> None:
+def test_lease_names_the_driver_and_not_the_waiting_run() -> None:
     every = run_of("a", "b", resources=())
     with robot_lock("a", "user-sys edge", simulated=True), LocalAllocation(every, "every") as waiting:
         waiting.acquire(refuse_to_wait)
@@ -252,14 +252,14 @@ def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_wai
     assert notes[0].endswith("user-sys edge") and notes[1].endswith("run every")
 
 
-def test_a_robot_that_cannot_be_built_here_is_told_of_and_not_chosen() -> None:
+def test_unbuildable_robot_is_printed_and_not_selected() -> None:
     config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot")])
     crane = RobotConfig(name="a", driver="fake", task="reach", options={"rate": 5})
-    said: list[str] = []
+    printed: list[str] = []
     with LocalAllocation(replace(config, robots=(crane, config.robots[1])), "one") as one:
-        one.acquire(said.append)
+        one.acquire(printed.append)
         assert [robot.name for robot in one.config.robots] == ["b"]
-    assert said == ["a cannot be selected: unknown option 'rate'; did you mean 'rate_hz'?"]
+    assert printed == ["a cannot be selected: unknown option 'rate'; did you mean 'rate_hz'?"]
 
 
 @pytest.fixture
@@ -282,31 +282,31 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_get_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of("a", resources=[ResourceRequestConfig(kind="gpu")])
     with ExitStack() as until_then, LocalAllocation(config, "two") as two, LocalAllocation(config, "three") as three:
         one = until_then.enter_context(LocalAllocation(config, "one"))
         one.acquire(refuse_to_wait)
         two.acquire(refuse_to_wait)
         assert (one.learner_gpus, two.learner_gpus) == (("GPU-0",), ("GPU-1",))
-        said: list[str] = []
+        printed: list[str] = []
 
-        def say(text: str) -> None:
-            said.append(text)
+        def print_line(text: str) -> None:
+            printed.append(text)
             until_then.close()
 
-        three.acquire(say)
+        three.acquire(print_line)
         assert three.learner_gpus == ("GPU-0",) and re.search(
-            r"gpu-0 is used by pid \d+ of \S+ run one and .*gpu-1 is used", said[0]
+            r"gpu-0 is used by pid \d+ of \S+ run one and .*gpu-1 is used", printed[0]
         )
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         with LocalAllocation(config, "four") as four:
             four.acquire(refuse_to_wait)
-        assert four.learner_gpus == (), "whoever says which it is to see may share it"
+        assert four.learner_gpus == (), "a user who selects GPUs may share them"
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
+def test_gpu_of_a_policy_server_is_locked_for_others() -> None:
     needs = (ResourceRequestConfig(kind="gpu"), ResourceRequestConfig(kind="gpu", use="policy"))
     both = RunConfig(
         robots=(RobotConfig(name="a", driver="fake"),), resources=needs, policy=PolicyConfig(location="server")
@@ -320,7 +320,7 @@ def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
             two.acquire(refuse_to_wait)
 
 
-def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
+def test_impossible_request_is_refused_at_once() -> None:
     needs = [ResourceRequestConfig(kind="robot", labels={"site": "moon"})]
     with (
         LocalAllocation(run_of("a", resources=needs), "one") as one,
@@ -331,7 +331,7 @@ def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
     assert here[0].health is Health.READY
 
 
-def test_of_the_claims_of_a_run_there_are_all_or_none() -> None:
+def test_locks_are_acquired_all_or_none() -> None:
     first, second, third = LocalLocks("run one"), LocalLocks("run two"), LocalLocks("run three")
     assert first.acquire(["b"]) and not second.acquire(["a", "b"])
     assert third.acquire(["a"])
@@ -371,9 +371,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[L
         yield launch, others
 
 
-def test_a_run_without_enough_free_arms_waits_and_makes_nothing(
-    tmp_path: Path, waiting: tuple[Launch, LocalLocks]
-) -> None:
+def test_waiting_run_creates_no_folder(tmp_path: Path, waiting: tuple[Launch, LocalLocks]) -> None:
     launch, _ = waiting
     assert re.search(r"Only one is free, c: a is driven by pid \d+ of \S+ user-sys edge, b is driven by", launch.out)
     assert "crane cannot be selected: no driver 'nowhere'" in launch.out
@@ -385,7 +383,7 @@ def test_a_run_without_enough_free_arms_waits_and_makes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_that_waited_has_two_of_three_arms_alone(tmp_path: Path, waiting: tuple[Launch, LocalLocks]) -> None:
+def test_run_that_waited_drives_two_of_three_arms(tmp_path: Path, waiting: tuple[Launch, LocalLocks]) -> None:
     launch, others = waiting
     others.release()
     assert launch.wait() == 0, launch.err
@@ -394,7 +392,7 @@ def test_a_run_that_waited_has_two_of_three_arms_alone(tmp_path: Path, waiting: 
     config = load(RunConfig, run / "config.yaml")
     assert [robot.name for robot in config.robots] == ["b", "c"] and config.selects_robots
     assert {path.name for path in (run / "edge").iterdir()} == {"b", "c"}
-    assert {card.robot for card in read_robot_records(run / "robots")} == {"b", "c"}
+    assert {record.robot for record in read_robot_records(run / "robots")} == {"b", "c"}
     with StoreReader.open(run / "store") as reader:
         reader.refresh()
         assert {episode.robot for episode in reader.episodes()} == {"b", "c"}

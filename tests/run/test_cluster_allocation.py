@@ -1,4 +1,4 @@
-"""A run's two halves on a real Ray cluster: both or neither, who waits for whom, and that nothing stays reserved."""
+"""Robots and compute of a run on a real Ray cluster: both or neither, and nothing stays reserved."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ import pytest
 
 # The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
 _RUN = [sys.executable, __file__]
-SAID = [
+STAGES = [
     "both",
     "one waits for the other",
     "impossible is refused",
-    "a lease outside of the cluster counts",
-    "a choice passes over what is driven",
-    "a simulated robot runs beside the store",
+    "a lease outside the cluster counts",
+    "a driven robot is not selected",
+    "a simulated robot runs on the store's node",
     "a killed launcher holds nothing",
 ]
 
 
 @pytest.mark.slow
-def test_a_run_gets_its_robots_and_its_compute_or_neither(tmp_path: Path) -> None:
+def test_run_gets_robots_and_compute_or_neither(tmp_path: Path) -> None:
     env = {**os.environ, "USER_SYS_TEST_FOLDER": str(tmp_path)}
     done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == SAID
+    assert done.stdout.splitlines() == STAGES
     assert done.stderr == ""
 
 
 class Waits(Exception):
-    """What a job said when it had to wait."""
+    """Raised instead of waiting, with the printed reason."""
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     raise Waits(text)
 
 
@@ -78,33 +78,33 @@ def scenario(folder: Path) -> None:
             ClusterAllocation(cluster, job(2), "one", folder),
             ClusterAllocation(cluster, job(2), "two", folder),
         )
-        first.acquire(say)
+        first.acquire(print_line)
         assert list(first.slot_from_robot) == ["panda-0"] and [seat.node for seat in first.learner_slots] == [
             local_node()
         ]
-        print(SAID[0])
+        print(STAGES[0])
         with pytest.raises(Waits) as waits:
-            second.acquire(say)
+            second.acquire(print_line)
         assert str(waits.value) == (
             "run two waits, and holds nothing meanwhile. The job asks for the robot panda-0 and one computer with 2 "
             "processors. panda-0 is driven by run one. No computer here has as many processors free: "
             f"{local_node()} has 0 free (run one uses 2 of its 2)."
         )
         assert not second.slot_from_robot and not second.learner_slots
-        print(SAID[1])
+        print(STAGES[1])
         with pytest.raises(PlacementError, match=r"9999 processors\. The largest computer here, .* has 2 processors\."):
-            ClusterAllocation(cluster, job(9999), "three", folder).acquire(say)
-        print(SAID[2])
+            ClusterAllocation(cluster, job(9999), "three", folder).acquire(print_line)
+        print(STAGES[2])
         first.release()
         eventually(free)
         with robot_lock("panda-0", "user-sys edge", simulated=True), pytest.raises(Waits) as waits:
-            second.acquire(say)
+            second.acquire(print_line)
         assert str(waits.value).endswith(
             f" panda-0 is driven by pid {os.getpid()} of {getpass.getuser()} user-sys edge. "
             "It would fit if panda-0 were free."
         )
         eventually(free)
-        print(SAID[3])
+        print(STAGES[3])
         names = ("panda-0", "panda-1", "panda-2", "lone")
         lab = RunConfig(
             robots=tuple(RobotConfig(name=name, driver="fake") for name in names),
@@ -119,21 +119,21 @@ def scenario(folder: Path) -> None:
             ClusterAllocation(cluster, lab, "five", folder),
         )
         with robot_lock("panda-0", "user-sys edge", simulated=True):
-            chooser.acquire(say)
+            chooser.acquire(print_line)
             assert [robot.name for robot in chooser.config.robots] == ["panda-1", "panda-2", "lone"]
             assert list(chooser.slot_from_robot) == ["panda-1", "panda-2"] and driver_process_of("panda-1")
-        print(SAID[4])
+        print(STAGES[4])
         with pytest.raises(Waits) as waits:
-            other.acquire(say)
+            other.acquire(print_line)
         assert f" lone is driven by pid {os.getpid()} of {getpass.getuser()} run four." in str(waits.value)
         chooser.release()
         eventually(free)
-        other.acquire(say)
+        other.acquire(print_line)
         assert [robot.name for robot in other.config.robots] == ["panda-0", "panda-1", "lone"]
         assert list(other.slot_from_robot) == ["panda-0", "panda-1"]
         other.release()
         eventually(free)
-        print(SAID[5])
+        print(STAGES[5])
         import ray  # it has taken in its settings by now
 
         address = ray.get_runtime_context().gcs_address
@@ -142,7 +142,7 @@ def scenario(folder: Path) -> None:
             assert not free()
             os.kill(other.pid, signal.SIGKILL)
         eventually(free)
-        print(SAID[6])
+        print(STAGES[6])
 
 
 def launcher(folder: Path, address: str) -> None:
@@ -156,7 +156,7 @@ def launcher(folder: Path, address: str) -> None:
         robots=(RobotConfig(name="panda-0", driver="fake"),),
         resources=(ResourceRequestConfig(kind="compute", cores=1),),
     )
-    ClusterAllocation(connect_cluster(address), config, "killed", folder).acquire(say)
+    ClusterAllocation(connect_cluster(address), config, "killed", folder).acquire(print_line)
     print("has both", flush=True)
     signal.pause()
 

@@ -1,4 +1,4 @@
-"""Metrics: lines that other programs can read, event files that TensorBoard can read, wandb that keeps to itself."""
+"""Metrics: JSON lines, TensorBoard event files, and wandb."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Config:
     seed: int = 3
 
 
-def test_a_report_is_a_line(tmp_path: Path) -> None:
+def test_report_is_one_line(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, "learner") as writer:
         writer.write(10, {"loss": 0.5, "done": True}, time_unix_s=1.5)
         lines = (tmp_path / "metrics" / "learner.jsonl").read_text().splitlines()  # there before close
     assert [json.loads(line) for line in lines] == [{"count": 10, "time_unix_s": 1.5, "loss": 0.5, "done": 1}]
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_scalar_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, "learner") as writer:
         writer.write(1, {"a": math.nan, "b": math.inf})
     (line,) = read_metrics(writer.path)
     assert (line["a"], line["b"]) == (None, None)
 
 
-def test_a_restarted_node_appends_and_a_torn_line_hurts_no_other(tmp_path: Path) -> None:
+def test_restarted_process_appends_after_a_torn_line(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, "learner") as writer:
         writer.write(1, {})
     with open(writer.path, "ab") as file:
@@ -48,7 +48,7 @@ def test_a_restarted_node_appends_and_a_torn_line_hurts_no_other(tmp_path: Path)
     assert [line["count"] for line in read_metrics(writer.path)] == [1, 3]
 
 
-def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
+def test_threads_write_whole_lines(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, "gateway") as writer:
         threads = [threading.Thread(target=lambda: [writer.write(i, {"x": 1.0}) for i in range(200)]) for _ in range(4)]
         for thread in threads:
@@ -58,7 +58,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     assert len(list(read_metrics(writer.path))) == 800
 
 
-def test_a_full_disk_is_logged_once_and_writing_goes_on_after_it(
+def test_full_disk_is_logged_once_and_writing_continues_after_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -75,16 +75,16 @@ def test_a_full_disk_is_logged_once_and_writing_goes_on_after_it(
     assert [r.message.split()[0] for r in caplog.records] == ["metrics.write_failed"]
 
 
-def test_a_node_is_not_a_path(tmp_path: Path) -> None:
+def test_process_name_with_slash_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a/b"):
         MetricsWriter(tmp_path, "a/b")
 
 
-def test_no_file_no_metrics(tmp_path: Path) -> None:
+def test_missing_file_has_no_metrics(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path / "none.jsonl")) == []
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_log(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     with RunLogger(tmp_path, Config(), NO_WANDB) as logger:
@@ -96,7 +96,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     assert read == [(5, "learner/loss", 0.5), (7, "panda-0/success", 1.0)]
 
 
-def test_wandb_offline_stays_in_the_run_folder(
+def test_wandb_offline_writes_in_the_run_folder_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = tmp_path / "home"
@@ -117,7 +117,7 @@ def test_wandb_offline_stays_in_the_run_folder(
     assert not home.exists()
 
 
-def test_wandb_that_fails_does_not_break_the_run(
+def test_wandb_failure_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "demo-1"

@@ -1,4 +1,4 @@
-"""Progress: a panel for people, lines for logs."""
+"""Progress: a panel in a terminal, or plain lines."""
 
 from __future__ import annotations
 
@@ -50,30 +50,30 @@ def _text(width: int, progress: Progress) -> str:
     return console.file.getvalue()
 
 
-def test_the_panel_shows_the_run() -> None:
+def test_panel_shows_the_run() -> None:
     text = _text(100, PROGRESS)
     missing = [part for part in [*SHOWN, "41 (1 behind)", "human (alice)", "[outbox] grows"] if part not in text]
     assert missing == []
 
 
-def test_episodes_with_help_are_told_apart_from_successes_and_failures() -> None:
+def test_episodes_with_intervention_are_counted_apart() -> None:
     line, panel = plain_line(PROGRESS), _text(100, PROGRESS)
     assert "episodes 1,200 (2 with help)" in line and "success 55% of last 20 without help, 40% of last 50" in line
     assert "success alone, last 20" in panel and "with help" in panel
 
 
-def test_what_a_person_should_mend_stands_in_the_panel_and_in_the_line() -> None:
+def test_warning_is_in_panel_and_line() -> None:
     warned = replace(PROGRESS, warning="the disk is full")
     assert "the disk is full" in _text(100, warned) and "the disk is full" in plain_line(warned)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_panel_fits_its_terminal(width: int) -> None:
+def test_panel_fits_its_terminal(width: int) -> None:
     assert max(map(len, _text(width, PROGRESS).splitlines())) <= width
     assert "success" in _text(width, Progress(run="demo-1", stage="starting"))
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_at_each_stage() -> None:
+def test_without_terminal_prints_a_line_every_ten_seconds_and_at_each_stage() -> None:
     now = [100.0]
     console = Console(file=io.StringIO(), width=80)
     with ProgressDisplay(console, clock=lambda: now[0]) as display:
@@ -88,7 +88,7 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_at_each_stage(
     assert [part for part in SHOWN if part not in lines[0]] == []
 
 
-def test_on_a_terminal_it_is_drawn_in_place_and_events_stay() -> None:
+def test_on_terminal_redraws_in_place_and_keeps_printed_lines() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
     with ProgressDisplay(console) as display:
         display.show(PROGRESS)
@@ -100,7 +100,7 @@ def test_on_a_terminal_it_is_drawn_in_place_and_events_stay() -> None:
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_log_lines_do_not_tear_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_print_above_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = io.StringIO()
     monkeypatch.setattr(sys, "stderr", errors)
     handler = logging.StreamHandler()
@@ -118,10 +118,10 @@ def test_log_lines_do_not_tear_the_display(monkeypatch: pytest.MonkeyPatch) -> N
     assert errors.getvalue() == "robot-back\n"
 
 
-def test_what_is_unknown_is_not_made_up() -> None:
+def test_unknown_values_are_shown_as_unknown() -> None:
     line = plain_line(Progress(run="demo-1", stage="starting"))
     assert "success - of last 20" in line and "left" not in line
 
 
-def test_times() -> None:
+def test_duration_format() -> None:
     assert [format_duration(s) for s in (-1, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "1:00:00"]

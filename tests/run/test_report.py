@@ -1,4 +1,4 @@
-"""The report of a run: numbers that are honest, files that open."""
+"""The report of a run: its numbers and files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=100)
 
 
-def test_the_interval_is_wilsons() -> None:
+def test_interval_matches_published_values() -> None:
     assert wilson_interval(98, 100) == pytest.approx((0.9300, 0.9945), abs=1e-4)
     assert wilson_interval(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)
     assert wilson_interval(0, 0) == (0.0, 1.0)
@@ -60,7 +60,7 @@ def test_the_interval_is_wilsons() -> None:
 
 
 @given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_the_interval_holds_the_share(case: tuple[int, int]) -> None:
+def test_interval_contains_the_share(case: tuple[int, int]) -> None:
     low, high = wilson_interval(*case)
     assert 0.0 <= low <= case[0] / case[1] <= high <= 1.0
 
@@ -71,7 +71,7 @@ def test_moving_success_is_the_mean_of_the_last_episodes(outcomes: list[bool], w
     assert moving == pytest.approx([np.mean(outcomes[max(0, i + 1 - window) : i + 1]) for i in range(len(outcomes))])
 
 
-def test_the_report_is_written_and_shown(tmp_path: Path, console: Console) -> None:
+def test_report_is_written_and_printed(tmp_path: Path, console: Console) -> None:
     points = [EpisodePoint(3.0 * i, i > 40, intervened=i % 30 == 0) for i in range(100)]
     write_report(tmp_path, _summary(), points, console)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -85,24 +85,24 @@ def test_the_report_is_written_and_shown(tmp_path: Path, console: Console) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["success.png", "summary.json"]  # nothing half-written
 
 
-def test_a_run_that_ended_early_has_a_report_too(tmp_path: Path, console: Console) -> None:
+def test_run_that_ended_early_has_a_report(tmp_path: Path, console: Console) -> None:
     write_report(tmp_path, _summary(0, 0), [], console)
     assert read_summary(tmp_path)["success"] is None
     assert math.isnan(_summary(0, 0).success)
 
 
-def test_a_missing_summary_is_told(tmp_path: Path) -> None:
+def test_missing_summary_raises(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="summary.json"):
         read_summary(tmp_path)
 
 
-def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, console: Console) -> None:
+def test_unwritable_report_raises(tmp_path: Path, console: Console) -> None:
     with pytest.raises(RunError, match="cannot be written"):
         write_report(tmp_path / "absent", _summary(), [], console)
 
 
 @pytest.mark.parametrize("size", [(64, 96), (65, 97)])
-def test_a_video_plays_in_browsers(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_video_is_playable_in_browsers(tmp_path: Path, size: tuple[int, int]) -> None:
     from imageio_ffmpeg import count_frames_and_secs, read_frames
 
     path = tmp_path / "evaluation.mp4"
@@ -118,18 +118,18 @@ def test_a_video_plays_in_browsers(tmp_path: Path, size: tuple[int, int]) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["evaluation.mp4"]
 
 
-def test_a_video_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_failed_video_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.mp4"
     path.write_bytes(b"old")
     unlike = [np.zeros((64, 96, 3), np.uint8), np.zeros((32, 96, 3), np.uint8)]
-    for frames, said in (([], "no frames"), (unlike, "frame 2"), ([np.zeros((4, 4), np.uint8)], "uint8")):
-        with pytest.raises(RunError, match=said):
+    for frames, message in (([], "no frames"), (unlike, "frame 2"), ([np.zeros((4, 4), np.uint8)], "uint8")):
+        with pytest.raises(RunError, match=message):
             write_video(path, frames, fps=10)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["evaluation.mp4"]
 
 
-def test_a_run_that_wants_no_evaluation_keeps_its_counts(tmp_path: Path, console: Console) -> None:
+def test_run_without_evaluation_reports_its_counts(tmp_path: Path, console: Console) -> None:
     """Also without a policy: a real robot is not to be let go alone when its training is over."""
     robot = RobotConfig(name="left", driver="fake", task="reach")
     config = RunConfig(robots=(robot,), evaluation=EvaluationConfig(episodes=0))
@@ -137,16 +137,16 @@ def test_a_run_that_wants_no_evaluation_keeps_its_counts(tmp_path: Path, console
     assert read_summary(tmp_path)["success"] is None
 
 
-def test_a_real_robot_is_not_let_go_alone_when_its_training_is_over(tmp_path: Path) -> None:
-    said = io.StringIO()
+def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:
+    message = io.StringIO()
     config = RunConfig(robots=(RobotConfig(name="arm", driver="ur", task="tidy", real_time=True),))
     folder = RunFolder(tmp_path)
-    assert evaluate_and_report(config, folder, [], _summary(0, 0), Console(file=said, width=500)) == _summary(0, 0)
-    assert "not evaluated without a person who stands by: arm; with an e-stop within reach: " in said.getvalue()
-    assert f"user-sys evaluate {tmp_path} --robot NAME" in said.getvalue()
+    assert evaluate_and_report(config, folder, [], _summary(0, 0), Console(file=message, width=500)) == _summary(0, 0)
+    assert "not evaluated without a person who stands by: arm; with an e-stop within reach: " in message.getvalue()
+    assert f"user-sys evaluate {tmp_path} --robot NAME" in message.getvalue()
 
 
-def test_a_film_shows_the_newest_picture_of_each_camera() -> None:
+def test_video_frame_joins_the_newest_picture_of_each_camera() -> None:
     film: list[Array] = []
     show = video_listener(film.append, 2)
     red, blue = (CameraFrame(np.full((2, 2, 3), grey, np.uint8), 0) for grey in (9, 5))
@@ -155,7 +155,7 @@ def test_a_film_shows_the_newest_picture_of_each_camera() -> None:
     assert [(picture[0, 0, 0], picture[0, 2, 0]) for picture in film] == [(9, 5), (5, 5)]
 
 
-def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
+def test_latest_links_to_the_newest_run(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         link = link_latest(tmp_path / name)
@@ -163,7 +163,7 @@ def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
     assert link.readlink() == Path("b")  # relative: the runs folder can be moved
 
 
-def test_latest_never_replaces_what_is_no_link(tmp_path: Path) -> None:
+def test_latest_does_not_replace_a_folder(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     with pytest.raises(RunError, match="not a link"):
         link_latest(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Run folders, what lies in them before a run starts, what is known while it goes on, and how bad input is told."""
+"""Run folders, their preparation, the progress of a run, and bad input at the command line."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def fleet(runs: Path, *names: str) -> RunConfig:
 # Run folders
 
 
-def test_a_run_folder_opens_again_with_what_it_was_made_of(tmp_path: Path) -> None:
+def test_run_folder_reopens_with_its_settings(tmp_path: Path) -> None:
     config = replace(fleet(tmp_path / "runs", "left", "right"), seed=7)
-    folder, card = create_run_folder(config, "first", ENDPOINT)
-    again, found, found_card = open_run_folder(tmp_path / "runs" / "first")
-    assert again.path == folder.path.resolve() and found_card == card
+    folder, metadata = create_run_folder(config, "first", ENDPOINT)
+    again, found, found_metadata = open_run_folder(tmp_path / "runs" / "first")
+    assert again.path == folder.path.resolve() and found_metadata == metadata
     assert found == replace(config, name="first", gateway=replace(config.gateway, endpoint=ENDPOINT))
-    assert found_card.endpoint == ENDPOINT
+    assert found_metadata.endpoint == ENDPOINT
 
 
-def test_a_resumed_run_may_be_given_other_settings(tmp_path: Path) -> None:
+def test_overrides_change_settings_of_a_resumed_run(tmp_path: Path) -> None:
     create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     _, config, _ = open_run_folder(tmp_path / "first", ["--learner.max_training_s=7", "--console.port", "0"])
     assert (config.learner.max_training_s, config.console.port) == (7.0, 0)
@@ -76,21 +76,21 @@ def test_a_resumed_run_may_be_given_other_settings(tmp_path: Path) -> None:
         open_run_folder(tmp_path / "first", ["--gateway.endpoint=tcp://0.0.0.0:7777"])
 
 
-def test_a_name_is_given_once(tmp_path: Path) -> None:
+def test_existing_run_name_is_refused(tmp_path: Path) -> None:
     create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     with pytest.raises(RunError, match=r"the run 'first' exists in .*; continue it with `--resume .*/first`"):
         create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     open_run_folder(tmp_path / "first")
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_unwritable_run_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(RunError, match="cannot create the run folder .*: Not a directory"):
         create_run_folder(fleet(tmp_path / "runs"), "first", ENDPOINT)
 
 
 @pytest.mark.parametrize(
-    ("card", "said"),
+    ("content", "message"),
     [
         (None, "is not a run folder: it has no run.json"),
         (b"{", "cannot be read"),
@@ -101,24 +101,24 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_run_of_ours_is_not_opened(card: bytes | None, said: str, tmp_path: Path) -> None:
+def test_invalid_run_folder_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     folder, _ = create_run_folder(fleet(tmp_path), "first", ENDPOINT)
-    if card is None:
+    if content is None:
         (folder.path / METADATA_FILE).unlink()
     else:
-        (folder.path / METADATA_FILE).write_bytes(card)
-    with pytest.raises(RunError, match=said):
+        (folder.path / METADATA_FILE).write_bytes(content)
+    with pytest.raises(RunError, match=message):
         open_run_folder(folder.path)
     with pytest.raises(RunError, match="not a run folder"):
         open_run_folder(tmp_path / "nowhere")
 
 
-def test_a_default_name_says_what_and_when() -> None:
+def test_default_name_has_config_and_time() -> None:
     assert re.fullmatch(r"demo-\d{4}-\d{4}-\d\d", default_run_name(Path("configs/demo.yaml")))
     assert default_run_name(None).startswith("run-")
 
 
-def test_a_target_over_no_episodes_is_no_target() -> None:
+def test_target_over_no_episodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         TargetConfig(success=0.9, episodes=0)
 
@@ -126,14 +126,14 @@ def test_a_target_over_no_episodes_is_no_target() -> None:
 # Preparation
 
 
-def test_preparing_again_keeps_keys_and_lets_a_new_robot_in(tmp_path: Path) -> None:
+def test_preparing_again_keeps_keys_and_allows_a_new_robot(tmp_path: Path) -> None:
     config = fleet(tmp_path, "left")
-    folder, card = create_run_folder(config, "first", ENDPOINT)
-    prepare_run_folder(config, folder, card)
+    folder, metadata = create_run_folder(config, "first", ENDPOINT)
+    prepare_run_folder(config, folder, metadata)
     before = {path.name: path.read_bytes() for path in folder.keys.glob("*.key")}
     assert set(before) == {"gateway.key", "learner.key", "console.key", "left.key"}
     larger = fleet(tmp_path, "left", "right")
-    specs = prepare_run_folder(larger, folder, card)
+    specs = prepare_run_folder(larger, folder, metadata)
     after = {path.name: path.read_bytes() for path in folder.keys.glob("*.key")}
     assert set(after) - set(before) == {"right.key"} and all(after[name] == key for name, key in before.items())
     for path in folder.keys.glob("*.key"):
@@ -144,12 +144,12 @@ def test_preparing_again_keeps_keys_and_lets_a_new_robot_in(tmp_path: Path) -> N
     assert set(specs) == {"left", "right"}
 
 
-def test_what_is_prepared_is_what_the_processes_read(tmp_path: Path) -> None:
+def test_prepared_files_are_read_by_the_processes(tmp_path: Path) -> None:
     config = replace(fleet(tmp_path, "left"), seed=5)
-    folder, card = create_run_folder(config, "first", ENDPOINT)
-    prepare_run_folder(config, folder, card)
+    folder, metadata = create_run_folder(config, "first", ENDPOINT)
+    prepare_run_folder(config, folder, metadata)
     state = folder.edge("left")
-    assert [(card.robot, card.spec) for card in read_robot_records(folder.robots)] == [
+    assert [(record.robot, record.spec) for record in read_robot_records(folder.robots)] == [
         ("left", robot_spec(config.robots[0]))
     ]
     assert load(RobotConfig, state / "robot.yaml") == config.robots[0]
@@ -162,26 +162,26 @@ def test_what_is_prepared_is_what_the_processes_read(tmp_path: Path) -> None:
     "endpoint",
     ["", "5555", "0.0.0.0:5555", "tcp://0.0.0.0", "tcp://*:*", "tcp://:5555", "tcp://::1:5555", "tcp://a:65536"],
 )
-def test_an_address_at_which_nobody_can_listen_is_refused_before_anything_is_made(endpoint: str) -> None:
+def test_invalid_listen_address_is_refused(endpoint: str) -> None:
     for config in (GatewayConfig, RelayConfig):
         with pytest.raises(ConfigError, match=f"^endpoint: {re.escape(endpoint)}: expected tcp://ADDRESS:PORT, "):
             config(endpoint=endpoint)
 
 
-def test_an_address_of_another_machine_is_refused_before_anything_is_made() -> None:
+def test_listen_address_of_another_machine_is_refused() -> None:
     assert free_endpoint("tcp://*:0").startswith("tcp://*:")
     with pytest.raises(RunError, match="gateway.endpoint: cannot listen on tcp://192.0.2.1:0: "):
         free_endpoint("tcp://192.0.2.1:0")
 
 
-def test_a_free_port_is_found_once_and_a_given_one_is_kept() -> None:
+def test_port_zero_becomes_a_free_port_and_others_stay() -> None:
     found = free_endpoint("tcp://127.0.0.1:0")
     assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+", found)
     assert free_endpoint(found) == found
 
 
 @pytest.mark.usefixtures("ipv6")
-def test_a_free_port_is_found_on_an_ipv6_address() -> None:
+def test_port_zero_becomes_a_free_port_on_ipv6() -> None:
     assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", free_endpoint("tcp://[::1]:0"))
 
 
@@ -239,7 +239,7 @@ def learner(updates: int, training_s: float, version: int) -> MetricsReport:
     return MetricsReport(node="learner", count=updates, scalars=scalars)
 
 
-def test_success_counts_only_episodes_without_a_person(tracker: ProgressTracker) -> None:
+def test_success_rate_counts_autonomous_episodes_only(tracker: ProgressTracker) -> None:
     for report in (episode(True), episode(False), episode(None), episode(True, person=3), episode(True)):
         tracker.on_episode(report)
     assert (
@@ -251,7 +251,7 @@ def test_success_counts_only_episodes_without_a_person(tracker: ProgressTracker)
     assert [(p.success, p.intervened) for p in tracker.episodes.points].count((True, True)) == 1
 
 
-def test_rates_and_staleness_follow_what_is_reported(tracker: ProgressTracker, clock: Clock) -> None:
+def test_rates_and_staleness_follow_the_reports(tracker: ProgressTracker, clock: Clock) -> None:
     tracker.on_status(status("left", version=2))
     tracker.on_status(status("right", version=5))
     for second in range(5):
@@ -265,7 +265,7 @@ def test_rates_and_staleness_follow_what_is_reported(tracker: ProgressTracker, c
     assert tracker.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in tracker.scalars()
 
 
-def test_a_full_store_is_told_until_there_is_room(tracker: ProgressTracker) -> None:
+def test_full_disk_warns_until_there_is_space(tracker: ProgressTracker) -> None:
     assert not tracker.snapshot("training").warning
     for node, folder in (
         ("gateway", "store"),
@@ -274,27 +274,27 @@ def test_a_full_store_is_told_until_there_is_room(tracker: ProgressTracker) -> N
     ):
         short = {"disk_needed_bytes": 5e6, "disk_free_bytes": 4096.0}
         tracker.on_metrics(MetricsReport(node=node, count=9, scalars=short))
-        said = f"waiting for disk space in {RUN / folder}: needs 5 MB, 0.0041 MB free; "
-        assert said in tracker.snapshot("training").warning
+        message = f"waiting for disk space in {RUN / folder}: needs 5 MB, 0.0041 MB free; "
+        assert message in tracker.snapshot("training").warning
         tracker.on_metrics(MetricsReport(node=node, count=9, scalars={key: 0.0 for key in short}))
         assert not tracker.snapshot("training").warning
 
 
-def test_checkpoints_that_a_learner_passes_over_are_counted(tracker: ProgressTracker) -> None:
+def test_unreadable_checkpoints_are_counted(tracker: ProgressTracker) -> None:
     scalars = {"checkpoints_unreadable": 2.0}
     tracker.on_metrics(MetricsReport(node="learner", count=9, scalars=scalars))
     tracker.on_metrics(MetricsReport(node="gateway", count=9, scalars={}))
     assert tracker.learners.unreadable_checkpoints == {"learner": 2}
 
 
-def test_training_that_waits_for_a_persons_order_is_told(tracker: ProgressTracker) -> None:
+def test_training_held_by_a_pinned_version_warns(tracker: ProgressTracker) -> None:
     tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 1.0}))
     assert "training waits" in tracker.snapshot("training").warning
     tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 0.0}))
     assert not tracker.snapshot("training").warning
 
 
-def test_a_robot_is_behind_its_own_learner_and_no_other(tracker: ProgressTracker) -> None:
+def test_staleness_is_relative_to_the_robots_own_learner(tracker: ProgressTracker) -> None:
     tracker.on_metrics(learner(100, 1.0, version=90))
     tracker.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))
     tracker.on_status(status("left", version=89))
@@ -305,7 +305,7 @@ def test_a_robot_is_behind_its_own_learner_and_no_other(tracker: ProgressTracker
     assert tracker.snapshot("training").staleness == 1
 
 
-def test_a_robot_that_is_silent_is_shown_as_lost(tracker: ProgressTracker, clock: Clock) -> None:
+def test_silent_robot_is_lost(tracker: ProgressTracker, clock: Clock) -> None:
     tracker.on_status(status("left"))
     clock.now_s += ROBOT_TIMEOUT_S + 1
     tracker.on_status(status("right"))
@@ -313,9 +313,7 @@ def test_a_robot_that_is_silent_is_shown_as_lost(tracker: ProgressTracker, clock
     assert tracker.robots.seen == {"left", "right"}
 
 
-def test_a_guest_that_has_not_come_in_is_shown_as_missing_and_one_that_is_silent_since_when(
-    tracker: ProgressTracker, clock: Clock
-) -> None:
+def test_remote_robot_is_missing_until_it_connects_and_lost_when_silent(tracker: ProgressTracker, clock: Clock) -> None:
     tracker.robots.expect(["far"])
     clock.now_s += 65
     assert [(r.name, r.control, r.note) for r in tracker.snapshot("training").robots] == [
@@ -330,7 +328,7 @@ def test_a_guest_that_has_not_come_in_is_shown_as_missing_and_one_that_is_silent
     assert not tracker.robots.active and tracker.robots.seen == {"far"}
 
 
-def test_a_resumed_run_counts_on(tracker: ProgressTracker, clock: Clock, tmp_path: Path) -> None:
+def test_resumed_run_continues_its_counts(tracker: ProgressTracker, clock: Clock, tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, "run") as metrics:
         assert previous_elapsed_s(metrics.path) == 0.0
         clock.now_s += 100.0
@@ -358,19 +356,19 @@ logging: {wandb: {mode: disabled}}
 """
 
 
-def require_one_line(folder: Path, said: str, *argv: object, env: dict[str, str] | None = None) -> None:
+def require_one_line(folder: Path, message: str, *argv: object, env: dict[str, str] | None = None) -> None:
     """The command fails with one line for a person, and leaves no process behind."""
     with user_sys(folder, *argv, env=env) as launch:
-        require_told(launch, said)
+        require_told(launch, message)
 
 
-def require_told(launch: Launch, said: str) -> None:
+def require_told(launch: Launch, message: str) -> None:
     assert launch.wait() == 2, launch.err
     err = "".join(
         line for line in launch.err.splitlines(True) if "machine.test_folder" not in line
     )  # says the test kit
     assert err.count("\n") == 1 and err.startswith("user-sys: error: "), err
-    assert re.search(said, err), err
+    assert re.search(message, err), err
     assert "Traceback" not in launch.out + err
     launch.require_nothing_left()
 
@@ -397,17 +395,17 @@ MISTAKES = {
 OWN = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]\n"  # demonstrations by default
 
 
-def test_a_mistake_is_one_line_and_makes_nothing(config: Path) -> None:
+def test_mistake_prints_one_line_and_creates_nothing(config: Path) -> None:
     (config.parent / "greedy.yaml").write_text(f"{FAKE}resources: [{{kind: compute, cores: 9999}}]\n")
     (config.parent / "own.yaml").write_text(f"{FAKE[FAKE.index('console') :]}{OWN}")
     with ExitStack() as stack:
-        launches = {said: stack.enter_context(user_sys(config.parent, *argv)) for said, argv in MISTAKES.items()}
-        for said, launch in launches.items():
-            require_told(launch, said)
+        launches = {message: stack.enter_context(user_sys(config.parent, *argv)) for message, argv in MISTAKES.items()}
+        for message, launch in launches.items():
+            require_told(launch, message)
     assert not (config.parent / "runs").exists()
 
 
-def test_a_console_port_in_use_is_found_before_anything_is_made(config: Path) -> None:
+def test_console_port_in_use_is_refused_before_the_folder_exists(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         require_one_line(
@@ -429,14 +427,14 @@ def without_egl(tmp_path: Path) -> dict[str, str]:
     return {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 
-def test_a_machine_without_egl_is_told_what_to_install(tmp_path: Path, without_egl: dict[str, str]) -> None:
+def test_missing_egl_names_the_package(tmp_path: Path, without_egl: dict[str, str]) -> None:
     require_one_line(
         tmp_path, "EGL is missing or broken.*apt-get install libegl1", "train", "sim.yaml", env=without_egl
     )
 
 
 @pytest.mark.slow
-def test_a_robot_that_never_comes_up_ends_the_run(tmp_path: Path, without_egl: dict[str, str]) -> None:
+def test_robot_that_never_starts_ends_the_run(tmp_path: Path, without_egl: dict[str, str]) -> None:
     """Without demonstrations the first to draw is the driver process."""
     require_one_line(
         tmp_path,
@@ -448,32 +446,32 @@ def test_a_robot_that_never_comes_up_ends_the_run(tmp_path: Path, without_egl: d
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
-def test_a_learner_that_fails_at_every_start_ends_the_run(config: Path) -> None:
+def test_crash_looping_learner_ends_the_run(config: Path) -> None:
     require_one_line(
         config.parent,
-        "learner cannot be kept alive: .*learner.device is cuda, and torch .* finds no GPU on .*; see .*learner.log; "
-        "nothing that was recorded is lost",
+        "learner cannot be kept running: .*learner.device is cuda, and torch .* finds no GPU on .*; see .*learner.log; "
+        "all recorded steps are kept",
         *("train", config, "--learner.device=cuda"),
     )
 
 
-def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew_unasked(config: Path) -> None:
+def test_unreadable_checkpoints_refuse_a_resume(config: Path) -> None:
     folder, _ = create_run_folder(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
     (folder.checkpoints / "learner-fake-0a1b2c" / "000001-000000000700.checkpoint").mkdir(parents=True)
-    said = "learner-fake-0a1b2c/000001-000000000700.checkpoint: .*index.json is missing.*--restart-if-unreadable"
-    require_one_line(config.parent, said, "train", "--resume", folder.path)
+    message = "learner-fake-0a1b2c/000001-000000000700.checkpoint: .*index.json is missing.*--restart-if-unreadable"
+    require_one_line(config.parent, message, "train", "--resume", folder.path)
 
 
-def test_unreadable_checkpoints_are_kept_if_training_is_to_begin_anew(config: Path) -> None:
+def test_restart_moves_unreadable_checkpoints_aside(config: Path) -> None:
     folder, _ = create_run_folder(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
     (folder.checkpoints / "000001-000000000700.checkpoint").mkdir(parents=True)
-    told = StringIO()
-    report_unreadable_checkpoints(folder, Console(file=told, width=400))
+    output = StringIO()
+    report_unreadable_checkpoints(folder, Console(file=output, width=400))
     kept = folder.checkpoints / "unreadable-1" / "000001-000000000700.checkpoint"
     assert (
         kept.is_dir()
-        and str(kept.parent) in told.getvalue()
-        and "training starts from the beginning" in told.getvalue()
+        and str(kept.parent) in output.getvalue()
+        and "training starts from the beginning" in output.getvalue()
     )
 
 
@@ -492,7 +490,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("room", [8, 40])
-def test_a_full_disk_is_one_line(config: Path, small_disk: Path, room: int) -> None:
+def test_full_disk_prints_one_line(config: Path, small_disk: Path, room: int) -> None:
     """With so many KiB left the run folder or the demonstrations do not fit."""
     (small_disk / "filler").write_bytes(bytes((96 - room) * 1024))
     require_one_line(config.parent, "No space|no space|full", "train", config, f"--runs={small_disk}", "--name=full")
@@ -511,7 +509,7 @@ def test_a_full_disk_is_one_line(config: Path, small_disk: Path, room: int) -> N
         (False, 0, True, ExitStatus.REACHED),
     ],
 )
-def test_the_exit_status_says_whether_the_target_was_reached(
+def test_exit_status_tells_whether_the_target_was_reached(
     reached: bool | None, successes: int, any_result: bool, status: ExitStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     required = 0.6 if reached is not None else 0.0
@@ -521,13 +519,13 @@ def test_the_exit_status_says_whether_the_target_was_reached(
     assert ("target not reached" in capsys.readouterr().out) == (reached is False or successes == 5)
 
 
-def test_a_required_share_is_not_reached_where_nothing_was_evaluated() -> None:
+def test_required_share_is_missed_without_evaluation() -> None:
     config = RunConfig(evaluation=EvaluationConfig(required=0.6))
     assert exit_status(config, RunSummary("x", 0, 0, 1.0, 1, 1, 0, 0), False, Console()) == ExitStatus.NOT_REACHED
 
 
 @pytest.mark.parametrize(("umask", "mode"), [("", 0o700), ("027", 0o750)])
-def test_what_a_command_writes_is_private_unless_configured(umask: str, mode: int, tmp_path: Path) -> None:
+def test_files_are_private_unless_configured(umask: str, mode: int, tmp_path: Path) -> None:
     (tmp_path / "demo.yaml").write_text(FAKE)
     env = {"USER_SYS_UMASK": umask}
     with user_sys(tmp_path, "record", "demo.yaml", "--output", "demos", "--episodes", 1, env=env) as launch:
@@ -537,6 +535,6 @@ def test_what_a_command_writes_is_private_unless_configured(umask: str, mode: in
     assert found <= {mode} and files <= {mode & 0o666, 0o600} and (mode & 0o666) in files
 
 
-def test_a_umask_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_umask_is_refused(tmp_path: Path) -> None:
     env = {"USER_SYS_UMASK": "private"}
     require_one_line(tmp_path, "USER_SYS_UMASK='private' is not an octal umask", "record", "demo.yaml", env=env)

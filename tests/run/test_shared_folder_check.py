@@ -1,4 +1,4 @@
-"""What a computer is held to see of a folder, by when and what it answers."""
+"""The check whether another computer sees a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from user_sys.run.cluster_allocation import FOLDER_CHECK_TIMEOUT_S, RemoteRead, 
 
 
 class Elsewhere:
-    """Another computer, which answers when told to; asking it takes the time that one waits for it."""
+    """Another computer whose answer the test sets; without an answer, a read advances the clock by its wait."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -35,7 +35,7 @@ def elsewhere() -> Elsewhere:
     return Elsewhere()
 
 
-def test_nobody_waits_for_an_answer_who_does_not_want_to(tmp_path: Path, elsewhere: Elsewhere) -> None:
+def test_check_without_wait_does_not_block(tmp_path: Path, elsewhere: Elsewhere) -> None:
     look = SharedFolderCheck(tmp_path, elsewhere.ask, clock=elsewhere.clock)
     assert look.is_visible(0.0) is None and elsewhere.now_s == 0.0
     assert elsewhere.asked is not None
@@ -46,20 +46,20 @@ def test_nobody_waits_for_an_answer_who_does_not_want_to(tmp_path: Path, elsewhe
 
 
 @pytest.mark.parametrize("answer", ["", "what another computer has there"])
-def test_who_has_another_folder_there_does_not_see_it(answer: str, tmp_path: Path, elsewhere: Elsewhere) -> None:
+def test_another_text_means_not_visible(answer: str, tmp_path: Path, elsewhere: Elsewhere) -> None:
     look = SharedFolderCheck(tmp_path / "not" / "made", elsewhere.ask, clock=elsewhere.clock)
     assert elsewhere.asked is not None and elsewhere.asked.parent == tmp_path
     elsewhere.answer = answer
     assert look.is_visible(60.0) is False
 
 
-def test_who_does_not_answer_in_time_does_not_see_it(tmp_path: Path, elsewhere: Elsewhere) -> None:
+def test_no_answer_before_the_timeout_means_not_visible(tmp_path: Path, elsewhere: Elsewhere) -> None:
     look = SharedFolderCheck(tmp_path, elsewhere.ask, clock=elsewhere.clock)
     assert look.is_visible(FOLDER_CHECK_TIMEOUT_S / 2) is None
     assert look.is_visible(FOLDER_CHECK_TIMEOUT_S) is False and elsewhere.now_s == FOLDER_CHECK_TIMEOUT_S
 
 
-def test_no_sign_is_left_where_it_cannot_be_asked(tmp_path: Path) -> None:
+def test_failed_check_leaves_no_file(tmp_path: Path) -> None:
     def refuse(path: Path) -> RemoteRead:
         raise RuntimeError("the cluster has gone")
 

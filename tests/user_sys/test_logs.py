@@ -1,4 +1,4 @@
-"""Logs: a flood of one message is cut off and counted."""
+"""Logging: repeated messages are limited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def record(message: str, *args: object) -> logging.LogRecord:
     return logging.LogRecord("user_sys.console", logging.WARNING, "", 0, message, args, None)
 
 
-def test_a_flood_of_one_message_is_cut_off_and_counted() -> None:
+def test_repeated_message_is_limited_and_counted() -> None:
     now = [0.0]
     repeats = RepeatFilter(lambda: now[0])
     passed = [repeats.filter(record("console.refused client=%s", number)) for number in range(30_000)]

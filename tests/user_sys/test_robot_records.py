@@ -1,4 +1,4 @@
-"""Robots' cards: what lies in a folder that others may have written."""
+"""Robot records in a folder that may hold damaged files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NESTED = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", NESTED, b" " * (2 << 20)], ids=len)
-def test_a_card_that_is_none_is_left_out(content: bytes, tmp_path: Path) -> None:
+def test_damaged_record_is_skipped(content: bytes, tmp_path: Path) -> None:
     save_robot_record(tmp_path, "left", FakeRobot().spec)
     (tmp_path / "right.json").write_bytes(content)
-    assert [card.robot for card in read_robot_records(tmp_path)] == ["left"]
+    assert [record.robot for record in read_robot_records(tmp_path)] == ["left"]
 
 
 @pytest.mark.parametrize("rate", [b"0.0", b"-5.0"])
-def test_a_card_of_a_robot_that_there_cannot_be_is_left_out(rate: bytes, tmp_path: Path) -> None:
+def test_record_with_invalid_spec_is_skipped(rate: bytes, tmp_path: Path) -> None:
     save_robot_record(tmp_path, "left", FakeRobot().spec)
     card = tmp_path / "left.json"
     sound = card.read_bytes()
@@ -28,7 +28,7 @@ def test_a_card_of_a_robot_that_there_cannot_be_is_left_out(rate: bytes, tmp_pat
     assert card.read_bytes() != sound and read_robot_records(tmp_path) == ()
 
 
-def test_a_card_with_the_name_of_another_robot_is_left_out(tmp_path: Path) -> None:
+def test_misnamed_record_is_skipped(tmp_path: Path) -> None:
     save_robot_record(tmp_path, "left", FakeRobot().spec)
     (tmp_path / "left.json").rename(tmp_path / "right.json")
     assert read_robot_records(tmp_path) == ()
