@@ -67,10 +67,10 @@ def test_edge_survives_loss_of_cloud_processes_and_key_rotation(robot: Path, tmp
             assert session.tunnel.experience.bytes_per_s == 10e6
             assert [record.robot for record in read_robot_records(run / "robots")] == ["left"]
         stored = len(headers(run / "store"))
-        until(lambda: f"left: {address.endpoint} is out of reach" in launch.out, "the loss of the link is printed")
+        until(lambda: f"left: {address.endpoint} is unreachable" in launch.out, "the loss of the link is printed")
         until(lambda: len(headers(robot / "edge" / "left" / "outbox")) > stored + 2, "it works on alone")
         with gateway(run):
-            until(lambda: "left: within reach again" in launch.out, "the return of the link is printed")
+            until(lambda: "left: reachable again" in launch.out, "the return of the link is printed")
             until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again")
             for module in ("user_sys.edge.session", "user_sys.edge.driver_server"):
                 pid = until(lambda m=module: launch.pid_of(m), f"{module} runs")  # type: ignore[misc]
@@ -177,15 +177,15 @@ def report(link: str, doing: SessionActivity, reason: str = "") -> SessionReport
             RUNNING,
             RUNNING,
             report("open", "waiting for weights"),
-            "only a person moves the robot until something was learned",
+            "until then only an operator moves the robot",
         ),
         (RUNNING, RUNNING, report("open", "driving"), "the run drives the robot"),
-        (RUNNING, RUNNING, report("lost", "driving", "silent"), "out of reach (silent): the robot works on"),
-        (RUNNING, RUNNING, report("lost", "held without a lease", "silent"), "run out, and the robot is held until"),
+        (RUNNING, RUNNING, report("lost", "driving", "silent"), "unreachable (silent): the robot continues"),
+        (RUNNING, RUNNING, report("lost", "held without a lease", "silent"), "expired, and the robot is held until"),
         (RUNNING, RUNNING, report("lost", "waiting for its lease", "closed"), "trying again; the robot is held"),
-        (WAITING, RUNNING, None, "its driver process has ended and is started again: no such device"),
-        (RUNNING, KILLED, None, "its session process has ended and is started again: killed by signal 9"),
-        (RUNNING, WAITING, None, "its session process has ended and is started again: this key is not allowed"),
+        (WAITING, RUNNING, None, "its driver process has ended and is restarted: no such device"),
+        (RUNNING, KILLED, None, "its session process has ended and is restarted: killed by signal 9"),
+        (RUNNING, WAITING, None, "its session process has ended and is restarted: this key is not allowed"),
     ],
 )
 def test_robot_health_text(
@@ -197,9 +197,9 @@ def test_robot_health_text(
 
 
 def test_refused_robot_prints_the_reason_once() -> None:
-    words = {"driver": "", "session": "session.failed Refused: left is driven by edge on desk"}
+    words = {"driver": "", "session": "session.failed SessionRefused: left is driven by edge on desk"}
     refused = robot_health("tcp://desk:1", RUNNING, WAITING, None, words)
-    assert refused.text == "left is driven by edge on desk; it asks again, and the robot is held"
+    assert refused.text == "left is driven by edge on desk; it tries again, and the robot is held"
     again = robot_health("tcp://desk:1", RUNNING, RUNNING, None, words)
     assert is_expected_restart(again, refused) and not is_expected_restart(refused, again)
     came_in = robot_health("tcp://desk:1", RUNNING, RUNNING, report("open", "driving"), words)
@@ -224,7 +224,7 @@ def test_site_trains_through_a_relay(robot: Path, tmp_path: Path) -> None:
         far = stack.enter_context(edge(robot, near))
         until(lambda: len(headers(run / "store")) > 5, "it delivers through the relay")
         os.kill(relay.process.pid, signal.SIGKILL)
-        until(lambda: "is out of reach" in far.out, "the loss of the link is printed")
+        until(lambda: "is unreachable" in far.out, "the loss of the link is printed")
         stored = len(headers(run / "store"))
         again = stack.enter_context(user_sys(lab, "relay", "relay.yaml", "--connect", address.endpoint))
         until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again")

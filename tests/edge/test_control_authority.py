@@ -182,7 +182,7 @@ def test_the_stop_latches_until_a_named_person_re_arms(desk: Desk) -> None:
     assert not desk.order("", "re-arm").accepted
     assert desk.order("carol", "re-arm").accepted and desk.authority.state is ControlState.HOLD
     assert desk.authority.operator == "" and desk.authority.audit[-1].operator == "carol"
-    assert not desk.authority.take_reset()  # asked for before the stop: it must not move the robot now
+    assert not desk.authority.take_reset_request()  # the stop discards it
     assert desk.order("carol", "hand-back").accepted and desk.authority.state is ControlState.POLICY
 
 

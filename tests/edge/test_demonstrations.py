@@ -15,7 +15,7 @@ from user_sys.edge.outbox import Outbox
 def test_a_robot_that_drops_out_while_demonstrations_are_shown_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_sys.commands.edge, "AWAIT_ROBOT_S", 0.0)
+    monkeypatch.setattr(user_sys.commands.edge, "ROBOT_RETRY_S", 0.0)
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "r"))
     robot = RobotConfig(name="fake-0", driver="fake", task="reach", options={"faults": {"drop_out_at": 30}})
     config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=12))

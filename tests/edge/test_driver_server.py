@@ -222,7 +222,7 @@ def test_a_driver_that_is_to_end_gives_a_reset_up(site: Site) -> None:
     site.server.stop.set()
     thread.join(END_S)
     (error,) = ended
-    assert isinstance(error, HalError) and "the driver of fake-0 ends" in str(error)
+    assert isinstance(error, HalError) and "the driver of fake-0 is stopping" in str(error)
 
 
 def test_people_are_obeyed_in_the_order_in_which_they_spoke(site: Site) -> None:
@@ -246,7 +246,7 @@ def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) 
             socket.connect(driver_endpoint("fake-0"))
             socket.send(encode_packet(request, {ACTION: RIGHT}))
             assert socket.poll(END_S * 1000)
-            assert "came too late" in decode_packet(socket.recv(), DriverReply)[0].message
+            assert "is too late" in decode_packet(socket.recv(), DriverReply)[0].message
     assert len(site.robot.commands) == 1
 
 
@@ -300,7 +300,7 @@ def test_a_lease_that_has_run_out_has_the_robot_held_until_it_is_renewed(site: S
     site.lease_ns = 100
     tick = site.client.step(RIGHT)
     assert tick.applied is None and len(site.robot.commands) == 1 and site.robot.stops[-1] is StopLevel.HOLD
-    with pytest.raises(HalError, match="the lease of fake-0 has run out"):
+    with pytest.raises(HalError, match="the lease of fake-0 has expired"):
         site.client.reset(0)
     site.anyone.renew_lease(2, 200)
     assert site.client.step(RIGHT).applied is not None, "no successor came, and the holder goes on"
@@ -331,5 +331,5 @@ def test_a_lease_that_runs_out_on_the_way_to_a_start_ends_that_and_a_renewal_is_
     site.lease_ns = 200
     thread.join(END_S)
     (error,) = ended
-    assert isinstance(error, HalError) and "on the way to a start" in str(error)
+    assert isinstance(error, HalError) and "during the reset" in str(error)
     until(lambda: StopLevel.HOLD in site.pass_ns(2 * PERIOD_NS), "it is held")

@@ -113,13 +113,13 @@ def test_a_silent_session_is_held(driver: NodeProcess) -> None:
 
 SESSION = """
 import sys, numpy as np
-from user_sys.edge.environment import Tick
-from user_sys.edge.driver_client import REPLY_DEADLINE_S, RemoteDriver
-driver = RemoteDriver("fake-0", token=int(sys.argv[1]))
+from user_sys.edge.environment import TimeStep
+from user_sys.edge.driver_client import REPLY_DEADLINE_S, DriverClient
+driver = DriverClient("fake-0", token=int(sys.argv[1]))
 driver.attach()
 driver.real_time = True
 while True:
-    print(driver.command(np.array([0.01, 0, 0, 0.08], np.float32)).held, flush=True)
+    print(driver.step(np.array([0.01, 0, 0, 0.08], np.float32)).held_periods, flush=True)
 """
 
 

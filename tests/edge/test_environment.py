@@ -323,7 +323,7 @@ def test_a_camera_that_does_not_keep_to_its_spec_is_lost(picture: np.ndarray) ->
     driver.connect()
     assert driver.reset(seed=0).frames
     camera.frame = CameraFrame(picture, 1)
-    with pytest.raises(HardwareLost, match=r"camera front shows .*; its spec says uint8 \(16, 16, 3\)"):
+    with pytest.raises(HardwareLost, match=r"camera front gives .*; its spec has uint8 \(16, 16, 3\)"):
         driver.step(STILL)
     driver.close()
 

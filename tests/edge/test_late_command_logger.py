@@ -55,7 +55,7 @@ def test_a_late_command_is_told_with_its_parts(caplog: pytest.LogCaptureFixture)
         clock.now_ns += 40 * MS
         driver.step(np.zeros(1))
     (line,) = caplog.messages
-    assert line.startswith("command.late robot=arm-0: 45.0 ms after its observation: 2.0 until the session had that")
+    assert line.startswith("command.late robot=arm-0: 45.0 ms after its observation: 2.0 until the session had it")
     assert line.endswith("3.0 until the driver applied it")
     computing, waiting = map(float, re.findall(r"([\d.]+) (?:computing|waiting)", line))
     assert computing + waiting == pytest.approx(40.0, abs=0.11)

@@ -80,7 +80,7 @@ def watched() -> tuple[RecordingRobot, RobotSetup]:
 
 
 def test_a_real_robot_is_not_driven_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_sys.edge.local_environment, "LOCK_WITHIN_S", 0.0)
+    monkeypatch.setattr(user_sys.edge.local_environment, "LOCK_TIMEOUT_S", 0.0)
     robot, station = watched()
     with robot_lock("arm-0", "for run demo", simulated=False):
         with pytest.raises(LeaseHeld, match="by pid .* for run demo"), open_local_environment(station, REAL):

@@ -87,7 +87,7 @@ def test_a_hand_gives_way_to_another_person_and_to_the_e_stop(authority: Control
 
 def test_nobody_else_goes_by_that_name(authority: ControlAuthority) -> None:
     reply = order(authority, "take-over", operator=LOCAL_OPERATOR)
-    assert not reply.accepted and "kept for" in reply.reason
+    assert not reply.accepted and "reserved for" in reply.reason
 
 
 @pytest.mark.usefixtures("runtime")

@@ -140,7 +140,7 @@ def test_a_damaged_note_is_reported_and_holds_nothing_up(
     note = tmp_path / "dropped"
     note.write_bytes(damage(note.read_bytes()))
     with opened(tmp_path) as outbox:
-        assert "outbox.note-damaged" in caplog.text and not outbox.dropped.episodes
+        assert "outbox.drop_record_damaged" in caplog.text and not outbox.dropped.episodes
         assert ("e-19", CHUNKS - 1) in waiting(outbox)
 
 

@@ -32,16 +32,16 @@ def test_a_driver_in_real_time_goes_first_or_says_why_not(tmp_path: Path, real_t
         assert asked or not driver.refused_realtime
 
 
-TURNS = """
+CONTROL_LOOP = """
 import os, threading
-from user_sys.edge.realtime import LOOP_PRIORITY, PRIORITY, take_turns_first
-assert 0 < LOOP_PRIORITY < PRIORITY, "a driver goes before what commands it"
+from user_sys.edge.realtime import CONTROL_LOOP_PRIORITY, DRIVER_PRIORITY, start_with_realtime_priority
+assert 0 < CONTROL_LOOP_PRIORITY < DRIVER_PRIORITY
 policies = []
 def start():
     thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
     thread.start()
     thread.join()
-refused = take_turns_first(LOOP_PRIORITY, start)
+refused = start_with_realtime_priority(CONTROL_LOOP_PRIORITY, start)
 policies.append(os.sched_getscheduler(0))
 start()
 granted = [os.SCHED_FIFO, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.SCHED_OTHER]
@@ -50,19 +50,19 @@ print(policies == ([os.SCHED_OTHER] * 2 if refused else granted))
 
 
 def test_a_control_loop_goes_first_and_the_threads_that_it_starts_later_do_not() -> None:
-    said = subprocess.run([sys.executable, "-c", TURNS], capture_output=True, text=True, timeout=60, check=True)
+    said = subprocess.run([sys.executable, "-c", CONTROL_LOOP], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout == "True\n"
 
 
 REFUSED = """
 import resource
-from user_sys.edge.realtime import claim_realtime
+from user_sys.edge.realtime import enable_realtime
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
 resource.setrlimit(resource.RLIMIT_RTPRIO, (0, 0))
 import os
 if os.getuid() == 0:
     os.setuid(65534)
-print(claim_realtime([4095]))
+print(enable_realtime([4095]))
 """
 
 

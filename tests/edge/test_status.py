@@ -30,24 +30,24 @@ def picture(camera: str, step: int) -> Preview:
 
 
 def test_while_one_picture_is_made_only_the_newest_of_each_camera_waits() -> None:
-    offered: list[tuple[str, int]] = []
-    go_on = threading.Event()
+    sent: list[tuple[str, int]] = []
+    release = threading.Event()
 
-    def offer(preview: Preview, jpeg: bytes) -> None:
+    def send(preview: Preview, jpeg: bytes) -> None:
         assert jpeg.startswith(b"\xff\xd8")
-        offered.append((preview.camera, preview.step))
-        assert go_on.wait(60)
+        sent.append((preview.camera, preview.step))
+        assert release.wait(60)
 
     frame = np.zeros((16, 16, 3), np.uint8)
-    with PreviewEncoder(offer) as previews:
+    with PreviewEncoder(send) as previews:
         previews.submit(picture("front", 0), frame)
-        until(lambda: offered, "the first is under way")
+        until(lambda: sent, "the first is under way")
         for step in (1, 2):
             for camera in ("front", "wrist"):
                 previews.submit(picture(camera, step), frame)
-        go_on.set()
-        until(lambda: len(offered) == 3, "the newest ones follow")
-    assert offered == [("front", 0), ("front", 2), ("wrist", 2)]
+        release.set()
+        until(lambda: len(sent) == 3, "the newest ones follow")
+    assert sent == [("front", 0), ("front", 2), ("wrist", 2)]
 
 
 def test_what_cannot_be_encoded_is_said_by_the_next_picture() -> None:
@@ -95,42 +95,52 @@ def test_every_intervention_is_counted_with_its_reason() -> None:
 
 
 class FakeClient:
-    """The end of the tunnel that a status goes into."""
+    """A tunnel client that records its messages."""
 
     def __init__(self) -> None:
-        self.said: list[ControlMessage] = []
+        self.sent: list[ControlMessage] = []
 
     def send(self, message: ControlMessage) -> bool:
-        self.said.append(message)
+        self.sent.append(message)
         return True
 
-    def offer_preview(self, preview: object, jpeg: bytes) -> bool:
+    def send_preview(self, preview: object, jpeg: bytes) -> bool:
         return False
 
     def scalars(self) -> dict[str, float]:
         return {}
 
 
-def test_the_version_is_the_one_that_acted_last_also_after_an_order_to_go_back(tmp_path: Path) -> None:
-    spec, heard = robot_spec(RobotConfig(name="fake-0", driver="fake")), FakeClient()
-    tick = TimeStep({}, {}, 0, None, 0, 0, TaskOutcome(0.0, False), 0, False)
+class FakeSource:
+    """A session without notes and weights metrics."""
+
+    episode = "e"
+
+    def status_note(self) -> str:
+        return ""
+
+    def weights_scalars(self) -> dict[str, float]:
+        return {}
+
+
+def test_status_shows_the_version_that_acted_last(tmp_path: Path) -> None:
+    spec, client = robot_spec(RobotConfig(name="fake-0", driver="fake")), FakeClient()
+    time_step = TimeStep({}, {}, 0, None, 0, 0, TaskOutcome(0.0, False), 0, False)
     action = np.zeros(len(spec.action.labels), np.float32)
     with Outbox.open(tmp_path) as outbox:
         status = StatusPublisher(
             "fake-0",
-            heard,
+            client,  # type: ignore[arg-type]
             outbox,
             ControlAuthority("fake-0", spec),
-            lambda: "e",
-            lambda: "",
+            FakeSource(),
             "",
-            dict,  # type: ignore[arg-type]
         )
         shown = []
         for version, phase in ((10, Phase.POLICY), (-1, Phase.TELEOP), (5, Phase.POLICY)):
-            status.on_step(tick, SelectedAction(action, phase, policy_version=version))
+            status.on_step(time_step, SelectedAction(action, phase, policy_version=version))
             status.publish()
-            newest = heard.said[-1]
+            newest = client.sent[-1]
             assert isinstance(newest, RobotStatus)
             shown.append(newest.policy_version)
-    assert shown == [10, 10, 5], "a person's steps change no weights"
+    assert shown == [10, 10, 5], "an operator's steps have no version"

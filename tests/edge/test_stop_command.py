@@ -18,12 +18,12 @@ from hal.lease import MachineLock, robot_lock
 from hal.machine_folder import robot_files, shared_file
 from hal.robot import StopLevel
 from robots.fake import FakeTask
-from user_sys.commands import stop
 from user_sys.commands.main import main
-from user_sys.commands.stop import ConsoleMessage, with_local_estop
 from user_sys.compose import RobotConfig
+from user_sys.edge import local_estop
 from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.local_environment import open_local_environment
+from user_sys.edge.local_estop import ConsoleMessage, with_local_estop
 from user_sys.messages import OperatorCommand, OperatorReply, PreviewRequest
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -92,7 +92,7 @@ def test_a_name_that_is_not_known_fails_and_lists_what_is_driven(capsys: pytest.
 def test_a_driver_that_does_not_answer_fails_loudly_and_its_successor_is_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stop, "ACKNOWLEDGE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(local_estop, "ACKNOWLEDGE_TIMEOUT_S", 0.2)
     with robot_lock("arm-0", "for runs/demo", simulated=False):
         assert main(["stop", "arm-0", "--by", "ada"]) == 1
         told = capsys.readouterr().err

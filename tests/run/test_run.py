@@ -386,8 +386,8 @@ MISTAKES = {
     "robot left: unknown option 'rate'; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
     "nowhere is not a run folder": ["train", "--resume", "nowhere"],
     "nothing is not a run folder": ["evaluate", "nothing"],
-    "robot arm: no scripted expert knows the task 'tidy': say --demonstrations.episodes=0": ["train", "own.yaml"],
-    "no scripted expert knows the task 'tidy': .* [(]docs/people.md[)]": ["record", "own.yaml"],
+    "robot arm: the task 'tidy' has no scripted expert: set --demonstrations.episodes=0": ["train", "own.yaml"],
+    "the task 'tidy' has no scripted expert: .* [(]docs/people.md[)]": ["record", "own.yaml"],
     "asks for one computer with 9999 processors. The largest computer here, .* has": ["train", "greedy.yaml"],
 }
 

@@ -1,8 +1,8 @@
-"""``user-sys edge``: drives the robots of one computer for a run elsewhere. It needs the `edge` extra only.
+"""``user-sys edge``: drives the robots of one computer for a run on another one. It needs the `edge` extra only.
 
-It starts two processes for each robot and keeps them running, whatever becomes of the network. It listens on nothing:
-the sessions dial out to one port. SIGTERM, Ctrl-C or the end of its terminal ends the sessions, and a second later the
-drivers, so that robots do their documented stop; what has not been delivered stays in the outboxes.
+It starts two processes for each robot and keeps them running through network failures. It opens no listening port: the
+sessions connect to one port of the gateway. SIGTERM, Ctrl-C or the end of its terminal ends the sessions, and a second
+later the drivers, which stop the robots safely. Undelivered chunks stay in the outboxes.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from user_sys.weights.receiver import ReceiverConfig
 POLL_S = 0.5
 ROBOT_RETRY_S = 5.0
 SESSION_STOP_LEAD_S = 1.0
-DEMONSTRATION_COUNT_FILE = "demonstrations"  # of those that are in the outbox
+DEMONSTRATION_COUNT_FILE = "demonstrations"  # the number of recorded ones
 GATEWAY = "gateway"
 PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """The robots of one computer, and how they act. Each key means what it means in a run's configuration.
+    """The robots of one computer. Each key has the meaning that it has in a run's configuration.
 
     Attributes:
-        demonstrations: shown by the scripted expert, once, before the robot is first driven by a policy.
-        policy: the same as in the run's configuration; weights of another one are refused.
-        tunnel: bounds of the robots' end, such as the bandwidth that each may take; the gateway has its own.
+        demonstrations: recorded once, before a policy drives the robot for the first time.
+        policy: as in the run's configuration; weights of another policy are refused.
+        tunnel: limits of the robots' tunnels, such as the bandwidth of each; the gateway has its own limits.
     """
 
     robots: tuple[RobotConfig, ...] = ()
@@ -75,15 +75,15 @@ def edge_main(args: Namespace) -> int:
     """``user-sys edge CONFIG --connect tcp://HOST:PORT``: exit status 0 when the run is over or stopped.
 
     Raises:
-        RunError, ConfigError, LeaseHeld: what cannot work is said before any robot moves.
+        RunError, ConfigError, LeaseHeld: the configuration cannot work; raised before any robot moves.
     """
     console = Console()
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     if not args.verbose:
-        logging.getLogger("hal.process_supervisor").setLevel(logging.ERROR)  # what it would say is said in plain words
+        logging.getLogger("hal.process_supervisor").setLevel(logging.ERROR)  # `RobotProcesses` prints its events
     config = load_edge_config(args.config, args.robot, args.overrides)
     _check_config(config, args.connect, args.keys)
     folder = args.folder.resolve()
@@ -93,49 +93,48 @@ def edge_main(args: Namespace) -> int:
         end.defer(lambda: None)
         stop = end.requested
         for number, robot in enumerate(config.robots):
-            record_missing_demonstrations(config, number, robot, folder / robot.name, say, stop)
-        watches = [RobotProcesses(r.name, folder / r.name, folder / "logs", args.connect, say) for r in config.robots]
-        _run(watches, [args.keys / f"{robot.name}.key" for robot in config.robots], stop, say)
+            record_missing_demonstrations(config, number, robot, folder / robot.name, print_line, stop)
+        logs = folder / "logs"
+        robots = [RobotProcesses(r.name, folder / r.name, logs, args.connect, print_line) for r in config.robots]
+        _run(robots, [args.keys / f"{robot.name}.key" for robot in config.robots], stop, print_line)
     return 0
 
 
 def load_edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]) -> EdgeConfig:
-    """The configuration in the file at `path`; with `robots`, a run's, of which these remote robots count.
+    """The configuration in the file at `path`. With `robots` the file is a run's, and these are its remote robots.
 
     Raises:
-        ConfigError: as `load`; a run's file names no such remote robot.
+        ConfigError: as `load`; or the run's file lists no such robot.
     """
     if not robots:
         return load(EdgeConfig, path, overrides)
-    of_run = read_yaml(path)
-    listed = of_run["remote_robots"] if isinstance(of_run.get("remote_robots"), list) else []
-    remote_robots = {str(each.get("name")): each for each in listed if isinstance(each, dict)}
-    if unknown := [name for name in robots if name not in remote_robots]:
-        raise ConfigError(f"--robot {unknown[0]}: {path} names {sorted(remote_robots) or 'none'} under remote_robots:")
-    mine = {field.name: of_run[field.name] for field in fields(EdgeConfig) if field.name in of_run}
-    mine = {
-        "demonstrations": as_dict(DemonstrationConfig()),
-        **mine,
-        "robots": [remote_robots[name] for name in robots],
-    }
-    return build_with_overrides(EdgeConfig, mine, overrides, str(path))
+    run = read_yaml(path)
+    listed = run["remote_robots"] if isinstance(run.get("remote_robots"), list) else []
+    remote = {str(each.get("name")): each for each in listed if isinstance(each, dict)}
+    if unknown := [name for name in robots if name not in remote]:
+        raise ConfigError(f"--robot {unknown[0]}: {path} names {sorted(remote) or 'none'} under remote_robots:")
+    settings = {field.name: run[field.name] for field in fields(EdgeConfig) if field.name in run}
+    defaults = {"demonstrations": as_dict(DemonstrationConfig())}
+    settings = {**defaults, **settings, "robots": [remote[name] for name in robots]}
+    return build_with_overrides(EdgeConfig, settings, overrides, str(path))
 
 
 def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
+    """Checks configuration, keys and locks before any robot moves. Raises ConfigError, RunError or LeaseHeld."""
     check_connect_endpoint(connect)
     if not config.robots:
-        raise ConfigError("robots: the configuration names none; this computer has nothing to drive")
+        raise ConfigError("robots: the list is empty; add the robots of this computer")
     if config.policy.is_started_by_run:
         raise ConfigError(
-            "policy.location: server: this computer does not see the run's folder, with the address of its policy "
-            "server; start one at this site (`python -m user_sys.inference`) and say where it listens, as "
-            "--policy.endpoint=tcp://HOST:PORT, or let the policy act here, with --policy.location=edge"
+            "policy.location: server: this computer cannot read the address of the run's policy server from the run's folder; "
+            "start a server at this site (`python -m user_sys.inference`) and set --policy.endpoint=tcp://HOST:PORT, "
+            "or run the policy in the session with --policy.location=edge"
         )
     for robot in config.robots:
         if robot.link:
             raise ConfigError(
-                f"robot {robot.name}: link: an edge dials a real network; an emulated one is for robots that a run "
-                f"drives itself (`user-sys train`). Leave it out here"
+                f"robot {robot.name}: link: `user-sys edge` uses a real network; an emulated link is for the robots of "
+                f"`user-sys train`. Remove the key"
             )
     load_public_key(keys / f"{GATEWAY}.pub")
     if config.policy.location == "server":
@@ -144,7 +143,7 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
         load_keypair(keys / f"{robot.name}.key")
         check_demonstrable(robot, config.demonstrations)
         with robot_lock(robot.name, "user-sys edge", simulated=robot.simulated):
-            pass  # nobody else drives it on this computer
+            pass  # raises LeaseHeld if another program of this computer drives it
 
 
 def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, folder: Path) -> SessionConfig:
@@ -167,7 +166,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
 
 
 def _identity(folder: Path) -> str:
-    """Tells this computer from another of the same name, so that two do not take the robot from each other in turns."""
+    """A random identifier of this computer, so that two computers of the same name do not share a lease."""
     path = folder / "identity"
     if not path.exists():
         replace_durably(path, secrets.token_hex(4).encode())
@@ -177,25 +176,26 @@ def _identity(folder: Path) -> str:
 def record_missing_demonstrations(
     config: EdgeConfig, number: int, robot: RobotConfig, state: Path, print_line: PrintLine, stop: threading.Event
 ) -> None:
-    """Shows what is missing, into the robot's outbox: the demonstrations travel before everything else.
+    """Records the missing demonstrations into the robot's outbox, from which they are sent first.
 
-    A robot that goes away meanwhile is awaited, as it is later on; `stop` ends that.
+    If the robot is lost it waits until the robot returns or `stop` is set.
     """
-    said = ""
-    if (there := _recorded_demonstrations(state)) < config.demonstrations.episodes:
-        print_line(f"{robot.name}: the scripted expert shows {config.demonstrations.episodes - there} demonstrations")
+    last_error = ""
+    if (existing := _recorded_demonstrations(state)) < config.demonstrations.episodes:
+        missing = config.demonstrations.episodes - existing
+        print_line(f"{robot.name}: recording {missing} demonstrations of the scripted expert")
     elif config.demonstrations.episodes:
         print_line(
-            f"{robot.name}: {there} demonstrations were shown before, to the same run or another, so none now; without "
-            f"the file {state / DEMONSTRATION_COUNT_FILE} they would be shown again"
+            f"{robot.name}: {existing} demonstrations were recorded before, for this run or another one; to record "
+            f"them again, remove the file {state / DEMONSTRATION_COUNT_FILE}"
         )
     while _recorded_demonstrations(state) < config.demonstrations.episodes and not stop.is_set():
         try:
             _record_demonstrations(config, number, robot, state, stop)
         except (HardwareLost, StaleObservation) as error:
-            if str(error) != said:
-                said = str(error)
-                print_line(f"{robot.name} is awaited: {said}")
+            if str(error) != last_error:
+                last_error = str(error)
+                print_line(f"{robot.name}: waiting for the robot: {last_error}")
             stop.wait(ROBOT_RETRY_S)
 
 
@@ -205,70 +205,64 @@ def _recorded_demonstrations(state: Path) -> int:
 
 
 class _Stopped(HalError):
-    """Somebody ends the program: the demonstration that is under way is given up."""
+    """The program ends: the demonstration in progress is discarded."""
 
 
 def _record_demonstrations(
     config: EdgeConfig, number: int, robot: RobotConfig, state: Path, stop: threading.Event
 ) -> None:
-    there = _recorded_demonstrations(state)
+    existing = _recorded_demonstrations(state)
 
-    def attend() -> None:
+    def check_stop() -> None:
         if stop.is_set():
             raise _Stopped
 
     with suppress(_Stopped), Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox:
 
-        def keep(chunks: Sequence[bytes]) -> None:
+        def persist(chunks: Sequence[bytes]) -> None:
             for chunk in chunks:
                 outbox.append(chunk, sync=False)
             outbox.sync()
 
         seed = config.seed + 100 * number
-        shown = generate_demonstrations(
-            robot, config.demonstrations, there, keep, config.recorder, seed=seed, check_stop=attend
+        recorded = generate_demonstrations(
+            robot, config.demonstrations, existing, persist, config.recorder, seed=seed, check_stop=check_stop
         )
-        for count, _ in enumerate(shown, there + 1):
+        for count, _ in enumerate(recorded, existing + 1):
             replace_durably(state / DEMONSTRATION_COUNT_FILE, str(count).encode())
             if stop.is_set():
                 return
 
 
-def _run(watches: Sequence[RobotProcesses], keys: Sequence[Path], stop: threading.Event, say: PrintLine) -> None:
-    """Keeps the robots going until the run is over for all of them or `stop` is set; then stops them."""
-    versions = [path.stat().st_mtime_ns for path in keys]
+def _run(robots: Sequence[RobotProcesses], keys: Sequence[Path], stop: threading.Event, print_line: PrintLine) -> None:
+    """Runs the robots' processes until the run is over for all of them or `stop` is set; then stops them."""
+    key_times = [path.stat().st_mtime_ns for path in keys]
     try:
-        for watch in watches:
-            watch.start()
-        while not stop.is_set() and not all(watch.is_finished for watch in watches):
+        for robot in robots:
+            robot.start()
+        while not stop.is_set() and not all(robot.is_finished for robot in robots):
             stop.wait(POLL_S)
-            for index, watch in enumerate(watches):
-                watch.poll()
-                if (version := _version(keys[index], versions[index])) != versions[index]:
-                    versions[index] = version
-                    watch.restart_session("it has a new key")
+            for index, robot in enumerate(robots):
+                robot.poll()
+                if (changed_ns := _modified_ns(keys[index], key_times[index])) != key_times[index]:
+                    key_times[index] = changed_ns
+                    robot.restart_session("it has a new key")
     finally:
-        say("stopping: the robots are held, what was recorded is delivered")
-        for watch in watches:
-            watch.request_stop()
-        time.sleep(
-            SESSION_STOP_LEAD_S
-        )  # to end their episodes; a session that does not keeps no robot from its safe stop
-        _for_each(watches, RobotProcesses.stop)
+        print_line("stopping: the robots are held, and recorded chunks are delivered")
+        for robot in robots:
+            robot.request_stop()
+        time.sleep(SESSION_STOP_LEAD_S)  # sessions end their episodes; the drivers then stop the robots in any case
+        with ThreadPoolExecutor(len(robots)) as pool:
+            for done in [pool.submit(robot.stop) for robot in robots]:
+                done.result()
 
 
 def _abandon() -> None:
-    exit_now("ended at once; what was recorded is kept in the outboxes, and delivered by the next start")
+    exit_now("ended at once; the outboxes keep the recorded chunks for the next start")
 
 
-def _version(key: Path, known: int) -> int:
+def _modified_ns(key: Path, last_ns: int) -> int:
     try:
         return key.stat().st_mtime_ns
-    except FileNotFoundError:  # while it is replaced, or for good: the session has its own
-        return known
-
-
-def _for_each(watches: Sequence[RobotProcesses], act: Callable[[RobotProcesses], None]) -> None:
-    with ThreadPoolExecutor(len(watches)) as pool:
-        for done in [pool.submit(act, watch) for watch in watches]:
-            done.result()
+    except FileNotFoundError:  # while it is replaced, or removed: the running session has read it
+        return last_ns

@@ -1,7 +1,4 @@
-"""Curves that never grow: what a run looked like from its start to now, in a bounded number of points.
-
-What the run looks like now: fed by the tunnel, read by the page and by the terminal, and the way orders go out.
-"""
+"""The state of a run for operators, which the tunnel updates and pages read. Also sends operators' orders."""
 
 from __future__ import annotations
 
@@ -33,6 +30,18 @@ from user_sys.messages import (
 
 MAX_POINTS = 240
 SUCCESS_WINDOW = 20
+ROBOT_TIMEOUT_S = 3.0
+MAX_ROBOTS = 64
+MAX_CAMERAS = 8  # of one robot
+MAX_NODES = 64
+MAX_CURVES = 64
+MAX_JPEG_BYTES = 4 << 20
+LEARNER_PREFIX = "learner"  # of the names of nodes whose count is the number of updates
+
+OperatorOrder = Literal["take-over", "drive", "release", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+HubMessage = RobotStatus | EpisodeReport | MetricsReport | OperatorReply
+
+_log = logging.getLogger(__name__)
 
 
 class CurveView(msgspec.Struct, frozen=True):
@@ -44,9 +53,9 @@ class CurveView(msgspec.Struct, frozen=True):
 
 
 class Curve:
-    """Points (x, y), x not falling. When full, neighbours are averaged pairwise and the resolution halves.
+    """At most `max_points` points (x, y) with ascending x. A full curve averages pairs of neighbours.
 
-    The newest point is always among those shown. One thread calls it at a time.
+    The newest point is always in the view. One thread calls it at a time.
     """
 
     def __init__(self, name: str, max_points: int = MAX_POINTS) -> None:
@@ -72,17 +81,18 @@ class Curve:
 
 
 class MovingAverage:
-    """The share of True among the newest `size` verdicts; None before the first."""
+    """The share of True among the newest `size` values."""
 
     def __init__(self, size: int = SUCCESS_WINDOW) -> None:
-        self._verdicts: deque[bool] = deque(maxlen=size)
+        self._values: deque[bool] = deque(maxlen=size)
 
-    def add(self, verdict: bool) -> None:
-        self._verdicts.append(verdict)
+    def add(self, value: bool) -> None:
+        self._values.append(value)
 
     @property
     def value(self) -> float | None:
-        return sum(self._verdicts) / len(self._verdicts) if self._verdicts else None
+        """None before the first value."""
+        return sum(self._values) / len(self._values) if self._values else None
 
 
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -90,28 +100,14 @@ def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(x for x, _ in points) / n, sum(y for _, y in points) / n
 
 
-ROBOT_TIMEOUT_S = 3.0
-MAX_ROBOTS = 64
-MAX_CAMERAS = 8  # of one robot
-MAX_NODES = 64
-MAX_CURVES = 64
-MAX_JPEG_BYTES = 4 << 20
-LEARNER_PREFIX = "learner"  # how the names of nodes begin whose count is the number of updates
-
-OperatorOrder = Literal["take-over", "drive", "release", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
-HubMessage = RobotStatus | EpisodeReport | MetricsReport | OperatorReply
-
-_log = logging.getLogger(__name__)
-
-
 class RobotView(msgspec.Struct, frozen=True):
     """One robot at one moment.
 
     Attributes:
-        status: None until it has reported.
-        lost: it has reported, and is silent now.
-        last: how its newest finished episode went.
-        silent_s: since its newest report, or since the hub was made where there is none.
+        status: None before its first report.
+        lost: it has reported, but not within `ROBOT_TIMEOUT_S`.
+        last: the report of its newest finished episode.
+        silent_s: time since its newest report, or since the hub was created if it has not reported.
     """
 
     name: str
@@ -126,14 +122,14 @@ class RunView(msgspec.Struct, frozen=True):
     """The run at one moment.
 
     Attributes:
-        elapsed_s: how long the run has gone on, earlier launches included.
-        training_s, budget_s: how long its first learner has trained, as that last reported, and is to train.
-        env_steps, episodes, interventions: of online episodes; an intervention is an episode a person touched.
+        elapsed_s: duration of the run, earlier launches included.
+        training_s, budget_s: training time of the first learner, by its newest report, and its limit.
+        env_steps, episodes, interventions: of online episodes; an intervention is an episode with steps of a person.
         updates: of the learner.
-        success: share of successes among the newest online episodes without a person's help; None before the first.
-        helped: share of the newest online episodes that a person helped; None before the first.
-        metrics: node to its newest scalars.
-        warning: what a person should mend now; empty if there is nothing.
+        success: share of successes among the newest online episodes without a person's steps; None before the first.
+        helped: share of the newest online episodes with a person's steps; None before the first.
+        metrics: newest scalars by node.
+        warning: a problem that a person should fix; empty if there is none.
     """
 
     run: str
@@ -153,7 +149,7 @@ class RunView(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PreviewImage:
-    """One camera's newest frame; `serial` grows with each frame that the hub was fed."""
+    """A camera's newest frame. `serial` grows with each frame of the hub."""
 
     robot: str
     camera: str
@@ -172,20 +168,55 @@ class _Robot:
     pictures: dict[str, PreviewImage] = field(default_factory=dict)
 
 
+class _RunStatistics:
+    """Counts and curves of a run's episodes and metrics. The hub's lock guards it."""
+
+    def __init__(self) -> None:
+        self.env_steps = self.episodes = self.interventions = self.updates = 0
+        self.success, self.helped = MovingAverage(), MovingAverage()
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.curves: dict[str, Curve] = {}
+        self._evaluation = MovingAverage()
+
+    def add_episode(self, episode: EpisodeReport, elapsed_s: float) -> None:
+        if episode.source == EpisodeSource.EVALUATION and episode.success is not None:
+            self._evaluation.add(episode.success)
+            self._add_point("evaluation", elapsed_s, self._evaluation.value or 0.0)
+        if episode.source != EpisodeSource.ONLINE:
+            return
+        self.episodes += 1
+        self.env_steps += episode.steps
+        helped = episode.intervention_steps > 0
+        self.interventions += helped
+        self.helped.add(helped)
+        self._add_point("helped", elapsed_s, self.helped.value or 0.0)
+        if not helped:
+            self.success.add(episode.success is True)
+            self._add_point("success", elapsed_s, self.success.value or 0.0)
+
+    def add_metrics(self, report: MetricsReport) -> None:
+        if report.node not in self.metrics and len(self.metrics) >= MAX_NODES:
+            raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
+        self.metrics.setdefault(report.node, {}).update(report.scalars)
+        if report.node.startswith(LEARNER_PREFIX):
+            self.updates = max(self.updates, report.count)
+            for name, value in report.scalars.items():
+                self._add_loss(f"{report.node}/{name}", report.count, value)
+
+    def _add_loss(self, name: str, updates: int, value: float) -> None:
+        if "loss" in name and (name in self.curves or len(self.curves) < MAX_CURVES):  # the metrics files have all
+            self._add_point(name, updates, value)
+
+    def _add_point(self, name: str, x: float, y: float) -> None:
+        if math.isfinite(y):
+            self.curves.setdefault(name, Curve(name)).add(x, y)
+
+
 Listener = Callable[[HubMessage | PreviewImage], None]
 
 
 class ConsoleHub:
-    """The state of a run, for people. Every method may be called from any thread and returns at once.
-
-    Args:
-        run: name of the run.
-        send: hands an order to the tunnel; must be thread-safe and must not block. It returns False if the order cannot
-            be sent now. What it raises reaches the caller.
-        robots: the robots that the run expects, with their specs; others are added as they report.
-        budget_s: for how long its learners are to train; 0 where nobody says.
-        clock: monotonic seconds.
-    """
+    """The state of a run, for operators. Any thread may call any method; each returns at once."""
 
     def __init__(
         self,
@@ -195,62 +226,67 @@ class ConsoleHub:
         budget_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run = run
-        self._send = send
-        self._budget_s = budget_s
-        self._clock = clock
+        """Args:
+        run: name of the run.
+        send: passes an order to the tunnel. It must be thread-safe and must not block. It returns False if the order
+            cannot be sent now. Its errors reach the caller.
+        robots: the expected robots and their specs; other robots are added when they report.
+        budget_s: the learners' limit of training time; 0 if there is none.
+        clock: monotonic seconds.
+        """
+        self._run, self._send, self._budget_s, self._clock = run, send, budget_s, clock
         self._started_s = clock()
-        self._before_s = 0.0  # what earlier launches took
+        self._previous_s = 0.0  # duration of earlier launches
         self._lock = threading.Lock()
         self._robots = {name: _Robot(name, spec) for name, spec in (robots or {}).items()}
         self._listeners: list[Listener] = []
         self._serial = 0
-        # Seeded by the wall clock: a console that restarts goes on counting above what it sent before.
+        # Starts at the wall clock, so that a restarted console's sequence continues above the earlier one's.
         self._sequence = itertools.count(time.time_ns())
-        self._env_steps = self._episodes = self._interventions = self._updates = 0
-        self._success, self._helped, self._evaluation = MovingAverage(), MovingAverage(), MovingAverage()
-        self._metrics: dict[str, dict[str, float]] = {}
+        self._statistics = _RunStatistics()
         self._warning = ""
-        self._curves: dict[str, Curve] = {}
 
     def restore_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
-        """What earlier launches of a run that is resumed did, and how long they went on; before anything is fed."""
+        """Sets the counts and the duration of earlier launches of a resumed run. Call it before any update."""
         with self._lock:
-            self._episodes, self._env_steps, self._interventions = episodes, env_steps, interventions
-            self._before_s = elapsed_s
+            statistics = self._statistics
+            statistics.episodes, statistics.env_steps = episodes, env_steps
+            statistics.interventions = interventions
+            self._previous_s = elapsed_s
 
-    def update(self, report: HubMessage) -> None:
-        """Takes in one message and tells the listeners, in the caller's thread."""
+    def update(self, message: HubMessage) -> None:
+        """Applies one message, and calls the listeners in the caller's thread."""
         with self._lock:
-            match report:
+            match message:
                 case RobotStatus():
-                    self._feed_status(report)
+                    robot = self._robot(message.robot)
+                    robot.status, robot.last_seen_s = message, self._clock()
                 case EpisodeReport():
-                    self._feed_episode(report)
+                    self._add_episode(message)
                 case MetricsReport():
-                    self._feed_metrics(report)
-        self._tell(report)
+                    self._statistics.add_metrics(message)
+        self._notify(message)
 
     def set_warning(self, warning: str) -> None:
-        """Shows what a person should mend now, in place of what was shown before; empty if there is nothing."""
+        """Shows a problem that a person should fix, in place of the previous one; empty shows none."""
         self._warning = warning
 
     def add_robot(self, robot: str) -> None:
-        """Says that a robot is to come in of which nothing else is known. Raises WireError: one robot too many."""
+        """Adds an expected robot without a spec. Raises WireError: too many robots."""
         with self._lock:
             self._robot(robot)
 
     def set_robot_spec(self, robot: str, spec: RobotSpec) -> None:
-        """Says what a robot is that the run did not expect. Raises WireError: one robot too many."""
+        """Sets the spec of a robot that the run did not expect. Raises WireError: too many robots."""
         with self._lock:
             self._robot(robot).spec = spec
 
     def update_preview(self, preview: Preview, jpeg: bytes) -> None:
-        """Takes in a camera's frame in the place of its former one.
+        """Replaces a camera's frame.
 
         Raises:
-            WireError: the frame is too large, claims to be, or is no JPEG file, or one camera too many; nothing was
-                kept: what browsers are shown they also unpack.
+            WireError: the frame is too large, declares too large a size, or is not a JPEG file; or too many cameras.
+                The frame is then not stored, as browsers would decode it.
         """
         if len(jpeg) > MAX_JPEG_BYTES:
             raise WireError(f"a picture of {len(jpeg)} bytes; at most {MAX_JPEG_BYTES} are shown")
@@ -262,47 +298,47 @@ class ConsoleHub:
             self._serial += 1
             picture = PreviewImage(preview.robot, preview.camera, preview.step, self._serial, jpeg)
             pictures[preview.camera] = picture
-        self._tell(picture)
+        self._notify(picture)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` with everything fed from now on, in the feeding thread; returns the way to end it."""
+        """Calls `listener` with each later message, in the updating thread. Returns the function that unsubscribes."""
         with self._lock:
             self._listeners = [*self._listeners, listener]
 
-        def end() -> None:
+        def unsubscribe() -> None:
             with self._lock:
                 self._listeners = [other for other in self._listeners if other is not listener]
 
-        return end
+        return unsubscribe
 
     def view(self) -> RunView:
         with self._lock:
-            now_s = self._clock()
+            now_s, statistics = self._clock(), self._statistics
             return RunView(
                 run=self._run,
-                elapsed_s=self._before_s + now_s - self._started_s,
-                training_s=self._metrics.get(LEARNER_PREFIX, {}).get("training_s", 0.0),
+                elapsed_s=self._elapsed_s(),
+                training_s=statistics.metrics.get(LEARNER_PREFIX, {}).get("training_s", 0.0),
                 budget_s=self._budget_s,
-                env_steps=self._env_steps,
-                episodes=self._episodes,
-                interventions=self._interventions,
-                updates=self._updates,
-                success=self._success.value,
-                helped=self._helped.value,
+                env_steps=statistics.env_steps,
+                episodes=statistics.episodes,
+                interventions=statistics.interventions,
+                updates=statistics.updates,
+                success=statistics.success.value,
+                helped=statistics.helped.value,
                 robots=tuple(self._robot_view(robot, now_s) for robot in self._robots.values()),
-                metrics={node: dict(scalars) for node, scalars in self._metrics.items()},
+                metrics={node: dict(scalars) for node, scalars in statistics.metrics.items()},
                 warning=self._warning,
             )
 
     def curves(self) -> tuple[CurveView, ...]:
         """``success``, ``helped`` and ``evaluation`` against seconds; ``<learner>/<loss>`` against its updates."""
         with self._lock:
-            return tuple(curve.view() for curve in self._curves.values())
+            return tuple(curve.view() for curve in self._statistics.curves.values())
 
     def preview(self, robot: str, camera: str) -> PreviewImage | None:
         with self._lock:
-            known = self._robots.get(robot)
-            return known.pictures.get(camera) if known else None
+            found = self._robots.get(robot)
+            return found.pictures.get(camera) if found else None
 
     def send_order(
         self,
@@ -313,16 +349,16 @@ class ConsoleHub:
         press: int = 0,
         address: str = "",
     ) -> None:
-        """Sends a person's order to a robot; the answer comes back as an `OperatorReply`.
+        """Sends an operator's order to a robot. The reply arrives as an `OperatorReply`.
 
         Args:
-            press: names one press of the e-stop; a repeat has the same number.
-            address: of the person's browser, for the audit log.
+            press: identifies one press of the e-stop; a repeat has the same number.
+            address: of the operator's browser, for the audit log.
 
         Raises:
             AuthorityError: there is no such robot, or no connection to the gateway.
         """
-        self._known(robot)
+        self._require_robot(robot)
         if order not in ("drive", "e-stop"):
             _log.info("console.order robot=%s operator=%r order=%s", robot, operator, order)
         command = OperatorCommand(
@@ -338,31 +374,34 @@ class ConsoleHub:
             raise AuthorityError("the console has no connection to the gateway")
 
     def send_drive(self, robot: str, operator: str, move: tuple[float, float, float], gripper: float) -> None:
-        """Sends shares in [-1, 1]: of the tool's range along x, y, z; of the gripper's, +1 open, -1 closed, 0 as it is.
+        """Sends shares in [-1, 1]: of the tool's range along x, y, z; of the gripper's, +1 open, -1 closed, 0 same.
 
         Raises:
-            AuthorityError: there is no such robot, or it has no tool to move.
+            AuthorityError: there is no such robot, or its tool cannot be moved along x, y and z.
         """
-        self.send_order(robot, operator, "drive", _twist(self._known(robot).spec, move, gripper))
+        self.send_order(robot, operator, "drive", _twist(self._require_robot(robot).spec, move, gripper))
 
     def request_previews(self, rate_hz: float, ttl_s: float) -> None:
-        """Asks every robot for pictures, for the next `ttl_s` seconds."""
+        """Requests previews from every robot, for the next `ttl_s` seconds."""
         with self._lock:
             names = list(self._robots)
         for name in names:
             self._send(PreviewRequest(robot=name, rate_hz=rate_hz, ttl_s=ttl_s))
 
-    # From here on the lock is held, except where it says otherwise.
-
-    def _known(self, robot: str) -> _Robot:  # takes the lock
+    def _require_robot(self, robot: str) -> _Robot:
         with self._lock:
             if robot not in self._robots:
                 raise AuthorityError(f"no robot {robot[:80]!r} in this run; there are {sorted(self._robots)}")
             return self._robots[robot]
 
-    def _tell(self, what: HubMessage | PreviewImage) -> None:  # without the lock: a listener may ask the hub
+    def _notify(self, message: HubMessage | PreviewImage) -> None:  # without the lock: a listener may call the hub
         for listener in self._listeners:
-            listener(what)
+            listener(message)
+
+    # The lock is held from here on.
+
+    def _elapsed_s(self) -> float:
+        return self._previous_s + self._clock() - self._started_s
 
     def _robot(self, name: str) -> _Robot:
         if name not in self._robots and len(self._robots) >= MAX_ROBOTS:
@@ -374,49 +413,14 @@ class ConsoleHub:
         silent_s = now_s - max(robot.last_seen_s, self._started_s)
         return RobotView(robot.name, robot.status, lost, tuple(robot.pictures), robot.last, round(silent_s, 1))
 
-    def _feed_status(self, status: RobotStatus) -> None:
-        robot = self._robot(status.robot)
-        robot.status, robot.last_seen_s = status, self._clock()
-
-    def _feed_episode(self, episode: EpisodeReport) -> None:
-        elapsed_s = self._before_s + self._clock() - self._started_s
-        if episode.source == EpisodeSource.EVALUATION and episode.success is not None:
-            self._evaluation.add(episode.success)
-            self._point("evaluation", elapsed_s, self._evaluation.value or 0.0)
-        if episode.source != EpisodeSource.ONLINE:
-            return
-        if robot := self._robots.get(episode.robot):
+    def _add_episode(self, episode: EpisodeReport) -> None:
+        if episode.source == EpisodeSource.ONLINE and (robot := self._robots.get(episode.robot)):
             robot.last = episode
-        self._episodes += 1
-        self._env_steps += episode.steps
-        helped = episode.intervention_steps > 0
-        self._interventions += helped
-        self._helped.add(helped)
-        self._point("helped", elapsed_s, self._helped.value or 0.0)
-        if not helped:
-            self._success.add(episode.success is True)
-            self._point("success", elapsed_s, self._success.value or 0.0)
-
-    def _feed_metrics(self, report: MetricsReport) -> None:
-        if report.node not in self._metrics and len(self._metrics) >= MAX_NODES:
-            raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
-        self._metrics.setdefault(report.node, {}).update(report.scalars)
-        if report.node.startswith(LEARNER_PREFIX):
-            self._updates = max(self._updates, report.count)
-            for name, value in report.scalars.items():
-                self._loss(f"{report.node}/{name}", report.count, value)
-
-    def _loss(self, name: str, updates: int, value: float) -> None:
-        if "loss" in name and (name in self._curves or len(self._curves) < MAX_CURVES):  # the metrics files have all
-            self._point(name, updates, value)
-
-    def _point(self, name: str, x: float, y: float) -> None:
-        if math.isfinite(y):
-            self._curves.setdefault(name, Curve(name)).add(x, y)
+        self._statistics.add_episode(episode, self._elapsed_s())
 
 
 def _twist(spec: RobotSpec | None, move: tuple[float, float, float], gripper: float) -> tuple[float, ...]:
-    """One element an action element; without a spec: x, y, z, gripper."""
+    """One element for each action element; without a spec: x, y, z, gripper."""
     if spec is None:
         return (*move, gripper)
     if len(spec.tool_delta) != len(move):

@@ -1,4 +1,4 @@
-"""The WebSockets of one open page: what it asks for, and what it is sent. All of it runs in the server's event loop."""
+"""The two WebSockets of an open page. All code runs in the server's event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECEIVE_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_QUEUED_MESSAGES = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 MAX_MESSAGES_HZ = 60
-FLOOD_PAUSE_S = 1.0  # in which nothing is read: a page that floods anew at once costs little
+FLOOD_PAUSE_S = 1.0  # the pause before a flooding page is closed, in which its messages are not read
 MAX_ESTOPS_HZ = 20
 MAX_PENDING_ESTOPS = 1024
 POLICY_VIOLATION = 1008
@@ -46,16 +46,16 @@ class _Socket(ABC):
         self._out: deque[protocol.ToPage] = deque(maxlen=MAX_QUEUED_MESSAGES)
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Checks for messages to send."""
         self._wake.set()
 
     def push(self, message: protocol.ToPage) -> None:
-        """Sends `message` soon. If `MAX_QUEUED_MESSAGES` messages wait already, the oldest is dropped."""
+        """Queues `message`. A full queue drops its oldest message."""
         self._out.append(message)
         self._wake.set()
 
     async def run(self) -> None:
-        """Serves the page until it closes, is silent for too long, reads too slowly, sends too much or nonsense."""
+        """Serves the page until it closes, times out, reads too slowly, or sends too much or an invalid message."""
         writing = asyncio.create_task(self._write())
         reading = asyncio.create_task(self._read())
         try:
@@ -65,24 +65,24 @@ class _Socket(ABC):
                 task.cancel()
             results = await asyncio.gather(writing, reading, return_exceptions=True)
         failures = [e for e in results if isinstance(e, Exception) and not isinstance(e, WebSocketDisconnect)]
-        await self._answer(failures)
+        await self._report(failures)
 
-    async def _answer(self, failures: list[Exception]) -> None:
+    async def _report(self, failures: list[Exception]) -> None:
         for failure in failures:
             match failure:
                 case WireError():
                     return await self._close(str(failure))
                 case TimeoutError():
-                    return await self._close("too slow: nothing was read or said in time")
+                    return await self._close("too slow: the page read or sent nothing in time")
                 case _:
                     raise failure
 
     async def _close(self, reason: str) -> None:
-        _log.warning("console.closed %s: %s", self._who(), reason)
+        _log.warning("console.closed %s: %s", self._peer(), reason)
         if self._socket.application_state is not WebSocketState.CONNECTED:
-            return  # sending failed already: there is nobody to tell
+            return  # sending has failed already
         short = reason.encode()[:MAX_REASON_BYTES].decode("utf-8", "ignore")
-        with contextlib.suppress(WebSocketDisconnect):  # gone before it heard why
+        with contextlib.suppress(WebSocketDisconnect):  # the page has gone
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await self._socket.close(POLICY_VIOLATION, short)
 
@@ -95,7 +95,7 @@ class _Socket(ABC):
             text = frame.get("text")
             if text is None:
                 raise WireError("the page sends text only")
-            await self._take(text)
+            await self._on_message(text)
 
     async def _write(self) -> None:
         while True:
@@ -103,7 +103,7 @@ class _Socket(ABC):
                 await self._send_text(protocol.encode(self._out.popleft()))
             await self._write_more()
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
-            with contextlib.suppress(TimeoutError):  # which says that it is time for the next state
+            with contextlib.suppress(TimeoutError):  # the next state is due
                 async with asyncio.timeout(STATE_PERIOD_S):
                     await self._wake.wait()
             self._wake.clear()
@@ -113,29 +113,29 @@ class _Socket(ABC):
             await self._socket.send_text(text)
 
     @abstractmethod
-    def _who(self) -> str:
-        """For the log."""
+    def _peer(self) -> str:
+        """The peer, for the log."""
 
     @abstractmethod
-    async def _take(self, text: str) -> None:
-        """One message of the page. Raises WireError."""
+    async def _on_message(self, text: str) -> None:
+        """Handles one message of the page. Raises WireError."""
 
     async def _write_more(self) -> None:
-        """Sends what is due beside the messages that were pushed."""
+        """Sends messages that are due in addition to the pushed ones."""
         return
 
 
 class PageSocket(_Socket):
-    """The WebSocket for everything but e-stops, and the person behind it.
+    """The WebSocket of one operator's page, for all messages except e-stops.
 
-    A page that sends more than `MAX_MESSAGES_HZ` messages a second, after a second's worth at once, is closed: later
-    messages could only be dropped, or be late. A page that goes away, or out of sight, releases the robots it drives.
+    A page that sends more than `MAX_MESSAGES_HZ` messages a second, after a burst of one second's worth, is closed: its
+    later messages could only be dropped or be late. A page that closes, or is hidden, releases the robots it drives.
 
     Args:
         socket: accepted already.
-        hub: the run.
-        claim_name: given the name that the page wishes, returns the one it gets.
-        watch: called a few times a second while somebody sees the page.
+        hub: of the run.
+        claim_name: assigns an operator's name, given the wished one.
+        watch: called a few times a second while the page is visible.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class PageSocket(_Socket):
         self.operator = ""
         self._claim_name = claim_name
         self._watch = watch
-        self._looking = True
-        self._turns = KeyedTokenBucket(MAX_MESSAGES_HZ, 1 / MAX_MESSAGES_HZ)
-        self._drives: set[str] = set()
+        self._is_visible = True
+        self._rate_limit = KeyedTokenBucket(MAX_MESSAGES_HZ, 1 / MAX_MESSAGES_HZ)
+        self._driven: set[str] = set()
         self._in_flight: set[tuple[str, str]] = set()
         self._sent_serial: dict[tuple[str, str], int] = {}
         self._state_at_s = self._curves_at_s = 0.0
@@ -162,25 +162,25 @@ class PageSocket(_Socket):
         finally:
             self._release()
 
-    def _who(self) -> str:
+    def _peer(self) -> str:
         return f"operator={self.operator!r}"
 
-    async def _take(self, text: str) -> None:
-        if self._turns.wait_s("") > 0:
+    async def _on_message(self, text: str) -> None:
+        if self._rate_limit.wait_s("") > 0:
             self._release()
             await asyncio.sleep(FLOOD_PAUSE_S)
             raise WireError(f"more than {MAX_MESSAGES_HZ} messages a second; the page may be opened again")
-        self._turns.consume("")
+        self._rate_limit.consume("")
         message = protocol.decode(text)
         if not self.operator and not isinstance(message, protocol.PageHello):
             raise WireError("the first message is `hello`")
         match message:
-            case protocol.PageHello(operator=wish):
-                self.operator = self._claim_name(self, wish.strip())
+            case protocol.PageHello(operator=wished):
+                self.operator = self._claim_name(self, wished.strip())
                 self.push(protocol.OperatorAssigned(self.operator))
             case protocol.PageOrder(robot=robot, order=order):
                 if order == "take-over":
-                    self._drives.add(robot)
+                    self._driven.add(robot)
                 self._attempt(
                     robot, order, lambda: self._hub.send_order(robot, self.operator, order, address=self.address)
                 )
@@ -190,7 +190,7 @@ class PageSocket(_Socket):
                 self._in_flight.difference_update(pictures)
                 self.wake()
             case protocol.PageVisibility(on=on):
-                self._looking = on
+                self._is_visible = on
                 if not on:
                     self._release()
                 self.wake()
@@ -204,15 +204,15 @@ class PageSocket(_Socket):
             self.push(protocol.OrderReply(robot, order, False, str(error)))
 
     def _release(self) -> None:
-        """Has the robots hold that the page drives. One that is out of reach holds by itself, as its input ends."""
-        for robot in self._drives:
+        """Releases the robots that the page drives, which then hold. An unreachable robot holds at its timeout."""
+        for robot in self._driven:
             with contextlib.suppress(UserSysError):
                 self._hub.send_order(robot, self.operator, "release")
-        self._drives.clear()
+        self._driven.clear()
 
     async def _write_more(self) -> None:
         await self._write_state()
-        if self._looking:
+        if self._is_visible:
             self._watch()
             await self._write_pictures()
 
@@ -242,41 +242,41 @@ class PageSocket(_Socket):
 
 
 class EstopSocket(_Socket):
-    """The WebSocket for a page's e-stops. None is dropped; a flood waits in its own connection, at `MAX_ESTOPS_HZ`."""
+    """The WebSocket for a page's e-stops. None is dropped; a flood is read at `MAX_ESTOPS_HZ`."""
 
     def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
         super().__init__(socket, hub)
-        self._turns = KeyedTokenBucket(MAX_ESTOPS_HZ, 1 / MAX_ESTOPS_HZ)
-        self._asked: dict[tuple[str, int], None] = {}  # robot and press, until confirmed
+        self._rate_limit = KeyedTokenBucket(MAX_ESTOPS_HZ, 1 / MAX_ESTOPS_HZ)
+        self._pending: dict[tuple[str, int], None] = {}  # robot and press, until confirmed
 
-    def _who(self) -> str:
+    def _peer(self) -> str:
         return "e-stops"
 
     def confirm(self, reply: OperatorReply) -> None:
-        """Tells the page of an e-stop's outcome, if it was its own."""
+        """Sends the page the result of an e-stop of its own."""
         key = (reply.robot, reply.press)
-        if key not in self._asked:
+        if key not in self._pending:
             return
         if reply.accepted:
-            del self._asked[key]
+            del self._pending[key]
         self.push(protocol.EstopStatus(*key, reply.accepted, reply.reason))
 
-    async def _take(self, text: str) -> None:
+    async def _on_message(self, text: str) -> None:
         match protocol.decode_estop(text):
             case protocol.EstopRequest(operator=operator, presses=presses):
                 for robot, press in presses.items():
                     self._press(robot, operator, press)
             case protocol.Ping(sent_ms=sent_ms):
                 self.push(protocol.Pong(sent_ms))
-        self._turns.consume("")
-        await asyncio.sleep(self._turns.wait_s(""))
+        self._rate_limit.consume("")
+        await asyncio.sleep(self._rate_limit.wait_s(""))
 
     def _press(self, robot: str, operator: str, press: int) -> None:
-        if (robot, press) not in self._asked:
+        if (robot, press) not in self._pending:
             _log.warning("console.e-stop robot=%s operator=%r press=%d", robot[:80], operator, press)
-            while len(self._asked) >= MAX_PENDING_ESTOPS:
-                del self._asked[next(iter(self._asked))]
-            self._asked[robot, press] = None
+            while len(self._pending) >= MAX_PENDING_ESTOPS:
+                del self._pending[next(iter(self._pending))]
+            self._pending[robot, press] = None
         try:
             self._hub.send_order(robot, operator, "e-stop", press=press, address=self.address)
         except UserSysError as error:

@@ -1,10 +1,10 @@
 """The messages between a page and the server: JSON both ways, and pictures as binary frames.
 
-A page has two WebSockets. `EstopRequest` and its confirmations have one of their own (``/stop``), so that nothing else
-can delay them; everything else is on ``/ws``.
+A page has two WebSockets. E-stops and their confirmations use ``/stop``, so that no other message delays them. All
+other messages use ``/ws``.
 
-A picture is ``u32 header length, little-endian | JSON PictureHeader | JPEG``. The page names each in a `PreviewsShown`;
-only then is the next of that camera sent, so that a slow page gets fewer pictures, never older ones.
+A picture is ``u32 header length, little-endian | JSON PreviewHeader | JPEG``. The page acknowledges each in a
+`PreviewsShown`. Only then is the next picture of that camera sent: a slow page gets fewer pictures, never older ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fie
 
 
 class PageHello(_Message, frozen=True, tag="hello"):
-    """First message of the page, or a change of name; empty asks for any name."""
+    """First message of the page, or a change of name; an empty name requests any name."""
 
     operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{0,32}$")] = ""
 
@@ -41,7 +41,7 @@ class PageOrder(_Message, frozen=True, tag="order"):
 
 
 class DriveInput(_Message, frozen=True, tag="drive"):
-    """The input, 25 times a second while a person drives: shares of x, y, z; gripper +1 open, -1 closed, 0 as it is."""
+    """Input, 25 times a second while an operator drives: shares of x, y, z; gripper +1 open, -1 closed, 0 no change."""
 
     robot: Name
     move: tuple[Share, Share, Share]
@@ -55,7 +55,7 @@ class PreviewsShown(_Message, frozen=True, tag="seen"):
 
 
 class PageVisibility(_Message, frozen=True, tag="look"):
-    """Whether anybody sees the page now. A hidden one gets no pictures, and releases the robots that it drives."""
+    """Whether the page is visible. A hidden page gets no pictures, and releases the robots that it drives."""
 
     on: bool
 
@@ -65,7 +65,7 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 
 class EstopRequest(_Message, frozen=True, tag="stop"):
-    """E-stops: robot to the number of its press. The page repeats each under that number until it is confirmed."""
+    """E-stops: the number of the press by robot. The page repeats each press under its number until it is confirmed."""
 
     operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}$")]
     presses: Annotated[dict[Name, PressNumber], msgspec.Meta(max_length=MAX_NAMES)]
@@ -76,7 +76,7 @@ ToEstopSocket = EstopRequest | Ping
 
 
 class OperatorAssigned(_Message, frozen=True, tag="welcome"):
-    """The name under which this page's orders go out and are audited."""
+    """The operator's name in this page's orders and in the audit log."""
 
     operator: str
 
@@ -101,7 +101,7 @@ class Pong(_Message, frozen=True, tag="pong"):
 
 
 class EstopStatus(_Message, frozen=True, tag="stopped"):
-    """Whether the robot's driver has confirmed a press; `reason` says why it has not yet."""
+    """Whether the robot's driver has confirmed a press; if not, `reason` says why."""
 
     robot: str
     press: int
@@ -127,7 +127,7 @@ def decode(text: str) -> FromPage:
     """The page's message.
 
     Raises:
-        WireError: it is too long or none of `FromPage`; the error says why in one line.
+        WireError: it is too long, or not a `FromPage`.
     """
     return _decode(text, _decoder)
 

@@ -1,10 +1,8 @@
-"""Who may see the console: who has the address with its token, from a page of our own, on this machine.
+"""The console's web server: FastAPI and uvicorn in a thread of the launcher, on loopback only.
 
-The token comes in the address once; the browser then keeps a cookie. A request must name a loopback host, which defeats
-DNS rebinding; a WebSocket must come from a page of the very same origin, which defeats a foreign page that uses the
-cookie. The port is not compared, so that the console can be reached through an SSH tunnel.
-
-The console's web server: FastAPI and uvicorn in a thread of the launcher, on this machine only.
+`AccessMiddleware` guards it. The first request carries the token in the address; the browser then keeps a cookie. A
+request must name a loopback host, which defeats DNS rebinding. A WebSocket must come from a page of the same origin,
+which defeats a foreign page that uses the cookie. The port is not compared, so that an SSH tunnel works.
 """
 
 from __future__ import annotations
@@ -38,8 +36,20 @@ from user_sys.console.hub import ConsoleHub, HubMessage, PreviewImage
 from user_sys.console.page import EstopSocket, PageSocket
 from user_sys.errors import ConfigError, RunError, UserSysError
 from user_sys.messages import OperatorReply
+from user_sys.tunnel.endpoint import LOOPBACK_HOSTS
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+SHUTDOWN_GRACE_S = 1  # for open pages; without it uvicorn waits for them without a deadline
+MAX_PAGES = 16
+MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens a second one if the first does not respond
+MAX_CONNECTIONS = 64
+RECEIVE_BUFFER_BYTES = 8192  # bounds the time to decode one connection's data to a few milliseconds
+MAX_REPLIES = 256
+WATCH_RATE_HZ = 10.0
+WATCH_PERIOD_S = 1.0
+WATCH_TTL_S = 3.0
+TRY_AGAIN_LATER = 1013
 TOKEN_BYTES = 24
 COOKIE = "user_sys_console"
 SECURITY_HEADERS = {
@@ -62,21 +72,21 @@ _log = logging.getLogger(__name__)
 
 
 class AccessMiddleware:
-    """Stands before the whole application: refuses, or lets through with strict headers and a cookie.
+    """Guards an application: refuses a request, or passes it on with strict headers and a cookie.
 
     Args:
-        app: what is guarded.
+        app: the guarded application.
         token: the secret in the address.
-        port: where the server listens.
-        audit: is told who is refused, and why.
+        port: of the server.
+        audit: receives each refusal and its reason.
     """
 
     def __init__(self, app: AsgiApp, token: str, port: int, audit: AuditSink = discard_audit_event) -> None:
         self._app = app
         self._audit = audit
         self._token = token
-        # A browser shows a host's cookies to all its ports. So the name is of this port, lest consoles overwrite each
-        # other's, and the cookie is another secret than the token, gone with this server.
+        # A browser sends a host's cookies to all of its ports. So the name contains the port, which keeps several
+        # consoles' cookies apart, and the cookie is another secret than the token, valid for this server only.
         self._cookie_name = f"{COOKIE}_{port}"
         self._cookie = secrets.token_urlsafe(TOKEN_BYTES)
 
@@ -85,7 +95,7 @@ class AccessMiddleware:
             return
         refusal = self._refusal(scope)
         if refusal is None:
-            await self._app(scope, receive, self._dressed(send))
+            await self._app(scope, receive, self._with_headers(send))
             return
         status, reason = refusal
         client = scope.get("client") or ("?",)
@@ -94,23 +104,23 @@ class AccessMiddleware:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accept: HTTP 403
         else:
-            await _send_text(self._dressed(send, cookie=False), status, reason)
+            await _send_text(self._with_headers(send, cookie=False), status, reason)
 
     def _refusal(self, scope: AsgiScope) -> tuple[int, str] | None:
         headers = _headers(scope)
         host = headers.get("host", "")
         if not _LOOPBACK_HOST.fullmatch(host):
-            return 403, "this console answers on this machine only; from elsewhere use an SSH tunnel to it"
+            return 403, "this console answers on this machine only; from another computer use an SSH tunnel to it"
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             return 403, "a page of another site may not use this console"
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
-            return 405, "this console is read by GET"
+            return 405, "this console answers GET requests only"
         by_token = self._has_token(scope)
         if not by_token and not self._has_cookie(headers):
             return 401, "open the address that the run printed in its terminal: it carries the key to this page"
         if scope["type"] == "websocket" and origin is None and not by_token:
-            return 403, "a program that is no browser must show the token"
+            return 403, "a program that is not a browser must present the token"
         return None
 
     def _has_token(self, scope: AsgiScope) -> bool:
@@ -127,8 +137,8 @@ class AccessMiddleware:
             return False
         return shown is not None and _secrets_match(shown.value, self._cookie)
 
-    def _dressed(self, send: AsgiSend, cookie: bool = True) -> AsgiSend:
-        async def dressed(message: MutableMapping[str, Any]) -> None:
+    def _with_headers(self, send: AsgiSend, cookie: bool = True) -> AsgiSend:
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 extra = dict(SECURITY_HEADERS)
                 if cookie:
@@ -137,7 +147,7 @@ class AccessMiddleware:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        return dressed
+        return send_with_headers
 
 
 async def _send_text(send: AsgiSend, status: int, text: str) -> None:
@@ -155,29 +165,15 @@ def _secrets_match(shown: str, secret: str) -> bool:
     return hmac.compare_digest(shown.encode("utf-8", "replace"), secret.encode())
 
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
-SHUTDOWN_GRACE_S = 1  # for open pages at the end; without it uvicorn waits for them for ever
-MAX_PAGES = 16
-MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens another where it doubts the first
-MAX_CONNECTIONS = 64
-RECEIVE_BUFFER_BYTES = 8192  # so that what one connection sends at once takes a few milliseconds to decode
-MAX_REPLIES = 256
-WATCH_RATE_HZ = 10.0
-WATCH_PERIOD_S = 1.0
-WATCH_TTL_S = 3.0
-TRY_AGAIN_LATER = 1013
-
-
 class ConsoleServer:
-    """Serves the page to whoever has the address that `start` returns.
+    """Serves the page at the address that `start` returns.
 
     Args:
-        hub: the run to show.
+        hub: of the run.
         host: a loopback address or name.
         port: 0 takes any free one.
-        token: the secret in the address; drawn at random unless given.
-        audit: is told who signs in and out, and who is refused.
+        token: the secret in the address; random if it is empty.
+        audit: receives sign-ins, sign-outs and refusals.
 
     Raises:
         ConfigError: `host` is not loopback.
@@ -192,7 +188,7 @@ class ConsoleServer:
         audit: AuditSink = discard_audit_event,
     ) -> None:
         if host not in LOOPBACK_HOSTS:
-            raise ConfigError(f"console.host: {host!r} is not this machine; use 127.0.0.1, and an SSH tunnel to it")
+            raise ConfigError(f"console.host: {host!r} is not loopback; use 127.0.0.1, and an SSH tunnel to it")
         self._hub = hub
         self._host = host
         self._port = port
@@ -203,10 +199,10 @@ class ConsoleServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Listens, and returns the address with its token. Blocks until pages can be opened, 15 s at most.
+        """Listens, and returns the address with its token. Blocks until pages can be opened, `START_TIMEOUT_S` at most.
 
         Raises:
-            RunError: the port is in use, or may not be listened on; or the server did not start.
+            RunError: the port is in use or not permitted, or the server did not start.
         """
         listening = _listen(self._host, self._port)
         port = listening.getsockname()[1]
@@ -215,21 +211,21 @@ class ConsoleServer:
         thread.start()
         if not server.ready.wait(START_TIMEOUT_S):
             server.should_exit = True
-            raise RunError(f"the console did not start within {START_TIMEOUT_S:.0f} s; the log says why")
+            raise RunError(f"the console did not start within {START_TIMEOUT_S:.0f} s; read the run's log")
         self._server, self._thread = server, thread
         host = f"[{self._host}]" if ":" in self._host else self._host
         _log.info("console.started address=http://%s:%d", host, port)
         return f"http://{host}:{port}/?token={self._token}"
 
     def stop(self) -> None:
-        """Closes every page and the port, and waits for the thread, 5 s at most. Calling it twice is harmless."""
+        """Closes every page and the port, and waits `STOP_TIMEOUT_S` at most for the thread. May be called twice."""
         if self._server is None or self._thread is None:
             return
         self._pages.close()
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.error("console.stuck the server's thread did not end within %.0f s", STOP_TIMEOUT_S)
+            _log.error("console.stop_timeout the server's thread did not end within %.0f s", STOP_TIMEOUT_S)
         self._server = self._thread = None
 
     def _config(self, port: int) -> uvicorn.Config:
@@ -239,7 +235,7 @@ class ConsoleServer:
             lifespan="off",
             log_config=None,
             log_level="warning",
-            access_log=False,  # it would write the token into the log
+            access_log=False,  # its lines would contain the token
             server_header=False,
             proxy_headers=False,
             limit_concurrency=MAX_CONNECTIONS,
@@ -250,7 +246,7 @@ class ConsoleServer:
 
 
 def build_app(pages: _Pages) -> FastAPI:
-    """The page, its files and its WebSocket; without `access.Gate` before it, open to everybody."""
+    """The page, its files and its WebSockets, without access control (see `AccessMiddleware`)."""
     static = Path(str(files("user_sys.console") / "static"))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.mount("/static", StaticFiles(directory=static))
@@ -265,31 +261,29 @@ def build_app(pages: _Pages) -> FastAPI:
 
     @app.websocket("/stop")
     async def stop(socket: WebSocket) -> None:
-        await pages.serve_stops(socket)
+        await pages.serve_estops(socket)
 
     return app
 
 
 class _Pages:
-    """All open pages. `on_hub_message` runs in the threads that feed the hub; everything else in the server's event
-    loop.
-    """
+    """All open pages. Threads that update the hub call `on_hub_message`; the server's event loop calls the rest."""
 
     def __init__(self, hub: ConsoleHub, audit: AuditSink) -> None:
         self._hub, self._audit = hub, audit
         self._open: set[PageSocket] = set()
-        self._stops: set[EstopSocket] = set()
+        self._estop_sockets: set[EstopSocket] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._replies: deque[OperatorReply] = deque(maxlen=MAX_REPLIES)
         self._waking = False
         self._watched_s = 0.0
-        self._end_listening = hub.subscribe(self.on_hub_message)
+        self._unsubscribe = hub.subscribe(self.on_hub_message)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def close(self) -> None:
-        self._end_listening()
+        self._unsubscribe()
         self._loop = None
 
     async def serve(self, socket: WebSocket) -> None:
@@ -306,34 +300,34 @@ class _Pages:
             if page.operator:
                 self._audit(AuditEntry(event="sign-out", person=page.operator, address=page.address))
 
-    async def serve_stops(self, socket: WebSocket) -> None:
+    async def serve_estops(self, socket: WebSocket) -> None:
         await socket.accept()
-        if len(self._stops) >= MAX_ESTOP_SOCKETS:
+        if len(self._estop_sockets) >= MAX_ESTOP_SOCKETS:
             await socket.close(
                 TRY_AGAIN_LATER, f"{MAX_ESTOP_SOCKETS} connections for e-stops are open already; close a page"
             )
             return
-        stops = EstopSocket(socket, self._hub)
-        self._stops.add(stops)
+        estops = EstopSocket(socket, self._hub)
+        self._estop_sockets.add(estops)
         try:
-            await stops.run()
+            await estops.run()
         finally:
-            self._stops.discard(stops)
+            self._estop_sockets.discard(estops)
 
-    def on_hub_message(self, what: HubMessage | PreviewImage) -> None:
-        """Wakes the pages, once however often it is called before they woke."""
+    def on_hub_message(self, message: HubMessage | PreviewImage) -> None:
+        """Wakes the pages. Calls before they wake have one effect."""
         loop = self._loop
-        if loop is None or not (self._open or self._stops):
+        if loop is None or not (self._open or self._estop_sockets):
             return
-        if isinstance(what, OperatorReply):
-            self._replies.append(what)
+        if isinstance(message, OperatorReply):
+            self._replies.append(message)
         if not self._waking:
             self._waking = True
-            with contextlib.suppress(RuntimeError):  # the server has just ended: nobody is there to be told
+            with contextlib.suppress(RuntimeError):  # the server has just ended
                 loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        self._waking = False  # before looking: what is fed from here on wakes again
+        self._waking = False  # before reading: later messages wake again
         while self._replies:
             self._deliver(self._replies.popleft())
         for page in self._open:
@@ -341,8 +335,8 @@ class _Pages:
 
     def _deliver(self, reply: OperatorReply) -> None:
         if reply.order == "e-stop":
-            for stops in self._stops:
-                stops.confirm(reply)
+            for estops in self._estop_sockets:
+                estops.confirm(reply)
             return
         if reply.order == "release" or (reply.order == "drive" and reply.accepted):
             return
@@ -351,7 +345,7 @@ class _Pages:
                 page.push(protocol.OrderReply(reply.robot, reply.order, reply.accepted, reply.reason))
 
     def _claim_name(self, page: PageSocket, wish: str) -> str:
-        """The wished name, made unlike that of every other open page: a name drives one robot from one place."""
+        """The wished name, made unique among the open pages: a name drives a robot from one page only."""
         wish = wish or f"guest-{secrets.token_hex(2)}"
         taken = {other.operator for other in self._open if other is not page}
         name = next(n for n in (wish, *(f"{wish}-{i}" for i in range(2, MAX_PAGES + 2))) if n not in taken)
@@ -367,11 +361,11 @@ class _Pages:
         try:
             self._hub.request_previews(WATCH_RATE_HZ, WATCH_TTL_S)
         except UserSysError as error:
-            _log.warning("console.watch failed, pictures will stop: %s", error)
+            _log.warning("console.preview_request_failed pictures will stop: %s", error)
 
 
 class _Server(uvicorn.Server):
-    """Tells when pages can be opened."""
+    """Sets `ready` when pages can be opened."""
 
     def __init__(self, config: uvicorn.Config, pages: _Pages) -> None:
         super().__init__(config)
@@ -394,6 +388,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(MAX_CONNECTIONS)
     except OSError as error:
         listening.close()
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise RunError(f"console: port {port} of {host} {why}; choose another with --console.port, or 0") from None
     return listening

@@ -1,11 +1,11 @@
-"""Who chooses the actions: a policy alone, a scripted expert, or a policy with people who may step in."""
+"""Agents: a scripted expert, a policy, and a policy whose actions an operator may override."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,15 +20,15 @@ from user_sys.policies.policy import Policy
 from user_sys.tunnel.flow_control import CoalescingQueue
 from user_sys.weights.double_buffer import DoubleBufferedPolicy
 
-MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: an episode that a person forgot
-GRIPPER_SETTLE_STEPS = 5  # steps that are recorded after a person toggled the gripper
+MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: bounds an episode that an operator left open
+GRIPPER_SETTLE_STEPS = 5  # steps that are recorded after an operator toggled the gripper
 MAX_PENDING_COMMANDS = 256
 
 SwapAt = Literal["chunk", "episode"]
 
 
 def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
-    """The task's own verdict; the episode is cut off when it is `late`, or where the driver could not carry it on."""
+    """The outcome by the task's own rule. The episode is truncated if it is `late`, or if the driver held the robot."""
     outcome = after.outcome
     broken = after.held_periods > 0 or after.applied is None
     return StepOutcome(
@@ -41,54 +41,55 @@ def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
 
 
 class ScriptedAgent:
-    """A scripted demonstrator; its steps are recorded as teleoperation."""
+    """Acts by a scripted expert. Its steps are recorded as teleoperation."""
 
     def __init__(self, expert: Callable[[Mapping[str, Array]], Array], max_steps: int) -> None:
         self._expert, self._max_steps = expert, max_steps
 
-    def begin_episode(self, tick: TimeStep) -> None:
+    def begin_episode(self, time_step: TimeStep) -> None:
         pass
 
-    def select_action(self, tick: TimeStep) -> SelectedAction | None:
-        return SelectedAction(action=np.asarray(self._expert(tick.observation), np.float32), phase=Phase.TELEOP)
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+        return SelectedAction(action=np.asarray(self._expert(time_step.observation), np.float32), phase=Phase.TELEOP)
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
         return task_outcome(after, late=steps >= self._max_steps)
 
 
 class PolicyAgent:
-    """Executes a policy's action chunks; new weights come in between two chunks only.
-
-    `policy` is asked for anew at each chunk, so that it may be swapped. `observe` is told how long each inference took.
-    """
+    """Executes a policy's action chunks, one action in each control period."""
 
     def __init__(
         self,
         policy: Callable[[], tuple[Policy, int]],
-        sentence: str,
+        instruction: str,
         max_steps: int,
         *,
         deterministic: bool,
         on_inference: Callable[[float], object] = lambda seconds: None,
     ) -> None:
-        self._policy, self._sentence, self._max_steps = policy, sentence, max_steps
-        self._deterministic, self._observe = deterministic, on_inference
+        """Args:
+        policy: returns the policy and its version. It is called before each chunk, so the policy may change there.
+        on_inference: called with the seconds that each inference took.
+        """
+        self._policy, self._instruction, self._max_steps = policy, instruction, max_steps
+        self._deterministic, self._on_inference = deterministic, on_inference
         self._chunk: deque[tuple[Array, float]] = deque()
         self._version = -1
 
-    def begin_episode(self, tick: TimeStep) -> None:
+    def begin_episode(self, time_step: TimeStep) -> None:
         self._chunk.clear()
 
     def discard_chunk(self) -> None:
-        """Drops what is left of the chunk: somebody else moved the robot."""
+        """Drops the rest of the chunk. Call it after another source has moved the robot."""
         self._chunk.clear()
 
-    def select_action(self, tick: TimeStep) -> SelectedAction | None:
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
         if not self._chunk:
             policy, self._version = self._policy()
             started_s = time.perf_counter()
-            chunk = policy.act(tick.observation, self._sentence, deterministic=self._deterministic)
-            self._observe(time.perf_counter() - started_s)
+            chunk = policy.act(time_step.observation, self._instruction, deterministic=self._deterministic)
+            self._on_inference(time.perf_counter() - started_s)
             self._chunk.extend(zip(chunk.actions, chunk.log_prob.tolist(), strict=True))
         action, log_prob = self._chunk.popleft()
         return SelectedAction(action=action, phase=Phase.POLICY, policy_version=self._version, log_prob=log_prob)
@@ -97,12 +98,91 @@ class PolicyAgent:
         return task_outcome(after, late=steps >= self._max_steps)
 
 
+class WeightsMonitor(Protocol):
+    """What a policy agent asks and reports while its weights change."""
+
+    def is_too_stale(self) -> bool:
+        """Whether the robot must hold until newer weights arrive."""
+
+    def on_swap(self, version: int) -> None:
+        """Weights of `version` act from now on."""
+
+    def on_inference(self, seconds: float) -> None:
+        """An inference took so long."""
+
+
+class UpdatingPolicyAgent(PolicyAgent):
+    """A policy whose weights are swapped while the robot runs.
+
+    New weights are swapped in before a chunk, or with `swap_at` ``episode`` before an episode. The agent selects no
+    action while its weights are too stale, before the first weights (unless it may `explore`), and while a policy
+    server is unavailable.
+
+    Attributes:
+        error: why the policy server gave no action last; empty if it did.
+    """
+
+    def __init__(
+        self,
+        policies: DoubleBufferedPolicy,
+        instruction: str,
+        max_steps: int,
+        monitor: WeightsMonitor,
+        *,
+        swap_at: SwapAt = "chunk",
+        explore: bool = False,
+    ) -> None:
+        super().__init__(
+            self._policy_for_chunk, instruction, max_steps, deterministic=False, on_inference=monitor.on_inference
+        )
+        self._policies, self._monitor, self._swap_at, self._explore = policies, monitor, swap_at, explore
+        self.error = ""
+
+    @property
+    def awaits_weights(self) -> bool:
+        """No learned weights have arrived, and the policy may not explore."""
+        return not self._explore and self._policies.version == NO_VERSION
+
+    def begin_episode(self, time_step: TimeStep) -> None:
+        self.swap()
+        super().begin_episode(time_step)
+
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+        if self.awaits_weights or self._monitor.is_too_stale():
+            self.discard_chunk()
+            self.swap()
+            return None
+        try:
+            selected = super().select_action(time_step)
+        except PolicyUnavailable as error:
+            self.error = str(error)
+            return None
+        self.error = ""
+        return selected
+
+    def pause(self) -> None:
+        """Call it in each control period in which an operator has the robot. Weights are swapped meanwhile."""
+        self.discard_chunk()
+        if self._swap_at == "chunk":
+            self.swap()  # no chunk is in progress: a learner that waits for the robots need not wait for operators
+
+    def swap(self) -> None:
+        """Swaps in new weights if some are ready."""
+        if (version := self._policies.swap_if_ready()) is not None:
+            self._monitor.on_swap(version)
+
+    def _policy_for_chunk(self) -> tuple[Policy, int]:
+        if self._swap_at == "chunk":
+            self.swap()
+        return self._policies.policy, self._policies.version
+
+
 class _PendingCommand(NamedTuple):
-    """What a person ordered, and when it came in."""
+    """An operator's command, its e-stop sequence, and when it was received."""
 
     command: OperatorCommand
-    turn: int
-    heard_s: float
+    estop_sequence: int
+    received_s: float
 
 
 def _rejection(command: OperatorCommand, reason: str) -> OperatorReply:
@@ -111,185 +191,209 @@ def _rejection(command: OperatorCommand, reason: str) -> OperatorReply:
     )
 
 
+class OperatorCommandQueue:
+    """Operators' commands on their way to the control loop. Any thread may `submit`; the control loop takes.
+
+    An operator's newest input replaces an older one. Commands beyond `MAX_PENDING_COMMANDS` are rejected.
+    """
+
+    def __init__(self, clock: Callable[[], float], send_reply: Callable[[OperatorReply], object]) -> None:
+        """Args:
+        clock: monotonic seconds.
+        send_reply: sends the rejection of a command; called in the thread that submits it.
+        """
+        self._clock, self._send_reply = clock, send_reply
+        self._queue: CoalescingQueue[_PendingCommand] = CoalescingQueue(MAX_PENDING_COMMANDS)
+        self._estop: OperatorCommand | None = None  # an e-stop that the control loop has not taken
+        self._newest_estop = 0  # the `sequence` of the newest e-stop
+
+    def submit(self, command: OperatorCommand, estop_sequence: int = 0) -> None:
+        """Queues a command. Rejects a re-arm that is older than the newest e-stop, which arrives on a faster channel.
+
+        Args:
+            estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
+        """
+        if command.order == "re-arm" and command.sequence < self._newest_estop:
+            self._send_reply(_rejection(command, "the e-stop was pressed again since"))
+            return
+        key = ("drive", command.operator) if command.order == "drive" else None
+        if not self._queue.put(_PendingCommand(command, estop_sequence, self._clock()), key):
+            self._send_reply(_rejection(command, "busy"))
+
+    def note_estop(self, command: OperatorCommand) -> None:
+        """Notes an e-stop that is on its way to the driver. Never blocks and never rejects it."""
+        self._newest_estop = max(self._newest_estop, command.sequence)
+        self._estop = command
+
+    def take_estop(self) -> OperatorCommand | None:
+        """The newest e-stop since the last call."""
+        estop, self._estop = self._estop, None
+        return estop
+
+    def get_nowait(self) -> _PendingCommand | None:
+        """Removes and returns the oldest command."""
+        return self._queue.get_nowait()
+
+
+class SessionControl(Protocol):
+    """The session functions that its agent calls."""
+
+    def send_reply(self, reply: OperatorReply) -> None:
+        """Sends the reply to an operator's command."""
+
+    def rearm(self, person: str, estop_sequence: int) -> bool:
+        """Releases the driver's e-stop; False if it was pressed again since."""
+
+    def is_stopping(self) -> bool:
+        """Whether the session ends, so that the episode must end."""
+
+    def has_lease(self) -> bool:
+        """Whether the session may move the robot."""
+
+
+class _AppliedAction:
+    """The action that was applied last, and the action that keeps the robot at rest after it."""
+
+    def __init__(self, spec: RobotSpec) -> None:
+        self._spec = spec
+        self._neutral = np.array(spec.neutral, np.float32)
+        self.value: Array = self._neutral.copy()
+
+    def reset(self, time_step: TimeStep) -> None:
+        self.value = self._neutral.copy()
+        self.value = self._at_rest(time_step)
+
+    def update(self, time_step: TimeStep) -> None:
+        self.value = self._at_rest(time_step) if time_step.applied is None else time_step.applied
+
+    def rest_action(self) -> Array:
+        """The neutral action, with joint targets and gripper as they were applied last."""
+        rest = self._neutral.copy()
+        if joints := list(self._spec.joint_target):
+            rest[joints] = self.value[joints]
+        if self._spec.gripper >= 0:
+            rest[self._spec.gripper] = self.value[self._spec.gripper]
+        return rest
+
+    def toggles_gripper(self, action: Array, rest: Array) -> bool:
+        return self._spec.gripper >= 0 and bool(action[self._spec.gripper] != rest[self._spec.gripper])
+
+    def _at_rest(self, time_step: TimeStep) -> Array:
+        """The last action, with joint targets at the present joint positions."""
+        rest = self.value.copy()
+        if joints := list(self._spec.joint_target):
+            rest[joints] = self._spec.rest_action(time_step.observation)[joints]
+        return rest
+
+
 class SharedControlAgent:
-    """A policy, and people who may take over. Orders come in through `submit` from any thread.
+    """A policy that operators may override.
 
-    New weights take over before a chunk, or with `swap_at` ``episode`` before an episode. While they are `too_old` the
-    policy does not act and the robot holds; likewise before the first, unless it may `explore`, and while a policy that
-    acts in another process is away. While the session may not drive, since its lease has run out, the robot holds too.
+    The robot holds while the session has no lease, and while the policy selects no action (`UpdatingPolicyAgent`).
 
-    While a person drives, a control period is a step only when the person moves something: an arm at rest is held and
-    nothing is recorded. A person's verdict ends the episode with one neutral step.
+    While an operator drives, a control period is a step only if the operator moves something. An arm at rest is held
+    and nothing is recorded. An operator's label ends the episode with one neutral step.
     """
 
     def __init__(
         self,
         spec: RobotSpec,
         authority: ControlAuthority,
-        swapper: DoubleBufferedPolicy,
-        sentence: str,
+        policy: UpdatingPolicyAgent,
+        commands: OperatorCommandQueue,
+        session: SessionControl,
         max_steps: int,
-        reply: Callable[[OperatorReply], object],
-        rearm: Callable[[str, int], bool],
-        leaving: Callable[[], bool],
-        swapped: Callable[[int], object] = lambda version: None,
-        swap_at: SwapAt = "chunk",
-        too_old: Callable[[], bool] = lambda: False,
-        observe: Callable[[float], object] = lambda seconds: None,
-        explore: bool = False,
-        may_drive: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._spec, self.authority, self._max_steps = spec, authority, max_steps
-        self._reply, self._rearm, self._leaving = reply, rearm, leaving
-        self._swapper, self._swapped = swapper, swapped
-        self._swap_at, self._too_old, self._explore = swap_at, too_old, explore
-        self._may_drive = may_drive
-        self._policy = PolicyAgent(self._newest_policy, sentence, max_steps, deterministic=False, on_inference=observe)
-        self._orders: CoalescingQueue[_PendingCommand] = CoalescingQueue(MAX_PENDING_COMMANDS)
-        self._pressed: OperatorCommand | None = None  # an e-stop that the authority was not told of
-        self._newest_press = 0  # the sequence of the newest e-stop
-        self._neutral = np.array(spec.neutral, np.float32)
-        self._away = ""
+        self.authority = authority
+        self._policy, self._commands, self._session, self._max_steps = policy, commands, session, max_steps
+        self._applied = _AppliedAction(spec)
+        self._label: OperatorLabel | None = None
+        self._reset = False
+        self._policy_steps = self._human_steps = self._settling_steps = 0
 
     @property
     def is_policy_suspended(self) -> bool:
-        """A person drives, or the robot holds or is stopped: the clock is obeyed."""
+        """An operator drives, or the robot holds or is stopped. Control periods then follow the clock."""
         return self.authority.state is not ControlState.POLICY
 
     @property
     def awaits_weights(self) -> bool:
-        """Nothing that was learned has come yet, and the policy may not explore."""
-        return not self._explore and self._swapper.version == NO_VERSION
+        """See `UpdatingPolicyAgent.awaits_weights`."""
+        return self._policy.awaits_weights
 
     @property
     def policy_error(self) -> str:
-        """Why the policy gives no action now, for people; empty where it does, or somebody else drives."""
-        return "" if self.is_policy_suspended else self._away
+        """Why the policy server gives no action, for operators; empty if it does, or if the policy is suspended."""
+        return "" if self.is_policy_suspended else self._policy.error
 
-    def submit(self, command: OperatorCommand, estop_sequence: int = 0) -> None:
-        """Takes an order from the console; of a person's inputs the newest alone waits. A flood beyond the bound is
-        refused, and so is a re-arm that was given before the newest e-stop, which came by a shorter way.
-
-        Args:
-            turn: see `driver_wire.Request`; it grows from one e-stop or re-arm to the next.
-        """
-        if command.order == "re-arm" and command.sequence < self._newest_press:
-            self._reply(_rejection(command, "the e-stop was pressed again since"))
-            return
-        key = ("drive", command.operator) if command.order == "drive" else None
-        if not self._orders.put(_PendingCommand(command, estop_sequence, self.authority.clock()), key):
-            self._reply(_rejection(command, "busy"))
-
-    def note_estop(self, command: OperatorCommand) -> None:
-        """Takes note of an e-stop on its way to the driver. From any thread; nothing delays or refuses it."""
-        self._newest_press = max(self._newest_press, command.sequence)
-        self._pressed = command
-
-    def begin_episode(self, tick: TimeStep) -> None:
-        self._swap()
+    def begin_episode(self, time_step: TimeStep) -> None:
+        self._policy.begin_episode(time_step)
         self.authority.begin_episode()
-        self._policy.begin_episode(tick)
-        self._applied = self._neutral.copy()
-        self._applied = self._at_rest(tick)
-        self._mark: OperatorLabel | None = None
+        self._applied.reset(time_step)
+        self._label = None
         self._reset = False
-        self._policy_steps = self._human_steps = self._moving = 0
+        self._policy_steps = self._human_steps = self._settling_steps = 0
 
-    def select_action(self, tick: TimeStep) -> SelectedAction | None:
-        self._applied = self._at_rest(tick) if tick.applied is None else tick.applied
-        pressed, self._pressed = self._pressed, None
-        if pressed is not None:
-            self.authority.emergency_stop(pressed.operator)
-        if tick.stopped and self.authority.state is not ControlState.STOPPED:
-            self.authority.emergency_stop(tick.stopped_by, "latched")
-        self._obey()  # afterwards: a re-arm is newer than the tick
-        self.authority.apply_local_input(tick.local_input)
-        state = self.authority.update()
-        self._mark = self.authority.take_label() or self._mark
-        self._reset = self.authority.take_reset_request() or self._reset
-        if self._mark or self._reset or self._leaving():
-            return SelectedAction(action=self._rest(), phase=self.authority.phase)
-        if not self._may_drive():
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+        self._applied.update(time_step)
+        state = self._update_authority(time_step)
+        if self._label or self._reset or self._session.is_stopping():
+            return SelectedAction(action=self._applied.rest_action(), phase=self.authority.phase)
+        if not self._session.has_lease():
             self._policy.discard_chunk()
             return None
         if state is ControlState.POLICY:
-            if self.awaits_weights or self._too_old():
-                self._wait_for_weights()
-                return None
-            return self._ask_policy(tick)
-        self._policy.discard_chunk()
+            return self._policy_action(time_step)
+        self._policy.pause()
         self._policy_steps = 0
-        if self._swap_at == "chunk":
-            self._swap()  # no chunk is under way: a learner that waits for the robots need not wait for people
-        return self._hand() if state is ControlState.HUMAN else None
-
-    def _ask_policy(self, tick: TimeStep) -> SelectedAction | None:
-        """Its decision, or None where it is away. It is asked again in the next control period."""
-        try:
-            decision = self._policy.select_action(tick)
-        except PolicyUnavailable as away:
-            self._away = str(away)
-            return None
-        self._away = ""
-        self._policy_steps += 1
-        return decision
-
-    def _wait_for_weights(self) -> None:
-        if self.awaits_weights:
-            self.authority.mark_policy_idle()
-        self._policy.discard_chunk()
-        self._swap()
+        return self._operator_action() if state is ControlState.HUMAN else None
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
-        if self._mark:
-            reward = float(self._mark.success)
-            return StepOutcome(reward, terminated=True, truncated=False, success=self._mark.success, source="person")
-        if self._reset or self._leaving():
+        if self._label:
+            reward = float(self._label.success)
+            return StepOutcome(reward, terminated=True, truncated=False, success=self._label.success, source="person")
+        if self._reset or self._session.is_stopping():
             return StepOutcome(after.outcome.reward, False, True, after.outcome.success, after.outcome.source)
         return task_outcome(after, late=self._policy_steps >= self._max_steps or self._human_steps >= MAX_HUMAN_STEPS)
 
-    def _obey(self) -> None:
-        while (order := self._orders.get_nowait()) is not None:
-            command = order.command
-            reply = self.authority.apply(command, order.heard_s)
-            if reply.accepted and command.order == "re-arm" and not self._rearm(command.operator, order.turn):
+    def _update_authority(self, time_step: TimeStep) -> ControlState:
+        """Applies e-stops, commands and local input to the authority; returns the state for this control period."""
+        if (estop := self._commands.take_estop()) is not None:
+            self.authority.emergency_stop(estop.operator)
+        if time_step.stopped and self.authority.state is not ControlState.STOPPED:
+            self.authority.emergency_stop(time_step.stopped_by, "latched")
+        self._apply_commands()  # after the e-stop: a queued re-arm is newer than the time step
+        self.authority.apply_local_input(time_step.local_input)
+        state = self.authority.update()
+        self._label = self.authority.take_label() or self._label
+        self._reset = self.authority.take_reset_request() or self._reset
+        return state
+
+    def _apply_commands(self) -> None:
+        while (pending := self._commands.get_nowait()) is not None:
+            command = pending.command
+            reply = self.authority.apply(command, pending.received_s)
+            rearms = reply.accepted and command.order == "re-arm"
+            if rearms and not self._session.rearm(command.operator, pending.estop_sequence):
                 self.authority.emergency_stop("the driver", "pressed again")
                 reply = _rejection(command, "the e-stop was pressed again since")
             if command.order != "drive":
-                self._reply(reply)
+                self._session.send_reply(reply)
 
-    def _hand(self) -> SelectedAction | None:
-        """The person's action, or None where the hand is still."""
-        action = self.authority.action(self._applied)
-        rest = self._rest()
-        toggled = self._spec.gripper >= 0 and action[self._spec.gripper] != rest[self._spec.gripper]
-        if np.array_equal(action, rest) and not self._moving:
+    def _policy_action(self, time_step: TimeStep) -> SelectedAction | None:
+        if self._policy.awaits_weights:
+            self.authority.mark_policy_idle()
+        selected = self._policy.select_action(time_step)
+        self._policy_steps += selected is not None
+        return selected
+
+    def _operator_action(self) -> SelectedAction | None:
+        """The operator's action; None if it moves nothing."""
+        action = self.authority.action(self._applied.value)
+        rest = self._applied.rest_action()
+        if np.array_equal(action, rest) and not self._settling_steps:
             return None
-        self._moving = GRIPPER_SETTLE_STEPS if toggled else max(0, self._moving - 1)
+        toggled = self._applied.toggles_gripper(action, rest)
+        self._settling_steps = GRIPPER_SETTLE_STEPS if toggled else max(0, self._settling_steps - 1)
         self._human_steps += 1
         return SelectedAction(action=action, phase=self.authority.phase)
-
-    def _newest_policy(self) -> tuple[Policy, int]:
-        """Between two chunks: the safe point for new weights."""
-        if self._swap_at == "chunk":
-            self._swap()
-        return self._swapper.policy, self._swapper.version
-
-    def _swap(self) -> None:
-        if (version := self._swapper.swap_if_ready()) is not None:
-            self._swapped(version)
-
-    def _at_rest(self, tick: TimeStep) -> Array:
-        """What was applied last, with joints that are moved by targets where they stand now."""
-        rest = self._applied.copy()
-        if joints := list(self._spec.joint_target):
-            rest[joints] = self._spec.rest_action(tick.observation)[joints]
-        return rest
-
-    def _rest(self) -> Array:
-        rest = self._neutral.copy()
-        if joints := list(self._spec.joint_target):
-            rest[joints] = self._applied[joints]
-        if self._spec.gripper >= 0:
-            rest[self._spec.gripper] = self._applied[self._spec.gripper]
-        return rest

@@ -1,4 +1,4 @@
-"""Who drives one robot: an explicit state machine, kept by the robot's session on the edge.
+"""Control authority over one robot: an explicit state machine in the robot's session on the edge.
 
 ::
 
@@ -6,9 +6,9 @@
     HUMAN --silence, release--> HOLD --take-over--> HUMAN,  HOLD --hand-back--> POLICY
     any --e-stop--> STOPPED --re-arm--> HOLD
 
-One person at a time: while HUMAN, orders of anybody else are refused and the refusal names who drives. HOLD belongs to
-nobody: its former operator, or anybody else, takes over or hands back; input alone does not resume. E-stop is open to
-everybody, always.
+One operator drives at a time: in HUMAN, commands of every other operator are refused, and the refusal names the
+operator. In HOLD any operator may take over or hand back; input alone does not resume. Every operator may press the
+e-stop at any time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class ControlState(enum.StrEnum):
-    """Who drives now. The values are those of ``RobotStatus.authority``."""
+    """Who controls the robot. The values are those of ``RobotStatus.authority``."""
 
     POLICY = "policy"
     HUMAN = "human"
@@ -65,7 +65,7 @@ _LEGAL_TRANSITIONS = frozenset(
 
 @dataclass(frozen=True)
 class AuthorityTransition:
-    """One change of authority: who caused it, by which order (``silence`` for none), and when."""
+    """One change of authority: its time, its operator, and the command that caused it (``silence`` for a timeout)."""
 
     unix_ns: int
     operator: str
@@ -76,23 +76,23 @@ class AuthorityTransition:
 
 @dataclass(frozen=True)
 class OperatorLabel:
-    """A person's verdict on the running episode."""
+    """An operator's success label of the running episode."""
 
     success: bool
     operator: str
 
 
 class ControlAuthority:
-    """Decides, for each control period, whether the policy or a person drives, or nobody.
+    """Decides for each control period whether the policy acts, an operator drives, or the robot holds.
 
-    One thread calls it. Nothing blocks. `clock` gives monotonic seconds. A person's input counts for `silence_s`, less
-    the control period in which it is carried out: then the robot stands still, and `silence_s` after the input HOLD
-    begins. At slow control rates an input counts for half of `silence_s`.
+    One thread calls it. Nothing blocks. An operator's input is valid for `input_timeout_s`, less the control period in
+    which it is executed. Then the robot stands still, and `input_timeout_s` after the input the state becomes HOLD. At
+    slow control rates an input is valid for half of `input_timeout_s`.
 
-    A person's *twist* has one element an action element, each in [-1, 1]: the share of the way from ``spec.neutral`` to
-    the action's bound. The gripper's element is +1 for open (upper bound), -1 for closed (lower bound), and 0 until the
-    person first touches it: the gripper stays as it is, so that a take-over drops nothing. A joint that is moved by
-    targets goes on from its last one, at that share of its greatest speed.
+    An operator's *twist* has one element for each action element, in [-1, 1]: the share of the way from
+    ``spec.neutral`` to the action's bound. The gripper's element is +1 for open (upper bound) and -1 for closed (lower
+    bound). It is 0 until the operator first changes it, which keeps the gripper as it is: a take-over drops nothing. A
+    joint with position targets moves on from its last target, at that share of its maximum speed.
     """
 
     def __init__(
@@ -103,59 +103,60 @@ class ControlAuthority:
         unix_ns: Callable[[], int] = time.time_ns,
         input_timeout_s: float = INPUT_TIMEOUT_S,
     ) -> None:
+        """`clock`: monotonic seconds."""
         self.robot = robot
         self.state = ControlState.POLICY
-        self.operator = ""  # who drives, whose silence led to HOLD, or who stopped the robot; else empty
+        self.operator = ""  # who drives, whose timeout led to HOLD, or who stopped the robot; else empty
         self.audit: deque[AuthorityTransition] = deque(maxlen=MAX_AUDIT_ENTRIES)
         self._spec = spec
         self.clock = clock
         self._unix_ns = unix_ns
-        self._silence_s = input_timeout_s
-        self._fresh_s = max(input_timeout_s / 2, input_timeout_s - spec.period_s)
-        self._heard_s = -math.inf
+        self._input_timeout_s = input_timeout_s
+        self._input_valid_s = max(input_timeout_s / 2, input_timeout_s - spec.period_s)
+        self._last_input_s = -math.inf
         self._sequence = 0
         self._twist = np.zeros(spec.action.shape, np.float32)
-        self._target: Array | None = None  # of a device that says where to be, not which way to go
+        self._target: Array | None = None  # of a device that gives positions instead of a twist
         self._policy_acted = True
-        self._mark: OperatorLabel | None = None
+        self._label: OperatorLabel | None = None
         self._reset = False
 
     @property
     def phase(self) -> Phase:
-        """POLICY; or, from a take-over to the hand-back, CORRECTION, and TELEOP where a person began the episode."""
+        """POLICY; or CORRECTION from a take-over to the hand-back; or TELEOP if an operator began the episode."""
         if self.state is ControlState.POLICY:
             return Phase.POLICY
         return Phase.CORRECTION if self._policy_acted else Phase.TELEOP
 
     def update(self) -> ControlState:
-        """Notices silence, and returns the state for this control period."""
-        if self.state is ControlState.HUMAN and self.clock() - self._heard_s > self._silence_s:
+        """Applies the input timeout, and returns the state for this control period."""
+        if self.state is ControlState.HUMAN and self.clock() - self._last_input_s > self._input_timeout_s:
             self._move(ControlState.HOLD, self.operator, "silence")
         return self.state
 
     def twist(self) -> Array:
-        """The newest input, float32 (a,): all zero unless a person drives, save for the gripper's element."""
-        return self._twist.copy() if self._is_driven else self._still()
+        """The newest input, float32 (a,). Without valid input it is zero except for the gripper's element."""
+        return self._twist.copy() if self._has_valid_input else self._still()
 
     @property
-    def _is_driven(self) -> bool:
-        """A person drives, by an input that lasts to the end of the control period."""
-        return self.state is ControlState.HUMAN and self.clock() - self._heard_s <= self._fresh_s
+    def _has_valid_input(self) -> bool:
+        """An operator drives, and the input is valid to the end of the control period."""
+        return self.state is ControlState.HUMAN and self.clock() - self._last_input_s <= self._input_valid_s
 
     def action(self, previous: Array) -> Array:
-        """The action, float32 (a,) in the action spec's units, that the newest input asks for.
+        """The action of the newest input, float32 (a,) in the action spec's units.
 
         Args:
-            previous: the action that was applied last; where the person has not touched the gripper, its element stays.
+            previous: the action that was applied last; its gripper element stays until the operator changes it.
 
         Raises:
-            SpecError: the robot's spec names no neutral action, so that it cannot be driven by shares of the range.
+            SpecError: the robot's spec has no neutral action, so a twist has no meaning.
         """
         spec, twist = self._spec, self.twist()
-        if self._target is not None and self._is_driven:
+        if self._target is not None and self._has_valid_input:
             return self._target.copy()
         if len(spec.neutral) != len(twist):
-            raise SpecError(f"{spec.model}: a spec without `neutral` cannot be driven by hand")
+            raise SpecError(f"{spec.model}: a robot without `neutral` in its spec cannot be driven by hand; add it")
         neutral, low, high = (np.asarray(v, np.float32) for v in (spec.neutral, spec.action.low, spec.action.high))
         action: Array = neutral + twist * np.where(twist > 0, high - neutral, neutral - low)
         if joints := list(spec.joint_target):
@@ -166,80 +167,80 @@ class ControlAuthority:
         return action
 
     def take_label(self) -> OperatorLabel | None:
-        """The verdict given since the last call, once."""
-        mark, self._mark = self._mark, None
-        return mark
+        """The label since the last call."""
+        label, self._label = self._label, None
+        return label
 
     def take_reset_request(self) -> bool:
-        """Whether a reset was asked for since the last call."""
-        asked, self._reset = self._reset, False
-        return asked
+        """Whether an operator requested a reset since the last call."""
+        requested, self._reset = self._reset, False
+        return requested
 
     def begin_episode(self) -> None:
-        """A new episode starts under whoever drives; a verdict or reset meant for the old one is forgotten."""
+        """A new episode begins in the present state. Discards a label or reset request of the previous episode."""
         self._policy_acted = self.state is ControlState.POLICY
-        self._mark, self._reset = None, False
+        self._label, self._reset = None, False
 
     def mark_policy_idle(self) -> None:
-        """The policy could not act in this episode yet: what a person does in it corrects nothing."""
+        """The policy has not acted in this episode, so an operator's steps are not corrections."""
         self._policy_acted = False
 
     def apply(self, command: OperatorCommand, received_s: float | None = None) -> OperatorReply:
-        """Carries out an order, or refuses it with a reason; never raises for what a person may send.
+        """Executes a command, or refuses it with a reason. Never raises for an operator's message.
 
         Args:
-            heard_s: when it came in, by `clock`; None is now. An input that had to wait for long moves nothing.
+            received_s: time of arrival, by `clock`; None is now. An input that waited too long is refused.
         """
-        if command.order != "drive":  # a fresh input ends the silence, however long the caller was busy elsewhere
+        if command.order != "drive":  # a new input ends the silence, however long the caller was busy
             self.update()
         try:
-            self._order(command, self.clock() if received_s is None else received_s)
+            self._execute(command, self.clock() if received_s is None else received_s)
         except AuthorityError as error:
             if command.order != "drive":
-                who = command.operator[:MAX_NAME_CHARS]
-                _log.info("authority.refused robot=%s operator=%r %s: %s", self.robot, who, command.order, error)
+                operator = command.operator[:MAX_NAME_CHARS]
+                _log.info("authority.refused robot=%s operator=%r %s: %s", self.robot, operator, command.order, error)
             return self._reply(command, accepted=False, reason=str(error))
         return self._reply(command, accepted=True)
 
     def apply_local_input(self, local_input: TeleopInput | None) -> None:
-        """What a device on the robot's own computer says in this control period; None while no hand is on it.
+        """Applies the input of a device on the robot's own computer in this control period; None without input.
 
-        A hand takes over from the policy and out of a hold, as any person does, and not from another person, nor from
-        an e-stop. Once it lets go the robot stands still, and soon holds: handing back is said at the console.
+        Input takes over from the policy and out of a hold, as any operator's does. It takes over neither from another
+        operator nor from an e-stop. When it ends the robot stands still and soon holds; the console hands back.
         """
-        mine = self.state is ControlState.HUMAN and self.operator == LOCAL_OPERATOR
+        is_driving = self.state is ControlState.HUMAN and self.operator == LOCAL_OPERATOR
         if local_input is None:
-            if mine:
+            if is_driving:
                 self._twist, self._target = self._still(), None
             return
-        if not mine:
+        if not is_driving:
             if self.state in (ControlState.STOPPED, ControlState.HUMAN):
                 return
             self._move(ControlState.HUMAN, LOCAL_OPERATOR, "take-over")
         self._twist, self._target = np.asarray(local_input.twist, np.float32), local_input.target
-        self._heard_s = self.clock()
+        self._last_input_s = self.clock()
 
     def emergency_stop(self, person: str, cause: str = "e-stop") -> None:
-        """Latches the stop; also for the driver's own. What was asked before is forgotten. Repeating it is harmless."""
+        """Latches the stop, also for a stop of the driver. Discards a reset request. A repeat does nothing."""
         self._twist = self._still()
         self._reset = False
         if self.state is not ControlState.STOPPED:
             self._move(ControlState.STOPPED, person, cause)
 
-    def _order(self, command: OperatorCommand, heard_s: float) -> None:
+    def _execute(self, command: OperatorCommand, received_s: float) -> None:
         operator = command.operator
         if command.robot != self.robot:
             raise AuthorityError(f"this is {self.robot}, not {command.robot[:MAX_NAME_CHARS]}")
         if command.order == "e-stop":
             return self.emergency_stop(operator[:MAX_NAME_CHARS])
         if not operator.strip() or len(operator) > MAX_NAME_CHARS:
-            raise AuthorityError(f"an order needs the name of a person, of at most {MAX_NAME_CHARS} characters")
-        self._refuse_beside_another(operator)
+            raise AuthorityError(f"a command needs an operator's name of 1 to {MAX_NAME_CHARS} characters")
+        self._require_no_other_operator(operator)
         match command.order:
             case "take-over":
                 self._take_over(command)
             case "drive":
-                self._drive(command, heard_s)
+                self._drive(command, received_s)
             case "release":
                 if self.state is ControlState.HUMAN:
                     self._move(ControlState.HOLD, operator, "release")
@@ -251,30 +252,31 @@ class ControlAuthority:
                 self._require_armed()
                 self._reset = True
             case "success" | "failure":
-                self._mark = OperatorLabel(command.order == "success", operator)
+                self._label = OperatorLabel(command.order == "success", operator)
 
     def _take_over(self, command: OperatorCommand) -> None:
         self._require_armed()
         if self.state is not ControlState.HUMAN:
             self._twist, self._target = np.zeros_like(self._twist), None
             self._move(ControlState.HUMAN, command.operator, "take-over")
-        self._sequence = command.sequence  # another console counts from elsewhere; what it sent earlier is void
-        self._heard_s = self.clock()
+        self._sequence = command.sequence  # consoles number independently; earlier inputs of this one are void
+        self._last_input_s = self.clock()
 
-    def _drive(self, command: OperatorCommand, heard_s: float) -> None:
+    def _drive(self, command: OperatorCommand, received_s: float) -> None:
         self._require_armed()
-        if self.clock() - heard_s > self._silence_s:
-            raise AuthorityError("it had to wait for too long")
+        if self.clock() - received_s > self._input_timeout_s:
+            raise AuthorityError("the input waited too long")
         if self.state is not ControlState.HUMAN:
-            raise AuthorityError("take over first" if self.state is ControlState.POLICY else "held: take over to go on")
+            policy = self.state is ControlState.POLICY
+            raise AuthorityError("take over first" if policy else "the robot holds: take over to continue")
         twist = command.twist
         if len(twist) != len(self._twist) or not all(-1.0 <= share <= 1.0 for share in twist):
             raise AuthorityError(f"a twist of {self.robot} has {len(self._twist)} elements in [-1, 1]")
         if command.sequence <= self._sequence:
-            raise AuthorityError("overtaken by a newer input")
+            raise AuthorityError("superseded by a newer input")
         self._sequence = command.sequence
         self._twist = np.asarray(twist, np.float32)
-        self._heard_s = heard_s
+        self._last_input_s = received_s
 
     def _hand_back(self, operator: str) -> None:
         self._require_armed()
@@ -288,24 +290,26 @@ class ControlAuthority:
             raise AuthorityError("not stopped")
         self._move(ControlState.HOLD, operator, "re-arm")
 
-    def _refuse_beside_another(self, operator: str) -> None:
+    def _require_no_other_operator(self, operator: str) -> None:
         if operator == LOCAL_OPERATOR:
-            raise AuthorityError("that name is kept for the devices on the robot's own computer")
+            raise AuthorityError(f"the name {LOCAL_OPERATOR!r} is reserved for devices on the robot's own computer")
         if self.state is ControlState.HUMAN and operator != self.operator:
             raise AuthorityError(f"{self.operator} drives {self.robot}")
 
     def _require_armed(self) -> None:
         if self.state is ControlState.STOPPED:
-            raise AuthorityError(f"stopped by {self.operator or 'somebody'}: re-arm first")
+            raise AuthorityError(f"stopped by {self.operator or 'an unnamed operator'}: re-arm first")
 
     def _move(self, after: ControlState, operator: str, cause: str) -> None:
         before = self.state
         if (before, after) not in _LEGAL_TRANSITIONS:
-            raise AuthorityError(f"{self.robot}: no way from {before} to {after} ({cause})")
+            raise AuthorityError(f"{self.robot}: no transition from {before} to {after} ({cause})")
         self.state = after
         self.operator = "" if after is ControlState.POLICY or before is ControlState.STOPPED else operator
         self.audit.append(AuthorityTransition(self._unix_ns(), operator, cause, before, after))
-        _log.info("authority.moved robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after)
+        _log.info(
+            "authority.changed robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after
+        )
 
     def _reply(self, command: OperatorCommand, accepted: bool, reason: str = "") -> OperatorReply:
         return OperatorReply(
@@ -324,6 +328,6 @@ class ControlAuthority:
         return still
 
     def _gripper(self, share: float, previous: float) -> float:
-        """The share of the whole range, -1 closed to +1 open; 0 keeps `previous`."""
+        """The gripper's action for a share of its range, -1 closed to +1 open; 0 keeps `previous`."""
         low, high = self._spec.action.low[self._spec.gripper], self._spec.action.high[self._spec.gripper]
         return previous if share == 0 else low + (share + 1) / 2 * (high - low)

@@ -1,7 +1,4 @@
-"""Keeps a session's lease alive over the tunnel.
-
-People's e-stops on their way through a session: from the tunnel to the robot's driver, and its confirmation back.
-"""
+"""A session's control messages: its lease, operators' e-stops and commands, and preview requests."""
 
 from __future__ import annotations
 
@@ -18,7 +15,9 @@ from typing import Self
 from hal.errors import HalError, LeaseError
 from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import lease_clock_ns
+from user_sys.edge.agents import OperatorCommandQueue
 from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.status import StatusPublisher
 from user_sys.errors import SessionRefused
 from user_sys.messages import (
     LeaseGrant,
@@ -27,90 +26,99 @@ from user_sys.messages import (
     LeaseRequest,
     OperatorCommand,
     OperatorReply,
+    PreviewRequest,
     StopRun,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 
-log = logging.getLogger(__name__)
-
 REQUEST_PERIOD_S = 1.0
 RENEWALS_PER_TTL = 3
+RECEIVE_WAIT_S = 0.25  # bounds how long `EmergencyStopForwarder.__exit__` waits; an e-stop ends the wait at once
+ESTOP_RETRY_S = 0.05
+MAX_CONFIRMED = 256
+ESTOP_CLOSE_TIMEOUT_S = 10.0  # longer than the driver's deadline for a reply
+INBOX_WAIT_S = 0.02
+INBOX_CLOSE_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class LeaseClient:
-    """The lease of one robot. `acquire` comes first; afterwards one thread feeds it messages and asks it to renew.
+    """The lease of one robot. Call `acquire` first. Afterwards one thread passes it messages and renews.
 
-    A link that is down does not end the session: a refusal does. The robot goes on until `until_ns`, after which its
-    driver holds it; a renewal that is granted later lets it go on.
+    The session continues while the tunnel is down and ends if the gateway refuses the lease. The driver holds the robot
+    from `until_ns` on, until a renewal is granted.
     """
 
     def __init__(self, robot: str, holder: str, client: TunnelClient, min_token: int = 0) -> None:
-        """`floor`: the newest token that the robot's driver has seen, of another run perhaps."""
-        self._robot, self._holder, self._client, self._floor = robot, holder, client, min_token
+        """`min_token`: the newest token that the robot's driver has seen, possibly of another run."""
+        self._robot, self._holder, self._client, self._min_token = robot, holder, client, min_token
         self._token = 0
         self._renew_at = 0.0
         self._ttl_s = 0.0
         self._until_ns = 0
 
     def acquire(self, shutdown: threading.Event) -> int:
-        """Asks until the lease is granted, and returns its token. Blocks; says once who holds the robot meanwhile.
+        """Requests the lease until it is granted. Blocks. Logs once who holds the robot meanwhile.
 
         Returns:
-            The token; 0 where `leaving` was set, or the run ended, first.
+            The token; 0 if `shutdown` is set or the run ends first.
 
         Raises:
-            Refused: the gateway does not let us in.
+            SessionRefused: the gateway rejects the connection.
         """
-        said = ""
+        last_reason = ""
         while not shutdown.is_set():
-            self._require_tunnel()
-            asked_ns = lease_clock_ns()
-            request = LeaseRequest(robot=self._robot, holder=self._holder, floor=self._floor, asked_ns=asked_ns)
-            self._client.send(request)
-            answer = self._answer(REQUEST_PERIOD_S)
-            if isinstance(answer, LeaseGrant):
-                self._take(answer)
-                log.info("lease.granted robot=%s token=%d", self._robot, answer.token)
-                return answer.token
-            if isinstance(answer, LeaseRefusal) and answer.reason != said:
-                said = answer.reason
-                log.warning("lease.waiting %s", said)
-            if isinstance(answer, StopRun):
-                log.info("run.stopped %s", answer.reason)
+            self._check_tunnel()
+            self._client.send(
+                LeaseRequest(robot=self._robot, holder=self._holder, floor=self._min_token, asked_ns=lease_clock_ns())
+            )
+            reply = self._receive_reply(REQUEST_PERIOD_S)
+            if isinstance(reply, LeaseGrant):
+                self._take(reply)
+                log.info("lease.granted robot=%s token=%d", self._robot, reply.token)
+                return reply.token
+            if isinstance(reply, LeaseRefusal) and reply.reason != last_reason:
+                last_reason = reply.reason
+                log.warning("lease.waiting %s", last_reason)
+            if isinstance(reply, StopRun):
+                log.info("run.stopped %s", reply.reason)
                 return 0
-            if isinstance(answer, LeaseRefusal):
+            if isinstance(reply, LeaseRefusal):
                 shutdown.wait(REQUEST_PERIOD_S)
         return 0
 
-    def _answer(self, within_s: float) -> LeaseGrant | LeaseRefusal | StopRun | None:
-        end = time.monotonic() + within_s
+    def _receive_reply(self, timeout_s: float) -> LeaseGrant | LeaseRefusal | StopRun | None:
+        end = time.monotonic() + timeout_s
         while (left_s := end - time.monotonic()) > 0:
             message = self._client.receive(left_s)
             if isinstance(message, LeaseGrant | LeaseRefusal | StopRun):
                 return message
         return None
 
-    def _require_tunnel(self) -> None:
+    def _check_tunnel(self) -> None:
         if self._client.state is TunnelState.REFUSED:
             raise SessionRefused(self._client.reason)
 
     @property
     def token(self) -> int:
-        """The newest token that was granted; 0 before the first."""
+        """The newest granted token; 0 before the first."""
         return self._token
 
     @property
     def until_ns(self) -> int:
-        """When the lease runs out, by `lease_clock_ns`."""
+        """When the lease expires, by `lease_clock_ns`."""
         return self._until_ns
 
     def is_expired(self) -> bool:
-        """Whether the lease has run out, so that the driver holds the robot."""
+        """Whether the lease has expired, so that the driver holds the robot."""
         return lease_clock_ns() >= self._until_ns
 
     def on_message(self, message: LeaseGrant | LeaseRefusal) -> None:
-        """Takes an answer. Where `acquire` asked twice, as a gateway that is slow makes it do, the second answer brings
-        a newer token, under which the robot is driven from then on, and what was said of the older one is void.
+        """Processes a reply.
+
+        If the gateway was slow, `acquire` has sent two requests. The second reply then brings a newer token, which
+        replaces the first; a refusal of the older token is ignored.
 
         Raises:
             LeaseError: another session has the robot now.
@@ -122,20 +130,20 @@ class LeaseClient:
             raise LeaseError(f"the lease of {self._robot} has ended: {message.reason}")
 
     def renew_if_due(self) -> None:
-        """Sends a renewal when a third of the time to live has passed; never blocks.
+        """Sends a renewal when a third of the time to live has passed. Never blocks.
 
         Raises:
-            Refused: the gateway does not let us in any more.
+            SessionRefused: the gateway rejects the connection.
         """
-        self._require_tunnel()
+        self._check_tunnel()
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
-            asked_ns = lease_clock_ns()
-            request = LeaseRequest(robot=self._robot, holder=self._holder, token=self._token, asked_ns=asked_ns)
-            self._client.send(request)
+            self._client.send(
+                LeaseRequest(robot=self._robot, holder=self._holder, token=self._token, asked_ns=lease_clock_ns())
+            )
 
     def release(self) -> None:
-        """Gives the robot back; never blocks."""
+        """Releases the lease. Never blocks."""
         if self._token:
             self._client.send(LeaseRelease(robot=self._robot, token=self._token))
 
@@ -146,31 +154,26 @@ class LeaseClient:
         self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
 
 
-RECEIVE_WAIT_S = 0.25  # bounds how long `__exit__` waits; an e-stop ends the wait at once
-RETRY_S = 0.05
-MAX_CONFIRMED = 256
-CLOSE_TIMEOUT_S = 10.0  # longer than the driver has to answer
-
-
 class EmergencyStopForwarder:
-    """Carries e-stops to the driver in a thread of its own, on a channel and a local socket of their own.
+    """Forwards e-stops from the tunnel to the driver, in its own thread and on its own channel and local socket.
 
-    It runs from `__enter__` to `__exit__` and needs no lease. An e-stop that the driver has not confirmed is sent
-    again until it is; a driver that is away finds it on the disk, even if this session has ended by then. A press that
-    was confirmed is confirmed again without another stop, so a repeat that comes after a re-arm does nothing.
+    It runs from `__enter__` to `__exit__` and needs no lease. It repeats an e-stop until the driver confirms it. It
+    writes an e-stop for an unreachable driver to the latch file, which the driver reads at its start, even after this
+    session has ended. A repeat of a confirmed press is confirmed again and does not stop the robot again, so a repeat
+    that arrives after a re-arm does nothing.
 
     Attributes:
-        on_press: called with each new press before the driver is asked; must return at once.
+        on_press: called with each new press before it goes to the driver; must return at once.
     """
 
-    def __init__(self, robot: str, client: TunnelClient, latch: Path) -> None:
-        """`latch`: the file in which a driver that is away finds the e-stop at its start."""
+    def __init__(self, robot: str, client: TunnelClient, latch_path: Path) -> None:
+        """`latch_path`: the latch file that an unreachable driver reads at its start."""
         self.on_press: Callable[[OperatorCommand], object] = lambda press: None
-        self._robot, self._client, self._latch = robot, client, latch
-        self._turns = itertools.count(1)
+        self._robot, self._client, self._latch_path = robot, client, latch_path
+        self._sequence = itertools.count(1)
         self._confirmed: deque[tuple[str, int]] = deque(maxlen=MAX_CONFIRMED)
-        self._waiting: tuple[OperatorCommand, int] | None = None  # a press that the driver has not confirmed; its turn
-        self._ending = threading.Event()
+        self._unconfirmed: tuple[OperatorCommand, int] | None = None  # a press and its e-stop sequence
+        self._stopping = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="e-stop", daemon=True)
 
@@ -179,63 +182,62 @@ class EmergencyStopForwarder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._ending.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._stopping.set()
+        self._thread.join(ESTOP_CLOSE_TIMEOUT_S)
 
     def next_sequence(self) -> int:
-        """Numbers e-stops and re-arms in the order in which they came. See `driver_wire.Request`. Any thread."""
-        return next(self._turns)
+        """Numbers e-stops and re-arms in the order of their arrival. Any thread may call it."""
+        return next(self._sequence)
 
     def raise_failure(self) -> None:
-        """Raises what ended the thread: without it no person could stop the robot."""
+        """Raises what ended the thread. Without the thread no operator can stop the robot."""
         if self._failure is not None:
             raise self._failure
 
     def _run(self) -> None:
         with DriverClient(self._robot) as driver:
             try:
-                while not self._ending.is_set():
-                    message = self._client.receive_stop(RETRY_S if self._waiting else RECEIVE_WAIT_S)
+                while not self._stopping.is_set():
+                    message = self._client.receive_stop(ESTOP_RETRY_S if self._unconfirmed else RECEIVE_WAIT_S)
                     if isinstance(message, OperatorCommand):
-                        self._take(driver, message)
-                    elif self._waiting is not None:
-                        self._stop(driver, *self._waiting)
-            except Exception as error:  # of any kind: `raise_failure` tells
+                        self._on_command(driver, message)
+                    elif self._unconfirmed is not None:
+                        self._forward(driver, *self._unconfirmed)
+            except Exception as error:  # of any kind: `raise_failure` raises it
                 log.exception("e-stop.failed")
                 self._failure = error
 
-    def _take(self, driver: DriverClient, press: OperatorCommand) -> None:
+    def _on_command(self, driver: DriverClient, press: OperatorCommand) -> None:
         if press.press and (press.operator, press.press) in self._confirmed:
             self._reply(press, accepted=True)
             return
-        waiting = self._waiting
-        repeated = waiting is not None and press.press and _key(waiting[0]) == _key(press)
-        if waiting is not None and repeated:
-            self._stop(driver, *waiting)
+        waiting = self._unconfirmed
+        if waiting is not None and press.press and _key(waiting[0]) == _key(press):
+            self._forward(driver, *waiting)
             return
         self.on_press(press)
-        self._stop(driver, press, self.next_sequence())
+        self._forward(driver, press, self.next_sequence())
 
-    def _stop(self, driver: DriverClient, press: OperatorCommand, turn: int) -> None:
+    def _forward(self, driver: DriverClient, press: OperatorCommand, estop_sequence: int) -> None:
         try:
-            driver.emergency_stop(press.issuer, turn)
+            driver.emergency_stop(press.issuer, estop_sequence)
         except HalError as error:
-            first = self._waiting is None or _key(self._waiting[0]) != _key(press)
-            self._waiting = press, turn
-            if first:
+            is_first_attempt = self._unconfirmed is None or _key(self._unconfirmed[0]) != _key(press)
+            self._unconfirmed = press, estop_sequence
+            if is_first_attempt:
                 log.error("e-stop.undelivered %s; trying again", error)
                 self._write_latch(press.issuer)
             self._reply(press, accepted=False, reason=str(error))
             return
-        self._waiting = None
+        self._unconfirmed = None
         self._confirmed.append(_key(press))
         self._reply(press, accepted=True)
 
     def _write_latch(self, person: str) -> None:
         try:
-            EstopLatch(self._latch).press(new_emergency_stop(person, "pressed while the robot was away"))
-        except (OSError, HalError) as error:  # it is tried on while this session lives
-            log.error("e-stop.not_persisted %s", error)
+            EstopLatch(self._latch_path).press(new_emergency_stop(person, "pressed while the driver was unreachable"))
+        except (OSError, HalError) as error:  # the forwarder goes on trying to reach the driver
+            log.error("e-stop.latch_write_failed %s", error)
 
     def _reply(self, press: OperatorCommand, accepted: bool, reason: str = "") -> None:
         self._client.send(
@@ -252,3 +254,78 @@ class EmergencyStopForwarder:
 
 def _key(press: OperatorCommand) -> tuple[str, int]:
     return press.operator, press.press
+
+
+class ControlInbox:
+    """Receives a session's control messages in a thread, and renews its lease. A context manager.
+
+    The session ends when the thread ends: without it no operator reaches the robot. `__exit__` raises the thread's
+    error if the body raised none.
+    """
+
+    def __init__(
+        self,
+        client: TunnelClient,
+        driver: DriverClient,
+        lease: LeaseClient,
+        estops: EmergencyStopForwarder,
+        commands: OperatorCommandQueue,
+        status: StatusPublisher,
+        shutdown: threading.Event,
+        on_poll: Callable[[], object],
+    ) -> None:
+        """Args:
+        shutdown: set by a `StopRun` message, and when the thread ends.
+        on_poll: called after each message or wait, in the thread. An error that it raises ends the session.
+        """
+        self._client, self._driver, self._lease, self._estops = client, driver, lease, estops
+        self._commands, self._status, self._shutdown, self._on_poll = commands, status, shutdown, on_poll
+        self._renewals = DriverClient(driver.robot)  # a socket for this thread
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._shutdown.set()
+        self._thread.join(INBOX_CLOSE_TIMEOUT_S)
+        if kind is None and self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            while not self._shutdown.is_set():
+                self._receive()
+                self._lease.renew_if_due()
+                self._on_poll()
+        except Exception as error:  # of any kind: `__exit__` raises it
+            self._failure = error
+        finally:
+            self._shutdown.set()
+            self._renewals.close()
+
+    def _receive(self) -> None:
+        message = self._client.receive(INBOX_WAIT_S)
+        match message:
+            case OperatorCommand():
+                self._commands.submit(message, self._estops.next_sequence())
+            case LeaseGrant() | LeaseRefusal():
+                self._lease.on_message(message)
+                self._driver.token, self._driver.lease_until_ns = self._lease.token, self._lease.until_ns
+                self._renew_at_driver()
+            case PreviewRequest():
+                self._status.enable_previews(message)
+            case StopRun():
+                log.info("run.stopped %s", message.reason)
+                self._shutdown.set()
+
+    def _renew_at_driver(self) -> None:
+        """Renews on a socket of its own: the control loop's may be busy with a reset that outlasts the lease."""
+        try:
+            self._renewals.renew_lease(self._lease.token, self._lease.until_ns)
+        except LeaseError:
+            raise
+        except HalError as error:
+            log.debug("lease.renewal_not_delivered %s", error)  # the control loop's next request carries it

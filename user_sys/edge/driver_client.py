@@ -1,7 +1,4 @@
-"""What a session and its driver process say to each other, over one local socket. Nothing here crosses a network.
-
-A session's end of the local socket to its robot's driver process.
-"""
+"""The client of a robot's driver process, and the messages of their local socket. None of them crosses a network."""
 
 from __future__ import annotations
 
@@ -31,12 +28,24 @@ from user_sys.errors import RunError
 MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108, ZeroMQ appends a few
 
 WAITING_LOG_PREFIX = "robot.waiting "
-"""How a driver's log line starts whose words say for whom the robot is driven while it waits for its turn."""
+"""Prefix of a driver's log line that names the run which drives the robot, while the driver waits for it."""
 
 LATCH_FILE = "e-stop.json"
-"""Where in a run's folder of a simulated robot its e-stop's latch is kept. That of a real one is the computer's
-(`hal.machine_folder.RobotFiles.latch`)."""
+"""The e-stop's latch file in the state folder of a simulated robot. A real robot's latch belongs to the computer
+(`hal.machine_folder.RobotFiles.latch_path`)."""
 
+REPLY_DEADLINE_S = 30.0
+ATTACH_RETRY_S = 1.0
+RESET_DEADLINE_S = 300.0  # the robot moves; a driver gives it a minute more than the path takes
+LIVENESS_POLL_S = 0.2  # a killed driver process is detected within this time
+RENEW_DEADLINE_S = 1.0  # a driver answers at once, during a control period too
+LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on disk before the reply
+PERIOD_DEADLINE_S = 10.0  # longer than a control period; a driver process that hangs is detected within it
+NEVER_NS = (1 << 63) - 1
+FRAME_PREFIX = "frame:"
+OBSERVATION_PREFIX = "observation"
+
+log = logging.getLogger(__name__)
 
 DriverCommand = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm", "renew"]
 
@@ -47,15 +56,17 @@ ERRORS_BY_NAME: dict[str, type[HalError]] = {
 
 
 class DriverRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One order. `token` fences it; ``e-stop`` is obeyed from anyone. ``command`` carries the array ``action``.
+    """One request. `order` ``command`` carries the array ``action``.
 
-    `owner` is the state folder of the session's robot: the driver of another run refuses to be attached to.
-    `reduced` asks for the speed that is allowed while a person drives or is near.
-    `estop_sequence` counts a session's e-stops and re-arms as people gave them: a re-arm lifts no e-stop of a later
-    turn. `until_ns`, where it is not 0, is when the sender stops waiting, by ``time.monotonic_ns()``: what would move
-    or arm the robot after that is refused.
-    `lease_until_ns` is when the lease under `token` runs out, by `hal.lease.lease_clock_ns`. After that the driver
-    holds, unless a request has brought a later time: ``renew`` does nothing else, and is answered at once.
+    Attributes:
+        token: the session's fencing token; ``e-stop`` and ``describe`` need none.
+        owner: state folder of the session's robot; the driver of another run refuses the request.
+        reduced: apply the reduced speed limit, as while a person drives or is near.
+        estop_sequence: counts a session's e-stops and re-arms; a re-arm never undoes a later e-stop.
+        until_ns: when the sender stops waiting, by ``time.monotonic_ns()``; 0 is never. Later the driver refuses to
+            move or re-arm the robot.
+        lease_until_ns: when the lease of `token` expires, by `hal.lease.lease_clock_ns`. The driver then holds until a
+            request brings a later time. ``renew`` does only that, and is answered at once.
     """
 
     order: DriverCommand
@@ -66,13 +77,13 @@ class DriverRequest(msgspec.Struct, frozen=True, kw_only=True):
     reduced: bool = False
     person: str = ""
     owner: str = ""
-    estop_sequence: int = 0
+    estop_sequence: int = msgspec.field(default=0, name="turn")
     until_ns: int = 0
     lease_until_ns: int = 0
 
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session must know of the task."""
+    """A task, as the session uses it."""
 
     name: str
     sentence: str
@@ -80,12 +91,13 @@ class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one request: an error by name, or what a `driver.Tick` holds (its arrays travel beside it).
+    """The reply to one request: an error by name, or a `TimeStep`, whose arrays follow the record.
 
-    `newest_token` is the newest that the driver has seen, under whichever run.
-    `latch` is the file of the e-stop's latch that the driver finds at its next start.
-    `hand` says what the array ``hand`` is, where a person's hand is on an input device.
-    `t_frames_ns` tells by camera when each picture that travels along was captured.
+    Attributes:
+        newest_token: the newest that the driver has seen, of any run.
+        latch: the e-stop's latch file that the driver reads at its next start.
+        t_frames_ns: capture time of each frame, by camera.
+        hand: meaning of the array ``hand``, the local input; empty without one.
     """
 
     error: str = ""
@@ -117,7 +129,7 @@ def driver_endpoint(robot: str) -> str:
     """The local socket of `robot`'s driver process on this machine.
 
     Raises:
-        RunError: the path is too long for a Unix socket.
+        RunError: the path is too long for a Unix socket; the message gives the fix.
     """
     path = str(runtime_folder() / f"{robot}.sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -125,31 +137,17 @@ def driver_endpoint(robot: str) -> str:
     return f"ipc://{path}"
 
 
-log = logging.getLogger(__name__)
-
-REPLY_DEADLINE_S = 30.0
-ATTACH_RETRY_S = 1.0
-RESET_DEADLINE_S = 300.0  # the robot moves to its start; a driver gives it a minute more than the way takes
-LIVENESS_POLL_S = 0.2  # one that was killed shows within this
-RENEW_DEADLINE_S = 1.0  # a driver answers it at once, in the middle of a control period too
-LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on the disk before it is said to be pressed or released
-PERIOD_DEADLINE_S = 10.0  # beyond a control period; a driver process that hangs shows within it
-NEVER_NS = (1 << 63) - 1
-FRAME_PREFIX = "frame:"
-OBSERVATION_PREFIX = "observation"
-
-
 class DriverClient:
-    """A `Environment` over the local socket. One thread uses an instance; a second thread opens its own.
+    """The environment of a driver process. One thread uses an instance; a second thread opens its own.
 
     Attributes:
-        spec, task: known after `describe` or `attach`.
-        refused_realtime: what the driver process asked of the system in vain; empty where it has all that it wants.
+        spec, task, latch_path: set by `describe` and `attach`. `latch_path` is the e-stop's latch file that the driver
+            reads at its next start.
+        refused_realtime: the real-time settings that the system refused the driver process; empty if it refused none.
         newest_token: the newest token that the driver has seen.
-        real_time: the driver paces by the clock; otherwise a simulated robot runs as fast as it can.
-        reduced_speed: a person drives or is near: the safety kernel allows ``limits.reduced_speed`` of each speed only.
-        lease_until_ns: see `Request`; who drives without a lease of a gateway's leaves it as it is.
-        latch_path: the file of the e-stop's latch that the driver finds at its next start; known as `spec` is.
+        real_time: control periods follow the clock; otherwise a simulated robot runs as fast as it can.
+        reduced_speed: the safety kernel limits speeds to ``limits.reduced_speed``, as while a person drives or is near.
+        lease_until_ns: see `DriverRequest`. It stays as it is without a lease of a gateway.
     """
 
     spec: RobotSpec
@@ -158,8 +156,8 @@ class DriverClient:
 
     def __init__(self, robot: str, *, token: int = 0, owner: str = "", shutdown: threading.Event | None = None) -> None:
         """Args:
-        owner: the state folder of the robot; a driver that drives it for another is not attached to.
-        leaving: once it is set, `attach` and `describe` wait no longer.
+        owner: the state folder of the robot; a driver of another owner refuses `attach`.
+        shutdown: when it is set, `attach` and `describe` stop waiting.
         """
         self.robot, self.token, self._owner = robot, token, owner
         self.session = f"pid {os.getpid()}"
@@ -168,7 +166,7 @@ class DriverClient:
         self.newest_token = 0
         self.lease_until_ns = NEVER_NS
         self._socket: zmq.Socket[bytes] | None = None
-        self._leaving = shutdown or threading.Event()
+        self._shutdown = shutdown or threading.Event()
         self._address = driver_endpoint(robot)
 
     def __enter__(self) -> Self:
@@ -178,7 +176,7 @@ class DriverClient:
         self.close()
 
     def open(self) -> None:
-        """Opens its socket, and with the first of a process libzmq's threads, which are scheduled as the caller is."""
+        """Opens the socket. A process's first socket starts libzmq's threads, with the scheduling of the caller."""
         self._connect()
 
     def close(self) -> None:
@@ -187,73 +185,74 @@ class DriverClient:
             self._socket = None
 
     def attach(self, deadline_s: float = REPLY_DEADLINE_S) -> None:
-        """Announces the session and its token; from then on the driver refuses every older one.
+        """Registers the session's token. The driver then refuses every older token.
 
         Raises:
             StaleToken: a newer session has the robot.
-            LeaseHeld: the robot is driven for another run.
+            LeaseHeld: another run drives the robot.
             HardwareLost: no driver process answers within the deadline.
         """
-        self._introduce("attach", deadline_s)
+        self._read_description("attach", deadline_s)
 
     def describe(self, deadline_s: float = REPLY_DEADLINE_S) -> None:
-        """Learns spec and task without a token. Raises LeaseHeld and HardwareLost as `attach` does."""
-        self._introduce("describe", deadline_s)
+        """Reads spec and task. Needs no token. Raises LeaseHeld and HardwareLost as `attach` does."""
+        self._read_description("describe", deadline_s)
 
     def wait_until_free(self, shutdown: threading.Event, deadline_s: float) -> bool:
-        """`describe`, once the driver does not work for another run. False: `leaving` was set first.
+        """Waits until no other run drives the robot, then calls `describe`. False: `shutdown` was set first.
 
         Raises:
             HardwareLost: no driver process answers within the deadline.
         """
-        said = ""
+        last_message = ""
         while not shutdown.is_set():
             try:
                 self.describe(deadline_s)
                 return True
             except LeaseHeld as error:
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("session.waiting %s", said)
+                if str(error) != last_message:
+                    last_message = str(error)
+                    log.warning("session.waiting %s", last_message)
                 shutdown.wait(ATTACH_RETRY_S)
             except HardwareLost:
                 if not shutdown.is_set():
                     raise
         return False
 
-    def _introduce(self, order: DriverCommand, deadline_s: float) -> None:
-        reply, _ = self._ask(order, deadline_s=deadline_s)
+    def _read_description(self, order: DriverCommand, deadline_s: float) -> None:
+        reply, _ = self._request(order, deadline_s=deadline_s)
         if reply.spec is None or reply.task is None:
-            raise HardwareLost(f"the driver of {self.robot} did not say what it drives")
+            raise HardwareLost(f"the driver of {self.robot} sent no spec or no task")
         self.spec, self.task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
         self.newest_token, self.latch_path = reply.newest_token, Path(reply.latch)
 
     def reset(self, seed: int) -> TimeStep:
-        return self._tick(*self._ask("reset", seed=seed, deadline_s=RESET_DEADLINE_S))
+        return self._time_step(*self._request("reset", seed=seed, deadline_s=RESET_DEADLINE_S))
 
     def step(self, action: Array) -> TimeStep:
-        return self._tick(*self._ask("command", {"action": action}, deadline_s=PERIOD_DEADLINE_S))
+        return self._time_step(*self._request("command", {"action": action}, deadline_s=PERIOD_DEADLINE_S))
 
     def hold(self) -> TimeStep:
-        return self._tick(*self._ask("hold", deadline_s=PERIOD_DEADLINE_S))
+        return self._time_step(*self._request("hold", deadline_s=PERIOD_DEADLINE_S))
 
     def renew_lease(self, token: int, lease_until_ns: int) -> None:
-        """Tells the driver how long the lease is valid, also while it is busy with an order of another `DriverClient`.
+        """Sends the driver the expiry of the lease, even while it executes a request of another client.
 
         Raises:
             StaleToken: a newer session has the robot.
             HardwareLost: no driver process answers.
         """
         self.token, self.lease_until_ns = token, lease_until_ns
-        self._ask("renew", deadline_s=RENEW_DEADLINE_S)
+        self._request("renew", deadline_s=RENEW_DEADLINE_S)
 
     def emergency_stop(self, person: str, estop_sequence: int = 0) -> None:
-        """Latches the e-stop. Needs no token. `turn`: see `Request`."""
-        self._ask("e-stop", person=person, turn=estop_sequence, deadline_s=LATCH_DEADLINE_S)
+        """Latches the e-stop. Needs no token. `estop_sequence`: see `DriverRequest`."""
+        self._request("e-stop", person=person, estop_sequence=estop_sequence, deadline_s=LATCH_DEADLINE_S)
 
     def rearm(self, person: str, estop_sequence: int = 0) -> bool:
-        """Releases the e-stop in the name of a person; False where it was pressed again after `turn`, and stands."""
-        return not self._ask("re-arm", person=person, turn=estop_sequence, deadline_s=LATCH_DEADLINE_S)[0].stopped
+        """Releases the e-stop on behalf of a person. False: it was pressed again after `estop_sequence`, and stands."""
+        reply, _ = self._request("re-arm", person=person, estop_sequence=estop_sequence, deadline_s=LATCH_DEADLINE_S)
+        return not reply.stopped
 
     def _connect(self) -> zmq.Socket[bytes]:
         if self._socket is None:
@@ -261,14 +260,14 @@ class DriverClient:
             self._socket.connect(self._address)
         return self._socket
 
-    def _ask(
+    def _request(
         self,
         order: DriverCommand,
         arrays: dict[str, Array] | None = None,
         *,
         seed: int = 0,
         person: str = "",
-        turn: int = 0,
+        estop_sequence: int = 0,
         deadline_s: float = REPLY_DEADLINE_S,
     ) -> tuple[DriverReply, dict[str, Array]]:
         socket = self._connect()
@@ -281,7 +280,7 @@ class DriverClient:
             reduced=self.reduced_speed,
             person=person,
             owner=self._owner if order in ("describe", "attach") else "",
-            estop_sequence=turn,
+            estop_sequence=estop_sequence,
             until_ns=time.monotonic_ns() + int(deadline_s * 1e9),
             lease_until_ns=self.lease_until_ns,
         )
@@ -293,18 +292,18 @@ class DriverClient:
         return reply, received
 
     def _await_reply(self, socket: zmq.Socket[bytes], order: DriverCommand, deadline_s: float) -> None:
-        """A driver process that dies with our order in hand is noticed at once, however long the order may take."""
+        """Waits for the reply. Detects a driver process that dies meanwhile at once, whatever the deadline."""
         end = time.monotonic() + deadline_s
         while (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIVENESS_POLL_S) * 1000)):
                 return
-            introduces = order in ("attach", "describe")
-            if self._leaving.is_set() if introduces else not driver_process_of(self.robot):
+            describes = order in ("attach", "describe")
+            if self._shutdown.is_set() if describes else not driver_process_of(self.robot):
                 break
         self.close()  # a REQ socket without its reply cannot be used again
         raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")
 
-    def _tick(self, reply: DriverReply, arrays: dict[str, Array]) -> TimeStep:
+    def _time_step(self, reply: DriverReply, arrays: dict[str, Array]) -> TimeStep:
         return TimeStep(
             observation={name: array for name, array in arrays.items() if name.startswith(OBSERVATION_PREFIX)},
             frames={name: CameraFrame(arrays[FRAME_PREFIX + name], at_ns) for name, at_ns in reply.t_frames_ns.items()},
@@ -323,5 +322,5 @@ class DriverClient:
 def _local_input(reply: DriverReply, arrays: dict[str, Array]) -> TeleopInput | None:
     if not reply.hand:
         return None
-    told = arrays["hand"]
-    return TeleopInput(told, True) if reply.hand == "twist" else TeleopInput(np.zeros_like(told), True, told)
+    values = arrays["hand"]
+    return TeleopInput(values, True) if reply.hand == "twist" else TeleopInput(np.zeros_like(values), True, values)

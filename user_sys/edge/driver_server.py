@@ -1,23 +1,22 @@
-"""The driver process: ``python -m user_sys.edge.driver_server ROBOT.yaml``.
+"""The driver process: ``python -m user_sys.edge.driver_server ROBOT.yaml STATE``.
 
-It owns the robot for as long as it lives, obeys the session with the newest token, and keeps the robot safe when
-nobody speaks: ``watchdog_periods`` control periods after the last command it holds, ``safe_stop_after_s`` later it
-safe-stops. A session may be killed, stopped or replaced at any time without the robot noticing more than a hold. Of a
-robot that follows the clock the hold is done by then, counted from when the command was applied: its session has a
-little less than one control period to answer in. A simulated one that goes as fast as it can stands still between two
-commands, and is given the time from the answer on; so is a robot that holds or was brought to its start.
+It owns the robot while it runs, executes the commands of the session with the newest token, and keeps the robot safe
+without a session. ``watchdog_periods`` control periods after the last command it holds the robot; ``safe_stop_after_s``
+later it stops it safely. A session may be killed, stopped or replaced at any time: the robot holds at most.
 
-When the robot itself is lost the process says so and ends with exit status 4: its supervisor starts it again, and
-starting is connecting. Nothing of the lost connection lives on in it; e-stop latch and fence are on the disk. What the
-robot does while nobody is connected is its own safe state. Exit status 2 says that starting again will not help.
+- **Robots that follow the clock** hold within ``watchdog_periods`` of the time that the last command was applied. Their
+  session has a little less than one control period to send the next command.
+- **Simulated robots that run as fast as they can** stand still between commands, so the watchdog counts from the reply.
+  It does so too while any robot holds, and after a reset.
+- **A lost robot** ends the process with exit status 4 (`EXIT_ROBOT_LOST`), and its supervisor restarts it. To start is
+  to connect: no state of the lost connection remains. The e-stop latch and the fencing token are on disk. A robot
+  without a connection is in its own safe state. Exit status 2 (`EXIT_FATAL`) means that a restart does not help.
+- **A robot that another run of this machine drives** makes the process wait. It logs the owner.
+- **An expired lease** holds the robot, with or without another session. Requests that would move the robot are answered
+  by a hold until a renewal arrives. The expiry uses a clock that no clock setting changes.
 
-Where another run of this machine drives the robot, it waits for its turn and says for whom.
-
-A lease that runs out has the robot held, whether or not another session comes: what would move the robot is answered by
-a hold until a renewal arrives. The deadline is kept here, by a clock that no setting changes.
-
-It imports no torch, opens no network connection, and listens on one socket in a folder that only its user can enter. An
-e-stop of any user of this computer comes by the latch that they share, which it looks at every `LATCH_POLL_MS`.
+The process imports no torch, opens no network connection, and listens on one socket in a folder of its user. An e-stop
+of any user of this computer arrives through the shared latch file, which it reads every `LATCH_POLL_MS`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld, SpecError,
 from hal.estop import EstopLatch
 from hal.lease import Fence, MachineLock, lease_clock_ns, robot_lock
 from hal.machine_folder import make_runtime_folder, robot_files
+from hal.motion_limits import SafetyReason
 from hal.process_supervisor import set_parent_death_signal
-from hal.safety import SafetyKernel, SafetyReason
+from hal.safety import SafetyKernel
 from hal.signals import stop_on_signals
 from hal.spec import ACTION, Array
 from user_sys.codec import decode_packet, encode_packet
@@ -65,27 +65,93 @@ from user_sys.logs import configure_logging
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20
-MAX_QUEUED_REQUESTS = 32  # requests that came in the middle of a control period
-PRECISE_SLEEP_NS = 2_000_000  # the end of a control period is slept through: to be on the dot
-LATCH_POLL_MS = 10  # how often the shared e-stop latch is looked at while nothing is asked
+MAX_QUEUED_REQUESTS = 32  # requests that arrive during a control period
+PRECISE_SLEEP_NS = 2_000_000  # the end of a control period is slept through, as polling counts in milliseconds
+LATCH_POLL_MS = 10  # how often an idle server reads the shared e-stop latch
 LINGER_MS = 200  # for the last reply
 LOCK_RETRY_S = 0.5
 CLOSE_TIMEOUT_S = 15.0
-EXIT_FATAL, EXIT_ROBOT_LOST = 2, 4  # exit statuses
+EXIT_FATAL, EXIT_ROBOT_LOST = 2, 4
+
+
+class _ControlPeriod:
+    """The grid of control periods, and when the watchdog is due. All times in nanoseconds of `clock`."""
+
+    def __init__(self, period_ns: int, clock: Callable[[], int]) -> None:
+        self.clock, self._period_ns = clock, period_ns
+        self.command_ns = self.watchdog_ns = self._next_ns = clock()
+
+    def feed_watchdog(self, periods: int) -> None:
+        """The watchdog is due after `periods` control periods from now."""
+        self.watchdog_ns = self.clock() + periods * self._period_ns
+
+    def begin(self) -> int:
+        """Call it when a command was applied. Returns the end of its control period, on a fixed grid.
+
+        A missed period starts a new grid: lateness is never made up by shorter periods.
+        """
+        now = self.command_ns = self.clock()
+        self._next_ns += self._period_ns
+        if not now <= self._next_ns <= now + 2 * self._period_ns:
+            self._next_ns = now + self._period_ns
+        return self._next_ns
+
+
+class _LeaseDeadline:
+    """The newest token, and when its lease expires."""
+
+    def __init__(self, robot: str, clock: Callable[[], int]) -> None:
+        self._robot, self._clock = robot, clock
+        self._lease = (0, 0)
+        self._is_logged = False
+
+    def extend(self, token: int, until_ns: int) -> None:
+        """A newer token replaces an older one; of the same token the later time counts."""
+        self._lease = max(self._lease, (token, until_ns))
+
+    def is_expired(self) -> bool:
+        """Logs each expiry once."""
+        token, until_ns = self._lease
+        expired = self._clock() >= until_ns
+        if expired and not self._is_logged:
+            log.warning("lease.expired robot=%s token=%d: holding the robot until a renewal", self._robot, token)
+        self._is_logged = expired
+        return expired
+
+
+class _EstopOrder:
+    """Orders the e-stops and re-arms of a session: an older one never undoes a newer one."""
+
+    def __init__(self) -> None:
+        self._press = self._rearm = ("", 0)  # session and e-stop sequence of the newest
+
+    def accept_press(self, request: DriverRequest) -> bool:
+        """False if the session has re-armed since."""
+        if _is_superseded(request, self._rearm):
+            return False
+        self._press = (request.session, request.estop_sequence)
+        return True
+
+    def may_rearm(self, request: DriverRequest) -> bool:
+        """False if the session has pressed the e-stop since."""
+        return not _is_superseded(request, self._press)
+
+    def note_rearm(self, request: DriverRequest) -> None:
+        self._rearm = (request.session, request.estop_sequence)
 
 
 class DriverServer:
-    """Serves one robot on its local socket. `run` blocks; `stop` may be set from any thread or signal.
+    """Serves one robot on its local socket. `run` blocks; `stop` may be set from any thread or signal handler.
 
     Attributes:
-        refused_realtime: what the system refused this process, for those who ask what it drives.
-        real_time: control periods follow the clock whatever a session asks for, and the watchdog counts from commands.
+        refused_realtime: what the system refused this process, for the status of the robot.
+        real_time: control periods follow the clock whatever a session requests, and the watchdog counts from commands.
     """
 
     def __init__(
         self,
-        driver: RobotEnvironment,
-        station: RobotSetup,
+        environment: RobotEnvironment,
+        setup: RobotSetup,
         fence: Fence,
         address: str,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -94,260 +160,240 @@ class DriverServer:
         lease_clock: Callable[[], int] = lease_clock_ns,
     ) -> None:
         """Args:
-        fence: remembers the newest session's token.
+        fence: stores the newest session's token.
         address: of the local socket.
-        clock: nanoseconds; control periods and the watchdog go by it.
-        owner: the state folder that the robot is driven for; sessions of another are refused.
-        latch: the file of the e-stop's latch that the next driver finds.
-        lease_clock: nanoseconds; leases run out by it.
+        clock: nanoseconds; for control periods and the watchdog.
+        owner: the state folder that the robot is driven for; sessions of another folder are refused.
+        latch: the e-stop's latch file that the next driver reads.
+        lease_clock: nanoseconds; for the expiry of leases.
         """
-        self._driver, self._station, self._fence, self._address = driver, station, fence, address
-        self._clock, self._owner = clock, owner
-        self._lease_clock, self._latch = lease_clock, latch
-        self._lease = (0, 0)  # the newest token, and when its lease runs out
-        self._period_ns = int(driver.spec.period_s * 1e9)
-        self._next_ns = self._hold_at_ns = self._told_ns = clock()
-        self._held = 0
-        self._told_over = False
-        self._pressed = self._armed = ("", 0)  # session and turn of the newest e-stop and re-arm
-        self._waiting: deque[tuple[bytes, bytes]] = deque()
+        self._environment, self._setup, self._fence, self._address = environment, setup, fence, address
+        self._owner, self._latch = owner, latch
+        self._period = _ControlPeriod(int(environment.spec.period_s * 1e9), clock)
+        self._lease = _LeaseDeadline(setup.name, lease_clock)
+        self._estops = _EstopOrder()
+        self._held_periods = 0
+        self._queue: deque[tuple[bytes, bytes]] = deque()
         self.refused_realtime = ""
         self.real_time = False
         self.stop = threading.Event()
 
     def run(self) -> None:
-        """Raises HardwareLost when the robot went away; whoever asked for something then has been told."""
+        """Raises HardwareLost when the robot is lost, after the reply to a pending request."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.bind(self._address)
-        self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
+        self._period.feed_watchdog(self._watchdog_periods)
         try:
             while not self.stop.is_set():
                 self._serve(socket)
         finally:
             socket.close()
 
+    @property
+    def _watchdog_periods(self) -> int:
+        return self._environment.spec.limits.watchdog_periods
+
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Answers one request, or holds when the watchdog is due. Talk that commands nothing does not put that off."""
-        request = self._waiting.popleft() if self._waiting else self._next_request(socket, self._hold_at_ns)
+        """Answers one request, or runs the watchdog when it is due. Requests without a command do not postpone that."""
+        request = self._queue.popleft() if self._queue else self._next_request(socket, self._period.watchdog_ns)
         if request is not None:
             self._answer(*request, socket)
-        if self._clock() >= self._hold_at_ns:
-            self._guard()
+        if self._period.clock() >= self._period.watchdog_ns:
+            self._run_watchdog()
 
     def _next_request(self, socket: zmq.Socket[bytes], until_ns: int) -> tuple[bytes, bytes] | None:
-        """Whose request it is, and its packet; None where nothing that could be one came until then."""
-        whole_ms, rest_ns = divmod(max(0, until_ns - self._clock()), 1_000_000)
+        """The sender and packet of the next request; None if none arrives until then, or a malformed one does."""
+        whole_ms, rest_ns = divmod(max(0, until_ns - self._period.clock()), 1_000_000)
         if not self._poll(socket, whole_ms):
             time.sleep(rest_ns / 1e9)  # polling counts in milliseconds
             if not socket.poll(0):
                 return None
         frames = socket.recv_multipart()
         if len(frames) != 3 or frames[1]:
-            log.warning("request.malformed robot=%s frames=%d", self._station.name, len(frames))
+            log.warning("request.malformed robot=%s frames=%d", self._setup.name, len(frames))
             return None
         return frames[0], frames[2]
 
-    def _poll(self, socket: zmq.Socket[bytes], within_ms: int) -> bool:
-        """Whether something came within this time. Meanwhile an e-stop of another program stops the robot."""
-        while within_ms > LATCH_POLL_MS:
+    def _poll(self, socket: zmq.Socket[bytes], timeout_ms: int) -> bool:
+        """Whether a message arrived in time. Meanwhile an e-stop of another program stops the robot."""
+        while timeout_ms > LATCH_POLL_MS:
             if socket.poll(LATCH_POLL_MS):
                 return True
-            self._driver.stop_if_latched()
-            within_ms -= LATCH_POLL_MS
-        return bool(socket.poll(within_ms))
+            self._environment.stop_if_latched()
+            timeout_ms -= LATCH_POLL_MS
+        return bool(socket.poll(timeout_ms))
 
-    def _feed_watchdog(self, periods: int) -> None:
-        self._hold_at_ns = self._clock() + periods * self._period_ns
-
-    def _guard(self) -> None:
-        self._driver.run_watchdog()
-        if self._held == 0:
-            periods = self._driver.spec.limits.watchdog_periods
-            log.info("watchdog.hold robot=%s: no command for %d control periods", self._station.name, periods)
-        self._held += 1
-        self._feed_watchdog(1)
+    def _run_watchdog(self) -> None:
+        self._environment.run_watchdog()
+        if self._held_periods == 0:
+            log.info(
+                "watchdog.hold robot=%s: no command for %d control periods", self._setup.name, self._watchdog_periods
+            )
+        self._held_periods += 1
+        self._period.feed_watchdog(1)
 
     def _answer(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
-        """Obeys and replies. Raises HardwareLost after the reply that says so."""
+        """Executes a request and replies. Raises HardwareLost after the reply that reports it."""
         arrays: dict[str, Array] = {}
         lost: HardwareLost | None = None
         try:
             request, received = decode_packet(packet, DriverRequest)
-            reply, arrays = self._obey(request, received, socket)
+            reply, arrays = self._execute(request, received, socket)
         except (HalError, WireError, OSError) as error:
-            log.warning("order.refused %s: %s", type(error).__name__, error)
+            log.warning("request.refused %s: %s", type(error).__name__, error)
             reply = DriverReply(error=type(error).__name__, message=str(error))
             lost = error if isinstance(error, HardwareLost) else None
         socket.send_multipart([identity, b"", encode_packet(reply, arrays)])
         if lost is not None:
             raise lost
 
-    def _obey(
+    def _execute(
         self, request: DriverRequest, arrays: dict[str, Array], socket: zmq.Socket[bytes]
     ) -> tuple[DriverReply, dict[str, Array]]:
-        kernel = self._driver.kernel
+        kernel = self._environment.kernel
         if request.order == "e-stop":
-            if not _is_superseded(request, self._armed):
-                self._pressed = (request.session, request.estop_sequence)
-                self._driver.emergency_stop(request.person)
+            if self._estops.accept_press(request):
+                self._environment.emergency_stop(request.person)
             return DriverReply(), {}
         if request.owner and self._owner and request.owner != self._owner:
-            raise LeaseHeld(f"{self._station.name} is driven on this machine for {self._owner}")
+            raise LeaseHeld(f"{self._setup.name} is driven on this machine for {self._owner}")
         if request.order == "describe":
-            return self._card(), {}
+            return self._description(), {}
         try:
             self._fence.check_token(request.token)
         except StaleToken:
             kernel.count_refusal(SafetyReason.TOKEN)
             raise
-        self._lease = max(self._lease, (request.token, request.lease_until_ns))
+        self._lease.extend(request.token, request.lease_until_ns)
         if request.order == "renew":
             return DriverReply(), {}
         if 0 < request.until_ns < time.monotonic_ns():
-            raise HalError(f"the order {request.order!r} came too late: its sender does not wait for it any more")
+            raise HalError(f"the request {request.order!r} is too late: its sender no longer waits for the reply")
         if request.order == "re-arm":
             return self._rearm(request), {}
         if request.order == "attach":
             kernel.load_latched_estop()
-            log.info("session.attached robot=%s %s token=%d", self._station.name, request.session, request.token)
-            return self._card(), {}
-        return self._advance(request, arrays, socket)
+            log.info("session.attached robot=%s %s token=%d", self._setup.name, request.session, request.token)
+            return self._description(), {}
+        return self._step(request, arrays, socket)
 
     def _rearm(self, request: DriverRequest) -> DriverReply:
-        """`Reply.stopped` says that a newer press stands."""
-        if not _is_superseded(request, self._pressed):
-            self._driver.kernel.rearm(request.person)
-            self._armed = (request.session, request.estop_sequence)
-        return DriverReply(stopped=self._driver.kernel.latched_estop is not None)
+        """`DriverReply.stopped`: a newer e-stop stands."""
+        if self._estops.may_rearm(request):
+            self._environment.kernel.rearm(request.person)
+            self._estops.note_rearm(request)
+        return DriverReply(stopped=self._environment.kernel.latched_estop is not None)
 
-    def _card(self) -> DriverReply:
-        task = self._station.task
-        card = TaskInfo(name=task.name, sentence=task.instruction, max_steps=task.max_steps)
+    def _description(self) -> DriverReply:
+        task = self._setup.task
         return DriverReply(
-            spec=self._driver.spec,
-            task=card,
+            spec=self._environment.spec,
+            task=TaskInfo(name=task.name, sentence=task.instruction, max_steps=task.max_steps),
             refused_realtime=self.refused_realtime,
             newest_token=self._fence.newest,
             latch=self._latch,
         )
 
-    def _advance(
+    def _step(
         self, request: DriverRequest, arrays: dict[str, Array], socket: zmq.Socket[bytes]
     ) -> tuple[DriverReply, dict[str, Array]]:
-        self._driver.real_time = self.real_time or request.real_time
-        self._driver.kernel.is_speed_reduced = request.reduced
-        self._driver.wait_for_period_end = lambda: self._await_period(socket)
-        self._driver.robot.check_stop = lambda: self._attend(socket)
-        held, self._held = self._held, 0
-        if (over := self._lease_is_over()) or request.order == "hold":
-            tick = self._driver.hold()
-            if over and request.order == "reset":
-                raise LeaseError(f"the lease of {self._station.name} has run out: it is not brought to a start")
+        """Runs the control period, or the reset, that a request asks for."""
+        environment = self._environment
+        environment.real_time = self.real_time or request.real_time
+        environment.kernel.is_speed_reduced = request.reduced
+        environment.wait_for_period_end = lambda: self._wait_for_period_end(socket)
+        environment.robot.check_stop = lambda: self._check_stop(socket)
+        held, self._held_periods = self._held_periods, 0
+        if (expired := self._lease.is_expired()) or request.order == "hold":
+            time_step = environment.hold()
+            if expired and request.order == "reset":
+                raise LeaseError(f"the lease of {self._setup.name} has expired: no reset")
         elif request.order == "reset":
-            tick = self._driver.reset(request.seed)
+            time_step = environment.reset(request.seed)
         else:
             if ACTION not in arrays:
                 raise SpecError("a command without an action")
-            tick = self._driver.step(arrays[ACTION])
+            time_step = environment.step(arrays[ACTION])
         if self.real_time and request.order == "command":
-            self._hold_at_ns = self._told_ns + self._driver.kernel.hold_after_ns
+            self._period.watchdog_ns = self._period.command_ns + environment.kernel.hold_after_ns
         else:
-            self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
-        return _reply(tick, held)
+            self._period.feed_watchdog(self._watchdog_periods)
+        return _reply(time_step, held)
 
-    def _lease_is_over(self) -> bool:
-        token, until_ns = self._lease
-        over = self._lease_clock() >= until_ns
-        if over and not self._told_over:
-            log.warning(
-                "lease.over robot=%s token=%d: the robot is held until it is renewed", self._station.name, token
-            )
-        self._told_over = over
-        return over
-
-    def _await_period(self, socket: zmq.Socket[bytes]) -> None:
-        """Sleeps to the end of the control period, on a fixed grid; obeys an e-stop meanwhile. Called once the robot is
-        told what to do.
-
-        The grid starts anew when a period was missed, so that lateness is never made up by haste.
-        """
-        now = self._told_ns = self._clock()
-        self._next_ns += self._period_ns
-        if not now <= self._next_ns <= now + 2 * self._period_ns:
-            self._next_ns = now + self._period_ns
-        while (left_ns := self._next_ns - self._clock()) > 0 and not self.stop.is_set():
+    def _wait_for_period_end(self, socket: zmq.Socket[bytes]) -> None:
+        """Sleeps to the end of the control period after a command was applied, and answers e-stops meanwhile."""
+        end_ns = self._period.begin()
+        while (left_ns := end_ns - self._period.clock()) > 0 and not self.stop.is_set():
             if left_ns < PRECISE_SLEEP_NS:
                 time.sleep(left_ns / 1e9)
-            elif (request := self._next_request(socket, self._next_ns - PRECISE_SLEEP_NS)) is not None:
+            elif (request := self._next_request(socket, end_ns - PRECISE_SLEEP_NS)) is not None:
                 self._answer_in_period(*request, socket)
 
-    def _attend(self, socket: zmq.Socket[bytes]) -> None:
-        """See `hal.robot.Robot.attend`. Never waits."""
-        while (request := self._next_request(socket, self._clock())) is not None:
+    def _check_stop(self, socket: zmq.Socket[bytes]) -> None:
+        """See `hal.robot.Robot.check_stop`. Never waits."""
+        while (request := self._next_request(socket, self._period.clock())) is not None:
             self._answer_in_period(*request, socket)
-        self._driver.check_stop()
-        if self._lease_is_over():
-            raise LeaseError(f"the lease of {self._station.name} has run out on the way to a start")
+        self._environment.check_stop()
+        if self._lease.is_expired():
+            raise LeaseError(f"the lease of {self._setup.name} expired during the reset")
         if self.stop.is_set():
-            raise HalError(f"the driver of {self._station.name} ends")
+            raise HalError(f"the driver of {self._setup.name} is stopping")
 
     def _answer_in_period(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
-        """An e-stop and a renewal are answered at once; everybody else waits for the end of the control period."""
+        """Answers an e-stop or a renewal at once, and queues any other request for the end of the control period."""
         try:
             urgent = decode_packet(packet, DriverRequest)[0].order in ("e-stop", "renew")
         except WireError:
-            urgent = True  # its refusal, that is
+            urgent = True  # its refusal is
         if urgent:
             self._answer(identity, packet, socket)
-        elif len(self._waiting) < MAX_QUEUED_REQUESTS:
-            self._waiting.append((identity, packet))
+        elif len(self._queue) < MAX_QUEUED_REQUESTS:
+            self._queue.append((identity, packet))
         else:
-            busy = DriverReply(
-                error="HalError", message=f"{MAX_QUEUED_REQUESTS} requests wait for the end of the control period"
-            )
+            busy = DriverReply(error="HalError", message=f"{MAX_QUEUED_REQUESTS} requests are queued; try again")
             socket.send_multipart([identity, b"", encode_packet(busy, {})])
 
 
 def _is_superseded(request: DriverRequest, by: tuple[str, int]) -> bool:
-    """Whether a person has ordered the opposite since, as session and turn `by`."""
-    session, turn = by
-    if request.session != session or request.estop_sequence >= turn:
+    """Whether a later e-stop or re-arm `by` of the same session, as (session, e-stop sequence), undid the request."""
+    session, sequence = by
+    if request.session != session or request.estop_sequence >= sequence:
         return False
-    log.warning("%s.overtaken by=%s", request.order, request.person)
+    log.warning("%s.superseded by=%s", request.order, request.person)
     return True
 
 
-def _reply(tick: TimeStep, held: int) -> tuple[DriverReply, dict[str, Array]]:
-    outcome = tick.outcome
+def _reply(time_step: TimeStep, held: int) -> tuple[DriverReply, dict[str, Array]]:
+    outcome, local = time_step.outcome, time_step.local_input
     reply = DriverReply(
-        t_capture_ns=tick.t_capture_ns,
-        t_frames_ns={name: frame.t_capture_ns for name, frame in tick.frames.items()},
-        t_command_ns=tick.t_command_ns,
-        reasons=tick.safety_reasons,
+        t_capture_ns=time_step.t_capture_ns,
+        t_frames_ns={name: frame.t_capture_ns for name, frame in time_step.frames.items()},
+        t_command_ns=time_step.t_command_ns,
+        reasons=time_step.safety_reasons,
         reward=outcome.reward,
         terminated=outcome.terminated,
         success=outcome.success,
         source=outcome.source,
         held=held,
-        stopped=tick.stopped,
-        stopped_by=tick.stopped_by,
-        hand="" if tick.local_input is None else "twist" if tick.local_input.target is None else "target",
+        stopped=time_step.stopped,
+        stopped_by=time_step.stopped_by,
+        hand="" if local is None else "twist" if local.target is None else "target",
     )
-    arrays = {**tick.observation, **{FRAME_PREFIX + name: frame.image for name, frame in tick.frames.items()}}
-    if tick.applied is not None:
-        arrays["applied"] = tick.applied
-    if tick.local_input is not None:
-        arrays["hand"] = tick.local_input.twist if tick.local_input.target is None else tick.local_input.target
+    arrays = {**time_step.observation, **{FRAME_PREFIX + name: f.image for name, f in time_step.frames.items()}}
+    if time_step.applied is not None:
+        arrays["applied"] = time_step.applied
+    if local is not None:
+        arrays["hand"] = local.twist if local.target is None else local.target
     return reply, arrays
 
 
 def main(argv: list[str]) -> int:
     """Runs one robot's driver until SIGTERM. `argv`: the robot's YAML file and its state folder.
 
-    The exit status is 0; `EXIT_ROBOT_LOST` when the robot does not answer or went away; `EXIT_FATAL` for everything
-    else that is told in one line, such as a configuration that cannot be used.
+    The exit status is 0; `EXIT_ROBOT_LOST` if the robot does not answer or is lost; `EXIT_FATAL` for every other error
+    that is logged in one line, such as an invalid configuration.
     """
     configure_logging()
     try:
@@ -365,38 +411,38 @@ def _run(config: RobotConfig, state: Path) -> None:
     make_folder_durably(state)
     stop = threading.Event()
     stop_on_signals(stop)
-    set_parent_death_signal(signal.SIGTERM)  # in good order: it has a robot to stop
+    set_parent_death_signal(signal.SIGTERM)  # not SIGKILL: the process must stop the robot first
     make_runtime_folder()
-    place = robot_files(config.name, simulated=config.simulated)
-    kept = state / LATCH_FILE if config.simulated else None  # that of a real robot is the computer's
+    files = robot_files(config.name, simulated=config.simulated)
+    own_latch = state / LATCH_FILE if config.simulated else None  # a real robot's latch is the computer's
     lock = robot_lock(config.name, f"for {state.resolve()}", simulated=config.simulated)
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if not _wait_for_lock(lock, stop):
             return
-        shared = EstopLatch(place.latch_path)
-        shared.prepare()
+        shared_latch = EstopLatch(files.latch_path)
+        shared_latch.prepare()
         if config.simulated:
-            shared.clear(shared.read())  # each run begins anew; its own is in its folder
-        station = build_robot_setup(config)
-        for camera in station.cameras:
+            shared_latch.clear(shared_latch.read())  # an e-stop of an earlier run does not count; the run's own does
+        setup = build_robot_setup(config)
+        for camera in setup.cameras:
             camera.real_time = config.follows_clock
-        kernel = SafetyKernel(station.robot.spec, latch_path=kept, shared_latch=place.latch_path)
-        driver = RobotEnvironment(
-            station.robot,
-            station.task,
+        kernel = SafetyKernel(setup.robot.spec, latch_path=own_latch, shared_latch=files.latch_path)
+        environment = RobotEnvironment(
+            setup.robot,
+            setup.task,
             kernel,
-            station.cameras,
+            setup.cameras,
             frame_stride=config.frame_stride,
-            teleoperators=station.teleoperators,
+            teleoperators=setup.teleoperators,
         )
         server = DriverServer(
-            driver,
-            station,
-            Fence(place.fence_path),
+            environment,
+            setup,
+            Fence(files.fence_path),
             driver_endpoint(config.name),
             owner=str(state.resolve()),
-            latch=str((kept or place.latch_path).resolve()),
+            latch=str((own_latch or files.latch_path).resolve()),
         )
         server.stop, server.real_time = stop, config.follows_clock
         try:
@@ -404,46 +450,45 @@ def _run(config: RobotConfig, state: Path) -> None:
             sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
             realtime = config.follows_clock and config.realtime == "auto"
             refused = enable_realtime(config.cpus) if realtime else ""
-            driver.on_robot_connected = reset_priority_of_new_threads  # those of cameras
-            if not connect_unless_stopped(driver, stop):
+            environment.on_robot_connected = reset_priority_of_new_threads  # for the threads of cameras
+            if not connect_unless_stopped(environment, stop):
                 return
             if realtime:
                 server.refused_realtime = _log_realtime(config, refused)
             server.run()
         finally:
-            log.info(
-                "safety.counts robot=%s %s", config.name, {name: n for name, n in kernel.reason_counts.items() if n}
-            )
-            faulthandler.dump_traceback_later(CLOSE_TIMEOUT_S, exit=True)  # an orphan has no supervisor to kill it
-            driver.close()
+            counts = {name: count for name, count in kernel.reason_counts.items() if count}
+            log.info("safety.counts robot=%s %s", config.name, counts)
+            faulthandler.dump_traceback_later(CLOSE_TIMEOUT_S, exit=True)  # no supervisor kills an orphan
+            environment.close()
 
 
 def _wait_for_lock(lock: MachineLock, stop: threading.Event) -> bool:
-    """Takes the lock; waits while another run of this machine drives the robot, and says so. False: stopped first."""
-    said = ""
+    """Takes the lock. Waits, and logs the owner, while another run of this machine has it. False: stopped first."""
+    last_message = ""
     while not stop.is_set():
         try:
             lock.acquire()
             return True
         except LeaseHeld as error:
-            if str(error) != said:
-                said = str(error)
-                log.warning("%s%s", WAITING_LOG_PREFIX, said)
+            if str(error) != last_message:
+                last_message = str(error)
+                log.warning("%s%s", WAITING_LOG_PREFIX, last_message)
             stop.wait(LOCK_RETRY_S)
     return False
 
 
-def connect_unless_stopped(driver: RobotEnvironment, stop: threading.Event) -> bool:
-    """False: stopped first, as while a camera is waited for. Raises what `RobotEnvironment.connect` does."""
+def connect_unless_stopped(environment: RobotEnvironment, stop: threading.Event) -> bool:
+    """False if `stop` is set first, for example during the wait for a camera. Raises as `RobotEnvironment.connect`."""
 
-    def attend() -> None:
-        driver.stop_if_latched()
+    def check_stop() -> None:
+        environment.stop_if_latched()
         if stop.is_set():
-            raise HalError("the driver is to end")
+            raise HalError("the driver is stopping")
 
-    driver.robot.check_stop = attend
+    environment.robot.check_stop = check_stop
     try:
-        driver.connect()
+        environment.connect()
     except HalError:
         if not stop.is_set():
             raise
@@ -453,7 +498,7 @@ def connect_unless_stopped(driver: RobotEnvironment, stop: threading.Event) -> b
 
 def _log_realtime(config: RobotConfig, refused: str) -> str:
     if refused:
-        log.warning("realtime.refused robot=%s: %s; the control rate may waver under load", config.name, refused)
+        log.warning("realtime.refused robot=%s: %s; the control rate may vary under load", config.name, refused)
     else:
         log.info("realtime.granted robot=%s", config.name)
     return refused

@@ -1,10 +1,8 @@
-"""The driver: robot, cameras, task and safety kernel in one place, apart from policy, network and learner.
+"""The environment: robot, cameras, task and safety kernel, without policy, network and learner.
 
-`RobotEnvironment` is what a loop talks to, and the only caller of a robot. It runs in the driver process
-(`driver_process`), where a session reaches it through `driver_client.RemoteDriver`; recording and evaluation on one
-machine call it directly. Both speak `Environment`, so one loop serves all three.
-
-Why a command came too late: what the session did in the time from an observation to its command.
+`RobotEnvironment` is the only caller of a robot. In a run it lives in the driver process (`driver_server`), and a
+session steps it through `driver_client.DriverClient`. Recording and evaluation on one machine call it directly. Both
+classes implement `Environment`, so one episode loop serves all three.
 """
 
 from __future__ import annotations
@@ -37,20 +35,20 @@ NO_OUTCOME = TaskOutcome(reward=0.0, terminated=False)
 
 @dataclass(frozen=True)
 class TimeStep:
-    """What one control period brought.
+    """The result of one control period.
 
     Attributes:
-        observation: the robot's features after the period (no pictures).
-        frames: by camera, only what no tick before had; after a reset the newest of each camera.
+        observation: the robot's features after the period, without images.
+        frames: new images by camera; after a reset the newest of each camera.
         t_capture_ns: when the features were sensed, by the monotonic clock of the edge; each frame has its own time.
-        applied: float32 (a,), the action that was applied in the period; None where none was (reset, hold).
-        safety_reasons: bit set of `hal.safety.Reason`: why applied differs from what was asked.
-        t_command_ns: when it was applied; 0 where nothing was.
-        outcome: the task's verdict on the period.
-        held_periods: control periods since the tick before in which the watchdog held the robot.
+        applied: float32 (a,), the action that was applied in the period; None after a reset or a hold.
+        safety_reasons: bit set of `SafetyReason`: why the applied action differs from the requested one.
+        t_command_ns: when the action was applied; 0 without an action.
+        outcome: the task's outcome of the period.
+        held_periods: control periods since the previous time step in which the watchdog held the robot.
         stopped: the e-stop is latched.
         stopped_by: who pressed it; empty if it is not latched.
-        local_input: what a person does at an input device of the robot's own computer; None while no hand is on one.
+        local_input: input from a device on the robot's own computer; None while no device is engaged.
     """
 
     observation: Mapping[str, Array]
@@ -67,28 +65,27 @@ class TimeStep:
 
 
 class Environment(Protocol):
-    """What the episode loop needs of a robot, near or far."""
+    """What the episode loop calls, in this process or through a driver process."""
 
     def reset(self, seed: int) -> TimeStep:
-        """Brings robot and scene to a start drawn from `seed`. Blocks while the robot moves there."""
+        """Moves robot and scene to an initial state drawn from `seed`. Blocks meanwhile."""
 
     def step(self, action: Array) -> TimeStep:
-        """One control period with `action`, as far as the safety kernel lets it through."""
+        """Runs one control period with `action`, as the safety kernel limits it."""
 
     def hold(self) -> TimeStep:
-        """One control period in which the robot keeps its pose."""
+        """Runs one control period in which the robot keeps its pose."""
 
 
 class RobotEnvironment:
     """Robot, cameras, task and safety kernel. One thread calls it; `close` when done.
 
-    Cameras are read in every `frame_stride`-th control period, and in each while `real_time` is set; a tick has the
-    pictures that none before it had, and after a reset the newest of each.
+    Cameras are read in every `frame_stride`-th control period, and in each one while `real_time` is set.
 
     Attributes:
-        real_time: a command is observed at the end of its control period, for which `wait_for_period_end` waits.
-        wait_for_period_end: blocks until the control period is over; whoever serves the driver sets it.
-        on_robot_connected: called between the robot's connection and those of cameras and input devices.
+        real_time: an action is observed at the end of its control period, after `wait_for_period_end`.
+        wait_for_period_end: blocks until the control period is over; the owner of the environment sets it.
+        on_robot_connected: called after the robot is connected, before its cameras and input devices.
     """
 
     def __init__(
@@ -110,18 +107,19 @@ class RobotEnvironment:
         self._connected = False
         self._frame_stride = frame_stride
         self._periods = 0
-        self._pictured_ns: dict[str, int] = {}  # by camera, the newest picture that a tick had
+        self._captured_ns: dict[str, int] = {}  # by camera, of the newest frame in a time step
         self._newest: Observation | None = None
-        self._refused = SafetyReason(0)
+        self._logged_refusal = SafetyReason(0)
 
     def connect(self) -> None:
-        """Connects the robot, then its cameras and input devices; a missing input device is left out until the next
-        start. Under a latched e-stop the robot is stopped before anything else takes its time.
+        """Connects the robot, then its cameras and input devices. A missing input device is left out until the next
+        start. Under a latched e-stop the robot is stopped first.
 
-        `Robot.attend` is called while robot and cameras are waited for; what it raises passes through.
+        `Robot.check_stop` is called while robot and cameras connect; its errors pass through.
 
         Raises:
-            HardwareLost: the robot or a camera is not there, or a stop button of its own is pressed: that latches too.
+            HardwareLost: the robot or a camera is missing, or the robot's own stop button is pressed, which latches
+                too.
         """
         for camera in self.cameras:
             camera.preload()
@@ -145,7 +143,7 @@ class RobotEnvironment:
         self._newest = self.robot.observe()
 
     def close(self) -> None:
-        """The robot first, and all of them whatever becomes of one; then raises what the devices raised."""
+        """Closes the robot first, then every device, even if one fails; then raises the error of the failed one."""
         with contextlib.ExitStack() as last_in_first_out:
             for device in self._teleoperators:
                 last_in_first_out.callback(device.close)
@@ -154,7 +152,7 @@ class RobotEnvironment:
             last_in_first_out.callback(self.robot.close)
 
     def reset(self, seed: int) -> TimeStep:
-        """Brings robot and scene to a start; an e-stop meanwhile leaves them where they are, as a latched one does."""
+        """Moves robot and scene to an initial state. An e-stop, latched or new, leaves them in place."""
         self.stop_if_latched()
         if self.kernel.latched_estop is None:
             try:
@@ -163,33 +161,33 @@ class RobotEnvironment:
                 self._stop_for(error)
         self.kernel.reset()
         self._periods = 0
-        self._pictured_ns.clear()
-        return self._tick(applied=None, reasons=SafetyReason(0), t_command_ns=0, judged=False)
+        self._captured_ns.clear()
+        return self._time_step(applied=None, reasons=SafetyReason(0), t_command_ns=0, evaluate=False)
 
     def step(self, action: Array) -> TimeStep:
         if self._newest is None:
-            raise RuntimeError("the driver is not connected")
+            raise RuntimeError("the environment is not connected: call connect() first")
         self.stop_if_latched()
-        if self.kernel.is_stale(self._newest):  # this process was kept from looking; the robot may be in order
-            self._look()
-        verdict = self.kernel.filter(action, self._newest)
-        if verdict.applied is None:
-            if verdict.reasons != self._refused:  # not in each control period for as long as it lasts
-                log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
-            self._refused = verdict.reasons
-            self.robot.stop(verdict.stop or StopLevel.HOLD)
-            return self._tick(None, verdict.reasons, time.monotonic_ns(), judged=True)
+        if self.kernel.is_stale(self._newest):  # this process was delayed; the robot may be in order
+            self._observe()
+        decision = self.kernel.filter(action, self._newest)
+        if decision.applied is None:
+            if decision.reasons != self._logged_refusal:  # once, not in each control period
+                log.warning("safety.refused reasons=%s %s", decision.reasons, decision.text)
+            self._logged_refusal = decision.reasons
+            self.robot.stop(decision.stop or StopLevel.HOLD)
+            return self._time_step(None, decision.reasons, time.monotonic_ns(), evaluate=True)
         try:
-            applied = np.asarray(self.robot.command(verdict.applied), np.float32)
+            applied = np.asarray(self.robot.command(decision.applied), np.float32)
         except EmergencyStopped as error:
             self._stop_for(error)
-            return self._tick(None, SafetyReason.ESTOP, time.monotonic_ns(), judged=True)
-        self._refused = SafetyReason(0)
+            return self._time_step(None, SafetyReason.ESTOP, time.monotonic_ns(), evaluate=True)
+        self._logged_refusal = SafetyReason(0)
         self.kernel.set_applied(applied)
-        return self._tick(applied, verdict.reasons, time.monotonic_ns(), judged=True)
+        return self._time_step(applied, decision.reasons, time.monotonic_ns(), evaluate=True)
 
     def _stop_for(self, error: EmergencyStopped) -> None:
-        """Latches a stop that the robot tells of, as of a button of its own: once released, a person re-arms here."""
+        """Latches a stop of the robot's own button. After its release an operator re-arms at the console."""
         try:
             self.robot.stop(StopLevel.SAFE)
         finally:
@@ -197,15 +195,15 @@ class RobotEnvironment:
 
     def hold(self) -> TimeStep:
         self.stop_if_latched()
-        verdict = self.kernel.hold()
-        self.robot.stop(verdict.stop or StopLevel.HOLD)
-        return self._tick(applied=None, reasons=verdict.reasons, t_command_ns=0, judged=False)
+        decision = self.kernel.hold()
+        self.robot.stop(decision.stop or StopLevel.HOLD)
+        return self._time_step(applied=None, reasons=decision.reasons, t_command_ns=0, evaluate=False)
 
     def emergency_stop(self, person: str) -> None:
-        """Stops the robot and latches the e-stop, in that order: the latch may wait for a disk that is busy.
+        """Stops the robot and then latches the e-stop, as the latch may wait for a busy disk.
 
         Raises:
-            HardwareLost: the robot went away; the e-stop is latched all the same.
+            HardwareLost: the robot is lost; the e-stop is latched.
         """
         try:
             self.robot.stop(StopLevel.SAFE)
@@ -215,11 +213,11 @@ class RobotEnvironment:
         self.run_watchdog()
 
     def stop_if_latched(self) -> None:
-        """Stops the robot if its e-stop was pressed elsewhere, by a program that does not drive it, and acknowledges
-        that. A robot that is not connected yet is stopped once it is.
+        """Stops the robot if another program pressed its e-stop, and acknowledges the press. A robot that is not
+        connected yet is stopped once it is.
 
         Raises:
-            HardwareLost: the robot went away; the e-stop is latched all the same.
+            HardwareLost: the robot is lost; the e-stop is latched.
         """
         if self.kernel.has_new_press():
             try:
@@ -233,12 +231,13 @@ class RobotEnvironment:
         self.kernel.acknowledge(f"pid {os.getpid()}")
 
     def check_stop(self) -> None:
-        """For the periods of a motion that the robot makes by itself, see `hal.robot.Robot.attend`. A robot that is not
-        connected yet cannot be stopped.
+        """For the control periods of a motion by the robot itself, see `hal.robot.Robot.check_stop`.
+
+        A robot that is not connected yet cannot be stopped.
 
         Raises:
-            EmergencyStopped: the e-stop is pressed, and the robot was told to stop.
-            HardwareLost: the robot went away.
+            EmergencyStopped: the e-stop is pressed, and the robot is stopping.
+            HardwareLost: the robot is lost.
         """
         self.stop_if_latched()
         if not self._connected:
@@ -247,23 +246,25 @@ class RobotEnvironment:
             raise EmergencyStopped(f"the e-stop was pressed by {stopped.by}")
 
     def run_watchdog(self) -> None:
-        """One control period without a command: the robot holds or safe-stops, as the kernel says.
+        """Runs one control period without a command: the robot holds or stops safely, as the kernel decides.
 
         Raises:
-            HardwareLost: the robot went away.
+            HardwareLost: the robot is lost.
         """
         self.stop_if_latched()
-        verdict = self.kernel.check_watchdog()
-        self.robot.stop(verdict.stop if verdict and verdict.stop else StopLevel.HOLD)
-        self._look()
+        decision = self.kernel.check_watchdog()
+        self.robot.stop(decision.stop if decision and decision.stop else StopLevel.HOLD)
+        self._observe()
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         try:
             self._newest = self.robot.observe()
-        except StaleObservation as error:  # the kernel refuses to act upon the old one, and says so
-            log.debug("driver.stale %s", error)
+        except StaleObservation as error:  # the kernel refuses to act on the old one, which is logged
+            log.debug("environment.stale_observation %s", error)
 
-    def _tick(self, applied: Array | None, reasons: SafetyReason, t_command_ns: int, *, judged: bool) -> TimeStep:
+    def _time_step(
+        self, applied: Array | None, reasons: SafetyReason, t_command_ns: int, *, evaluate: bool
+    ) -> TimeStep:
         if self.real_time:
             self.wait_for_period_end()
         observation = self.robot.observe()
@@ -276,15 +277,15 @@ class RobotEnvironment:
             applied=applied,
             safety_reasons=int(reasons),
             t_command_ns=t_command_ns,
-            outcome=self.task.evaluate(observation) if judged else NO_OUTCOME,
+            outcome=self.task.evaluate(observation) if evaluate else NO_OUTCOME,
             held_periods=0,
             stopped=self.kernel.latched_estop is not None,
-            local_input=self._hand(),
+            local_input=self._local_input(),
             stopped_by="" if self.kernel.latched_estop is None else self.kernel.latched_estop.by,
         )
 
-    def _hand(self) -> TeleopInput | None:
-        """The input of the first device that has a hand on it."""
+    def _local_input(self) -> TeleopInput | None:
+        """The input of the first engaged device."""
         for device in list(self._teleoperators):
             reading = self._try(device, device.read)
             if reading is not None and reading.engaged:
@@ -292,7 +293,7 @@ class RobotEnvironment:
         return None
 
     def _try(self, device: Teleoperator, call: Callable[[], T]) -> T | None:
-        """A robot goes on without an input device that is lost."""
+        """Calls a device. A lost input device is removed; the robot continues without it."""
         try:
             return call()
         except HardwareLost as error:
@@ -301,7 +302,7 @@ class RobotEnvironment:
         try:
             device.close()
         except (HalError, OSError) as error:
-            log.warning("teleoperator.not_closed %s", error)
+            log.warning("teleoperator.close_failed %s", error)
         return None
 
     def _frames(self) -> dict[str, CameraFrame]:
@@ -311,10 +312,10 @@ class RobotEnvironment:
         for camera in self.cameras if due else ():
             frame, name = camera.read(), camera.spec.name
             if frame.image.shape != camera.spec.shape or frame.image.dtype != np.uint8:
-                seen = f"{frame.image.dtype} {frame.image.shape}"
-                raise HardwareLost(f"camera {name} shows {seen}; its spec says uint8 {camera.spec.shape}")
-            if frame.t_capture_ns != self._pictured_ns.get(name):
-                self._pictured_ns[name] = frame.t_capture_ns
+                found_image = f"{frame.image.dtype} {frame.image.shape}"
+                raise HardwareLost(f"camera {name} gives {found_image}; its spec has uint8 {camera.spec.shape}")
+            if frame.t_capture_ns != self._captured_ns.get(name):
+                self._captured_ns[name] = frame.t_capture_ns
                 found[name] = frame
         return found
 
@@ -324,58 +325,58 @@ _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # of 
 
 @dataclass(frozen=True)
 class _ThreadUsage:
-    """What the calling thread has used until now."""
+    """Resources that the calling thread has used so far."""
 
     at_ns: int
-    processor_ns: int
+    cpu_ns: int
     page_faults: int
     preemptions: int
 
 
 class LateCommandLogger:
-    """A `Environment` that passes orders on to another. One thread uses it.
+    """Wraps an environment and logs why an action was late. One thread uses it.
 
-    After each command before which the watchdog held the robot it logs ``command.late``, with the parts of the time
-    from the observation to the command: until the session had the observation, computing, waiting for the processor or
-    for others, and until the driver applied the command.
+    If the watchdog held the robot before an action, it logs ``command.late`` with the parts of the time since the
+    observation: until the session had the observation, computing, waiting for a CPU or another thread, and until the
+    driver applied the action.
     """
 
-    def __init__(self, driver: Environment, robot: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._driver, self._robot, self._clock = driver, robot, clock
-        self._seen: tuple[TimeStep, _ThreadUsage] | None = None
+    def __init__(self, environment: Environment, robot: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._environment, self._robot, self._clock = environment, robot, clock
+        self._last: tuple[TimeStep, _ThreadUsage] | None = None
 
     def reset(self, seed: int) -> TimeStep:
-        return self._saw(self._driver.reset(seed))
+        return self._remember(self._environment.reset(seed))
 
     def hold(self) -> TimeStep:
-        return self._saw(self._driver.hold())
+        return self._remember(self._environment.hold())
 
     def step(self, action: Array) -> TimeStep:
-        sent, before = self._now(), self._seen
-        after = self._driver.step(action)
+        sent, before = self._usage(), self._last
+        after = self._environment.step(action)
         if after.held_periods and before is not None:
-            self._tell(*before, sent, after.t_command_ns or self._clock())
-        return self._saw(after)
+            self._log_late(*before, sent, after.t_command_ns or self._clock())
+        return self._remember(after)
 
-    def _saw(self, tick: TimeStep) -> TimeStep:
-        self._seen = tick, self._now()
-        return tick
+    def _remember(self, time_step: TimeStep) -> TimeStep:
+        self._last = time_step, self._usage()
+        return time_step
 
-    def _now(self) -> _ThreadUsage:
+    def _usage(self) -> _ThreadUsage:
         used = resource.getrusage(_RUSAGE_THREAD)
         return _ThreadUsage(self._clock(), time.thread_time_ns(), used.ru_minflt + used.ru_majflt, used.ru_nivcsw)
 
-    def _tell(self, tick: TimeStep, seen: _ThreadUsage, sent: _ThreadUsage, applied_ns: int) -> None:
-        computing_ns = sent.processor_ns - seen.processor_ns
+    def _log_late(self, observed: TimeStep, received: _ThreadUsage, sent: _ThreadUsage, applied_ns: int) -> None:
+        computing_ns = sent.cpu_ns - received.cpu_ns
         log.warning(
-            "command.late robot=%s: %.1f ms after its observation: %.1f until the session had that, %.1f computing, "
+            "command.late robot=%s: %.1f ms after its observation: %.1f until the session had it, %.1f computing, "
             "%.1f waiting (%d page faults, preempted %d times), %.1f until the driver applied it",
             self._robot,
-            (applied_ns - tick.t_capture_ns) / 1e6,
-            (seen.at_ns - tick.t_capture_ns) / 1e6,
+            (applied_ns - observed.t_capture_ns) / 1e6,
+            (received.at_ns - observed.t_capture_ns) / 1e6,
             computing_ns / 1e6,
-            (sent.at_ns - seen.at_ns - computing_ns) / 1e6,
-            sent.page_faults - seen.page_faults,
-            sent.preemptions - seen.preemptions,
+            (sent.at_ns - received.at_ns - computing_ns) / 1e6,
+            sent.page_faults - received.page_faults,
+            sent.preemptions - received.preemptions,
             (applied_ns - sent.at_ns) / 1e6,
         )

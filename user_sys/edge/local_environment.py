@@ -1,4 +1,4 @@
-"""A driver in this process, for work that needs no session: recording demonstrations, and evaluation."""
+"""An environment in this process, without a session: for recording demonstrations, and for evaluation."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from user_sys.compose import RobotConfig
 from user_sys.edge.environment import RobotEnvironment, TimeStep
 from user_sys.edge.recorder import SelectedAction
 
-LOCK_TIMEOUT_S = 10.0  # a run's driver process, which has just been told to end, may have the robot still
+LOCK_TIMEOUT_S = 10.0  # a stopping driver process of a run may still have the robot
 LOCK_POLL_S = 0.1
 
 StopCheck = Callable[[], None]
+"""Called in each control period. It raises an error to end the work."""
 
 
 def never_stop() -> None:
-    """An `StopCheck` that lets everything go on."""
+    """A `StopCheck` that never raises."""
 
 
 class RateKeeper:
-    """Called once in a control period: blocks until that is over. Lateness is never made up by haste."""
+    """Blocks until the end of the control period, once in each. Lateness is never made up by shorter periods."""
 
     def __init__(
         self,
@@ -51,29 +52,28 @@ class RateKeeper:
 
 @contextmanager
 def defer_signals() -> Iterator[StopCheck]:
-    """Keeps Ctrl-C, SIGTERM and the end of the terminal from breaking into what a robot is being told.
+    """Defers Ctrl-C, SIGTERM and the end of the terminal to the next stop check. For the main thread.
 
-    What is given, and called in each control period, raises KeyboardInterrupt once one of them has come, and leaving
-    does so too. Closing the robot's driver, which stops the robot, is interrupted by none of them. The main thread
-    alone enters it.
+    The stop check raises KeyboardInterrupt after such a signal, and so does the exit of the context. No signal
+    interrupts the close of the environment, which stops the robot.
     """
-    asked = False
+    signalled = False
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal signalled
         detach_terminal(number)
-        asked = True
+        signalled = True
 
-    def attend() -> None:
-        if asked:
+    def check_stop() -> None:
+        if signalled:
             raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in ending_signals()}
     try:
         for number in before:
-            signal.signal(number, ask)
-        yield attend
-        attend()
+            signal.signal(number, on_signal)
+        yield check_stop
+        check_stop()
     finally:
         for number in before:
             signal.signal(number, before[number])
@@ -81,25 +81,25 @@ def defer_signals() -> Iterator[StopCheck]:
 
 @contextmanager
 def open_local_environment(
-    station: RobotSetup,
+    setup: RobotSetup,
     config: RobotConfig,
     frame_stride: int = 1,
     *,
     check_stop: StopCheck = never_stop,
     locked: bool = False,
 ) -> Iterator[RobotEnvironment]:
-    """A connected driver of `station`, which was built from `config`; closed at the end.
+    """Yields a connected environment of `setup`, which was built from `config`; closes it at the end.
 
-    It follows the clock where the robot does, but for a simulated one: that goes as fast as the machine allows. Any
-    other is locked on this machine meanwhile (`locked`: the caller has seen to that), and is not moved under an e-stop
-    that somebody has pressed on it, be it now (``user-sys stop``).
+    A simulated robot runs as fast as it can. A real robot follows the clock, is locked on this machine meanwhile, and
+    does not move under an e-stop, including one that is pressed during the work (``user-sys stop``).
 
     Args:
-        attend: called before and after connecting, and in each period of a motion that the robot makes by itself; what
-            it raises passes through.
+        check_stop: called before and after the connection, and in each control period of a motion by the robot itself;
+            its errors pass through.
+        locked: the caller has locked the robot.
 
     Raises:
-        LeaseHeld: another process of this machine drives the robot, and has not let go of it within `LOCK_TIMEOUT_S`.
+        LeaseHeld: another process of this machine drives the robot, for longer than `LOCK_TIMEOUT_S`.
         EmergencyStopped: a person must re-arm the robot first.
     """
     with ExitStack() as stack:
@@ -111,33 +111,33 @@ def open_local_environment(
         shared = None if config.simulated else robot_files(config.name, simulated=False).latch_path
         if shared is not None:
             EstopLatch(shared).prepare()
-        kernel = SafetyKernel(station.robot.spec, shared_latch=shared)
+        kernel = SafetyKernel(setup.robot.spec, shared_latch=shared)
         _require_armed(config, kernel)
-        driver = RobotEnvironment(station.robot, station.task, kernel, station.cameras, frame_stride=frame_stride)
-        stack.callback(driver.close)
-        driver.robot.check_stop = lambda: _check_stop(driver, check_stop)
-        driver.connect()
+        environment = RobotEnvironment(setup.robot, setup.task, kernel, setup.cameras, frame_stride=frame_stride)
+        stack.callback(environment.close)
+        environment.robot.check_stop = lambda: _check_both(environment, check_stop)
+        environment.connect()
         check_stop()
-        driver.real_time = config.follows_clock and not config.simulated
-        driver.wait_for_period_end = RateKeeper(station.robot.spec.period_s)
-        yield driver
+        environment.real_time = config.follows_clock and not config.simulated
+        environment.wait_for_period_end = RateKeeper(setup.robot.spec.period_s)
+        yield environment
 
 
-def raise_if_stopped(tick: TimeStep, decision: SelectedAction | None) -> None:
-    """A `loop.StepListener` that ends an episode once the robot is stopped, as by a button of its own.
+def raise_if_stopped(time_step: TimeStep, selected: SelectedAction | None) -> None:
+    """A `loop.StepListener` that ends an episode when the robot is stopped, for example by its own button.
 
     Raises EmergencyStopped.
     """
-    if tick.stopped:
+    if time_step.stopped:
         raise EmergencyStopped("the robot was stopped, and a person must re-arm it")
 
 
-def _check_stop(driver: RobotEnvironment, attend: StopCheck) -> None:
-    driver.check_stop()
-    attend()
+def _check_both(environment: RobotEnvironment, check_stop: StopCheck) -> None:
+    environment.check_stop()
+    check_stop()
 
 
-def _wait_for_lock(lock: MachineLock, attend: StopCheck) -> None:
+def _wait_for_lock(lock: MachineLock, check_stop: StopCheck) -> None:
     until_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
@@ -146,13 +146,13 @@ def _wait_for_lock(lock: MachineLock, attend: StopCheck) -> None:
         except LeaseHeld:
             if time.monotonic() > until_s:
                 raise
-        attend()
+        check_stop()
         time.sleep(LOCK_POLL_S)
 
 
 def _require_armed(config: RobotConfig, kernel: SafetyKernel) -> None:
     if (stopped := kernel.latched_estop) is not None:
         raise EmergencyStopped(
-            f"{config.name} was stopped by {stopped.by}: re-arm it at the console of a run that drives it, or, once "
-            f"nobody can come to harm, with `user-sys rearm {config.name}`"
+            f"{config.name} was stopped by {stopped.by}: re-arm it at the console of a run that drives it, or, when "
+            f"it is safe, with `user-sys rearm {config.name}`"
         )

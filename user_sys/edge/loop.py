@@ -1,4 +1,4 @@
-"""One episode: reset, observe, act, record. Everything optional attaches as a subscriber."""
+"""The control loop of one episode: reset, observe, act, record. Optional behaviour attaches as a listener."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from user_sys.episode import EpisodeSource, Phase
 
 
 class Agent(Protocol):
-    """Who drives: a policy, a scripted expert, or a session in which people may step in."""
+    """Selects actions: a scripted expert, a policy, or a policy that operators may override."""
 
-    def begin_episode(self, tick: TimeStep) -> None:
-        """A new episode starts at `tick`."""
+    def begin_episode(self, time_step: TimeStep) -> None:
+        """A new episode begins with `time_step`."""
 
-    def select_action(self, tick: TimeStep) -> SelectedAction | None:
-        """The next action; None asks the robot to hold for a control period, which is not a step."""
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+        """The next action. None holds the robot for one control period, which is not a step."""
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
-        """The verdict on the step, the `steps`-th of the episode, that led to `after`."""
+        """The outcome of the step that led to `after`, the `steps`-th of the episode."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class EpisodeResult:
 
 
 StepListener = Callable[[TimeStep, SelectedAction | None], None]
+"""Called after each control period, with None if the robot held."""
 
 
 def run_episode(
@@ -48,36 +49,36 @@ def run_episode(
     seed: int,
     listeners: Sequence[StepListener] = (),
 ) -> EpisodeResult:
-    """Runs one episode to its end and returns what became of it.
+    """Runs one episode to its end.
 
     Raises:
-        HalError: the driver's errors pass through; the episode stays open and is never sampled past its last step.
+        HalError: an error of the environment. The episode stays open and is never sampled past its last step.
     """
-    tick = environment.reset(seed)
-    agent.begin_episode(tick)
+    time_step = environment.reset(seed)
+    agent.begin_episode(time_step)
     episode = recorder.begin_episode(source, seed) if recorder else ""
     steps, total, interventions, version = 0, 0.0, 0, -1
     while True:
-        decision = agent.select_action(tick)
-        if decision is None:
+        selected = agent.select_action(time_step)
+        if selected is None:
             held = environment.hold()
-            tick = replace(held, frames={**tick.frames, **held.frames})  # a step is to have each
+            time_step = replace(held, frames={**time_step.frames, **held.frames})  # the next step records each frame
             _notify(listeners, held, None)
             continue
-        after = environment.step(decision.action)
+        after = environment.step(selected.action)
         steps += 1
-        verdict = agent.evaluate_step(after, steps)
+        outcome = agent.evaluate_step(after, steps)
         if recorder:
-            recorder.record(tick, decision, after, verdict)
-        total += verdict.reward
-        interventions += decision.phase is not Phase.POLICY
-        version = max(version, decision.policy_version)
-        _notify(listeners, after, decision)
-        if verdict.is_last:
-            return EpisodeResult(episode, steps, verdict.success, total, interventions, version)
-        tick = after
+            recorder.record(time_step, selected, after, outcome)
+        total += outcome.reward
+        interventions += selected.phase is not Phase.POLICY
+        version = max(version, selected.policy_version)
+        _notify(listeners, after, selected)
+        if outcome.is_last:
+            return EpisodeResult(episode, steps, outcome.success, total, interventions, version)
+        time_step = after
 
 
-def _notify(listeners: Sequence[StepListener], tick: TimeStep, decision: SelectedAction | None) -> None:
+def _notify(listeners: Sequence[StepListener], time_step: TimeStep, selected: SelectedAction | None) -> None:
     for listener in listeners:
-        listener(tick, decision)
+        listener(time_step, selected)

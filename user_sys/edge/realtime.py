@@ -1,4 +1,4 @@
-"""Real-time scheduling for the thread that keeps a robot's time: taken where permitted, reported where not."""
+"""Real-time scheduling of driver and control loop: enabled if the system permits it, reported if not."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from collections.abc import Callable, Sequence
 
 from user_sys.tunnel.sockets import request_short_time_slice
 
-DRIVER_PRIORITY = 20  # above everything ordinary, below the kernel's interrupt threads (50)
-CONTROL_LOOP_PRIORITY = 10  # of a session's control loop, which thinks: its driver keeps the time
-THREAD_SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from its loop
+DRIVER_PRIORITY = 20  # above every ordinary thread, below the kernel's interrupt threads (50)
+CONTROL_LOOP_PRIORITY = 10  # below the driver, which times the control periods
+THREAD_SWITCH_INTERVAL_S = 0.0005  # how long another thread may keep the interpreter from the loop
 _PR_SET_TIMERSLACK = 29
 _MCL_CURRENT, _MCL_FUTURE = 1, 2
 
 
 def enable_realtime(cpus: Sequence[int]) -> str:
-    """Has the calling thread, and those that it starts later, run before all others, with memory that stays resident.
+    """Gives the calling thread, and threads that it starts later, real-time priority, and locks the process's memory.
 
     Args:
-        cpus: the processors to stay on; empty for all.
+        cpus: the CPUs to run on; empty for all.
 
     Returns:
-        What was refused and why, in words; empty where all was granted.
+        The refused settings and why; empty if all were granted.
     """
-    gc.freeze()  # what is there at the start is never looked at again
+    gc.freeze()  # excludes the objects so far from later collections
     if sys.platform != "linux":
-        return f"real-time scheduling is not known on {sys.platform}"
-    if not_first := _set_fifo_priority(DRIVER_PRIORITY):
+        return f"real-time scheduling is not supported on {sys.platform}"
+    if no_priority := _set_fifo_priority(DRIVER_PRIORITY):
         request_short_time_slice()
-    refused = [*_pin_to_cpus(cpus), *not_first, *_lock_memory()]
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of no effect once FIFO was granted; needs no permission
+    refused = [*_pin_to_cpus(cpus), *no_priority, *_lock_memory()]
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # no effect under FIFO; needs no permission
     return "; ".join(refused)
 
 
 def reset_priority_of_new_threads() -> None:
-    """Lets threads that the calling one starts from now on be ordinary ones. Harmless if real time was refused."""
+    """Later threads of the calling thread get the ordinary priority. Does nothing if real time was refused."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_FIFO:
         _set_fifo_priority(DRIVER_PRIORITY, os.SCHED_RESET_ON_FORK)
 
@@ -47,18 +47,18 @@ def _pin_to_cpus(cpus: Sequence[int]) -> list[str]:
         if cpus:
             os.sched_setaffinity(0, cpus)
     except OSError as error:
-        return [f"processors {list(cpus)}: {error.strerror}"]
+        return [f"CPUs {list(cpus)}: {error.strerror}"]
     return []
 
 
 def start_with_realtime_priority(priority: int, start: Callable[[], object]) -> str:
-    """Has the calling thread, and those that `start` starts, but none later, run before all ordinary ones.
+    """Gives real-time priority to the calling thread and the threads that `start` starts, but to no later ones.
 
     Returns:
-        Why that was refused, in words, and then `start` was not called; empty where it was granted.
+        Why it was refused; `start` was then not called. Empty if it was granted.
     """
     if sys.platform != "linux":
-        return f"real-time scheduling is not known on {sys.platform}"
+        return f"real-time scheduling is not supported on {sys.platform}"
     if refused := _set_fifo_priority(priority):
         return "; ".join(refused)
     start()

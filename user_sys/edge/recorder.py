@@ -1,6 +1,6 @@
-"""Turns steps into chunks: what happened, who was in control, which weights acted, and when.
+"""Records steps in chunks: observation, action, controlling source, policy version and times.
 
-The session's writing thread: encodes what was recorded and waits for the disk, so that the control loop does not.
+`WriterThread` encodes and writes them, so that the control loop does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from user_sys.errors import ConfigError
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 JPEG_QUALITY = 90
-RESERVED_COLUMN_BYTES = 1 << 20  # of one step, set apart for all that is no raw picture
-RecordedImage: TypeAlias = bytes | Array | None  # a JPEG file, a raw picture, or None: the one before still stands
+RESERVED_COLUMN_BYTES = 1 << 20  # of one step, for all columns except raw images
+MAX_QUEUED_TASKS = 50  # steps; a kill can lose them in addition to the open chunk
+POLL_S = 0.5
+CLOSE_TIMEOUT_S = 30.0
 
+RecordedImage: TypeAlias = bytes | Array | None
+"""A JPEG file, a raw image, or None: the camera's previous image still stands."""
+WriteTask = Callable[[], None]
 
-class _CameraSample(NamedTuple):
-    """What a camera shows at a step: its new picture, and when the one that stands was captured (0: there is none)."""
-
-    picture: RecordedImage
-    captured_ns: int
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SelectedAction:
-    """An action and where it came from.
+    """An action and its source.
 
     Attributes:
         action: float32 (a,) in the action spec's units.
-        phase: who chose it.
-        policy_version: the weights that chose it; -1 where no policy did.
-        log_prob: of the behaviour policy; NaN where it has none.
+        phase: who selected it.
+        policy_version: the weights that selected it; -1 without a policy.
+        log_prob: under the behaviour policy; NaN if it has none.
         t_inference_ns: monotonic clock of the edge when the action was known.
     """
 
@@ -69,7 +70,7 @@ class SelectedAction:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """How a step ended: the task's or a person's word."""
+    """The outcome of a step, by the task's rule or a person's label (`source`)."""
 
     reward: float
     terminated: bool
@@ -84,14 +85,13 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RecorderConfig:
-    """What is recorded, and in which pieces.
+    """The contents and sizes of chunks.
 
     Attributes:
-        chunk_steps: bounds what a crash of the edge can take: the steps since the last chunk, and the few that wait to
-            be written.
+        chunk_steps: steps in a chunk. A crash of the edge loses at most the open chunk and the queued steps.
         chunk_bytes: a chunk is closed before its columns take more, unless one step alone does.
-        cameras: whether pictures are recorded.
-        raw_cameras: names of those whose pictures are kept as they are; the others' become JPEG files.
+        cameras: whether images are recorded.
+        raw_cameras: cameras whose images are recorded uncompressed; those of other cameras become JPEG files.
     """
 
     chunk_steps: int = 10
@@ -100,12 +100,48 @@ class RecorderConfig:
     raw_cameras: tuple[str, ...] = ()
 
 
-class Recorder:
-    """Collects one episode after another and hands each chunk, encoded, to `sink` as soon as it is full.
+class _CameraSample(NamedTuple):
+    """A camera's new image at a step, and the capture time of its newest image (0 before the first)."""
 
-    `sink` makes the chunk durable before it returns (the outbox, or the store itself). `writing` has encoding and sink
-    do their work, piece by piece and in order: at once, or in another thread.
-    """
+    image: RecordedImage
+    captured_ns: int
+
+
+@dataclass(frozen=True)
+class _OpenEpisode:
+    id: str
+    source: EpisodeSource
+    seed: int
+    started_unix_ns: int
+    unix_offset_ns: int
+
+
+class _Rows:
+    """The columns of the open chunk."""
+
+    def __init__(self) -> None:
+        self.count = self.size_bytes = 0
+        self._columns: dict[str, list[ArrayLike]] = {}
+        self._samples: dict[str, list[_CameraSample]] = {}
+
+    def append(self, row: Mapping[str, ArrayLike], samples: Mapping[str, _CameraSample], size_bytes: int) -> None:
+        for name, value in row.items():
+            self._columns.setdefault(name, []).append(value)
+        for camera, sample in samples.items():
+            self._samples.setdefault(camera, []).append(sample)
+        self.count += 1
+        self.size_bytes += size_bytes
+
+    def columns(self) -> dict[str, Array]:
+        columns = {name: np.stack(rows) for name, rows in self._columns.items()}
+        for camera, samples in self._samples.items():
+            images, captured_ns = [each.image for each in samples], [each.captured_ns for each in samples]
+            columns |= frame_columns(IMAGE_PREFIX + camera, images, captured_ns)
+        return columns
+
+
+class Recorder:
+    """Records one episode after another, and passes each full chunk, encoded, to `sink`."""
 
     def __init__(
         self,
@@ -115,118 +151,114 @@ class Recorder:
         sentence: str,
         sink: Callable[[bytes], object],
         config: RecorderConfig = RecorderConfig(),
-        run_task: Callable[[Callable[[], None]], object] = lambda work: work(),
+        run_task: Callable[[WriteTask], object] = lambda task: task(),
     ) -> None:
-        """Raises ConfigError: the raw pictures of one step would not fit into a chunk that can be sent."""
+        """Args:
+        sink: makes a chunk durable before it returns (the outbox, or the store).
+        run_task: runs the encoding and `sink`, in order: at once, or in a `WriterThread`.
+
+        Raises:
+            ConfigError: the raw images of one step do not fit into a chunk.
+        """
         _check_raw_image_size(spec, config)
         self._spec, self._robot, self._task, self._sentence = spec, robot, task, sentence
-        self._sink, self._config, self._writing = sink, config, run_task
+        self._sink, self._config, self._run_task = sink, config, run_task
         self.episode = ""
-        self._columns: dict[str, list[ArrayLike]] = {}
-        self._views: dict[str, list[_CameraSample]] = {}
-        self._shown_ns: dict[str, int] = {}  # by camera, when the picture that stands was captured
-        self._rows = self._bytes = 0
+        self._open = _OpenEpisode("", EpisodeSource.ONLINE, 0, 0, 0)
+        self._index = self._first_step = 0
+        self._rows = _Rows()
+        self._captured_ns: dict[str, int] = {}  # by camera, of the newest image
 
     def begin_episode(self, source: EpisodeSource, seed: int) -> str:
-        """Opens an episode and returns its identifier. What was left of one that never ended is cut off."""
+        """Opens an episode and returns its identifier. The open chunk of an unfinished episode is discarded."""
         self.episode = new_episode_id(self._robot)
-        self._writing(partial(self._open, self.episode, source, seed, time.time_ns(), time.monotonic_ns()))
+        unix_ns = time.time_ns()
+        opened = _OpenEpisode(self.episode, source, seed, unix_ns, unix_ns - time.monotonic_ns())
+        self._run_task(partial(self._begin, opened))
         return self.episode
 
-    def _open(self, episode: str, source: EpisodeSource, seed: int, unix_ns: int, monotonic_ns: int) -> None:
-        self._episode, self._source, self._seed, self._started_unix_ns = episode, source, seed, unix_ns
-        self._unix_offset_ns = unix_ns - monotonic_ns
+    def _begin(self, episode: _OpenEpisode) -> None:
+        self._open = episode
         self._index = self._first_step = 0
-        self._shown_ns = {}
-        self._clear()
+        self._captured_ns = {}
+        self._rows = _Rows()
 
     def record(self, before: TimeStep, selected: SelectedAction, after: TimeStep, outcome: StepOutcome) -> None:
-        """One step: observed `before`, decided, and what came of it. Flushes a chunk that is full or last.
+        """Records one step: the observation `before`, the action, and its result. A full or last chunk is written.
 
-        Where another thread writes, the arrays are its own from now on.
+        If another thread runs the tasks, it owns the arrays from now on.
         """
-        self._writing(partial(self._take, before, selected, after, outcome))
+        self._run_task(partial(self._record, before, selected, after, outcome))
 
-    def _take(self, before: TimeStep, decision: SelectedAction, after: TimeStep, verdict: StepOutcome) -> None:
+    def _record(self, before: TimeStep, selected: SelectedAction, after: TimeStep, outcome: StepOutcome) -> None:
         applied = after.applied if after.applied is not None else self._spec.rest_action(before.observation)
         row: dict[str, ArrayLike] = {
             **{name: value for name, value in before.observation.items()},
-            ACTION: decision.action,
+            ACTION: selected.action,
             APPLIED_ACTION: applied,
-            "reward": np.float32(verdict.reward),
-            "terminated": np.bool_(verdict.terminated),
-            "truncated": np.bool_(verdict.truncated),
-            "phase": np.uint8(decision.phase),
+            "reward": np.float32(outcome.reward),
+            "terminated": np.bool_(outcome.terminated),
+            "truncated": np.bool_(outcome.truncated),
+            "phase": np.uint8(selected.phase),
             "safety": np.uint16(after.safety_reasons),
-            "policy_version": np.int64(decision.policy_version),
-            "log_prob": np.float32(decision.log_prob),
+            "policy_version": np.int64(selected.policy_version),
+            "log_prob": np.float32(selected.log_prob),
             "t_capture_ns": np.int64(before.t_capture_ns),
-            "t_inference_ns": np.int64(decision.t_inference_ns),
+            "t_inference_ns": np.int64(selected.t_inference_ns),
             "t_command_ns": np.int64(after.t_command_ns),
         }
-        self._append(row, self._look(before.frames))
-        if verdict.is_last:
-            end = EpisodeEnd(steps=self._first_step + self._rows, success=verdict.success, reward_source=verdict.source)
+        self._append(row, self._camera_samples(before.frames))
+        if outcome.is_last:
+            steps = self._first_step + self._rows.count
+            end = EpisodeEnd(steps=steps, success=outcome.success, reward_source=outcome.source)
             self._flush(end, after.observation)
-        elif self._rows == self._config.chunk_steps:
+        elif self._rows.count == self._config.chunk_steps:
             self._flush(None, {})
 
-    def _append(self, row: Mapping[str, ArrayLike], views: Mapping[str, _CameraSample]) -> None:
-        """Adds a step, to a new chunk where this one has no room for it."""
-        size = sum(np.asarray(value).nbytes for value in row.values()) + sum(map(_size_bytes, views.values()))
-        if self._rows and self._bytes + size > self._config.chunk_bytes:
+    def _append(self, row: Mapping[str, ArrayLike], samples: Mapping[str, _CameraSample]) -> None:
+        """Adds a step. Writes the open chunk first if it has no room for the step."""
+        size = sum(np.asarray(value).nbytes for value in row.values()) + sum(map(_size_bytes, samples.values()))
+        if self._rows.count and self._rows.size_bytes + size > self._config.chunk_bytes:
             self._flush(None, {})
-        for name, value in row.items():
-            self._columns.setdefault(name, []).append(value)
-        for camera, view in views.items():
-            self._views.setdefault(camera, []).append(view)
-        self._rows += 1
-        self._bytes += size
+        self._rows.append(row, samples, size)
 
-    def _look(self, frames: Mapping[str, CameraFrame]) -> dict[str, _CameraSample]:
-        views: dict[str, _CameraSample] = {}
+    def _camera_samples(self, frames: Mapping[str, CameraFrame]) -> dict[str, _CameraSample]:
+        samples: dict[str, _CameraSample] = {}
         for camera in self._spec.cameras if self._config.cameras else ():
             frame = frames.get(camera.name)
-            picture: RecordedImage = None
+            image: RecordedImage = None
             if frame is not None:
                 raw = camera.name in self._config.raw_cameras
-                picture = frame.image.copy() if raw else encode_jpeg(frame.image)
-                self._shown_ns[camera.name] = frame.t_capture_ns
-            views[camera.name] = _CameraSample(picture, self._shown_ns.get(camera.name, 0))
-        return views
+                image = frame.image.copy() if raw else encode_jpeg(frame.image)
+                self._captured_ns[camera.name] = frame.t_capture_ns
+            samples[camera.name] = _CameraSample(image, self._captured_ns.get(camera.name, 0))
+        return samples
 
     def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
         header = ChunkHeader(
-            episode=self._episode,
+            episode=self._open.id,
             index=self._index,
             first_step=self._first_step,
-            steps=self._rows,
+            steps=self._rows.count,
             robot=self._robot,
             embodiment=self._spec.embodiment,
             task=self._task,
             sentence=self._sentence,
-            source=self._source,
-            seed=self._seed,
-            started_unix_ns=self._started_unix_ns,
-            unix_offset_ns=self._unix_offset_ns,
+            source=self._open.source,
+            seed=self._open.seed,
+            started_unix_ns=self._open.started_unix_ns,
+            unix_offset_ns=self._open.unix_offset_ns,
             end=end,
         )
-        columns = {name: np.stack(rows) for name, rows in self._columns.items()}
-        for camera, views in self._views.items():
-            pictures, captured_ns = [each.picture for each in views], [each.captured_ns for each in views]
-            columns |= frame_columns(IMAGE_PREFIX + camera, pictures, captured_ns)
-        self._sink(Chunk(header, columns, dict(final)).encode())
+        self._sink(Chunk(header, self._rows.columns(), dict(final)).encode())
         self._index += 1
-        self._first_step += self._rows
-        self._clear()
-
-    def _clear(self) -> None:
-        self._columns, self._views, self._rows, self._bytes = {}, {}, 0, 0
+        self._first_step += self._rows.count
+        self._rows = _Rows()
 
 
-def _size_bytes(view: _CameraSample) -> int:
-    picture = view.picture
-    return 0 if picture is None else len(picture) if isinstance(picture, bytes) else picture.nbytes
+def _size_bytes(sample: _CameraSample) -> int:
+    image = sample.image
+    return 0 if image is None else len(image) if isinstance(image, bytes) else image.nbytes
 
 
 def _check_raw_image_size(spec: RobotSpec, config: RecorderConfig) -> None:
@@ -245,47 +277,37 @@ def encode_jpeg(image: Array) -> bytes:
     return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality=JPEG_QUALITY, colorspace="RGB"))
 
 
-log = logging.getLogger(__name__)
-
-MAX_QUEUED_TASKS = 50  # steps; what a kill can take beside the chunk that is being collected
-POLL_S = 0.5
-CLOSE_TIMEOUT_S = 30.0
-WriteTask = Callable[[], None]
-
-
 class WriterThread:
-    """Does works one after the other. The control loop's thread alone calls it."""
+    """Runs tasks one after the other in a thread. The control loop's thread alone calls it. A context manager."""
 
     def __init__(self, on_blocked: Callable[[], None]) -> None:
-        """`blocked` is called now and then by a `put` that waits."""
-        self._blocked = on_blocked
+        """`on_blocked` is called every `POLL_S` while a `put` waits."""
+        self._on_blocked = on_blocked
         self._queue: queue.Queue[WriteTask | None] = queue.Queue(MAX_QUEUED_TASKS)
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="scribe", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
-    def put(self, work: WriteTask) -> None:
-        """Takes `work` over; blocks while `MAX_QUEUED_TASKS` wait. Raises what an earlier work raised; none follows
-        it.
-        """
+    def put(self, task: WriteTask) -> None:
+        """Queues `task`. Blocks while `MAX_QUEUED_TASKS` wait. Raises an earlier task's error."""
         while True:
             self._raise_failure()
             try:
-                self._queue.put(work, timeout=POLL_S)
+                self._queue.put(task, timeout=POLL_S)
                 return
             except queue.Full:
-                self._blocked()
+                self._on_blocked()
 
     def _run(self) -> None:
         while self._failure is None:
             try:
-                work = self._queue.get(timeout=POLL_S)
+                task = self._queue.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            if work is None:
+            if task is None:
                 return
             try:
-                work()
-            except Exception as error:  # of any kind: `put` or the end of the session raises it
+                task()
+            except Exception as error:  # of any kind: `put` or `__exit__` raises it
                 self._failure = error
 
     def _raise_failure(self) -> None:
@@ -297,7 +319,7 @@ class WriterThread:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Waits until all is written, `CLOSE_TIMEOUT_S` at most. Raises what a work raised, unless the body did."""
+        """Waits for all tasks, `CLOSE_TIMEOUT_S` at most. Raises a task's error unless the body raised one."""
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._failure is None and time.monotonic() < deadline:
             try:
@@ -306,7 +328,7 @@ class WriterThread:
             except queue.Full:
                 continue
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if unwritten := sum(work is not None for work in self._queue.queue):
+        if unwritten := sum(task is not None for task in self._queue.queue):
             log.error("recording.unwritten steps=%d", unwritten)
         if kind is None:
             self._raise_failure()

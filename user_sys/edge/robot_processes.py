@@ -1,7 +1,4 @@
-"""The two processes that every robot has, and the files that they read.
-
-One robot on its own computer: its two processes, and what is said of them in plain words.
-"""
+"""A robot's driver and session processes on its own computer: command lines, config files and supervision."""
 
 from __future__ import annotations
 
@@ -18,10 +15,16 @@ from user_sys.config import save
 from user_sys.edge.driver_client import WAITING_LOG_PREFIX
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.status import SessionActivity, SessionReport, read_session_report
+from user_sys.errors import SessionRefused
 from user_sys.logs import last_log_message
 from user_sys.tunnel.client import TunnelState
 
 ROBOT_FILE, SESSION_FILE = "robot.yaml", "session.yaml"
+REMINDER_PERIOD_S = 60.0
+MAX_LOG_BYTES = 16 << 20
+PROCESS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# It restarts for ever, as the computer may be unattended. A session has time to deliver its outbox before SIGKILL.
+RESTART_POLICY = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, max_restarts=1000, window_s=60.0, stop_after_s=7.0)
 
 
 def robot_process_argv(robot: str, state: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -31,7 +34,7 @@ def robot_process_argv(robot: str, state: Path) -> tuple[tuple[str, tuple[str, .
 
 
 def write_process_configs(state: Path, robot: RobotConfig, session: SessionConfig) -> None:
-    """Writes what both processes read into `state`, which is made when missing."""
+    """Writes both processes' config files into the folder `state`, which is created if it is missing."""
     make_folder_durably(state)
     save(robot, state / ROBOT_FILE)
     save(session, state / SESSION_FILE)
@@ -42,31 +45,25 @@ def module_argv(name: str, *args: object) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *map(str, args))
 
 
-REMINDER_PERIOD_S = 60.0
-MAX_LOG_BYTES = 16 << 20
-PROCESS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-# Nobody may be near: it never gives up. A session has time to deliver its outbox before it is killed.
-RESTART_POLICY = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, max_restarts=1000, window_s=60.0, stop_after_s=7.0)
-
-
 @dataclass(frozen=True)
 class RobotHealth:
-    """How a robot fares. `kind` changes where that is news to a person; `text` says it."""
+    """A robot's condition. A change of `kind` is reported; `text` describes it."""
 
     kind: str
     text: str
 
 
 UNREACHABLE, HELD, STARTING = "away", "held", "starting"
-REFUSED_LOG_PREFIX = "session.failed Refused: "  # what the log of a session ends with that the gateway does not let in
+REFUSED_LOG_PREFIX = f"session.failed {SessionRefused.__name__}: "
+"""Prefix of the last log line of a session that the gateway refuses."""
+RUN_FINISHED = RobotHealth("over", "the run is over")
 _ACTIVITY_TEXT: dict[SessionActivity, str] = {
     "waiting for its lease": "waiting until the robot is free",
-    "waiting for weights": "waiting for weights, and only a person moves the robot until something was learned",
+    "waiting for weights": "waiting for learned weights; until then only an operator moves the robot",
     "driving": "the run drives the robot",
-    "held without a lease": "its lease has run out, and the robot is held until it is renewed",
-    "delivering": "what was recorded is delivered",
+    "held without a lease": "its lease has expired, and the robot is held until it is renewed",
+    "delivering": "delivering the recorded chunks",
 }
-RUN_FINISHED = RobotHealth("over", "the run is over")
 
 
 def robot_health(
@@ -77,24 +74,17 @@ def robot_health(
     last_log_lines: Mapping[str, str],
 ) -> RobotHealth:
     """Args:
-    report: the running session's, None where it has said nothing yet.
-    words: the last ones of ``driver`` and ``session``, which tell why they ended.
+    report: of the running session; None before its first.
+    last_log_lines: of ``driver`` and ``session``; they contain the error that ended the process.
     """
     if session.state is ProcessState.STOPPED and session.last_exit == 0:
         return RUN_FINISHED
     for name, status in (("driver", driver), ("session", session)):
         if status.state is not ProcessState.RUNNING:
-            code = status.last_exit or 0
-            why = f"killed by signal {-code}" if code < 0 else last_log_lines[name] or "it said nothing"
-            if name == "session" and why.startswith(REFUSED_LOG_PREFIX):
-                return RobotHealth(
-                    f"{name} {why}", f"{why.removeprefix(REFUSED_LOG_PREFIX)}; it asks again, and the robot is held"
-                )
-            return RobotHealth(f"{name} {why}", f"its {name} process has ended and is started again: {why}")
+            return _process_health(name, status, last_log_lines[name])
     if last_log_lines["driver"].startswith(WAITING_LOG_PREFIX):
-        return RobotHealth(
-            last_log_lines["driver"], f"waits: {last_log_lines['driver'].removeprefix(WAITING_LOG_PREFIX)}"
-        )
+        text = last_log_lines["driver"].removeprefix(WAITING_LOG_PREFIX)
+        return RobotHealth(last_log_lines["driver"], f"waits: {text}")
     if report is None:
         return RobotHealth(STARTING, "its processes start")
     if report.link == TunnelState.OPEN.value:
@@ -102,113 +92,120 @@ def robot_health(
     if not report.reason:
         return RobotHealth(STARTING, f"connects to {gateway}")
     if report.doing == "driving":
-        text = "the robot works on, and what it records is kept in its outbox"
-        return RobotHealth(UNREACHABLE, f"{gateway} is out of reach ({report.reason}): {text}")
+        text = "the robot continues, and its outbox keeps the recorded chunks"
+        return RobotHealth(UNREACHABLE, f"{gateway} is unreachable ({report.reason}): {text}")
     if report.doing == "held without a lease":
-        return RobotHealth(HELD, f"{gateway} is out of reach ({report.reason}): {_ACTIVITY_TEXT[report.doing]}")
+        return RobotHealth(HELD, f"{gateway} is unreachable ({report.reason}): {_ACTIVITY_TEXT[report.doing]}")
     return RobotHealth("unreachable", f"cannot reach {gateway} ({report.reason}): trying again; the robot is held")
 
 
+def _process_health(name: str, status: ProcessStatus, last_log_line: str) -> RobotHealth:
+    """The health of a robot whose process `name` does not run."""
+    code = status.last_exit or 0
+    why = f"killed by signal {-code}" if code < 0 else last_log_line or "its log is empty"
+    if name == "session" and why.startswith(REFUSED_LOG_PREFIX):
+        text = f"{why.removeprefix(REFUSED_LOG_PREFIX)}; it tries again, and the robot is held"
+    else:
+        text = f"its {name} process has ended and is restarted: {why}"
+    return RobotHealth(f"{name} {why}", text)
+
+
 def is_expected_restart(now: RobotHealth, reported: RobotHealth) -> bool:
-    """Whether `told` said that a process is started again, and so it is `now`: news is only what comes of it."""
+    """Whether `now` is the start of a process whose restart was reported already."""
     return now.kind == STARTING and reported.kind.startswith(("driver ", "session "))
 
 
 class RobotProcesses:
-    """Starts a robot's driver and session, keeps them running, and tells `say` what a person would want to know.
-
-    One thread calls it.
-    """
+    """Starts a robot's driver and session, restarts them, and prints each change. One thread calls it."""
 
     def __init__(self, robot: str, state: Path, logs: Path, gateway: str, print_line: Callable[[str], None]) -> None:
+        """`state`: folder of the two config files."""
         self.robot = robot
-        self._gateway, self._say = gateway, print_line
+        self._gateway, self._print_line = gateway, print_line
         self._logs: dict[str, Path] = {}
         supervisors = []
         for part, (name, argv) in zip(("driver", "session"), robot_process_argv(robot, state), strict=True):
             self._logs[part] = _rotate_log(logs / f"{name}.log")
             supervisors.append(ProcessSupervisor(argv, PROCESS_ENVIRONMENT, self._logs[part], RESTART_POLICY))
         self._driver, self._session = supervisors
-        self._told = RobotHealth("", "")
+        self._reported = RobotHealth("", "")
         self._since_s = self._remind_at_s = 0.0
-        self._waiting = (0, 0, 0)
+        self._unsent = (0, 0, 0)  # chunks, bytes, dropped episodes
         self._pid: int | None = None
 
     @property
     def is_finished(self) -> bool:
-        """The run has ended and the session has left."""
-        return self._told is RUN_FINISHED
+        """The run has ended and the session has exited."""
+        return self._reported is RUN_FINISHED
 
     def start(self) -> None:
-        """Raises SupervisionError: a process cannot be started at all, or its log cannot be written."""
+        """Raises SupervisionError: a process cannot be started, or its log cannot be written."""
         self._driver.start()
         self._session.start()
 
     def restart_session(self, why: str) -> None:
-        """Has the session start again; the driver holds the robot meanwhile. Blocks until the old one has left."""
-        self._tell(f"{why}: its session starts again")
+        """Restarts the session; the driver holds the robot meanwhile. Blocks until the old session has exited."""
+        self._print(f"{why}: its session restarts")
         self._session.stop()
         self._session.start()
 
     def poll(self) -> None:
-        """Says what has changed since the last look."""
+        """Prints what has changed since the last call."""
         session = self._session.status()
-        report = self._read(session.pid)
-        words = {part: last_log_message(path) for part, path in self._logs.items()}
-        now = robot_health(self._gateway, self._driver.status(), session, report, words)
-        if is_expected_restart(now, self._told):
+        report = self._read_report(session.pid)
+        last_lines = {part: last_log_message(path) for part, path in self._logs.items()}
+        now = robot_health(self._gateway, self._driver.status(), session, report, last_lines)
+        if is_expected_restart(now, self._reported):
             return
-        if now.kind != self._told.kind:
-            if self._told.kind in (UNREACHABLE, HELD) and now.kind not in (UNREACHABLE, HELD) and report is not None:
-                self._tell(f"within reach again after {_duration(self._now() - self._since_s)}; {self._kept()}")
-            self._tell(now.text)
-            if (self._told.kind, now.kind) != (UNREACHABLE, HELD):
-                self._since_s = self._now()
-            self._remind_at_s = self._now() + REMINDER_PERIOD_S
-        elif now.kind in (UNREACHABLE, HELD) and self._now() >= self._remind_at_s:
+        last, offline = self._reported, (UNREACHABLE, HELD)
+        if now.kind != last.kind:
+            if last.kind in offline and now.kind not in offline and report is not None:
+                offline_s = time.monotonic() - self._since_s
+                self._print(f"reachable again after {_duration(offline_s)}; {self._outbox_text()}")
+            self._print(now.text)
+            if (last.kind, now.kind) != (UNREACHABLE, HELD):
+                self._since_s = time.monotonic()
+            self._remind_at_s = time.monotonic() + REMINDER_PERIOD_S
+        elif now.kind in offline and time.monotonic() >= self._remind_at_s:
             self._remind_at_s += REMINDER_PERIOD_S
-            self._tell(f"still out of reach, for {_duration(self._now() - self._since_s)}; {self._kept()}")
-        self._told = now
+            offline_s = time.monotonic() - self._since_s
+            self._print(f"still unreachable, for {_duration(offline_s)}; {self._outbox_text()}")
+        self._reported = now
 
     def request_stop(self) -> None:
-        """Begins to end the session: it cuts its episode off, delivers what it can, and gives the lease back."""
+        """Asks the session to end: it truncates its episode, delivers chunks, and releases the lease."""
         self._session.request_stop()
 
     def stop(self) -> None:
-        """Ends the driver, by which the robot does its documented safe stop, also on its way to a start; and the
-        session. Blocks."""
+        """Stops the driver, so that the robot stops safely, also during a reset. Then stops the session. Blocks."""
         try:
             self._driver.stop()
         finally:
             self._session.stop()
-        self._read(None)
-        self._tell(f"stopped; {self._kept()}")
+        self._read_report(None)
+        self._print(f"stopped; {self._outbox_text()}")
 
-    def _read(self, pid: int | None) -> SessionReport | None:
-        """The report of the session that runs as `pid`; its count of what waits is kept beyond its end."""
+    def _read_report(self, pid: int | None) -> SessionReport | None:
+        """The report of the session that runs as `pid`. Its chunk counts are kept after the session has exited."""
         self._pid = pid or self._pid
         report = read_session_report(self.robot, self._pid)
         if report is not None:
-            self._waiting = (report.waiting_chunks, report.waiting_bytes, report.dropped_episodes)
+            self._unsent = (report.waiting_chunks, report.waiting_bytes, report.dropped_episodes)
         return report if pid is not None else None
 
-    def _kept(self) -> str:
-        chunks, size, dropped = self._waiting
+    def _outbox_text(self) -> str:
+        chunks, size, dropped = self._unsent
         lost = f"; {dropped:,} autonomous episodes were dropped, as it was full" if dropped else ""
         if not chunks:
             return f"its outbox is empty{lost}"
         return f"{chunks:,} {'chunk waits' if chunks == 1 else 'chunks wait'} in its outbox ({size / 1e6:.1f} MB){lost}"
 
-    def _tell(self, text: str) -> None:
-        self._say(f"{self.robot}: {text}")
-
-    @staticmethod
-    def _now() -> float:
-        return time.monotonic()
+    def _print(self, text: str) -> None:
+        self._print_line(f"{self.robot}: {text}")
 
 
 def _rotate_log(log: Path) -> Path:
-    """`log`, with what an earlier start wrote into it out of the way where that had grown large."""
+    """Returns `log`, after a large log of an earlier start was moved away."""
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
     return log

@@ -1,8 +1,8 @@
 """The session process: ``python -m user_sys.edge.session SESSION.yaml``.
 
-One session drives one robot: it holds the robot's lease, runs the policy, records every step into the outbox, and
-listens to people. It may be killed at any time: the driver process keeps the robot safe, the outbox keeps the steps,
-and its successor takes over with a newer token.
+A session controls one robot: it holds the robot's lease, runs the policy, records each step into the outbox, and
+executes operators' commands. It may be killed at any time. The driver process keeps the robot safe, the outbox keeps
+the steps, and the next session takes over with a newer token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import logging
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 from hal.discovery import DeviceMonitor
 from hal.errors import HalError, HardwareLost, LeaseError
@@ -26,14 +28,18 @@ from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.compose import PolicyConfig, make_policy, policy_precisions
 from user_sys.config import load
-from user_sys.edge.agents import SharedControlAgent
+from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent, UpdatingPolicyAgent
 from user_sys.edge.control_authority import ControlAuthority
-from user_sys.edge.control_channel import EmergencyStopForwarder, LeaseClient
+from user_sys.edge.control_channel import ControlInbox, EmergencyStopForwarder, LeaseClient
 from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.environment import LateCommandLogger, TimeStep
 from user_sys.edge.loop import EpisodeResult, run_episode
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
-from user_sys.edge.realtime import CONTROL_LOOP_PRIORITY, THREAD_SWITCH_INTERVAL_S, start_with_realtime_priority
+from user_sys.edge.realtime import (
+    CONTROL_LOOP_PRIORITY,
+    THREAD_SWITCH_INTERVAL_S,
+    start_with_realtime_priority,
+)
 from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction, WriterThread
 from user_sys.edge.status import SessionReporter, StatusPublisher
 from user_sys.episode import EpisodeSource
@@ -41,18 +47,8 @@ from user_sys.errors import StoreFull, UserSysError
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.inference.remote_policy import PolicyClient, read_server_address
 from user_sys.logs import configure_logging
-from user_sys.messages import (
-    NO_VERSION,
-    PROTOCOL_VERSION,
-    DevicesReport,
-    EpisodeReport,
-    Hello,
-    LeaseGrant,
-    LeaseRefusal,
-    OperatorCommand,
-    PreviewRequest,
-    StopRun,
-)
+from user_sys.messages import NO_VERSION, PROTOCOL_VERSION, DevicesReport, EpisodeReport, Hello, OperatorReply
+from user_sys.policies.policy import Policy
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
@@ -67,28 +63,28 @@ DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
 URGENT_DRAIN_S, DRAIN_POLL_S = 2.0, 0.1  # after a signal
 SEEDS_PER_RUN = 1_000_003
-INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
 DRIVER_RETRY_S = 1.0
 LEASE_RETRY_S = 0.1
-WAITING_FOR_WEIGHTS = "waiting for weights, and holds: nothing was learned yet; take over to show the task"
+WAITING_FOR_WEIGHTS = "holds: no learned weights have arrived; take over to demonstrate the task"
+EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
 
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a session needs to know; written by whoever starts it.
+    """A session's settings. The process that starts the session writes them.
 
     Attributes:
         robot: name of the robot; its driver process runs on this machine.
-        holder: names this session in leases; the same after a restart.
+        holder: identifies this session in leases; the same after a restart.
         endpoint: the gateway's address.
         keys: folder with ``<robot>.key`` and ``gateway.pub``.
         state: folder of the outbox.
         seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
-        real_time: obey the clock also while the policy drives.
-        realtime: with `real_time`, ask for SCHED_FIFO for the control loop; ``off`` does not ask.
-        explore: a policy without weights acts, at random; without this the robot holds until the first have come.
-        policy_address: file in which a policy process that the run has started says where it listens.
+        real_time: control periods follow the clock while the policy drives, too.
+        realtime: with `real_time`, request SCHED_FIFO for the control loop; ``off`` does not.
+        explore: a policy without weights acts at random; otherwise the robot holds until the first weights arrive.
+        policy_address: file with the address of the policy server that the run started.
     """
 
     robot: str = "panda-0"
@@ -108,8 +104,142 @@ class SessionConfig:
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
 
+class SessionWeights:
+    """The two copies of the policy, and the thread that receives weights for them. A context manager.
+
+    It is the `agents.WeightsMonitor` of the session's policy.
+    """
+
+    def __init__(self, config: SessionConfig, client: TunnelClient, spec: RobotSpec) -> None:
+        self._robot, self._client = config.robot, client
+        seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores with its own random numbers
+        self._policy_client = _policy_client(config, spec)
+        make: Callable[[int], Policy] = partial(make_policy, config.policy, spec)
+        if self._policy_client is not None:
+            make = self._policy_client.make_policy
+        self.policies = DoubleBufferedPolicy(lambda: make(next(seeds)))
+        self._governor = Governor(config.weights.governor)
+        self._report_lock = threading.Lock()  # the last report must name the version that acts
+        self._receiver = WeightsReceiver(
+            client,
+            self.policies,
+            config.weights,
+            config.keys,
+            config.state / "weights",
+            self._governor,
+            self._report_version,
+        )
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if self._policy_client is not None:
+                stack.enter_context(self._policy_client)
+            stack.enter_context(self._receiver)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, tb)
+
+    def stop_loading(self) -> None:
+        """Ends a wait for the policy server, so that no thread waits for it at the end of the session."""
+        if self._policy_client is not None:
+            self._policy_client.stop_loading()
+
+    def raise_failure(self) -> None:
+        """Raises what ended the receiver's or the policy client's thread. Any thread may call it."""
+        self._receiver.raise_failure()
+        if self._policy_client is not None:
+            self._policy_client.raise_failure()
+
+    def scalars(self) -> dict[str, float]:
+        return self._receiver.scalars()
+
+    def is_too_stale(self) -> bool:
+        return self._receiver.is_too_stale()
+
+    def on_swap(self, version: int) -> None:
+        self._report_version()
+
+    def on_inference(self, seconds: float) -> None:
+        self._governor.observe(seconds)
+
+    def _report_version(self) -> None:
+        """Reports the acting version to the gateway: at a swap, and at the start of a tunnel session."""
+        with self._report_lock:
+            if self.policies.version != NO_VERSION:
+                self._client.send(self._receiver.applied_report(self._robot))
+
+
+class OutboxWriter:
+    """Appends chunks to the outbox, in the writer thread.
+
+    If the outbox is full it waits for room. The writer thread's queue then fills up and the robot holds. A session that
+    ends writes the remaining chunks into the outbox's reserve.
+
+    Attributes:
+        paused_reason: why recording is paused; empty if it is not.
+    """
+
+    def __init__(self, robot: str, outbox: Outbox, shutdown: threading.Event) -> None:
+        self._robot, self._outbox, self._shutdown = robot, outbox, shutdown
+        self.paused_reason = ""
+        self._reserve_released = False
+        self._dropped_before = outbox.dropped.episodes
+        outbox.allocate_reserve()
+
+    @property
+    def dropped_episodes(self) -> int:
+        """Episodes that the outbox dropped in this session."""
+        return self._outbox.dropped.episodes - self._dropped_before
+
+    def append(self, packet: bytes) -> None:
+        """Makes a chunk durable. Raises OutboxFull: the session ends and the reserve is full too."""
+        while True:
+            try:
+                self._outbox.append(packet)
+                break
+            except OutboxFull as error:
+                if self.paused_reason != str(error):
+                    log.error("recording.paused robot=%s %s", self._robot, error)
+                self.paused_reason = str(error)
+                if self._shutdown.wait(OUTBOX_RETRY_S):
+                    if self._reserve_released:
+                        raise
+                    self._reserve_released = True
+                    self._outbox.release_reserve()
+        if self.paused_reason:
+            self.paused_reason = ""
+            self._outbox.allocate_reserve()
+            log.warning("recording.resumed robot=%s", self._robot)
+
+
+class _DriverMode:
+    """Sets the driver's speed limit and pace after each control period. A listener of the episode loop."""
+
+    def __init__(self, robot: str, driver: DriverClient, agent: SharedControlAgent, real_time: bool) -> None:
+        self._robot, self._driver, self._agent, self._real_time = robot, driver, agent, real_time
+        self.awaits_weights = False  # as logged last
+        self._is_policy_unavailable = False  # as logged last
+
+    def on_step(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
+        waits, error, suspended = self._agent.awaits_weights, self._agent.policy_error, self._agent.is_policy_suspended
+        self._driver.real_time = self._real_time or suspended or waits or bool(error)
+        self._driver.reduced_speed = suspended
+        if waits != self.awaits_weights:
+            self.awaits_weights = waits
+            log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._robot)
+        if bool(error) != self._is_policy_unavailable:
+            self._is_policy_unavailable = bool(error)
+            log.info("session.policy_%s robot=%s %s", "unavailable" if error else "available", self._robot, error)
+
+
 class RobotSession:
-    """Everything of one session between a connected tunnel and a robot. `run` blocks until the run is over."""
+    """Runs episodes on a robot, from a granted lease until the run ends. `run` blocks until then.
+
+    It is the `agents.SessionControl` of its agent and the `status.StatusSource` of its status.
+    """
 
     def __init__(
         self,
@@ -119,127 +249,98 @@ class RobotSession:
         driver: DriverClient,
         shutdown: threading.Event,
         reporter: SessionReporter,
-        stops: EmergencyStopForwarder,
+        estops: EmergencyStopForwarder,
         lease: LeaseClient,
     ) -> None:
-        self._lease, self._renewals = lease, DriverClient(config.robot)
-        self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
-        self.shutdown = shutdown
-        self._fatal: Exception | None = None
-        self._stops = stops
+        self._config, self._client, self._driver, self._lease = config, client, driver, lease
+        self._shutdown, self._reporter = shutdown, reporter
         spec, task = driver.spec, driver.task
-        seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
-        self._link = _policy_client(config, spec)
-        make = partial(make_policy, config.policy, spec) if self._link is None else self._link.make_policy
-        self._swapper = DoubleBufferedPolicy(lambda: make(next(seeds)))
-        self._governor = Governor(config.weights.governor)
-        self._saying = threading.Lock()  # so that the last version that is said is the one that acts
-        self._weights = WeightsReceiver(
-            client,
-            self._swapper,
-            config.weights,
-            config.keys,
-            config.state / "weights",
-            self._governor,
-            self._say_version,
-        )
-        self._authority = ControlAuthority(config.robot, spec)
-        self._pilot = SharedControlAgent(
-            spec,
-            self._authority,
-            self._swapper,
+        self._weights = SessionWeights(config, client, spec)
+        authority = ControlAuthority(config.robot, spec)
+        commands = OperatorCommandQueue(authority.clock, self.send_reply)
+        policy = UpdatingPolicyAgent(
+            self._weights.policies,
             task.sentence,
             task.max_steps,
-            reply=client.send,
-            rearm=driver.rearm,
-            leaving=self.shutdown.is_set,
-            swapped=lambda version: self._say_version(),
+            self._weights,
             swap_at=config.weights.swap_at,
-            too_old=self._weights.is_too_stale,
-            observe=self._governor.observe,
             explore=config.explore,
-            may_drive=lambda: not lease.is_expired(),
         )
-        stops.on_press = self._pilot.note_estop
-        self._scribe = WriterThread(on_blocked=lambda: self._publisher.publish())
-        self._starts = (_episode_seed(config, outbox.next_sequence, count) for count in itertools.count())
+        self._agent = SharedControlAgent(spec, authority, policy, commands, self, task.max_steps)
+        estops.on_press = commands.note_estop
+        self._seeds = _episode_seeds(config, outbox.next_sequence)
+        self._writer_thread = WriterThread(on_blocked=lambda: self._status.publish())
+        self._outbox_writer = OutboxWriter(config.robot, outbox, shutdown)
         self._recorder = Recorder(
-            spec, config.robot, task.name, task.sentence, self._keep, config.recorder, self._scribe.put
-        )
-        self._publisher = StatusPublisher(
+            spec,
             config.robot,
-            client,
-            outbox,
-            self._authority,
-            lambda: self._recorder.episode,
-            self._said,
-            driver.refused_realtime,
-            self._weights.scalars,
+            task.name,
+            task.sentence,
+            self._outbox_writer.append,
+            config.recorder,
+            self._writer_thread.put,
         )
-        self._note = ""
-        self._recording = ""  # why it is paused
-        self._reserve_used = False
-        outbox.allocate_reserve()
-        self._waits, self._reporter = False, reporter  # for its first weights, as was told
-        self._away = False  # the policy, as was told
-        self._dropped_before = outbox.dropped.episodes
+        self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime)
+        self._mode = _DriverMode(config.robot, driver, self._agent, config.real_time)
+        self._driver_error = ""
+
+        def check_threads() -> None:
+            self._weights.raise_failure()
+            estops.raise_failure()
+            self._report_activity()
+
+        self._inbox = ControlInbox(client, driver, lease, estops, commands, self._status, shutdown, check_threads)
 
     def run(self) -> None:
-        """Episode after episode until the run is stopped.
+        """Runs episode after episode until the run ends.
 
         Raises:
             LeaseError: another session has the robot now.
-            HardwareLost: the driver process went away and did not come back.
-            UserSysError: the outbox or the tunnel cannot be used any more.
+            HardwareLost: the driver process ended and did not come back.
+            UserSysError: the outbox or the tunnel failed.
         """
-        inbox = threading.Thread(target=self._listen, name="inbox", daemon=True)
-        inbox.start()
-        try:
-            with ExitStack() as stack:
-                for part in (self._link or nullcontext(), self._weights, self._scribe, self._publisher.previews):
-                    stack.enter_context(part)
-                if self._link is not None:
-                    stack.callback(self._link.stop_loading)  # first: what waits to be loaded there keeps nobody waiting
-                while not self.shutdown.is_set():
-                    self._episode()
-        finally:
-            self.shutdown.set()
-            inbox.join(timeout=5)
-        if self._fatal is not None:
-            raise self._fatal
+        with self._inbox, ExitStack() as stack:
+            for part in (self._weights, self._writer_thread, self._status.encoder):
+                stack.enter_context(part)
+            stack.callback(self._weights.stop_loading)  # before the rest: a load in progress would delay it
+            while not self._shutdown.is_set():
+                self._run_episode()
 
-    def _episode(self) -> None:
-        if self._lease.is_expired():  # the driver holds the robot, and would not bring it to a start
-            self._publisher.publish()
-            self.shutdown.wait(LEASE_RETRY_S)
+    def _run_episode(self) -> None:
+        if self._lease.is_expired():  # the driver holds the robot and refuses a reset
+            self._status.publish()
+            self._shutdown.wait(LEASE_RETRY_S)
             return
         try:
-            summary = run_episode(
+            result = run_episode(
                 LateCommandLogger(self._driver, self._config.robot),
-                self._pilot,
+                self._agent,
                 self._recorder,
                 source=EpisodeSource.ONLINE,
-                seed=next(self._starts),
-                listeners=[self._pace, self._publisher.on_step],
+                seed=next(self._seeds),
+                listeners=[self._mode.on_step, self._status.on_step],
             )
         except LeaseError:
             raise
         except HalError as error:
-            log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
-            if self._lease.is_expired():
-                return
-            self._note = f"the robot is lost: {error}"
-            self._publisher.faults += 1
-            self._publisher.publish()
-            self._attach_again()
+            self._on_driver_error(error)
             return
-        self._note = ""
-        self._client.send(self._report(summary))
+        self._driver_error = ""
+        self._client.send(self._episode_report(result))
+
+    def _on_driver_error(self, error: HalError) -> None:
+        log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
+        if self._lease.is_expired():
+            return
+        self._driver_error = f"the robot is lost: {error}"
+        self._status.faults += 1
+        self._status.publish()
+        self._attach_again()
 
     def _attach_again(self) -> None:
-        """Waits for the driver process, which may be starting again. Raises HardwareLost: it did not, in time."""
+        """Waits for the driver process, which may be restarting. Raises HardwareLost after `DRIVER_DEADLINE_S`."""
         deadline = time.monotonic() + DRIVER_DEADLINE_S
-        while not self.shutdown.wait(DRIVER_RETRY_S):
+        while not self._shutdown.wait(DRIVER_RETRY_S):
             try:
                 self._driver.attach(DRIVER_RETRY_S)
                 return
@@ -247,147 +348,89 @@ class RobotSession:
                 if time.monotonic() > deadline:
                     raise
 
-    def _report(self, summary: EpisodeResult) -> EpisodeReport:
+    def _episode_report(self, result: EpisodeResult) -> EpisodeReport:
         return EpisodeReport(
             robot=self._config.robot,
-            episode=summary.episode,
+            episode=result.episode,
             source=EpisodeSource.ONLINE.value,
-            steps=summary.steps,
-            success=summary.success,
-            intervention_steps=summary.intervention_steps,
-            episode_return=summary.episode_return,
-            policy_version=summary.policy_version,
+            steps=result.steps,
+            success=result.success,
+            intervention_steps=result.intervention_steps,
+            episode_return=result.episode_return,
+            policy_version=result.policy_version,
         )
 
-    def _pace(self, tick: TimeStep, decision: SelectedAction | None) -> None:
-        waits = self._pilot.awaits_weights
-        away = self._pilot.policy_error
-        self._driver.real_time = self._config.real_time or self._pilot.is_policy_suspended or waits or bool(away)
-        self._driver.reduced_speed = self._pilot.is_policy_suspended
-        if waits != self._waits:
-            self._waits = waits
-            log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._config.robot)
-        if bool(away) != self._away:
-            self._away = bool(away)
-            log.info("session.policy_%s robot=%s %s", "away" if away else "back", self._config.robot, away)
-
-    def _keep(self, packet: bytes) -> None:
-        """Makes a chunk durable, in the scribe's thread.
-
-        With a full outbox it waits for room; once the scribe takes no more the robot holds, which people see. A session
-        that is to end writes what waits into the outbox's reserve.
-        """
-        while True:
-            try:
-                self._outbox.append(packet)
-                break
-            except OutboxFull as error:
-                if self._recording != str(error):
-                    log.error("recording.paused robot=%s %s", self._config.robot, error)
-                self._recording = str(error)
-                if self.shutdown.wait(OUTBOX_RETRY_S):
-                    if self._reserve_used:
-                        raise
-                    self._reserve_used = True
-                    self._outbox.release_reserve()
-        if self._recording:
-            self._recording = ""
-            self._outbox.allocate_reserve()
-            log.warning("recording.goes_on robot=%s", self._config.robot)
-
-    def _said(self) -> str:
-        if self._recording:
-            return f"recording paused: {self._recording}"
-        if self._note:
-            return self._note
-        if self._lease.is_expired():
-            return "holds: its lease has run out, and the run is out of reach"
-        if not self._pilot.is_policy_suspended and self._pilot.awaits_weights:
-            return WAITING_FOR_WEIGHTS
-        if not self._pilot.is_policy_suspended and self._weights.is_too_stale():
-            return "holds: its weights are older than weights.max_staleness_versions allows, and newer ones are awaited"
-        if away := self._pilot.policy_error:
-            return away
-        if not (dropped := self._outbox.dropped.episodes - self._dropped_before):
-            return ""
-        return f"the outbox was full: the {dropped} oldest autonomous episodes of this session's time were dropped"
-
-    # The inbox thread: orders, leases
-
-    def _listen(self) -> None:
-        try:
-            while not self.shutdown.is_set():
-                self._take_messages()
-                self._weights.raise_failure()
-                if self._link is not None:
-                    self._link.raise_failure()
-                self._lease.renew_if_due()
-                self._report_doing()
-                self._stops.raise_failure()
-        except Exception as error:  # of any kind: without this thread nobody could stop the robot; `run` raises it
-            self._fatal = error
-        finally:
-            self.shutdown.set()
-            self._renewals.close()
-
-    def _report_doing(self) -> None:
+    def _report_activity(self) -> None:
         if self._lease.is_expired():
             self._reporter.activity = "held without a lease"
         else:
-            self._reporter.activity = "waiting for weights" if self._waits else "driving"
+            self._reporter.activity = "waiting for weights" if self._mode.awaits_weights else "driving"
 
-    def _take_messages(self) -> None:
-        message = self._client.receive(INBOX_WAIT_S)
-        match message:
-            case OperatorCommand():
-                self._pilot.submit(message, self._stops.next_sequence())
-            case LeaseGrant() | LeaseRefusal():
-                self._lease.on_message(message)
-                self._driver.token, self._driver.lease_until_ns = self._lease.token, self._lease.until_ns
-                self._renew_at_driver()
-            case PreviewRequest():
-                self._publisher.enable_previews(message)
-            case StopRun():
-                log.info("run.stopped %s", message.reason)
-                self.shutdown.set()
+    # agents.SessionControl
 
-    def _renew_at_driver(self) -> None:
-        """On a socket of its own: the loop may be busy with a reset, which lasts longer than a lease."""
-        try:
-            self._renewals.renew_lease(self._lease.token, self._lease.until_ns)
-        except LeaseError:
-            raise
-        except HalError as error:
-            log.debug("lease.not_told %s", error)  # the loop tells it at its next attempt
+    def send_reply(self, reply: OperatorReply) -> None:
+        self._client.send(reply)
 
-    def _say_version(self) -> None:
-        """Tells the gateway with which version the robot acts: at a swap, and when a session has begun."""
-        with self._saying:
-            if self._swapper.version != NO_VERSION:
-                self._client.send(self._weights.applied_report(self._config.robot))
+    def rearm(self, person: str, estop_sequence: int) -> bool:
+        return self._driver.rearm(person, estop_sequence)
+
+    def is_stopping(self) -> bool:
+        return self._shutdown.is_set()
+
+    def has_lease(self) -> bool:
+        return not self._lease.is_expired()
+
+    # status.StatusSource
+
+    @property
+    def episode(self) -> str:
+        return self._recorder.episode
+
+    def weights_scalars(self) -> dict[str, float]:
+        return self._weights.scalars()
+
+    def status_note(self) -> str:
+        if self._outbox_writer.paused_reason:
+            return f"recording paused: {self._outbox_writer.paused_reason}"
+        if self._driver_error:
+            return self._driver_error
+        if self._lease.is_expired():
+            return "holds: its lease has expired, and the gateway cannot be reached"
+        if not self._agent.is_policy_suspended and self._agent.awaits_weights:
+            return WAITING_FOR_WEIGHTS
+        if not self._agent.is_policy_suspended and self._weights.is_too_stale():
+            return "holds: its weights are older than weights.max_staleness_versions allows; waiting for newer ones"
+        if error := self._agent.policy_error:
+            return error
+        if dropped := self._outbox_writer.dropped_episodes:
+            return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
+        return ""
 
 
 def main(argv: list[str]) -> int:
-    """Runs one session; the exit status is 0 once the run was stopped. What was not delivered stays in the outbox."""
+    """Runs one session. The exit status is 0 after the run ended. Undelivered chunks stay in the outbox."""
     configure_logging()
     try:
         _run(load(SessionConfig, Path(argv[0])))
     except LeaseError as error:
         log.error("session.refused %s", error)
-        return 3
+        return EXIT_LEASE_LOST
     except (UserSysError, HalError, OSError) as error:
         log.error("session.failed %s: %s", type(error).__name__, error)
-        return 2
+        return EXIT_FAILED
     return 0
 
 
 def _run(config: SessionConfig) -> None:
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
-    leaving, hurried = threading.Event(), threading.Event()
-    stop_on_signals(leaving, hurried)
-    with DriverClient(config.robot, owner=str(config.state.resolve()), shutdown=leaving) as driver:
+    shutdown, urgent = threading.Event(), threading.Event()
+    stop_on_signals(shutdown, urgent)
+    with DriverClient(config.robot, owner=str(config.state.resolve()), shutdown=shutdown) as driver:
         _set_priority(config, driver)
-        if not driver.wait_until_free(leaving, DRIVER_DEADLINE_S) or (outbox := _open_outbox(config, leaving)) is None:
+        if (
+            not driver.wait_until_free(shutdown, DRIVER_DEADLINE_S)
+            or (outbox := _open_outbox(config, shutdown)) is None
+        ):
             return
         hello = Hello(
             protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
@@ -396,45 +439,45 @@ def _run(config: SessionConfig) -> None:
         with outbox, tunnel as client:
             lease = LeaseClient(config.robot, config.holder, client, driver.newest_token)
             with (
-                EmergencyStopForwarder(config.robot, client, driver.latch_path) as stops,
+                EmergencyStopForwarder(config.robot, client, driver.latch_path) as estops,
                 SessionReporter(config.robot, client, outbox) as reporter,
                 DeviceMonitor(lambda records: client.send(DevicesReport(records=records))),
             ):
-                driver.token = lease.acquire(leaving)
+                driver.token = lease.acquire(shutdown)
                 try:
-                    if driver.token and not leaving.is_set():
+                    if driver.token and not shutdown.is_set():
                         driver.lease_until_ns = lease.until_ns
                         driver.attach(DRIVER_DEADLINE_S)
                         reporter.activity = "driving"
                         sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
                         gc.collect()
-                        gc.freeze()  # to look through all that is there by now stops the loop for 10 ms
-                        RobotSession(config, client, outbox, driver, leaving, reporter, stops, lease).run()
+                        gc.freeze()  # a full collection of the objects so far stops the control loop for 10 ms
+                        RobotSession(config, client, outbox, driver, shutdown, reporter, estops, lease).run()
                 finally:
                     reporter.activity = "delivering"
-                    _drain(client, hurried)
+                    _drain(client, urgent)
                     lease.release()
 
 
 def _set_priority(config: SessionConfig, driver: DriverClient) -> None:
-    """The control loop's thread goes before all that is not in real time, if it may; but not before its driver.
+    """Runs the control loop's thread with real-time priority if permitted, below the priority of its driver.
 
-    So does libzmq's thread between the two: where it waits for its turn beside a learner, so does the robot.
+    libzmq's thread for the driver's socket gets the same priority: if it waits for a CPU, so does the robot.
     """
     if not config.real_time or config.realtime == "off":
         request_short_time_slice()
     elif refused := start_with_realtime_priority(CONTROL_LOOP_PRIORITY, driver.open):
-        log.warning("realtime.refused robot=%s: %s; commands may come late under load", config.robot, refused)
+        log.warning("realtime.refused robot=%s: %s; commands may be late under load", config.robot, refused)
         request_short_time_slice()
     driver.open()
 
 
 def _policy_client(config: SessionConfig, spec: RobotSpec) -> PolicyClient | None:
-    """The way to the policy process where the policy acts in one; None where it acts here.
+    """The client of the policy server; None if the policy runs in this process.
 
     Raises:
-        ConfigError: no answer could come in the share of the control period that it has.
-        RunError: no key of the process is known here.
+        ConfigError: the timeout is too short for any network.
+        RunError: the server's public key is missing.
     """
     policy = config.policy
     if policy.location == "edge":
@@ -451,44 +494,47 @@ def _policy_client(config: SessionConfig, spec: RobotSpec) -> PolicyClient | Non
     )
 
 
-def _open_outbox(config: SessionConfig, leaving: threading.Event) -> Outbox | None:
-    """Opens the outbox as soon as its disk has room; None: `shutdown` was set first. Raises as `Outbox.open`."""
-    said = ""
-    while not leaving.is_set():
+def _open_outbox(config: SessionConfig, shutdown: threading.Event) -> Outbox | None:
+    """Opens the outbox as soon as its disk has room; None if `shutdown` is set first. Raises as `Outbox.open`."""
+    last_message = ""
+    while not shutdown.is_set():
         try:
             bounds = config.outbox
             return Outbox.open(config.state / "outbox", max_bytes=bounds.max_bytes, when_full=bounds.when_full)
         except StoreFull as error:
-            if str(error) != said:
-                said = str(error)
-                log.error("session.waiting %s", said)
-            leaving.wait(OUTBOX_RETRY_S)
+            if str(error) != last_message:
+                last_message = str(error)
+                log.error("session.waiting %s", last_message)
+            shutdown.wait(OUTBOX_RETRY_S)
     return None
 
 
-def _episode_seed(config: SessionConfig, recorded: int, count: int) -> int:
-    """The seed of an episode's start: every robot has starts of its own, apart from those of evaluation.
+def _episode_seeds(config: SessionConfig, recorded_chunks: int) -> Iterator[int]:
+    """Seeds of the session's episodes. They differ between robots and sessions, and from those of evaluation.
 
     Args:
-        recorded: chunks before this session's first, which tells it from the sessions before it.
-        count: of this session's episodes.
+        recorded_chunks: chunks before this session, a number that tells it from earlier sessions.
     """
-    text = f"{config.seed} {config.robot} {recorded} {count}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest())
+    for count in itertools.count():
+        text = f"{config.seed} {config.robot} {recorded_chunks} {count}".encode()
+        yield int.from_bytes(hashlib.blake2b(text, digest_size=6).digest())
 
 
-def _drain(client: TunnelClient, hurried: threading.Event) -> None:
-    """Delivers what is in the outbox; a link that is down has the same time to come back, and less after a signal."""
+def _drain(client: TunnelClient, urgent: threading.Event) -> None:
+    """Delivers the outbox's chunks, for `DRAIN_DEADLINE_S` at most, or `URGENT_DRAIN_S` after a signal.
+
+    A tunnel that is down has the same time to reconnect.
+    """
     if (waiting := client.chunks_pending) and (down := client.reason):
         log.info("outbox.waiting chunks=%d, %g s at most for the link: %s", waiting, DRAIN_DEADLINE_S, down)
     deadline = time.monotonic() + DRAIN_DEADLINE_S
     refused = TunnelState.REFUSED
     while (left := client.drain(DRAIN_POLL_S)) and time.monotonic() < deadline and client.state is not refused:
-        if hurried.is_set():
-            hurried.clear()
+        if urgent.is_set():
+            urgent.clear()
             deadline = min(deadline, time.monotonic() + URGENT_DRAIN_S)
     if left:
-        log.warning("outbox.undelivered chunks=%d: they are kept and sent when the session starts again", left)
+        log.warning("outbox.undelivered chunks=%d: kept, and sent when the session starts again", left)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""``python -m user_sys.inference``: a policy process, in which the policies of a site's robots act.
+"""``python -m user_sys.inference``: a policy server, which runs the policies of a site's robots.
 
-A run with ``policy.location: server`` starts one itself. By hand one is started where robots come in over the network
-from computers of their own, once for a site:
+A run with ``policy.location: server`` starts one itself. Start one by hand at each site whose robots connect with
+``user-sys edge``:
 
     user-sys keys new policy
     python -m user_sys.inference --listen tcp://0.0.0.0:5557 --keys keys
 
-It lets in the robots that are in the folder's ring (`user-sys keys allow`), and keeps nothing but weights, in memory:
-it may be killed at any time.
+It admits the robots of the folder's keyring (`user-sys keys allow`). It keeps weights in memory only, so it may be
+killed at any time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from user_sys.tunnel.keys import Keyring, load_keypair
 log = logging.getLogger("user_sys.inference")
 
 
-def select_device(wanted: Device) -> str:
+def select_device(requested: Device) -> str:
     """The name of torch's device, or ``cpu``, for which torch is not imported.
 
     Raises:
-        ConfigError: ``cuda`` is wanted, and not to be had here.
+        ConfigError: ``cuda`` is requested and not available.
     """
-    if wanted == "cpu" or (wanted == "auto" and not any(True for _ in probe_gpus())):
+    if requested == "cpu" or (requested == "auto" and not any(True for _ in probe_gpus())):
         return "cpu"
     if importlib.util.find_spec("torch") is not None:
         from user_sys.policies.mlp_torch import warm_up_gpu
@@ -49,25 +49,27 @@ def select_device(wanted: Device) -> str:
         if warm_up_gpu():
             return "cuda"
     why = f"torch, on {local_node()}, is not installed or finds no GPU"
-    if wanted == "cuda":
-        raise ConfigError(f"policy.device is cuda, and {why}")
-    log.warning("policy.no_gpu there is a GPU, but %s: the policies act on the processor", why)
+    if requested == "cuda":
+        raise ConfigError(f"policy.device is cuda, and {why}: install torch with CUDA, or set it to auto or cpu")
+    log.warning("policy.no_gpu there is a GPU, but %s: the policies run on the CPU", why)
     return "cpu"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until SIGTERM or Ctrl-C; returns 2, with a line in the log, when it cannot."""
+    """Serves until SIGTERM or Ctrl-C. Returns 2, after a line in the log, if it cannot."""
     parser = argparse.ArgumentParser(prog="python -m user_sys.inference", description="the policies of a site's robots")
     parser.add_argument("--listen", default="tcp://127.0.0.1:5557", help="tcp://ADDRESS:PORT; port 0: a free one")
-    parser.add_argument("--keys", type=Path, default=Path("keys"), help="the folder with policy.key, and who is let in")
+    parser.add_argument(
+        "--keys", type=Path, default=Path("keys"), help="the folder with policy.key and the admitted robots' keys"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument("--announce", type=Path, metavar="FILE", help="is written when it listens, with the address")
+    parser.add_argument("--announce", type=Path, metavar="FILE", help="file to write the address to, once it listens")
     args = parser.parse_args(argv)
     configure_logging()
     stop = threading.Event()
     stop_on_signals(stop)
 
-    def listening(endpoint: str) -> None:
+    def on_listening(endpoint: str) -> None:
         if args.announce is not None:
             replace_durably(args.announce, endpoint.encode())
 
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         check_listen_endpoint(args.listen)
         device = select_device(args.device)
         keys = load_keypair(args.keys / f"{POLICY_NODE}.key")
-        PolicyServer(args.listen, keys, Keyring(args.keys), policy_factory(device), device).run(stop, listening)
+        PolicyServer(args.listen, keys, Keyring(args.keys), policy_factory(device), device).run(stop, on_listening)
     except (UserSysError, HalError, OSError) as error:
         log.error("policy.failed %s: %s", type(error).__name__, error)
         return 2

@@ -1,10 +1,8 @@
-"""What the sessions of each robot have at a policy process: their slots, and the weights that are on their way.
+"""The policy server: runs the policies of several robots. Each robot reaches its own with its key.
 
-The policy process: the policies of several robots, each reached with its robot's key alone.
-
-One thread owns the socket and computes what robots are to do, one request after the other; a request that a newer one
-for the same slot has overtaken is not answered. A second thread makes policies and loads weights, so that no robot
-waits while another takes new ones. Nothing that a peer sends raises out of the loop.
+One thread owns the socket and selects actions, one request after the other. It does not answer a request that a newer
+one for the same slot has superseded. A second thread makes policies and loads weights, so that no robot waits while
+another one's weights are loaded. No message of a peer raises out of the loop.
 """
 
 from __future__ import annotations
@@ -72,14 +70,24 @@ from user_sys.tunnel.sockets import (
     send_frames,
 )
 
-MAX_SESSIONS = 2  # of a robot: one, and its successor
-SESSION_TIMEOUT_S = 60.0  # a session that has said nothing for so long is over
+MAX_SESSIONS = 2  # of a robot: the running one, and its successor
+SESSION_TIMEOUT_S = 60.0  # a session without a message for this long is removed
 NO_WEIGHTS = b""
+HOUSEKEEPING_PERIOD_S = 0.25
+MAX_REQUESTS_PER_POLL = 64
+MAX_CACHED_WEIGHTS_BYTES = 1 << 30
+MAX_JOBS = MAX_SESSIONS * MAX_SLOTS  # of a robot, for the second thread: one for each of its slots
+MAX_REASON_CHARS = 1000
+
+PolicyFactory = Callable[[str, tuple[str, ...], RobotSpec, int], Policy]
+"""Makes a policy from kind, features, spec and seed. Raises ConfigError or SpecError: there is no such policy."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class PartialUpload:
-    """A packet of weights of which a part is here. Memory grows with what has come, not with what was announced."""
+    """A packet of weights that is being received. Its memory grows with the received bytes, not with `size_bytes`."""
 
     digest: bytes
     size_bytes: int
@@ -90,10 +98,10 @@ class PartialUpload:
         return len(self.content) == self.size_bytes
 
     def append(self, offset: int, part: memoryview) -> None:
-        """Takes the next bytes; a part that does not begin where the last one ended is dropped.
+        """Appends the next bytes. Ignores a part that does not begin at the end of the previous one.
 
         Raises:
-            WireError: more than was announced, or nothing.
+            WireError: the part is empty, or exceeds the announced size.
         """
         if not part or offset + len(part) > self.size_bytes:
             raise WireError(f"a part of {len(part)} bytes from {offset} on, of weights of {self.size_bytes}")
@@ -103,7 +111,7 @@ class PartialUpload:
 
 @dataclass(eq=False)
 class PolicySlot:
-    """One policy. While it is `busy` a thread of its own makes or loads it, and nobody else touches it.
+    """One policy. While it is `busy` the second thread makes or loads it, and no other thread uses it.
 
     Attributes:
         policy: None until it is made.
@@ -117,37 +125,37 @@ class PolicySlot:
 
 @dataclass(eq=False)
 class ClientSession:
-    """What one session of a robot has here, by number; it sends one packet of weights at a time."""
+    """The slots of one session of a robot, by number, and its upload in progress."""
 
     last_seen_s: float
     slots: dict[int, PolicySlot] = field(default_factory=dict)
     upload: PartialUpload | None = None
 
     def open(self, number: int) -> PolicySlot:
-        """A new slot in the place of whatever had that number. Raises WireError: there are as many as there may be."""
+        """A new slot, in place of an existing one with that number. Raises WireError: too many slots."""
         if number not in self.slots and len(self.slots) >= MAX_SLOTS:
             raise WireError(f"a session has {MAX_SLOTS} slots at most")
         slot = self.slots[number] = PolicySlot()
         return slot
 
     def begin_upload(self, digest: bytes, size_bytes: int) -> PartialUpload:
-        """The packet with that digest, of which a part may be here; another that was on its way is dropped."""
+        """The upload of that packet, new or in progress. Discards the upload of another packet."""
         if self.upload is None or (self.upload.digest, self.upload.size_bytes) != (digest, size_bytes):
             self.upload = PartialUpload(digest, size_bytes)
         return self.upload
 
 
 class SessionTable:
-    """One thread calls it. Whoever asks names the robot by its key: nobody reaches another robot's slots."""
+    """The sessions of each robot. One thread calls it. Callers pass the robot of the peer's key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._robots: dict[str, OrderedDict[bytes, ClientSession]] = {}
 
     def heartbeat(self, robot: str, session: bytes, kept: Iterable[int]) -> None:
-        """A session is there, and has a use for the slots `kept`; its others are freed.
+        """Adds or refreshes a session, and frees its slots except `kept`.
 
-        Of more than `MAX_SESSIONS` of a robot, the one that was silent for longest is forgotten.
+        If a robot has more than `MAX_SESSIONS`, the least recently seen session is removed.
         """
         sessions = self._robots.setdefault(robot, OrderedDict())
         found = sessions.setdefault(session, ClientSession(self._clock()))
@@ -158,7 +166,7 @@ class SessionTable:
             sessions.popitem(last=False)
 
     def session(self, robot: str, session: bytes) -> ClientSession | None:
-        """None where it has not greeted, or was forgotten."""
+        """None before its first heartbeat, and after it was removed."""
         sessions = self._robots.get(robot)
         return None if sessions is None else sessions.get(session)
 
@@ -167,58 +175,100 @@ class SessionTable:
         return None if found is None else found.slots.get(number)
 
     def expire(self, allowed: Callable[[str], bool]) -> None:
-        """Lets go of sessions that have fallen silent, and of robots that are not `allowed` any more."""
+        """Removes sessions that have timed out, and the sessions of robots that are not `allowed` any more."""
         since_s = self._clock() - SESSION_TIMEOUT_S
         for robot, sessions in list(self._robots.items()):
-            for session in [
-                key for key, found in sessions.items() if found.last_seen_s < since_s or not allowed(robot)
-            ]:
+            expired = [key for key, found in sessions.items() if found.last_seen_s < since_s or not allowed(robot)]
+            for session in expired:
                 del sessions[session]
             if not sessions:
                 del self._robots[robot]
 
 
 class EncodedWeightsCache:
-    """Packets of weights by their digests: what one robot has brought, the next need not send. Any thread calls it.
+    """Packets of weights by digest, so that each is uploaded once for all robots. Any thread may call it.
 
-    The newest stays in any case, and others as long as all together have at most `limit_bytes`.
+    It keeps the newest packet in any case, and earlier ones up to `limit_bytes` in total.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, memoryview] = OrderedDict()
+        self._packets: OrderedDict[bytes, memoryview] = OrderedDict()
 
     def get(self, digest: bytes) -> memoryview | None:
         with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            return self._kept.get(digest)
+            if digest in self._packets:
+                self._packets.move_to_end(digest)
+            return self._packets.get(digest)
 
     def put(self, digest: bytes, packet: memoryview) -> None:
         with self._lock:
-            self._kept[digest] = packet
-            self._kept.move_to_end(digest)
-            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._limit_bytes:
-                self._kept.popitem(last=False)
+            self._packets[digest] = packet
+            self._packets.move_to_end(digest)
+            while len(self._packets) > 1 and sum(map(len, self._packets.values())) > self._limit_bytes:
+                self._packets.popitem(last=False)
 
 
-log = logging.getLogger(__name__)
+@dataclass(frozen=True)
+class _Peer:
+    """The sender of a request: its robot, and its address at the socket."""
 
-HOUSEKEEPING_PERIOD_S = 0.25
-MAX_REQUESTS_PER_POLL = 64
-MAX_CACHED_WEIGHTS_BYTES = 1 << 30
-MAX_JOBS = MAX_SESSIONS * MAX_SLOTS  # of a robot, for the second thread: one for each slot that it may have
+    robot: str
+    routing_id: bytes
 
-PolicyFactory = Callable[[str, tuple[str, ...], RobotSpec, int], Policy]
-"""Kind, features, spec and seed; raises ConfigError or SpecError for what there is not."""
+
+class _SlotWorker:
+    """The second thread: makes policies and loads weights. The socket's thread calls it; `close` when done.
+
+    Attributes:
+        wakeup: readable when a response is ready.
+    """
+
+    def __init__(self) -> None:
+        self.wakeup = Wakeup()
+        self._executor = ThreadPoolExecutor(1, "slot-worker")
+        self._jobs: Counter[str] = Counter()  # of each robot, without a response so far
+        self._finished: deque[tuple[_Peer, PolicyResponse]] = deque()
+
+    def close(self) -> None:
+        """Waits for the job in progress."""
+        self._executor.shutdown()
+        self.wakeup.close()
+
+    def is_full(self, robot: str) -> bool:
+        return self._jobs[robot] >= MAX_JOBS
+
+    def submit(self, peer: _Peer, slot: PolicySlot, job: Callable[[], PolicyResponse]) -> None:
+        """Runs `job` on a slot. `take_finished` then returns its response."""
+        slot.busy = True
+        self._jobs[peer.robot] += 1
+
+        def run() -> None:
+            try:
+                response = job()
+            except Exception as error:  # of any kind: one robot's weights must not stop the other robots
+                log.exception("policy.failed")
+                text = f"{type(error).__name__} at the policy server; its log says more"
+                response = RequestRejected(number=0, reason=text)
+            slot.busy = False
+            self._finished.append((peer, response))
+            self.wakeup.set()
+
+        self._executor.submit(run)
+
+    def take_finished(self) -> Iterable[tuple[_Peer, PolicyResponse]]:
+        while self._finished:
+            peer, response = self._finished.popleft()
+            self._jobs[peer.robot] -= 1
+            yield peer, response
 
 
 class PolicyServer:
-    """Serves from `run` until it is told to stop.
+    """Serves policies while `run` runs.
 
     Attributes:
-        counters: what was answered and refused; any thread may read them.
+        counters: of answered and rejected requests; any thread may read them.
     """
 
     def __init__(
@@ -232,42 +282,39 @@ class PolicyServer:
     ) -> None:
         """Args:
         endpoint: ``tcp://ADDRESS:PORT``; port 0 takes a free one.
-        device: as it is told to sessions.
+        device: the device that sessions are told.
         """
         self._endpoint, self._keys, self._ring, self._make, self._device = endpoint, keys, ring, make, device
         self.counters: Counter[str] = Counter()
-        self._life = secrets.token_bytes(SESSION_BYTES)
+        self._instance_id = secrets.token_bytes(SESSION_BYTES)
         self._log = RateLimitedLog()
-        self._slots, self._packets = SessionTable(clock), EncodedWeightsCache(MAX_CACHED_WEIGHTS_BYTES)
-        self._jobs: Counter[str] = Counter()  # of each robot, that are not answered yet
-        self._finished: deque[tuple[str, bytes, PolicyResponse]] = deque()
+        self._sessions, self._cache = SessionTable(clock), EncodedWeightsCache(MAX_CACHED_WEIGHTS_BYTES)
 
-    def run(self, stop: threading.Event, listening: Callable[[str], None] = lambda endpoint: None) -> None:
+    def run(self, stop: threading.Event, on_listening: Callable[[str], None] = lambda endpoint: None) -> None:
         """Blocks until `stop` is set.
 
         Args:
-            listening: told the endpoint, with the port that was chosen.
+            on_listening: called with the endpoint, with the port that was chosen.
 
         Raises:
             RunError: the port is in use, or the address is not one of this machine.
         """
         request_short_time_slice()
         with ExitStack() as stack:
-            self._wakeup = Wakeup()
-            stack.callback(self._wakeup.close)
             context: zmq.Context[ZmqSocket] = zmq.Context()
             stack.callback(context.term)
             self._router: ZmqSocket = context.socket(zmq.ROUTER)
             stack.callback(self._router.close, 0)
-            self._floods = ReceiveQuotaGuard(MAX_FIRST_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
-            self._gate = Authenticator(
-                context, self._router, self._ring, self.counters, self._log, discard_audit_event, self._floods
+            self._quota = ReceiveQuotaGuard(MAX_FIRST_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
+            self._authenticator = Authenticator(
+                context, self._router, self._ring, self.counters, self._log, discard_audit_event, self._quota
             )
-            stack.callback(self._gate.close)
-            self._workshop = stack.enter_context(ThreadPoolExecutor(1, "workshop"))
+            stack.callback(self._authenticator.close)
+            self._worker = _SlotWorker()
+            stack.callback(self._worker.close)
             endpoint = self._bind()
             log.info("policy.listening endpoint=%s device=%s public_key=%s", endpoint, self._device, self._keys.public)
-            listening(endpoint)
+            on_listening(endpoint)
             self._serve(stop)
 
     def _bind(self) -> str:
@@ -278,44 +325,43 @@ class PolicyServer:
             self._router.bind(self._endpoint)
         except zmq.ZMQError as error:
             raise RunError(
-                f"the policy process cannot listen on {self._endpoint} ({error.strerror or error}); choose another "
+                f"the policy server cannot listen on {self._endpoint} ({error.strerror or error}); choose another "
                 "address with --listen"
             ) from None
-        self._gate.process_monitor_events()
+        self._authenticator.process_monitor_events()
         self._ring.refresh()
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def _serve(self, stop: threading.Event) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._gate.zap, self._gate.monitor, self._wakeup.fileno()):
+        wakeup, authenticator = self._worker.wakeup, self._authenticator
+        for source in (self._router, authenticator.zap, authenticator.monitor, wakeup.fileno()):
             poller.register(source, zmq.POLLIN)
-        next_tick = 0.0
+        next_housekeeping_s = 0.0
         while not stop.is_set():
-            ready = dict(poller.poll(math.ceil(1e3 * min(HOUSEKEEPING_PERIOD_S, self._floods.check_interval_s))))
-            if self._wakeup.fileno() in ready:
-                self._wakeup.clear()
-            self._gate.answer_zap_requests()
-            while self._finished:
-                robot, routing_id, answer = self._finished.popleft()
-                self._jobs[robot] -= 1
-                self._send(routing_id, answer)
+            ready = dict(poller.poll(math.ceil(1e3 * min(HOUSEKEEPING_PERIOD_S, self._quota.check_interval_s))))
+            if wakeup.fileno() in ready:
+                wakeup.clear()
+            authenticator.answer_zap_requests()
+            for peer, response in self._worker.take_finished():
+                self._send(peer.routing_id, response)
             self._receive()
-            self._gate.check_receive_quotas(lambda: not has_message(self._router))
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + HOUSEKEEPING_PERIOD_S
+            authenticator.check_receive_quotas(lambda: not has_message(self._router))
+            if time.monotonic() >= next_housekeeping_s:
+                next_housekeeping_s = time.monotonic() + HOUSEKEEPING_PERIOD_S
                 self._ring.refresh()
                 names = {entry.name for entry in self._ring.list() if entry.role == "robot"}
-                self._slots.expire(names.__contains__)
+                self._sessions.expire(names.__contains__)
 
     # Requests
 
     def _receive(self) -> None:
-        """Answers what has come; of several that ask the same slot what to do, the newest."""
-        acts: dict[tuple[str, bytes, int], tuple[bytes, ActionRequest, Arrays]] = {}
+        """Answers the waiting requests. Of several action requests for a slot it answers the newest."""
+        actions: dict[tuple[str, bytes, int], tuple[_Peer, ActionRequest, Arrays]] = {}
         for _ in range(MAX_REQUESTS_PER_POLL):
             if (frames := receive_frames(self._router)) is None:
                 break
-            self._floods.on_message(frames)
+            self._quota.on_message(frames)
             routing_id, public = frames[0].bytes, str(frames[-1].get("User-Id"))
             try:
                 robot, request, arrays = self._read(frames, public)
@@ -324,19 +370,20 @@ class PolicyServer:
                 self._log.warn(f"refused:{public}", f"policy.refused key={public} reason={error}")
                 self._send(routing_id, RequestRejected(number=0, reason=str(error)))
                 continue
+            peer = _Peer(robot, routing_id)
             if isinstance(request, ActionRequest):
                 key = robot, request.session, request.slot
-                self.counters["overtaken"] += key in acts
-                acts[key] = routing_id, request, arrays
+                self.counters["superseded"] += key in actions
+                actions[key] = peer, request, arrays
                 continue
             if isinstance(request, SessionHeartbeat):
-                self._floods.authorize(int(frames[-1].get(zmq.SRCFD)), request.session)
-            self._obey(robot, routing_id, request, arrays)
-        for (robot, _, _), (routing_id, act, arrays) in acts.items():
-            self._act(robot, routing_id, act, arrays)
+                self._quota.authorize(int(frames[-1].get(zmq.SRCFD)), request.session)
+            self._handle(peer, request, arrays)
+        for peer, action_request, arrays in actions.values():
+            self._select_actions(peer, action_request, arrays)
 
     def _read(self, frames: list[zmq.Frame], public: str) -> tuple[str, AnyRequest, Arrays]:
-        """The robot that asks, and what. Raises WireError: it may not, or this is no request."""
+        """The robot of the peer, and its request. Raises WireError: it is not allowed, or this is not a request."""
         if len(frames) != 2:
             raise WireError(f"a message of {len(frames) - 1} frames; it has one")
         entry = self._ring.find(public)
@@ -344,49 +391,49 @@ class PolicyServer:
             raise WireError("this key is not allowed" if entry is None else f"a {entry.role} has no policy here")
         return entry.name, *decode_request(frames[1].buffer)
 
-    def _obey(self, robot: str, routing_id: bytes, request: AnyRequest, arrays: Arrays) -> None:
+    def _handle(self, peer: _Peer, request: AnyRequest, arrays: Arrays) -> None:
         try:
             match request:
                 case SessionHeartbeat():
-                    self._slots.heartbeat(robot, request.session, request.slots)
-                    answer: PolicyResponse | None = ServerInfo(
-                        number=request.number, instance_id=self._life, device=self._device
+                    self._sessions.heartbeat(peer.robot, request.session, request.slots)
+                    response: PolicyResponse | None = ServerInfo(
+                        number=request.number, instance_id=self._instance_id, device=self._device
                     )
-                case _ if self._jobs[robot] >= MAX_JOBS:
-                    answer = SlotBusy(number=request.number)
+                case _ if self._worker.is_full(peer.robot):
+                    response = SlotBusy(number=request.number)
                 case OpenSlot():
-                    answer = self._open(robot, routing_id, request)
+                    response = self._open_slot(peer, request)
                 case LoadSlotWeights() | WeightsPart():
-                    answer = self._take_weights(robot, routing_id, request, arrays)
+                    response = self._load_weights(peer, request, arrays)
                 case _:
                     raise WireError(f"{type(request).__name__} out of turn")
         except WireError as error:
-            answer = RequestRejected(number=request.number, reason=str(error))
-        if answer is not None:
-            self._send(routing_id, answer)
+            response = RequestRejected(number=request.number, reason=str(error))
+        if response is not None:
+            self._send(peer.routing_id, response)
 
-    def _open(self, robot: str, routing_id: bytes, request: OpenSlot) -> PolicyResponse | None:
-        session = self._slots.session(robot, request.session)
+    def _open_slot(self, peer: _Peer, request: OpenSlot) -> PolicyResponse | None:
+        session = self._sessions.session(peer.robot, request.session)
         if session is None:
             return SlotNotFound(number=request.number)
         slot = session.open(request.slot)
 
-        def build() -> PolicyResponse:
+        def make() -> PolicyResponse:
             try:
                 slot.policy = self._make(request.kind, request.features, request.spec, request.seed)
             except (ConfigError, SpecError) as error:
-                return RequestRejected(number=request.number, reason=str(error)[:1000])
-            log.info("policy.opened robot=%s slot=%d", robot, request.slot)
+                return RequestRejected(number=request.number, reason=str(error)[:MAX_REASON_CHARS])
+            log.info("policy.opened robot=%s slot=%d", peer.robot, request.slot)
             return SlotReady(number=request.number)
 
-        self._work(robot, slot, routing_id, build)
+        self._worker.submit(peer, slot, make)
         return None
 
-    def _take_weights(
-        self, robot: str, routing_id: bytes, request: LoadSlotWeights | WeightsPart, arrays: Arrays
+    def _load_weights(
+        self, peer: _Peer, request: LoadSlotWeights | WeightsPart, arrays: Arrays
     ) -> PolicyResponse | None:
-        """Loads them where they are here, or asks for more of them; None where the answer follows."""
-        session, number = self._slots.session(robot, request.session), request.number
+        """Loads the weights if they are cached, or requests their next part. None if the response follows later."""
+        session, number = self._sessions.session(peer.robot, request.session), request.number
         slot = None if session is None else session.slots.get(request.slot)
         if session is None or slot is None:
             return SlotNotFound(number=number)
@@ -394,96 +441,83 @@ class PolicyServer:
             return SlotBusy(number=number)
         if slot.digest == request.digest:
             return SlotReady(number=number)
-        if (packet := self._packets.get(request.digest)) is not None:
-            self._load(slot, robot, routing_id, request, packet)
+        if (packet := self._cache.get(request.digest)) is not None:
+            self._submit_load(peer, slot, request, packet)
             return None
         if isinstance(request, LoadSlotWeights):
-            return NextPart(number=number, offset=len(session.begin_upload(request.digest, request.size_bytes).content))
-        return self._take_part(session, slot, robot, routing_id, request, arrays)
+            upload = session.begin_upload(request.digest, request.size_bytes)
+            return NextPart(number=number, offset=len(upload.content))
+        return self._add_part(peer, session, slot, request, arrays)
 
-    def _take_part(
-        self, session: ClientSession, slot: PolicySlot, robot: str, routing_id: bytes, part: WeightsPart, arrays: Arrays
+    def _add_part(
+        self, peer: _Peer, session: ClientSession, slot: PolicySlot, part: WeightsPart, arrays: Arrays
     ) -> PolicyResponse | None:
-        arrival, piece = session.upload, arrays.get(PART_ARRAY)
-        if arrival is None or arrival.digest != part.digest:
+        upload, piece = session.upload, arrays.get(PART_ARRAY)
+        if upload is None or upload.digest != part.digest:
             return SlotNotFound(number=part.number)
         if piece is None or piece.dtype != "uint8" or piece.ndim != 1:
             raise WireError(f"a part comes as an array {PART_ARRAY!r} of bytes")
-        arrival.append(part.offset, piece.data)
-        if not arrival.is_complete:
-            return NextPart(number=part.number, offset=len(arrival.content))
+        upload.append(part.offset, piece.data)
+        if not upload.is_complete:
+            return NextPart(number=part.number, offset=len(upload.content))
         session.upload = None
         self.counters["packets"] += 1
-        self._load(slot, robot, routing_id, part, memoryview(arrival.content).toreadonly(), fresh=True)
+        self._submit_load(peer, slot, part, memoryview(upload.content).toreadonly(), verify=True)
         return None
 
-    def _load(
+    def _submit_load(
         self,
+        peer: _Peer,
         slot: PolicySlot,
-        robot: str,
-        routing_id: bytes,
         request: LoadSlotWeights | WeightsPart,
         packet: memoryview,
         *,
-        fresh: bool = False,
+        verify: bool = False,
     ) -> None:
-        """`fresh`: they have just come, and nobody has looked at them yet."""
+        """`verify`: check the packet's digest, which was not done yet."""
 
-        def build() -> PolicyResponse:
+        def load() -> PolicyResponse:
             if slot.policy is None:
                 return RequestRejected(number=request.number, reason="the policy of this slot could not be made")
-            if fresh and blake3(packet).digest() != request.digest:
-                raise WireError("weights came that have not the digest which they were announced with")
-            self._packets.put(request.digest, packet)
+            if verify and blake3(packet).digest() != request.digest:
+                raise WireError("the uploaded weights do not match their announced digest")
+            self._cache.put(request.digest, packet)
             try:
                 slot.policy.load(decode_packet(packet, PackedWeights)[1])
             except WireError as error:
-                return InvalidInput(number=request.number, reason=str(error)[:1000])
+                return InvalidInput(number=request.number, reason=str(error)[:MAX_REASON_CHARS])
             slot.digest = request.digest
-            log.info("policy.loaded robot=%s slot=%d digest=%s", robot, request.slot, request.digest.hex()[:16])
+            digest = request.digest.hex()[:16]
+            log.info("policy.loaded robot=%s slot=%d digest=%s", peer.robot, request.slot, digest)
             return SlotReady(number=request.number)
 
-        self._work(robot, slot, routing_id, build)
+        self._worker.submit(peer, slot, load)
 
-    def _work(self, robot: str, slot: PolicySlot, routing_id: bytes, build: Callable[[], PolicyResponse]) -> None:
-        """Has the second thread do something to a robot's slot, and the answer sent then."""
-        slot.busy = True
-        self._jobs[robot] += 1
-
-        def job() -> None:
-            try:
-                answer = build()
-            except Exception as error:  # of any kind: one robot's weights must not end what the others act with
-                log.exception("policy.failed")
-                answer = RequestRejected(
-                    number=0, reason=f"{type(error).__name__} at the policy process; its log says more"
-                )
-            slot.busy = False
-            self._finished.append((robot, routing_id, answer))
-            self._wakeup.set()
-
-        self._workshop.submit(job)
-
-    def _act(self, robot: str, routing_id: bytes, act: ActionRequest, arrays: Arrays) -> None:
-        slot = self._slots.slot(robot, act.session, act.slot)
-        if slot is None or slot.busy or slot.policy is None or slot.digest != act.digest:
-            self._send(routing_id, SlotNotFound(number=act.number))
+    def _select_actions(self, peer: _Peer, request: ActionRequest, arrays: Arrays) -> None:
+        slot, number = self._sessions.slot(peer.robot, request.session, request.slot), request.number
+        if slot is None or slot.busy or slot.policy is None or slot.digest != request.digest:
+            self._send(peer.routing_id, SlotNotFound(number=number))
             return
         try:
-            chunk = slot.policy.act(arrays, act.sentence, deterministic=act.deterministic)
+            chunk = slot.policy.act(arrays, request.sentence, deterministic=request.deterministic)
         except SpecError as error:
-            self._send(routing_id, InvalidInput(number=act.number, reason=str(error)[:1000]))
+            self._send(peer.routing_id, InvalidInput(number=number, reason=str(error)[:MAX_REASON_CHARS]))
             return
-        except (ValueError, TypeError, IndexError) as error:  # one robot's request ends nothing; a GPU's error does
-            self._log.warn(f"act:{robot}", f"policy.cannot_act robot={robot}: {type(error).__name__}: {error}")
-            self._send(
-                routing_id, RequestRejected(number=act.number, reason="its policy cannot act; the log there says more")
-            )
+        except (
+            ValueError,
+            TypeError,
+            IndexError,
+        ) as error:  # of one robot's request; an error of the GPU ends the loop
+            text = f"policy.act_failed robot={peer.robot}: {type(error).__name__}: {error}"
+            self._log.warn(f"act:{peer.robot}", text)
+            reason = "the policy failed to select an action; the policy server's log says more"
+            self._send(peer.routing_id, RequestRejected(number=number, reason=reason))
             return
         self.counters["acts"] += 1
-        self._send(routing_id, ActionResponse(number=act.number), {ACTIONS: chunk.actions, LOG_PROB: chunk.log_prob})
+        arrays = {ACTIONS: chunk.actions, LOG_PROB: chunk.log_prob}
+        self._send(peer.routing_id, ActionResponse(number=number), arrays)
 
-    def _send(self, routing_id: bytes, answer: PolicyResponse, arrays: Arrays | None = None) -> None:
-        """A peer that is gone, or takes nothing in, does without."""
-        if not send_frames(self._router, [routing_id, encode(answer, arrays)]):
+    def _send(self, routing_id: bytes, response: PolicyResponse, arrays: Arrays | None = None) -> None:
+        """Drops the response if the peer is gone or reads too slowly."""
+        if not send_frames(self._router, [routing_id, encode(response, arrays)]):
             self.counters["unanswered"] += 1

@@ -1,15 +1,16 @@
-"""What a session and a policy process say to each other.
+"""The messages between a session and a policy server.
 
-A message is one packet (`user_sys.codec`): a typed record, and arrays where the record's words say so. Each request has
-a number, which its answer repeats; a session's numbers only grow on each of its two connections. A *slot* is one policy
-at the process; it belongs to the session that opened it, and the session to the robot whose key its connection has.
+A message is one packet (`user_sys.codec`): a typed record, and arrays if the record's docstring names some. Each
+request has a number, which its response repeats. A session's numbers only grow on each of its two connections. A *slot*
+is one policy at the server. It belongs to the session that opened it, and the session to the robot of the connection's
+key.
 
-    Greeting -> Welcome          once a second; a process that has begun anew has another `life`, and no slots
-    Open     -> Done | Busy      a slot with a policy that has no weights
-    Load     -> Done | Wanted | Unfit | Busy | Absent
-    Part     -> likewise         the next bytes of what `LoadSlotWeights` named
-    Act      -> Acted | Unfit | Absent
-    anything -> Refusal
+    SessionHeartbeat -> ServerInfo            once a second; a restarted server has another `instance_id` and no slots
+    OpenSlot         -> SlotReady | SlotBusy  a slot with a policy without weights
+    LoadSlotWeights  -> SlotReady | NextPart | InvalidInput | SlotBusy | SlotNotFound
+    WeightsPart      -> likewise              the next bytes of the packet of `LoadSlotWeights`
+    ActionRequest    -> ActionResponse | InvalidInput | SlotNotFound
+    any request      -> RequestRejected
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from user_sys.codec import Array, ParsedPacket, encode_packet, parse_packet
 from user_sys.errors import WireError
 
 POLICY_NODE = "policy"
-"""The policy process's name among keys, nodes and logs."""
+"""The policy server's name among keys, processes and logs."""
 
 POLICY_PROTOCOL_VERSION = 1
 SESSION_BYTES = DIGEST_BYTES = 32
-MAX_SLOTS = 4  # of a session: one policy acts, one takes weights, and one or two may be on their way out
+MAX_SLOTS = 4  # of a session: one policy acts, one takes weights, and one or two may be about to be freed
 PART_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 2 << 20
-MAX_FIRST_MESSAGE_BYTES = 256 << 10  # of one message, before a connection's Greeting
+MAX_FIRST_MESSAGE_BYTES = 256 << 10  # of one message, before a connection's first heartbeat
 MAX_WEIGHTS_BYTES = 1 << 30
 MAX_ARRAYS = 256
 PART_ARRAY = "part"
@@ -47,23 +48,23 @@ WeightsSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHTS_BYTES)
 
 
 class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """`session` is 32 random bytes that the session has drawn."""
+    """`session` is 32 random bytes of the session."""
 
     number: Number
     session: SessionId
 
 
 class SessionHeartbeat(PolicyRequest, frozen=True, kw_only=True, tag="greeting"):
-    """`slots` are those that the session still has a use for; its others are freed."""
+    """`slots` are in use; the session's other slots are freed."""
 
     protocol: int
     slots: Annotated[tuple[SlotNumber, ...], msgspec.Meta(max_length=MAX_SLOTS)] = ()
 
 
 class OpenSlot(PolicyRequest, frozen=True, kw_only=True, tag="open"):
-    """Makes a policy of `kind` for the robot that `spec` describes, which draws with `seed` (`compose.PolicyConfig`).
+    """Makes a policy of `kind` for a robot with `spec`; its random numbers use `seed` (`compose.PolicyConfig`).
 
-    A slot of that number is replaced.
+    It replaces an existing slot with that number.
     """
 
     slot: SlotNumber
@@ -74,7 +75,7 @@ class OpenSlot(PolicyRequest, frozen=True, kw_only=True, tag="open"):
 
 
 class LoadSlotWeights(PolicyRequest, frozen=True, kw_only=True, tag="load"):
-    """Has a slot's policy take the weights whose packet has so many bytes and that BLAKE3 `digest`."""
+    """Loads the weights whose packet has `size_bytes` and the BLAKE3 `digest` into a slot's policy."""
 
     slot: SlotNumber
     digest: Digest
@@ -82,7 +83,7 @@ class LoadSlotWeights(PolicyRequest, frozen=True, kw_only=True, tag="load"):
 
 
 class WeightsPart(PolicyRequest, frozen=True, kw_only=True, tag="part"):
-    """The bytes from `offset` on of the packet with that digest, in the array ``part``, uint8 (n,)."""
+    """The bytes of a packet from `offset` on, in the array ``part``, uint8 (n,)."""
 
     slot: SlotNumber
     digest: Digest
@@ -90,8 +91,9 @@ class WeightsPart(PolicyRequest, frozen=True, kw_only=True, tag="part"):
 
 
 class ActionRequest(PolicyRequest, frozen=True, kw_only=True, tag="act"):
-    """Asks a slot's policy what to do; the arrays are the observation. It acts with the weights of `digest` or not at
-    all; an empty one is for a policy that has none yet.
+    """Requests actions of a slot's policy; the arrays are the observation.
+
+    The policy acts with the weights of `digest` or not at all. An empty digest is for a policy without weights.
     """
 
     slot: SlotNumber
@@ -101,46 +103,48 @@ class ActionRequest(PolicyRequest, frozen=True, kw_only=True, tag="act"):
 
 
 class PolicyResponse(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """`number` is that of the request; 0 where the request could not be read."""
+    """`number` is the request's; 0 if the request could not be decoded."""
 
     number: Number
 
 
 class ServerInfo(PolicyResponse, frozen=True, kw_only=True, tag="welcome"):
-    instance_id: bytes
+    """The server's process, which `instance_id` identifies, and its device."""
+
+    instance_id: bytes = msgspec.field(name="life")
     device: Name
 
 
 class SlotReady(PolicyResponse, frozen=True, kw_only=True, tag="done"):
-    """The slot is as was asked for."""
+    """The slot is in the requested state."""
 
 
 class NextPart(PolicyResponse, frozen=True, kw_only=True, tag="wanted"):
-    """Weights that are not here: send them from `offset` on."""
+    """The server does not have the weights: send them from `offset` on."""
 
     offset: int
 
 
 class SlotBusy(PolicyResponse, frozen=True, kw_only=True, tag="busy"):
-    """The slot is being worked on, or as much as a robot may ask for at a time: ask again in a moment."""
+    """The slot is busy, or the robot's queue is full. Send the request again soon."""
 
 
 class SlotNotFound(PolicyResponse, frozen=True, kw_only=True, tag="absent"):
-    """There is no such slot, or it has other weights than those that the request names."""
+    """There is no such slot, or it has other weights than the request names."""
 
 
 class InvalidInput(PolicyResponse, frozen=True, kw_only=True, tag="unfit"):
-    """The policy does not take these weights, or this observation; the slot is as it was."""
+    """The policy rejects these weights or this observation. The slot is unchanged."""
 
     reason: str
 
 
 class ActionResponse(PolicyResponse, frozen=True, kw_only=True, tag="acted"):
-    """With the arrays ``actions`` and ``log_prob`` of a `policies.policy.ActionChunk`."""
+    """It carries the arrays ``actions`` and ``log_prob`` of a `policies.policy.ActionChunk`."""
 
 
 class RequestRejected(PolicyResponse, frozen=True, kw_only=True, tag="refusal"):
-    """The process does not serve this; `reason` is for a person."""
+    """The server does not serve this request; `reason` is for a person."""
 
     reason: str
 
@@ -162,20 +166,20 @@ _HEARTBEATS = msgspec.msgpack.Decoder(_AnyHeartbeat)
 
 
 class PackedWeights(msgspec.Struct, frozen=True, tag="weights"):
-    """The record of a packet of weights: the arrays are all there is to it."""
+    """The record of a packet of weights, which are its arrays."""
 
 
 def encode(message: PolicyRequest | PolicyResponse, arrays: Arrays | None = None) -> bytes:
-    """The one frame of a message. Raises WireError: an array's dtype does not travel."""
+    """The one frame of a message. Raises WireError: an array's dtype is not supported."""
     return encode_packet(message, arrays or {})
 
 
 def decode_request(frame: bytes | memoryview) -> tuple[AnyRequest, Arrays]:
-    """A request, with read-only views of its arrays. Raises WireError: it is none, or has another protocol version."""
+    """A request, with read-only views of its arrays. Raises WireError: not a request, or another protocol version."""
     packet = _open_checked(frame)
     try:
         request = _REQUESTS.decode(packet.record)
-    except (*DECODE_ERRORS, HalError) as error:  # the latter of a spec that no robot can have
+    except (*DECODE_ERRORS, HalError) as error:  # HalError: an invalid spec
         raise WireError(_version_mismatch(packet) or f"not a request: {str(error)[:200]}") from None
     if isinstance(request, SessionHeartbeat) and request.protocol != POLICY_PROTOCOL_VERSION:
         raise WireError(_version_mismatch(packet))
@@ -183,12 +187,12 @@ def decode_request(frame: bytes | memoryview) -> tuple[AnyRequest, Arrays]:
 
 
 def decode_response(frame: bytes | memoryview) -> tuple[AnyResponse, Arrays]:
-    """An answer, with read-only views of its arrays. Raises WireError: it is none."""
+    """A response, with read-only views of its arrays. Raises WireError: not a response."""
     packet = _open_checked(frame)
     try:
         return _RESPONSES.decode(packet.record), packet.arrays()
     except DECODE_ERRORS as error:
-        raise WireError(f"not an answer: {str(error)[:200]}") from None
+        raise WireError(f"not a response: {str(error)[:200]}") from None
 
 
 def _open_checked(frame: bytes | memoryview) -> ParsedPacket:
@@ -199,7 +203,7 @@ def _open_checked(frame: bytes | memoryview) -> ParsedPacket:
 
 
 def _version_mismatch(packet: ParsedPacket) -> str:
-    """What to say to a peer whose Greeting names another protocol version; empty where it names ours, or none."""
+    """An error text for a peer with another protocol version; empty if it has ours, or names none."""
     try:
         theirs = _HEARTBEATS.decode(packet.record).protocol
     except DECODE_ERRORS:
@@ -207,4 +211,4 @@ def _version_mismatch(packet: ParsedPacket) -> str:
     if theirs == POLICY_PROTOCOL_VERSION:
         return ""
     version = POLICY_PROTOCOL_VERSION
-    return f"the policy process speaks protocol version {version}, this peer {theirs}; install the same release"
+    return f"the policy server has protocol version {version}, this peer {theirs}; install the same release"

@@ -1,10 +1,8 @@
-"""Where a run's policy process listens: a file in the run's folder, which it writes anew each time that it starts.
+"""Policies that run in a policy server (`user_sys.inference.policy_server`), as a session uses them.
 
-The control loop's connection to a policy process: one question at a time, and never a long wait.
-
-Keeps a policy process supplied: opens a session's slots and brings their weights, again where it has begun anew.
-
-A session's policies where they act elsewhere, in a policy process (`user_sys.inference.policy_server`).
+`RequestClient` is the control loop's connection, with one request at a time and a short timeout.
+`PolicyServerConnection` is a thread with a second connection. It opens the session's slots and uploads their weights,
+again after the server restarts.
 """
 
 from __future__ import annotations
@@ -69,10 +67,27 @@ from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.sockets import ZmqSocket, configure_socket, enable_ipv6
 
 MAX_ADDRESS_BYTES = 256
+PROBE_PERIOD_S = 0.1
+HEARTBEAT_PERIOD_S = 1.0
+RECONNECT_S = 0.25
+RESPONSE_TIMEOUT_S = 2.0
+LOAD_TIMEOUT_S = 120.0
+BUSY_RETRY_S = 0.02
+POLL_S = 0.1  # how often a wait checks whether it is cancelled
+CLOSE_TIMEOUT_S = 5.0
+MIN_ACTION_TIMEOUT_S = 0.002
+PIPE_MESSAGES = 16
+CONNECTION_TIMEOUT_S = 3.0  # a connection without a response for this long is opened again
+_DISCONNECT_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+
+log = logging.getLogger(__name__)
 
 
 def read_server_address(path: Path) -> str:
-    """The endpoint; empty where nobody has written it yet, or the file cannot be read now."""
+    """The endpoint of a run's policy server, from a file that the server rewrites at each start.
+
+    Empty if the file is missing or unreadable.
+    """
     try:
         with path.open("rb") as file:
             return file.read(MAX_ADDRESS_BYTES).decode("ascii", "replace").strip()
@@ -80,36 +95,33 @@ def read_server_address(path: Path) -> str:
         return ""
 
 
-PROBE_PERIOD_S = 0.1
-
-
 class ServerIdentity(NamedTuple):
-    """Where a policy process listens, and in which of its lives."""
+    """A policy server's endpoint, and the identifier of its process."""
 
     endpoint: str
     instance_id: bytes
 
 
 class RequestClient:
-    """One thread calls it.
+    """The control loop's connection to a policy server. One thread calls it.
 
-    An answer counts only if it comes in time, and only as the answer to the newest question. After one that did not
-    come it waits for none: it asks every `PROBE_PERIOD_S`, or less often if an answer may take longer, and goes on as
-    usual once the newest of these was answered.
+    A response counts only if it arrives in time and answers the newest request. After a timeout the client does not
+    wait: it sends a request every `PROBE_PERIOD_S`, or every `timeout_s` if that is longer, and waits again once the
+    newest of these was answered.
     """
 
     def __init__(
         self, connect: Callable[[str], ZmqSocket], timeout_s: float, clock: Callable[[], float] = time.monotonic
     ):
         """Args:
-        dial: a connected socket to an endpoint, which does not block.
-        wait_s: how long an answer may take.
+        connect: returns a socket that is connected to an endpoint, without blocking.
+        timeout_s: the longest wait for a response.
         """
-        self._dial, self._wait_s, self._clock = connect, timeout_s, clock
+        self._open_socket, self._timeout_s, self._clock = connect, timeout_s, clock
         self._socket: ZmqSocket | None = None
-        self._met: ServerIdentity | None = None
+        self._server: ServerIdentity | None = None
         self._number = 0
-        self._away = False
+        self._is_unresponsive = False
         self._probe_at_s = 0.0
 
     def close(self) -> None:
@@ -120,102 +132,93 @@ class RequestClient:
     def call(
         self, server: ServerIdentity, make_request: Callable[[int], ActionRequest], arrays: Arrays
     ) -> tuple[AnyResponse, Arrays] | None:
-        """The answer to ``ask(number)``; None where none has come in time, or is likely to.
+        """The response to ``make_request(number)``; None if none arrives in time, or if the server is unresponsive.
 
-        Blocks for `wait_s` at most, and for nothing while the process is known not to answer.
+        Blocks for `timeout_s` at most, and not at all while the server is unresponsive.
         """
         self._connect(server)
-        if self._away and not self._has_answered():
+        if self._is_unresponsive and not self._has_answered():
             if self._clock() >= self._probe_at_s:
-                self._probe_at_s = self._clock() + max(PROBE_PERIOD_S, self._wait_s)
-                self._ask(make_request, arrays)
+                self._schedule_probe()
+                self._send(make_request, arrays)
             return None
-        answer = self._await() if self._ask(make_request, arrays) else None
-        self._away = answer is None
-        if self._away:
-            self._probe_at_s = self._clock() + max(PROBE_PERIOD_S, self._wait_s)
-        return answer
+        response = self._await_response() if self._send(make_request, arrays) else None
+        self._is_unresponsive = response is None
+        if self._is_unresponsive:
+            self._schedule_probe()
+        return response
 
-    def _connect(self, meeting: ServerIdentity) -> None:
-        """A process that was started anew is dialled anew, without waiting for libzmq to notice."""
-        if meeting != self._met or self._socket is None:
+    def _schedule_probe(self) -> None:
+        self._probe_at_s = self._clock() + max(PROBE_PERIOD_S, self._timeout_s)
+
+    def _connect(self, server: ServerIdentity) -> None:
+        """Reconnects to a restarted server at once, before libzmq detects the restart."""
+        if server != self._server or self._socket is None:
             self.close()
-            self._socket, self._met = self._dial(meeting.endpoint), meeting
+            self._socket, self._server = self._open_socket(server.endpoint), server
 
-    def _ask(self, ask: Callable[[int], ActionRequest], arrays: Arrays) -> bool:
-        """False where libzmq takes no message: it is not connected."""
+    def _send(self, make_request: Callable[[int], ActionRequest], arrays: Arrays) -> bool:
+        """False if libzmq takes no message, because it is not connected."""
         assert self._socket is not None  # `_connect` was called
         self._number += 1
-        deadline_s = self._clock() + self._wait_s
-        packet = encode(ask(self._number), arrays)
+        deadline_s = self._clock() + self._timeout_s
+        packet = encode(make_request(self._number), arrays)
         while True:
             try:
                 self._socket.send(packet, zmq.DONTWAIT)
                 return True
             except zmq.Again:
-                if self._away or not self._ready(zmq.POLLOUT, deadline_s):
+                if self._is_unresponsive or not self._poll(zmq.POLLOUT, deadline_s):
                     return False
 
-    def _await(self) -> tuple[AnyResponse, Arrays] | None:
-        deadline_s = self._clock() + self._wait_s
-        while self._ready(zmq.POLLIN, deadline_s):
-            if (answer := self._take()) is not None:
-                return answer
+    def _await_response(self) -> tuple[AnyResponse, Arrays] | None:
+        deadline_s = self._clock() + self._timeout_s
+        while self._poll(zmq.POLLIN, deadline_s):
+            if (response := self._receive()) is not None:
+                return response
         return None
 
-    def _ready(self, event: int, deadline_s: float) -> bool:
+    def _poll(self, event: int, deadline_s: float) -> bool:
         assert self._socket is not None  # `_connect` was called
         return bool(self._socket.poll(max(0, math.ceil(1e3 * (deadline_s - self._clock()))), event))
 
     def _has_answered(self) -> bool:
-        """Takes in what has come meanwhile, without waiting: whether the newest question is among what it answers."""
-        while self._ready(zmq.POLLIN, 0.0):
-            if self._take() is not None:
-                self._away = False
-        return not self._away
+        """Reads the received messages without waiting. Whether one of them answers the newest request."""
+        while self._poll(zmq.POLLIN, 0.0):
+            if self._receive() is not None:
+                self._is_unresponsive = False
+        return not self._is_unresponsive
 
-    def _take(self) -> tuple[AnyResponse, Arrays] | None:
-        """The next message, where it answers the newest question."""
+    def _receive(self) -> tuple[AnyResponse, Arrays] | None:
+        """The next message, if it answers the newest request."""
         assert self._socket is not None  # `_connect` was called
         frames = self._socket.recv_multipart(zmq.DONTWAIT)
         try:
-            answer, arrays = decode_response(frames[0])
+            response, arrays = decode_response(frames[0])
         except WireError:
             return None
-        return (answer, arrays) if answer.number in (0, self._number) else None
-
-
-log = logging.getLogger(__name__)
-
-HEARTBEAT_PERIOD_S = 1.0
-RECONNECT_S = 0.25  # after the process was not there
-RESPONSE_TIMEOUT_S = 2.0
-LOAD_TIMEOUT_S = 120.0
-BUSY_RETRY_S = 0.02
-POLL_S = 0.1  # how often a wait looks whether it is to end
-CLOSE_TIMEOUT_S = 5.0
-_DISCONNECT_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        return (response, arrays) if response.number in (0, self._number) else None
 
 
 class EncodedWeights:
-    """`packet` is of a `wire.PackedWeights`, and `digest` its BLAKE3; both are empty where there are none."""
+    """`packet` holds a `protocol.PackedWeights`; `digest` is its BLAKE3. Both are empty without weights."""
 
     def __init__(self, packet: bytes = b"", digest: bytes = b"") -> None:
         self.packet, self.digest = packet, digest
 
 
 class RemoteSlot:
-    """One policy's slot: what it is to be, and what it is as far as is known.
+    """One policy's slot: its intended state, and its known state at the server.
 
     Attributes:
         number: of the slot.
-        active: what the policy acts with.
-        pending: what `PolicyServerConnection.deliver` is about.
-        rejection: why the process did not take what was offered last.
-        is_resolved: what was offered is at the process, or refused, or could not be brought now.
-        opened_at: the process's life in which the slot was opened last.
-        open_count: how often it was.
-        server_digest: digest of the weights at the process; None where it is not known.
+        active: the weights that the policy acts with.
+        pending: the weights of a `PolicyServerConnection.load` in progress.
+        rejection: why the server rejected the weights of the last load.
+        is_resolved: set when a load has succeeded, was rejected, or cannot be done now.
+        opened_at: the server instance at which the slot was opened last.
+        open_count: how often it was opened.
+        server_digest: digest of the weights at the server; None if it is not known.
     """
 
     def __init__(self, number: int, seed: int) -> None:
@@ -233,187 +236,183 @@ class RemoteSlot:
         return self.server_digest == self.active.digest
 
     def next_seed(self) -> int:
-        """A seed for the next opening: a policy that is opened again does not draw the same once more."""
+        """A seed for the next opening, so that a reopened policy does not repeat its random numbers."""
         if self.open_count == 0:
             return self.seed
         return int(np.random.SeedSequence((self.seed, self.open_count)).generate_state(1, np.uint32)[0])
 
 
 class _Unavailable(UserSysError):
-    """The process does not serve this session now; the message says why, for after "the policy at HOST"."""
+    """The server does not serve this session now. The message continues the text "the policy at HOST"."""
 
 
 class PolicyServerConnection:
-    """A thread with a connection of its own, from `start` to `close`.
+    """Opens slots and uploads weights in a thread with its own connection, from `start` to `close`.
 
     Attributes:
-        server: the process that was met last; None before the first.
-        unavailable_reason: why the process cannot be used, for after "the policy at HOST"; empty where it can.
-        failure: what ended the thread before its time.
+        server: the server that was reached last; None before the first.
+        unavailable_reason: why the server cannot be used, to follow "the policy at HOST"; empty if it can.
+        failure: the error that ended the thread, if any.
     """
 
     def __init__(
         self,
-        find: Callable[[], str],
-        dial: Callable[[str], ZmqSocket],
+        locate: Callable[[], str],
+        connect: Callable[[str], ZmqSocket],
         session: bytes,
         opening: Callable[[int, RemoteSlot], OpenSlot],
     ) -> None:
         """Args:
-        find: where the process listens now; empty where nobody knows.
-        dial: a connected socket to an endpoint.
-        opening: the request, with its number, that opens a slot.
+        locate: returns the server's endpoint; empty if it is not known.
+        connect: returns a socket that is connected to an endpoint.
+        opening: makes the request, with its number, that opens a slot.
         """
-        self._find, self._dial, self._session, self._opening = find, dial, session, opening
+        self._locate, self._open_socket, self._session, self._opening = locate, connect, session, opening
         self.server: ServerIdentity | None = None
         self.unavailable_reason = "is not found yet"
         self.endpoint = ""
         self.failure: Exception | None = None
-        self._places: WeakValueDictionary[int, RemoteSlot] = WeakValueDictionary()
-        self._lock = threading.Lock()  # over what is held and offered
+        self._slots: WeakValueDictionary[int, RemoteSlot] = WeakValueDictionary()
+        self._lock = threading.Lock()  # guards `_slots`, and the active and pending weights of each
         self._socket: ZmqSocket | None = None
         self._monitor: ZmqSocket | None = None
         self._number = 0
         self._wakeup, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="policy-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="policy-connection", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, and whatever waits in `load`."""
+        """Ends the thread, and any wait in `load`."""
         self._closing.set()
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def register(self, place: RemoteSlot) -> None:
-        """Has `place` opened at the process, for as long as anybody holds it."""
+    def register(self, slot: RemoteSlot) -> None:
+        """Opens `slot` at the server, and keeps it open for as long as the object exists."""
         with self._lock:
-            self._places[place.number] = place
+            self._slots[slot.number] = slot
         self._wakeup.set()
 
     def wake(self) -> None:
-        """A slot is not as it should be: see to it soon."""
+        """Checks the slots soon."""
         self._wakeup.set()
 
-    def load(self, place: RemoteSlot, weights: EncodedWeights) -> None:
-        """Brings `weights` to the process; where that is away, it gets them when it is back. Blocks until they
-        are there, or it has turned out that they cannot be brought now.
+    def load(self, slot: RemoteSlot, weights: EncodedWeights) -> None:
+        """Uploads `weights`. Blocks until the server has them or cannot be reached.
+
+        An unreachable server gets them when it returns.
 
         Raises:
-            WireError: the policy does not take them; those that it had stay.
+            WireError: the policy rejects them; it keeps its earlier weights.
         """
         with self._lock:
-            place.pending, place.rejection = weights, ""
-            place.is_resolved.clear()
+            slot.pending, slot.rejection = weights, ""
+            slot.is_resolved.clear()
         self._wakeup.set()
-        if self._closing.is_set() or not place.is_resolved.wait(LOAD_TIMEOUT_S) or self._closing.is_set():
-            self._settle(place)
-        if place.rejection:
-            raise WireError(place.rejection)
+        if self._closing.is_set() or not slot.is_resolved.wait(LOAD_TIMEOUT_S) or self._closing.is_set():
+            self._resolve(slot)
+        if slot.rejection:
+            raise WireError(slot.rejection)
 
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._try_round()
+                self._try_sync()
                 self._wakeup.wait(RECONNECT_S if self.unavailable_reason else HEARTBEAT_PERIOD_S)
                 self._wakeup.clear()
-        except Exception as error:  # of any kind: whoever runs the session must hear of it, and asks
-            log.exception("policy.keeper_failed")
+        except Exception as error:  # of any kind: the session checks `failure`
+            log.exception("policy.connection_failed")
             self.failure = error
-        self._closing.set()  # nobody is to wait for this thread from here on
-        self._hang_up()
-        for place in self._all():
-            place.is_resolved.set()
+        self._closing.set()  # from here on no load waits for this thread
+        self._disconnect()
+        for slot in self._registered():
+            slot.is_resolved.set()
 
-    def _try_round(self) -> None:
+    def _try_sync(self) -> None:
         try:
-            self._round()
+            self._sync()
             self.unavailable_reason = ""
         except _Unavailable as why:
             if str(why) != self.unavailable_reason:
-                log.warning("policy.away endpoint=%s: the policy %s", self.endpoint, why)
+                log.warning("policy.unavailable endpoint=%s: the policy %s", self.endpoint, why)
             self.unavailable_reason = str(why)
-            self._hang_up()
-            for place in self._all():
-                self._settle(place)
+            self._disconnect()
+            for slot in self._registered():
+                self._resolve(slot)
 
-    def _all(self) -> list[RemoteSlot]:
+    def _registered(self) -> list[RemoteSlot]:
         with self._lock:
-            return list(self._places.values())
+            return list(self._slots.values())
 
-    def _settle(self, place: RemoteSlot, refusal: str = "") -> None:
-        """What was offered is what the policy acts with from now on, be it there yet or not; or it is `refusal`'s."""
+    def _resolve(self, slot: RemoteSlot, rejection: str = "") -> None:
+        """Ends a load. Without a `rejection` the pending weights become active, uploaded or not."""
         with self._lock:
-            if place.pending is not None and not refusal:
-                place.active = place.pending
-            place.pending, place.rejection = None, refusal
-            place.is_resolved.set()
+            if slot.pending is not None and not rejection:
+                slot.active = slot.pending
+            slot.pending, slot.rejection = None, rejection
+            slot.is_resolved.set()
 
-    def _round(self) -> None:
-        """Greets the process, and brings every slot to what it is to be. Raises _Away."""
-        if not (endpoint := self._find()):
+    def _sync(self) -> None:
+        """Sends a heartbeat, and brings every slot to its intended state. Raises _Unavailable."""
+        if not (endpoint := self._locate()):
             raise _Unavailable("is not found yet")
         if endpoint != self.endpoint or self._socket is None:
-            self._hang_up()
+            self._disconnect()
             self.endpoint = endpoint
             try:
-                self._socket = self._dial(endpoint)
+                self._socket = self._open_socket(endpoint)
             except zmq.ZMQError as error:
-                raise _Unavailable(f"cannot be dialled: {error}") from None
+                raise _Unavailable(f"cannot be connected to: {error}") from None
             self._monitor = self._socket.get_monitor_socket(_DISCONNECT_EVENTS)
-        places = self._all()
-        slots = tuple(place.number for place in places)[-MAX_SLOTS:]
-        answer = self._ask(
-            SessionHeartbeat(number=0, session=self._session, protocol=POLICY_PROTOCOL_VERSION, slots=slots)
+        slots = self._registered()
+        numbers = tuple(slot.number for slot in slots)[-MAX_SLOTS:]
+        response = self._request(
+            SessionHeartbeat(number=0, session=self._session, protocol=POLICY_PROTOCOL_VERSION, slots=numbers)
         )
-        if not isinstance(answer, ServerInfo):
-            raise _Unavailable("answers in words that this release does not know")
-        for place in places:
-            self._bring(place, answer.instance_id)
-        meeting = ServerIdentity(endpoint, answer.instance_id)
-        if meeting != self.server:
-            log.info("policy.met endpoint=%s device=%s", endpoint, answer.device)
-        self.server = meeting
+        if not isinstance(response, ServerInfo):
+            raise _Unavailable("sends a response that this release does not know")
+        for slot in slots:
+            self._sync_slot(slot, response.instance_id)
+        server = ServerIdentity(endpoint, response.instance_id)
+        if server != self.server:
+            log.info("policy.connected endpoint=%s device=%s", endpoint, response.device)
+        self.server = server
 
-    def _bring(self, place: RemoteSlot, life: bytes) -> None:
-        if place.opened_at != life:
-            place.server_digest = None
-            self._open(place, life)
+    def _sync_slot(self, slot: RemoteSlot, instance_id: bytes) -> None:
+        if slot.opened_at != instance_id:
+            slot.server_digest = None
+            self._open_slot(slot, instance_id)
         while True:
             with self._lock:
-                offered = place.pending
-                target = offered or place.active
-            refusal = "" if place.server_digest == target.digest else self._load(place, target)
-            if not refusal:
-                place.server_digest = target.digest
-            if offered is None:
-                if refusal:
-                    raise _Unavailable(f"does not take this robot's weights: {refusal}")
+                pending = slot.pending
+                target = pending or slot.active
+            rejection = "" if slot.server_digest == target.digest else self._upload(slot, target)
+            if not rejection:
+                slot.server_digest = target.digest
+            if pending is None:
+                if rejection:
+                    raise _Unavailable(f"does not take this robot's weights: {rejection}")
                 return
-            self._settle_if(place, offered, refusal)
+            if slot.pending is pending:  # else newer weights are pending
+                self._resolve(slot, rejection)
 
-    def _settle_if(self, place: RemoteSlot, offered: EncodedWeights, refusal: str) -> None:
-        """As `_settle`, unless something else is offered by now."""
-        if place.pending is offered:
-            self._settle(place, refusal)
+    def _open_slot(self, slot: RemoteSlot, instance_id: bytes) -> None:
+        response = self._request(self._opening(0, slot))
+        if not isinstance(response, SlotReady):
+            busy = isinstance(response, SlotBusy)
+            raise _Unavailable("is busy with this robot's policies" if busy else "has just restarted")
+        slot.open_count += 1
+        slot.opened_at, slot.server_digest = instance_id, b""
 
-    def _open(self, place: RemoteSlot, life: bytes) -> None:
-        answer = self._ask(self._opening(0, place))
-        if not isinstance(answer, SlotReady):
-            raise _Unavailable(
-                "is busy with this robot's policies" if isinstance(answer, SlotBusy) else "has begun anew just now"
-            )
-        place.open_count += 1
-        place.opened_at, place.server_digest = life, b""
-
-    def _load(self, place: RemoteSlot, weights: EncodedWeights) -> str:
-        """Brings `weights`; why the policy does not take them, or empty."""
+    def _upload(self, slot: RemoteSlot, weights: EncodedWeights) -> str:
+        """Uploads `weights`. Returns why the policy rejects them; empty if it does not."""
         load = LoadSlotWeights(
             number=0,
             session=self._session,
-            slot=place.number,
+            slot=slot.number,
             digest=weights.digest,
             size_bytes=len(weights.packet),
         )
@@ -421,44 +420,44 @@ class PolicyServerConnection:
         request: LoadSlotWeights | WeightsPart = load
         arrays: Arrays = {}
         while time.monotonic() < until_s:
-            answer = self._ask(request, arrays)
-            if isinstance(answer, SlotReady | InvalidInput):
-                return answer.reason if isinstance(answer, InvalidInput) else ""
-            if isinstance(answer, NextPart) and 0 <= answer.offset < len(weights.packet):
-                piece = weights.packet[answer.offset : answer.offset + PART_BYTES]
-                request, arrays = _weights_part(load, answer.offset), {PART_ARRAY: np.frombuffer(piece, np.uint8)}
+            response = self._request(request, arrays)
+            if isinstance(response, SlotReady | InvalidInput):
+                return response.reason if isinstance(response, InvalidInput) else ""
+            if isinstance(response, NextPart) and 0 <= response.offset < len(weights.packet):
+                piece = weights.packet[response.offset : response.offset + PART_BYTES]
+                request = _weights_part(load, response.offset)
+                arrays = {PART_ARRAY: np.frombuffer(piece, np.uint8)}
                 continue
-            if not isinstance(answer, SlotBusy):
-                place.opened_at = b""
-                raise _Unavailable(
-                    "has begun anew just now" if isinstance(answer, SlotNotFound) else "does not take weights"
-                )
+            if not isinstance(response, SlotBusy):
+                slot.opened_at = b""
+                restarted = isinstance(response, SlotNotFound)
+                raise _Unavailable("has just restarted" if restarted else "does not take weights")
             request, arrays = load, {}
             self._closing.wait(BUSY_RETRY_S)
         raise _Unavailable(f"has not taken weights within {LOAD_TIMEOUT_S:g} s")
 
-    # One question after the other
+    # One request after the other
 
-    def _ask(self, request: AnyRequest, arrays: Arrays | None = None) -> AnyResponse:
-        """The answer to `request`, which is given the next number. Raises _Away: none, or a refusal."""
-        assert self._socket is not None  # `_round` has dialled
+    def _request(self, request: AnyRequest, arrays: Arrays | None = None) -> AnyResponse:
+        """The response to `request`, which gets the next number. Raises _Unavailable: none, or a rejection."""
+        assert self._socket is not None  # `_sync` has connected
         self._number += 1
         until_s = time.monotonic() + RESPONSE_TIMEOUT_S
-        self._await(zmq.POLLOUT, until_s)
+        self._wait_for(zmq.POLLOUT, until_s)
         self._socket.send(encode(_with_number(request, self._number), arrays), zmq.DONTWAIT)
         while True:
-            self._await(zmq.POLLIN, until_s)
+            self._wait_for(zmq.POLLIN, until_s)
             try:
-                answer, _ = decode_response(self._socket.recv_multipart(zmq.DONTWAIT)[0])
+                response, _ = decode_response(self._socket.recv_multipart(zmq.DONTWAIT)[0])
             except WireError:
-                raise _Unavailable("answers in words that this release does not know") from None
-            if isinstance(answer, RequestRejected) and answer.number in (0, self._number):
-                raise _Unavailable(f"refuses this robot: {answer.reason}")
-            if answer.number == self._number:
-                return answer
+                raise _Unavailable("sends a response that this release does not know") from None
+            if isinstance(response, RequestRejected) and response.number in (0, self._number):
+                raise _Unavailable(f"refuses this robot: {response.reason}")
+            if response.number == self._number:
+                return response
 
-    def _await(self, event: int, until_s: float) -> None:
-        assert self._socket is not None and self._monitor is not None  # `_round` has dialled
+    def _wait_for(self, event: int, until_s: float) -> None:
+        assert self._socket is not None and self._monitor is not None  # `_sync` has connected
         while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
             if self._socket.poll(math.ceil(1e3 * min(left_s, POLL_S)), event):
                 return
@@ -467,7 +466,7 @@ class PolicyServerConnection:
                 raise _Unavailable("does not allow this robot's key" if denied else "does not answer")
         raise _Unavailable("does not answer")
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._monitor is not None and self._socket is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -484,52 +483,47 @@ def _with_number(request: AnyRequest, number: int) -> AnyRequest:
     return msgspec.structs.replace(request, number=number)
 
 
-MIN_ACTION_TIMEOUT_S = 0.002
-PIPE_MESSAGES = 16
-CONNECTION_TIMEOUT_S = 3.0  # a connection on which nothing comes back is dialled anew
-
-
 def action_timeout_s(spec: RobotSpec, timeout_fraction: float) -> float:
-    """How long a robot waits for an action, by its share of the control period.
+    """The longest wait for an action, `timeout_fraction` of the control period.
 
     Raises:
-        ConfigError: that is too little for any network.
+        ConfigError: the timeout is too short for any network.
     """
-    wait_s = timeout_fraction * spec.period_s
-    if wait_s < MIN_ACTION_TIMEOUT_S:
+    timeout_s = timeout_fraction * spec.period_s
+    if timeout_s < MIN_ACTION_TIMEOUT_S:
         raise ConfigError(
             f"policy.timeout_fraction: {timeout_fraction:g} of a control period of {1e3 * spec.period_s:g} ms is "
-            f"{1e3 * wait_s:g} ms, and over a network no policy answers within {1e3 * MIN_ACTION_TIMEOUT_S:g} ms: "
-            "let it act in the session's process, with policy.location: edge"
+            f"{1e3 * timeout_s:g} ms, less than the {1e3 * MIN_ACTION_TIMEOUT_S:g} ms that a network needs: "
+            "set policy.location: edge, which runs the policy in the session's process"
         )
-    return wait_s
+    return timeout_s
 
 
 class RemotePolicy(Policy):
-    """A slot at a policy process. `act` is the control thread's, `load` another's, as of two policies of a swapper."""
+    """A slot at a policy server. The control thread calls `act`, another thread `load`."""
 
-    def __init__(self, link: PolicyClient, place: RemoteSlot) -> None:
-        self._link, self._place = link, place
-        self.precisions = link.forms
+    def __init__(self, client: PolicyClient, slot: RemoteSlot) -> None:
+        self._client, self._slot = client, slot
+        self.precisions = client.precisions
 
     def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-        """See `Policy.act`; it waits for the answer as long as `PolicyClient` says.
+        """See `Policy.act`. It waits for the response as `PolicyClient` describes.
 
         Raises:
-            PolicyAway: no answer, or the process has not these weights yet.
+            PolicyUnavailable: no response in time, or the server does not have these weights yet.
         """
-        return self._link.act(self._place, observation, sentence, deterministic)
+        return self._client.act(self._slot, observation, sentence, deterministic)
 
     def load(self, weights: Mapping[str, Array]) -> None:
-        """See `Policy.load`. Where the process is away it gets them when it is back; until then `act` says so."""
-        self._link.load(self._place, weights)
+        """See `Policy.load`. An unreachable server gets them when it returns; until then `act` raises."""
+        self._client.load(self._slot, weights)
 
 
 class PolicyClient:
-    """A session's way to a policy process, which its policies share. A context manager: they act within it.
+    """A session's client of a policy server, which its policies share. A context manager: they act within it.
 
-    What travels is what the policy reads of an observation, the sentence, and weights; of these, each version once,
-    and not at all where another robot has brought it.
+    Requests carry the observation arrays that the policy reads, the instruction, and new weights. Each version of the
+    weights is uploaded once, and not at all if another robot has uploaded it.
     """
 
     def __init__(
@@ -537,7 +531,7 @@ class PolicyClient:
         spec: RobotSpec,
         kind: str,
         features: Sequence[str],
-        forms: tuple[Precision, ...],
+        precisions: tuple[Precision, ...],
         keys: KeyPair,
         server_key: str,
         locate: Callable[[], str],
@@ -545,125 +539,125 @@ class PolicyClient:
     ) -> None:
         """Args:
         kind, features: as in `compose.PolicyConfig`.
-        forms: see `Policy.forms`.
-        server_key: the process's public key.
-        find: where it listens now; empty where that is not known. It is asked again while the process is away.
-        timeout_fraction: the share of a control period after which a robot holds that has no answer.
+        precisions: see `Policy.precisions`.
+        server_key: the server's public key.
+        locate: returns the server's endpoint, empty if it is not known. Called again while the server is unreachable.
+        timeout_fraction: the share of a control period after which a robot without an action holds.
 
         Raises:
-            ConfigError: that is too little for any network.
-            SpecError: a feature that the robot lacks.
+            ConfigError: the timeout is too short for any network.
+            SpecError: the robot lacks a feature.
         """
-        wait_s = action_timeout_s(spec, timeout_fraction)
-        self.forms = forms
-        self._spec, self._kind, self._features, self._wait_s = spec, kind, tuple(features), wait_s
-        self._reads: tuple[ArraySpec, ...] = feature_specs(spec, features)
+        timeout_s = action_timeout_s(spec, timeout_fraction)
+        self.precisions = precisions
+        self._spec, self._kind, self._features = spec, kind, tuple(features)
+        self._observed: tuple[ArraySpec, ...] = feature_specs(spec, features)
         self._keys, self._server_key = keys, server_key
         self._session = secrets.token_bytes(SESSION_BYTES)
-        self._numbers = itertools.count()
-        self._caller = RequestClient(self._dial, wait_s)
-        self._keeper = PolicyServerConnection(locate, self._dial, self._session, self._opening)
+        self._slot_numbers = itertools.count()
+        self._requests = RequestClient(self._connect, timeout_s)
+        self._connection = PolicyServerConnection(locate, self._connect, self._session, self._opening)
 
     def __enter__(self) -> Self:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
-        self._keeper.start()
+        self._connection.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop_loading()
-        self._caller.close()
+        self._requests.close()
         self._context.destroy(0)
 
     def stop_loading(self) -> None:
-        """Ends whatever waits in `RemotePolicy.load`; the process hears nothing more of weights. Any thread."""
-        self._keeper.close()
+        """Ends any wait in `RemotePolicy.load`, and all uploads. Any thread may call it."""
+        self._connection.close()
 
     def raise_failure(self) -> None:
-        """Raises what ended the thread that brings the weights before its time, if anything did. Any thread."""
-        if self._keeper.failure is not None:
-            raise self._keeper.failure
+        """Raises the error that ended the uploading thread, if any. Any thread may call it."""
+        if self._connection.failure is not None:
+            raise self._connection.failure
 
     def make_policy(self, seed: int) -> RemotePolicy:
-        """A policy without weights, which draws with `seed`; its slot is freed when it is let go of."""
-        place = RemoteSlot(next(self._numbers), seed)
-        self._keeper.register(place)
-        return RemotePolicy(self, place)
+        """A policy without weights, with random numbers from `seed`. Its slot is freed with the object."""
+        slot = RemoteSlot(next(self._slot_numbers), seed)
+        self._connection.register(slot)
+        return RemotePolicy(self, slot)
 
     def act(
-        self, place: RemoteSlot, observation: Mapping[str, Array], sentence: str, deterministic: bool
+        self, slot: RemoteSlot, observation: Mapping[str, Array], sentence: str, deterministic: bool
     ) -> ActionChunk:
         """See `RemotePolicy.act`."""
-        require_features(self._reads, observation)
-        meeting = self._keeper.server
-        if meeting is None or not place.is_ready:
-            raise self._away(self._keeper.unavailable_reason or "has not this robot's weights yet")
-        arrays = {spec.name: observation[spec.name] for spec in self._reads}
+        require_features(self._observed, observation)
+        server = self._connection.server
+        if server is None or not slot.is_ready:
+            raise self._unavailable(self._connection.unavailable_reason or "has not this robot's weights yet")
+        arrays = {spec.name: observation[spec.name] for spec in self._observed}
 
-        def ask(number: int) -> ActionRequest:
+        def make_request(number: int) -> ActionRequest:
             return ActionRequest(
                 number=number,
                 session=self._session,
-                slot=place.number,
-                digest=place.active.digest,
+                slot=slot.number,
+                digest=slot.active.digest,
                 sentence=sentence,
                 deterministic=deterministic,
             )
 
-        found = self._caller.call(meeting, ask, arrays)
+        found = self._requests.call(server, make_request, arrays)
         if found is None:
-            raise self._away("does not answer")
-        return self._chunk(place, *found)
+            raise self._unavailable("does not answer")
+        return self._action_chunk(slot, *found)
 
-    def load(self, place: RemoteSlot, weights: Mapping[str, Array]) -> None:
+    def load(self, slot: RemoteSlot, weights: Mapping[str, Array]) -> None:
         """See `RemotePolicy.load`."""
         packet = encode_packet(PackedWeights(), {name: np.asarray(weights[name]) for name in sorted(weights)})
         if len(packet) > MAX_WEIGHTS_BYTES:
-            raise WireError(f"weights of {len(packet)} bytes; a policy process takes {MAX_WEIGHTS_BYTES}")
-        self._keeper.load(place, EncodedWeights(packet, blake3(packet).digest()))
+            raise WireError(f"weights of {len(packet)} bytes; a policy server takes {MAX_WEIGHTS_BYTES}")
+        self._connection.load(slot, EncodedWeights(packet, blake3(packet).digest()))
 
-    def _chunk(self, place: RemoteSlot, answer: AnyResponse, arrays: Arrays) -> ActionChunk:
-        match answer:
+    def _action_chunk(self, slot: RemoteSlot, response: AnyResponse, arrays: Arrays) -> ActionChunk:
+        match response:
             case ActionResponse():
-                return self._checked(arrays)
+                return self._checked_chunk(arrays)
             case InvalidInput():
-                raise SpecError(answer.reason)
+                raise SpecError(response.reason)
             case SlotNotFound():
-                place.server_digest = None
-                self._keeper.wake()
-                raise self._away("is being given its weights again")
+                slot.server_digest = None
+                self._connection.wake()
+                raise self._unavailable("is being given its weights again")
             case RequestRejected():
-                raise self._away(f"refuses this robot: {answer.reason}")
+                raise self._unavailable(f"refuses this robot: {response.reason}")
             case _:
-                raise self._away("answers in words that this release does not know")
+                raise self._unavailable("sends a response that this release does not know")
 
-    def _checked(self, arrays: Arrays) -> ActionChunk:
-        """What the driver and the recorder rely on; whether actions are finite and within bounds the driver judges."""
+    def _checked_chunk(self, arrays: Arrays) -> ActionChunk:
+        """Checks shapes and dtypes, which driver and recorder rely on. The driver checks the values."""
         actions, log_prob = arrays.get(ACTIONS), arrays.get(LOG_PROB)
         width = self._spec.action.shape
         fits = actions is not None and actions.dtype == np.float32 and actions.ndim == 2 and len(actions) > 0
         if not fits or actions is None or log_prob is None or actions.shape[1:] != width:
-            raise self._away("answers with actions that are not this robot's")
+            raise self._unavailable("answers with actions that are not this robot's")
         if log_prob.dtype != np.float32 or log_prob.shape != actions.shape[:1]:
-            raise self._away("answers with actions that are not this robot's")
+            raise self._unavailable("answers with actions that are not this robot's")
         return ActionChunk(actions.copy(), log_prob.copy())
 
-    def _away(self, why: str) -> PolicyUnavailable:
-        at = self._keeper.endpoint.removeprefix("tcp://")
+    def _unavailable(self, why: str) -> PolicyUnavailable:
+        at = self._connection.endpoint.removeprefix("tcp://")
         return PolicyUnavailable(f"the policy{' at ' + at if at else ''} {why}; the robot holds")
 
-    def _opening(self, number: int, place: RemoteSlot) -> OpenSlot:
+    def _opening(self, number: int, slot: RemoteSlot) -> OpenSlot:
         return OpenSlot(
             number=number,
             session=self._session,
-            slot=place.number,
+            slot=slot.number,
             kind=self._kind,
             features=self._features,
-            seed=place.next_seed(),
+            seed=slot.next_seed(),
             spec=self._spec,
         )
 
-    def _dial(self, endpoint: str) -> ZmqSocket:
-        """A connection that takes messages while it stands and keeps none while it does not."""
+    def _connect(self, endpoint: str) -> ZmqSocket:
+        """A socket that takes messages only while its connection stands."""
         socket = self._context.socket(zmq.DEALER)
         configure_socket(socket, TunnelLimits(pipe_messages=PIPE_MESSAGES))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -17,9 +17,9 @@ from hal.audit import AUDIT_FILE, AuditLog
 from hal.process_supervisor import ProcessStatus
 from hal.signals import TerminationRequest, bounded_shutdown
 from hal.spec import RobotSpec
-from user_sys.commands.stop import with_local_estop
 from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.edge.driver_client import WAITING_LOG_PREFIX
+from user_sys.edge.local_estop import with_local_estop
 from user_sys.errors import RunError, WireError
 from user_sys.logs import last_log_message
 from user_sys.messages import (
