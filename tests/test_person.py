@@ -212,7 +212,7 @@ def lift(person: Person, ended: Callable[[], bool]) -> None:
         person.page.wait_for_timeout(800)
 
 
-def test_a_person_lifts_the_cube_by_keyboard_and_hands_back(
+def test_person_lifts_the_cube_by_keyboard_and_hands_back(
     run: tuple[Path, subprocess.Popen[bytes], str], page: Any
 ) -> None:
     folder, process, _ = run

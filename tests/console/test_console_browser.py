@@ -84,7 +84,7 @@ def badge(page: Any, state: str) -> str:
     return str(page.wait_for_selector(f".badge[data-state={state}]").inner_text())
 
 
-def test_a_person_takes_over_by_keyboard_and_hands_back(page: Any, desk: SimulatedRun) -> None:
+def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, desk: SimulatedRun) -> None:
     desk.learn(120)
     page.wait_for_selector("canvas[aria-label*=front]")
     page.wait_for_selector("canvas[aria-label*=wrist]")
@@ -110,7 +110,7 @@ def test_a_person_takes_over_by_keyboard_and_hands_back(page: Any, desk: Simulat
     assert desk.authority.audit[-1].cause == "hand-back"
 
 
-def test_space_stops_from_any_state_and_only_re_arm_leads_out(page: Any, desk: SimulatedRun) -> None:
+def test_space_stops_from_any_state_until_re_arm(page: Any, desk: SimulatedRun) -> None:
     page.get_by_role("button", name="Take over").click()  # the focus stays on a button: Space must not click it
     badge(page, "you")
     page.keyboard.press("Space")
@@ -126,7 +126,7 @@ def test_space_stops_from_any_state_and_only_re_arm_leads_out(page: Any, desk: S
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "silent"])
-def test_a_page_out_of_sight_leads_to_hold_and_a_fresh_key_resumes(page: Any, desk: SimulatedRun, told: bool) -> None:
+def test_hidden_page_holds_until_a_new_key_press(page: Any, desk: SimulatedRun, told: bool) -> None:
     page.keyboard.press("t")
     badge(page, "you")
     tell = "document.dispatchEvent(new Event('visibilitychange'))" if told else ""
@@ -143,7 +143,7 @@ def test_a_page_out_of_sight_leads_to_hold_and_a_fresh_key_resumes(page: Any, de
     assert [t.cause for t in desk.authority.audit] == ["take-over", "release" if told else "silence", "take-over"]
 
 
-def test_two_people_one_robot(page: Any, browser: Any, url: str, desk: SimulatedRun) -> None:
+def test_second_page_cannot_drive_the_robot(page: Any, browser: Any, url: str, desk: SimulatedRun) -> None:
     page.fill("#operator", "alice")
     page.keyboard.press("Enter")
     page.keyboard.press("t")
@@ -160,7 +160,7 @@ def test_two_people_one_robot(page: Any, browser: Any, url: str, desk: Simulated
     context.close()
 
 
-def test_a_stop_is_repeated_until_it_is_confirmed_also_after_a_reload(page: Any, desk: SimulatedRun) -> None:
+def test_e_stop_repeats_until_confirmed_across_a_reload(page: Any, desk: SimulatedRun) -> None:
     desk.away = True
     page.keyboard.press("Space")
     assert badge(page, "stopping") == "STOPPING …"
@@ -176,7 +176,7 @@ def test_a_stop_is_repeated_until_it_is_confirmed_also_after_a_reload(page: Any,
     assert len({order.press for order in desk.orders("e-stop")}) == 1
 
 
-def test_only_the_person_ends_a_stop_that_is_not_confirmed(page: Any, desk: SimulatedRun) -> None:
+def test_unconfirmed_e_stop_ends_by_cancel_only(page: Any, desk: SimulatedRun) -> None:
     desk.away = True
     page.get_by_role("button", name="E-STOP", exact=True).click()
     page.get_by_role("button", name="Cancel the stop").click()
@@ -188,14 +188,14 @@ def test_only_the_person_ends_a_stop_that_is_not_confirmed(page: Any, desk: Simu
     assert not desk.orders("e-stop")
 
 
-def test_verdicts_and_reset_go_out_by_key(page: Any, desk: SimulatedRun) -> None:
+def test_labels_and_reset_have_keys(page: Any, desk: SimulatedRun) -> None:
     for key, order in (("o", "success"), ("x", "failure"), ("Backspace", "reset")):
         page.keyboard.press(key)
         until(lambda order=order: desk.orders(order))
         page.wait_for_selector(f"#events li:has-text('{order}')")
 
 
-def test_a_name_may_be_typed_without_giving_orders(page: Any, desk: SimulatedRun) -> None:
+def test_typing_a_name_sends_no_orders(page: Any, desk: SimulatedRun) -> None:
     page.click("#operator")
     page.keyboard.type("thox")
     page.keyboard.press("Enter")
@@ -204,7 +204,7 @@ def test_a_name_may_be_typed_without_giving_orders(page: Any, desk: SimulatedRun
     assert not desk.orders("success") and not desk.orders("hand-back")
 
 
-def test_nothing_leaves_a_narrow_window(page: Any, desk: SimulatedRun) -> None:
+def test_page_fits_a_narrow_window(page: Any, desk: SimulatedRun) -> None:
     desk.hub.restore_history(episodes=120, env_steps=123_456, interventions=3, elapsed_s=3700.0)
     desk.hub.update(MetricsReport(node="learner", count=20_000, scalars={"training_s": 3599.0}))
     page.wait_for_selector("#p-trained:text-is('59:59 / 5:00')")
@@ -214,7 +214,7 @@ def test_nothing_leaves_a_narrow_window(page: Any, desk: SimulatedRun) -> None:
 
 
 @pytest.mark.parametrize("page", [PHONE], indirect=True)
-def test_a_phone_drives_by_touch(page: Any, desk: SimulatedRun) -> None:
+def test_touch_input_drives(page: Any, desk: SimulatedRun) -> None:
     desk.learn(60)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     page.get_by_role("button", name="Take over").click()
@@ -229,7 +229,7 @@ def test_a_phone_drives_by_touch(page: Any, desk: SimulatedRun) -> None:
     until(lambda: not desk.authority.twist().any())
 
 
-def test_the_page_says_what_a_person_should_mend(page: Any, desk: SimulatedRun) -> None:
+def test_page_shows_the_warning(page: Any, desk: SimulatedRun) -> None:
     desk.hub.set_warning("waiting for disk space in runs/x/store: needs 5 MB, 0 MB free")
     page.wait_for_selector("#warning:not([hidden])")
     assert "waiting for disk space in runs/x/store" in page.inner_text("#warning")
@@ -302,7 +302,7 @@ def unknown_after_ms(page: Any, cut: Callable[[], object]) -> float:
     return float(page.evaluate("window.seenAt")) - float(before)
 
 
-def test_a_server_that_hangs_leaves_only_stop_on_the_page(far_page: Any, far_desk: FarDesk) -> None:
+def test_hanging_server_leaves_only_the_e_stop(far_page: Any, far_desk: FarDesk) -> None:
     page = far_page
     page.keyboard.press("t")
     badge(page, "you")
@@ -327,7 +327,7 @@ def test_a_server_that_hangs_leaves_only_stop_on_the_page(far_page: Any, far_des
         page.wait_for_selector(f"{control}:enabled")
 
 
-def test_a_stop_pressed_while_the_server_is_away_reaches_its_successor(far_page: Any, far_desk: FarDesk) -> None:
+def test_e_stop_without_a_server_reaches_its_successor(far_page: Any, far_desk: FarDesk) -> None:
     page = far_page
     far_desk.kill()
     page.wait_for_selector("#alarm:not([hidden])")

@@ -127,7 +127,7 @@ def serve(log: AuditLog | None = None) -> Iterator[Site]:
         desk.close()
 
 
-def test_the_address_opens_the_page_and_a_cookie_keeps_it_open(door: Site) -> None:
+def test_address_opens_the_page_and_sets_a_cookie(door: Site) -> None:
     with httpx.Client(base_url=f"http://{door.host}", trust_env=False, timeout=60) as browser:
         page = browser.get(f"/?token={door.token}")
         assert page.status_code == 200 and "E-STOP" in page.text
@@ -139,47 +139,47 @@ def test_the_address_opens_the_page_and_a_cookie_keeps_it_open(door: Site) -> No
 @pytest.mark.parametrize(
     "path", ["/", "/?token=", "/?token=wrong", "/static/app.js", "/ws", "/?token=%FF%FE", "/openapi.json"]
 )
-def test_without_the_token_there_is_nothing_to_see(door: Site, path: str) -> None:
+def test_request_without_token_is_refused(door: Site, path: str) -> None:
     answer = door.get(path)
     assert answer.status_code == 401 and "address" in answer.text and "set-cookie" not in answer.headers
 
 
-def test_every_answer_forbids_what_is_not_ours(door: Site) -> None:
+def test_every_response_has_security_headers(door: Site) -> None:
     for path in ("/", f"/?token={door.token}"):
         policy = door.get(path).headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
 
 
-def test_a_name_that_was_rebound_to_us_is_refused(door: Site) -> None:
+def test_rebound_host_name_is_refused(door: Site) -> None:
     for host in ("evil.example", "127.0.0.1.evil.example", "", "[::1].evil.example:80", "evil.example:127.0.0.1"):
         assert door.get(f"/?token={door.token}", headers={"host": host}).status_code in (400, 403)
 
 
-def test_a_tunnel_may_arrive_under_another_port(door: Site) -> None:
+def test_ssh_tunnel_may_use_another_port(door: Site) -> None:
     assert door.get(f"/?token={door.token}", headers={"host": "localhost:9999"}).status_code == 200
 
 
-def test_only_reading_is_offered(door: Site) -> None:
+def test_only_get_is_allowed(door: Site) -> None:
     answer = httpx.post(f"{door.url}", trust_env=False, timeout=60)
     assert answer.status_code == 405
 
 
 @pytest.mark.parametrize("query", ["", "?token=wrong"])
-def test_a_socket_without_the_token_is_refused(door: Site, query: str) -> None:
+def test_socket_without_token_is_refused(door: Site, query: str) -> None:
     with pytest.raises(InvalidStatus) as refusal, door.socket(query):
         pass
     assert refusal.value.response.status_code == 403
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://localhost", "http://localhost:1"])
-def test_a_foreign_page_cannot_use_the_socket(door: Site, origin: str) -> None:
+def test_foreign_page_cannot_use_the_socket(door: Site, origin: str) -> None:
     cookie = door.get(f"/?token={door.token}").headers["set-cookie"].partition(";")[0]
     for query in ("", None):
         with pytest.raises(InvalidStatus), door.socket(query, Origin=origin, Cookie=cookie):
             pass
 
 
-def test_our_own_page_gets_in_by_its_cookie_and_no_program_does(door: Site) -> None:
+def test_cookie_admits_a_page_and_no_program(door: Site) -> None:
     cookie = door.get(f"/?token={door.token}").headers["set-cookie"].partition(";")[0]
     with door.socket("", Origin=f"http://{door.host}", Cookie=cookie):
         pass
@@ -187,7 +187,7 @@ def test_our_own_page_gets_in_by_its_cookie_and_no_program_does(door: Site) -> N
         pass
 
 
-def test_a_person_takes_over_drives_and_hands_back(site: Site) -> None:
+def test_operator_takes_over_drives_and_hands_back(site: Site) -> None:
     with site.page("alice") as alice:
         assert alice.name == "alice"
         assert alice.order("take-over") == {
@@ -201,7 +201,7 @@ def test_a_person_takes_over_drives_and_hands_back(site: Site) -> None:
     assert site.desk.authority.state == "policy"
 
 
-def test_a_second_person_is_told_who_drives(site: Site) -> None:
+def test_second_page_gets_the_drivers_name(site: Site) -> None:
     with site.page("alice") as alice, site.page("bob") as bob, site.stops() as stops:
         alice.order("take-over")
         alice.say(type="drive", robot="panda-0", move=[0, 0, 0], gripper=0)
@@ -212,7 +212,7 @@ def test_a_second_person_is_told_who_drives(site: Site) -> None:
 
 
 @pytest.mark.parametrize("way", ["closed", "cut", "hidden"])
-def test_a_page_that_goes_away_leaves_the_robot_holding_at_once(site: Site, way: str) -> None:
+def test_closed_page_holds_the_robot_at_once(site: Site, way: str) -> None:
     """Its silence plays no part: the desk's clock stands still."""
     with site.page("alice") as alice:
         alice.order("take-over")
@@ -229,7 +229,7 @@ def test_a_page_that_goes_away_leaves_the_robot_holding_at_once(site: Site, way:
         assert bob.order("take-over")["accepted"]
 
 
-def test_a_page_that_only_looks_releases_nothing(site: Site) -> None:
+def test_closing_a_watching_page_releases_nothing(site: Site) -> None:
     with site.page("alice") as alice:
         alice.order("take-over")
         with site.page("bob") as bob:
@@ -239,7 +239,7 @@ def test_a_page_that_only_looks_releases_nothing(site: Site) -> None:
     assert [order.operator for order in site.desk.orders("release")] == ["alice"]
 
 
-def test_a_page_that_floods_is_closed_and_its_e_stop_passes(site: Site) -> None:
+def test_flooding_page_is_closed_and_its_e_stop_passes(site: Site) -> None:
     with site.page("eve") as eve, site.stops() as stops:
         for _ in range(1000):
             eve.say(type="order", robot="panda-0", order="reset")
@@ -250,7 +250,7 @@ def test_a_page_that_floods_is_closed_and_its_e_stop_passes(site: Site) -> None:
         assert alice.order("re-arm")["accepted"]
 
 
-def test_a_flood_of_e_stops_keeps_nobody_elses_waiting(site: Site) -> None:
+def test_flood_of_e_stops_does_not_delay_other_pages(site: Site) -> None:
     with site.stops() as flood, site.stops() as stops:
         for press in range(2000):
             flood.send(json.dumps({"type": "stop", "operator": "eve", "presses": {"panda-0": press + 100}}))
@@ -258,7 +258,7 @@ def test_a_flood_of_e_stops_keeps_nobody_elses_waiting(site: Site) -> None:
         assert len(site.desk.orders("e-stop")) < 500
 
 
-def test_an_e_stop_that_cannot_be_sent_is_said_not_to_be_confirmed(site: Site) -> None:
+def test_unsent_e_stop_is_reported_unconfirmed(site: Site) -> None:
     with site.stops() as stops:
         site.desk.away = True
         answer = stop(stops)
@@ -269,7 +269,7 @@ def test_an_e_stop_that_cannot_be_sent_is_said_not_to_be_confirmed(site: Site) -
         assert [order.press for order in site.desk.orders("e-stop")] == [7]
 
 
-def test_who_signs_in_and_who_is_refused_is_audited_and_an_order_names_its_address(tmp_path: Path) -> None:
+def test_sign_ins_refusals_and_addresses_are_audited(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "audit.jsonl")
     for site in serve(log):
         with site.page("ana") as ana, site.stops() as stops:
@@ -292,13 +292,13 @@ def test_who_signs_in_and_who_is_refused_is_audited_and_an_order_names_its_addre
     ]
 
 
-def test_two_pages_never_share_a_name(site: Site) -> None:
+def test_page_names_are_unique(site: Site) -> None:
     with site.page("alice") as one, site.page("alice") as two, site.page("") as anyone:
         assert (one.name, two.name) == ("alice", "alice-2")
         assert anyone.name.startswith("guest-")
 
 
-def test_the_state_reaches_the_page(site: Site) -> None:
+def test_state_reaches_the_page(site: Site) -> None:
     site.desk.learn(30)
     with site.page("alice") as alice:
         until(lambda: alice.hear("state")["view"]["robots"][0]["status"] is not None)
@@ -308,7 +308,7 @@ def test_the_state_reaches_the_page(site: Site) -> None:
         assert names == {"success", "helped", "learner/critic_loss", "learner/actor_loss"}
 
 
-def test_a_picture_is_sent_for_each_one_seen_and_the_newest_wins(site: Site) -> None:
+def test_picture_follows_an_acknowledgement_and_the_newest_wins(site: Site) -> None:
     with site.page("alice") as alice:
         until(lambda: alice.hear("state") and len(alice.pictures) == 2)
         newest = site.desk.hub.preview("panda-0", "front")
@@ -321,7 +321,7 @@ def test_a_picture_is_sent_for_each_one_seen_and_the_newest_wins(site: Site) -> 
         assert header["camera"] == "front" and header["step"] > newest.step and jpeg.startswith(b"\xff\xd8")
 
 
-def test_robots_film_only_while_somebody_looks(site: Site) -> None:
+def test_previews_are_requested_for_visible_pages_only(site: Site) -> None:
     assert not site.desk.sent
     with site.page("alice") as alice:
         until(lambda: alice.hear("state") and site.desk.sent)
@@ -354,14 +354,14 @@ def test_robots_film_only_while_somebody_looks(site: Site) -> None:
         '{"type":"hello","operator":"a","more":1}',
     ],
 )
-def test_nonsense_closes_the_page_with_a_reason(door: Site, text: str | bytes) -> None:
+def test_invalid_message_closes_the_page_with_a_reason(door: Site, text: str | bytes) -> None:
     with door.page("alice") as alice:
         alice.socket.send(text)
         assert alice.closed()
     assert not [m for m in door.desk.sent if hasattr(m, "order")]
 
 
-def test_orders_before_the_name_are_nonsense_however_they_fall_in_with_our_sending(door: Site) -> None:
+def test_order_before_the_name_closes_the_page(door: Site) -> None:
     for attempt in range(60):
         with door.socket() as socket, pytest.raises(ConnectionClosed, match="hello"):
             if attempt % 3:
@@ -371,20 +371,20 @@ def test_orders_before_the_name_are_nonsense_however_they_fall_in_with_our_sendi
                 socket.recv(timeout=60)
 
 
-def test_a_message_beyond_the_bound_closes_the_page(door: Site) -> None:
+def test_too_long_message_closes_the_page(door: Site) -> None:
     with door.page("alice") as alice:
         alice.socket.send("x" * (MAX_MESSAGE_BYTES + 1))
         alice.closed()
 
 
-def test_an_unknown_robot_is_a_refusal_not_an_end(site: Site) -> None:
+def test_unknown_robot_is_refused_without_closing(site: Site) -> None:
     with site.page("alice") as alice:
         reply = alice.order("take-over", robot="panda-9")
         assert not reply["accepted"] and "panda-0" in reply["reason"]
         assert alice.order("take-over")["accepted"]
 
 
-def test_pages_are_bounded(site: Site) -> None:
+def test_number_of_pages_is_bounded(site: Site) -> None:
     pages = [site.socket() for _ in range(MAX_PAGES)]
     open_pages = [page.__enter__() for page in pages]
     try:
@@ -397,19 +397,19 @@ def test_pages_are_bounded(site: Site) -> None:
             page.__exit__(None, None, None)
 
 
-def test_a_port_in_use_names_the_option(door: Site) -> None:
+def test_port_in_use_names_the_option(door: Site) -> None:
     port = int(door.host.rpartition(":")[2])
     with pytest.raises(RunError, match=r"--console\.port"):
         ConsoleServer(door.desk.hub, port=port).start()
 
 
-def test_other_machines_are_not_served(door: Site) -> None:
+def test_other_hosts_are_refused(door: Site) -> None:
     with pytest.raises(ConfigError, match="SSH"):
         ConsoleServer(door.desk.hub, host="0.0.0.0")
 
 
 @pytest.mark.parametrize("text", ['{"type":"stop","operator":"","presses":{}}', '{"type":"hello"}', "[]", b"x"])
-def test_nonsense_closes_the_connection_for_e_stops_with_a_reason(door: Site, text: str | bytes) -> None:
+def test_invalid_message_closes_the_e_stop_socket(door: Site, text: str | bytes) -> None:
     with door.stops() as stops:
         stops.send(text)
         with pytest.raises(ConnectionClosed) as end:
@@ -417,7 +417,7 @@ def test_nonsense_closes_the_connection_for_e_stops_with_a_reason(door: Site, te
         assert end.value.rcvd is not None and end.value.rcvd.reason
 
 
-def test_stopping_closes_open_pages_and_frees_the_port() -> None:
+def test_stop_closes_pages_and_frees_the_port() -> None:
     desk = SimulatedRun().start()
     server = ConsoleServer(desk.hub)
     site = Site(desk, server.start())

@@ -62,7 +62,7 @@ def hub(sent: list[OperatorCommand | PreviewRequest], clock: Clock) -> ConsoleHu
     return ConsoleHub("demo", sent.append, {"panda-0": bus("x y z g", tool_delta=(0, 1, 2), gripper=3)}, 300.0, clock)
 
 
-def test_a_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
+def test_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().robots[0].status is None and not hub.view().robots[0].lost
     hub.update(status(step=9))
     seen = hub.view().robots[0]
@@ -71,7 +71,7 @@ def test_a_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) 
     assert hub.view().robots[0].lost
 
 
-def test_a_guest_is_shown_before_it_comes_in_and_how_long_it_is_missing(hub: ConsoleHub, clock: Clock) -> None:
+def test_remote_robot_is_shown_before_it_reports(hub: ConsoleHub, clock: Clock) -> None:
     hub.add_robot("far-0")
     clock.now_s += 60
     (guest,) = [robot for robot in hub.view().robots if robot.name == "far-0"]
@@ -82,7 +82,7 @@ def test_a_guest_is_shown_before_it_comes_in_and_how_long_it_is_missing(hub: Con
     assert hub.view().robots[1].lost and hub.view().robots[1].silent_s == 90
 
 
-def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock) -> None:
+def test_success_counts_episodes_without_help(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().success is None
     for report in (episode(True), episode(False), episode(True, touched=5), episode(None), episode(True, "demo")):
         clock.now_s += 10
@@ -95,7 +95,7 @@ def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock)
     assert helped.x == (10.0, 20.0, 30.0, 40.0) and helped.y == (0.0, 0.0, 1 / 3, 0.25)
 
 
-def test_a_resumed_run_counts_on_where_its_earlier_launches_stopped(hub: ConsoleHub, clock: Clock) -> None:
+def test_resumed_run_continues_its_counts(hub: ConsoleHub, clock: Clock) -> None:
     hub.restore_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
     clock.now_s += 5.0
     hub.update(episode(True, touched=5))
@@ -103,7 +103,7 @@ def test_a_resumed_run_counts_on_where_its_earlier_launches_stopped(hub: Console
     assert (view.episodes, view.interventions, view.elapsed_s, view.budget_s) == (11, 3, 105.0, 300.0)
 
 
-def test_what_the_learner_has_trained_is_told_beside_what_it_is_to_train(hub: ConsoleHub, clock: Clock) -> None:
+def test_view_has_training_time_and_budget(hub: ConsoleHub, clock: Clock) -> None:
     assert (hub.view().training_s, hub.view().budget_s) == (0.0, 300.0)
     clock.now_s += 60.0
     hub.update(MetricsReport(node="learner", count=10, scalars={"training_s": 40.0}))
@@ -111,7 +111,7 @@ def test_what_the_learner_has_trained_is_told_beside_what_it_is_to_train(hub: Co
     assert (hub.view().elapsed_s, hub.view().training_s) == (60.0, 40.0)
 
 
-def test_a_robot_says_how_its_last_episode_ended(hub: ConsoleHub) -> None:
+def test_view_has_the_last_episode_of_a_robot(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].last is None
     hub.update(episode(True, touched=5))
     hub.update(episode(False, "demo"))
@@ -125,7 +125,7 @@ def test_success_is_of_the_newest_episodes(hub: ConsoleHub) -> None:
     assert hub.view().success == 1.0
 
 
-def test_losses_are_drawn_and_what_is_not_finite_is_left_out(hub: ConsoleHub) -> None:
+def test_curves_have_losses_without_non_finite_values(hub: ConsoleHub) -> None:
     hub.update(MetricsReport(node="learner", count=10, scalars={"critic_loss": 2.0}))
     hub.update(MetricsReport(node="learner", count=20, scalars={"critic_loss": float("nan")}))
     hub.update(MetricsReport(node="learner", count=30, scalars={"critic_loss": 1.0}))
@@ -135,7 +135,7 @@ def test_losses_are_drawn_and_what_is_not_finite_is_left_out(hub: ConsoleHub) ->
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500))
-def test_a_curve_stays_small_in_order_and_within_its_values(values: list[float]) -> None:
+def test_curve_is_bounded_and_in_order(values: list[float]) -> None:
     curve = Curve("c", max_points=16)
     for x, value in enumerate(values):
         curve.add(float(x), value)
@@ -169,13 +169,13 @@ def with_odd_colours() -> bytes:
     [b"", b"no picture", claiming(65_000, 65_000), with_odd_colours()],
     ids=["nothing", "noise", "bomb", "colours"],
 )
-def test_browsers_get_no_picture_that_would_burst_them(hub: ConsoleHub, picture: bytes) -> None:
+def test_too_large_pictures_are_refused(hub: ConsoleHub, picture: bytes) -> None:
     with pytest.raises(WireError, match="frame"):
         hub.update_preview(Preview(robot="panda-0", camera="front", step=0), picture)
     assert hub.preview("panda-0", "front") is None
 
 
-def test_a_picture_replaces_the_former_one(hub: ConsoleHub) -> None:
+def test_picture_replaces_the_previous_one(hub: ConsoleHub) -> None:
     for step in range(3):
         hub.update_preview(Preview(robot="panda-0", camera="front", step=step), jpeg(step))
     picture = hub.preview("panda-0", "front")
@@ -184,7 +184,7 @@ def test_a_picture_replaces_the_former_one(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].cameras == ("front",)
 
 
-def test_what_others_send_is_bounded(hub: ConsoleHub) -> None:
+def test_robots_nodes_and_cameras_are_bounded(hub: ConsoleHub) -> None:
     with pytest.raises(WireError, match="bytes"):
         hub.update_preview(Preview(robot="panda-0", camera="front", step=0), bytes(MAX_JPEG_BYTES + 1))
     with pytest.raises(WireError, match="cameras"):
@@ -197,7 +197,7 @@ def test_what_others_send_is_bounded(hub: ConsoleHub) -> None:
     assert len(hub.curves()) == MAX_CURVES
 
 
-def test_many_scalars_of_others_leave_room_for_success_and_losses(hub: ConsoleHub) -> None:
+def test_many_scalars_leave_room_for_success_and_losses(hub: ConsoleHub) -> None:
     hub.update(MetricsReport(node="gateway", count=1, scalars={f"wait_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
     hub.update(MetricsReport(node="learner", count=1, scalars={f"time_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
     hub.update(MetricsReport(node="learner", count=2, scalars={"critic_loss": 2.0}))
@@ -205,7 +205,7 @@ def test_many_scalars_of_others_leave_room_for_success_and_losses(hub: ConsoleHu
     assert {curve.name for curve in hub.curves()} == {"learner/critic_loss", "success", "helped"}
 
 
-def test_orders_go_out_numbered_upwards(hub: ConsoleHub, sent: list[Any]) -> None:
+def test_orders_have_ascending_sequences(hub: ConsoleHub, sent: list[Any]) -> None:
     hub.send_order("panda-0", "alice", "take-over")
     hub.send_drive("panda-0", "alice", (1.0, 0.0, -0.5), -1.0)
     first, second = sent
@@ -216,7 +216,7 @@ def test_orders_go_out_numbered_upwards(hub: ConsoleHub, sent: list[Any]) -> Non
         hub.send_order("panda-9", "alice", "e-stop")
 
 
-def test_a_move_lands_where_the_robots_spec_has_its_tool(sent: list[Any]) -> None:
+def test_move_sets_the_tool_elements_of_the_spec(sent: list[Any]) -> None:
     odd = bus("grip roll x y z", tool_delta=(2, 3, 4), gripper=0)
     hub = ConsoleHub("demo", sent.append, {"odd": odd, "base": bus("left right")})
     hub.send_drive("odd", "alice", (0.1, 0.2, 0.3), 1.0)
@@ -228,7 +228,7 @@ def test_a_move_lands_where_the_robots_spec_has_its_tool(sent: list[Any]) -> Non
     assert sent[-1].twist == (0.1, 0.2, 0.3, 1.0)
 
 
-def test_watching_asks_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
+def test_preview_request_goes_to_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
     hub.update(status("panda-1"))
     hub.request_previews(rate_hz=10.0, ttl_s=3.0)
     assert [(request.robot, request.rate_hz, request.ttl_s) for request in sent] == [
@@ -236,7 +236,7 @@ def test_watching_asks_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
     ]  # fmt: skip
 
 
-def test_listeners_hear_everything_until_they_end_it(hub: ConsoleHub) -> None:
+def test_listener_gets_messages_until_it_unsubscribes(hub: ConsoleHub) -> None:
     heard: list[Any] = []
     end = hub.subscribe(heard.append)
     hub.update(status())
@@ -246,7 +246,7 @@ def test_listeners_hear_everything_until_they_end_it(hub: ConsoleHub) -> None:
     assert len(heard) == 2
 
 
-def test_threads_may_feed_and_read_at_once(hub: ConsoleHub) -> None:
+def test_threads_may_update_and_read_at_once(hub: ConsoleHub) -> None:
     def feed() -> None:
         for count in range(300):
             hub.update(MetricsReport(node="learner", count=count, scalars={"loss": float(count)}))

@@ -64,7 +64,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def test_a_person_takes_over_drives_and_hands_back(desk: Desk) -> None:
+def test_operator_takes_over_drives_and_hands_back(desk: Desk) -> None:
     assert desk.authority.phase is Phase.POLICY
     assert desk.order("alice", "take-over").accepted
     assert desk.order("alice", "drive", (1.0, -0.5, 0.0, 0.0)).accepted
@@ -75,7 +75,7 @@ def test_a_person_takes_over_drives_and_hands_back(desk: Desk) -> None:
     assert not desk.authority.twist().any()
 
 
-def test_the_audit_says_who_did_what_when(desk: Desk) -> None:
+def test_audit_records_each_transition(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.wait(INPUT_TIMEOUT_S + 0.1)
     desk.order("bob", "hand-back")
@@ -87,7 +87,7 @@ def test_the_audit_says_who_did_what_when(desk: Desk) -> None:
     assert desk.authority.audit[0].unix_ns == 100_000_000_000
 
 
-def test_a_second_person_is_refused_and_told_who_drives(desk: Desk) -> None:
+def test_second_operator_is_refused_with_the_drivers_name(desk: Desk) -> None:
     desk.order("alice", "take-over")
     for order in ("take-over", "hand-back", "success", "reset"):
         reply = desk.order("bob", order)
@@ -97,7 +97,7 @@ def test_a_second_person_is_refused_and_told_who_drives(desk: Desk) -> None:
     assert desk.authority.take_label() is None and not desk.authority.take_reset_request()
 
 
-def test_silence_holds_and_only_a_new_take_over_resumes(desk: Desk) -> None:
+def test_input_timeout_holds_until_a_new_take_over(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
     assert desk.wait(0.9 * INPUT_TIMEOUT_S) is ControlState.HUMAN
@@ -107,7 +107,7 @@ def test_silence_holds_and_only_a_new_take_over_resumes(desk: Desk) -> None:
     assert desk.order("alice", "take-over").accepted and desk.authority.state is ControlState.HUMAN
 
 
-def test_an_input_moves_nothing_beyond_the_time_of_silence(desk: Desk) -> None:
+def test_expired_input_moves_nothing(desk: Desk) -> None:
     """The last control period that it moves the robot in is over 0.2 s after it at the latest."""
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
@@ -120,14 +120,14 @@ def test_an_input_moves_nothing_beyond_the_time_of_silence(desk: Desk) -> None:
     assert desk.authority.twist()[0] == 1.0
 
 
-def test_a_loop_that_was_busy_takes_a_fresh_input_for_no_silence(desk: Desk) -> None:
+def test_new_input_after_a_busy_loop_is_no_timeout(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.clock.now_s += 3.0  # the robot was brought to its start
     assert desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0)).accepted
     assert desk.wait(0.0) is ControlState.HUMAN
 
 
-def test_a_page_that_goes_away_leaves_a_hold_at_once(desk: Desk) -> None:
+def test_release_holds_at_once(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
     assert not desk.order("bob", "release").accepted
@@ -136,7 +136,7 @@ def test_a_page_that_goes_away_leaves_a_hold_at_once(desk: Desk) -> None:
     assert desk.order("alice", "release").accepted and desk.authority.state is ControlState.HOLD
 
 
-def test_anyone_may_take_over_from_a_silent_person(desk: Desk) -> None:
+def test_any_operator_takes_over_from_a_hold(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.clock.now_s += INPUT_TIMEOUT_S + 0.1  # nobody ticked in between: the order itself notices the silence
     assert desk.order("bob", "take-over").accepted
@@ -144,7 +144,7 @@ def test_anyone_may_take_over_from_a_silent_person(desk: Desk) -> None:
     assert "bob" in desk.order("alice", "drive", (1.0, 0.0, 0.0, 0.0)).reason
 
 
-def test_another_console_may_count_from_elsewhere(desk: Desk) -> None:
+def test_consoles_number_their_inputs_independently(desk: Desk) -> None:
     desk.sequence = 10**18
     desk.order("alice", "take-over")
     desk.order("alice", "hand-back")
@@ -153,7 +153,7 @@ def test_another_console_may_count_from_elsewhere(desk: Desk) -> None:
     assert desk.order("bob", "drive", (0.0, 1.0, 0.0, 0.0)).accepted
 
 
-def test_an_input_that_was_overtaken_changes_nothing(desk: Desk) -> None:
+def test_superseded_input_changes_nothing(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (0.5, 0.0, 0.0, 0.0))
     desk.sequence -= 1
@@ -164,14 +164,14 @@ def test_an_input_that_was_overtaken_changes_nothing(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "twist", [(), (0.0,) * 3, (0.0,) * 5, (1.01, 0.0, 0.0, 0.0), (float("nan"), 0.0, 0.0, 0.0), (float("-inf"),) * 4]
 )
-def test_a_twist_that_does_not_fit_is_refused_and_counts_as_silence(desk: Desk, twist: tuple[float, ...]) -> None:
+def test_invalid_twist_is_refused_and_does_not_extend_the_input(desk: Desk, twist: tuple[float, ...]) -> None:
     desk.order("alice", "take-over")
     desk.wait(0.4)
     assert not desk.order("alice", "drive", twist).accepted
     assert desk.wait(0.2) is ControlState.HOLD
 
 
-def test_the_stop_latches_until_a_named_person_re_arms(desk: Desk) -> None:
+def test_e_stop_latches_until_a_named_operator_re_arms(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, 0.0))
     desk.order("alice", "reset")
@@ -186,35 +186,35 @@ def test_the_stop_latches_until_a_named_person_re_arms(desk: Desk) -> None:
     assert desk.order("carol", "hand-back").accepted and desk.authority.state is ControlState.POLICY
 
 
-def test_a_stop_works_without_a_name_and_twice(desk: Desk) -> None:
+def test_e_stop_needs_no_name_and_may_be_repeated(desk: Desk) -> None:
     assert desk.order("", "e-stop").accepted and desk.order("x" * 500, "e-stop").accepted
     assert len(desk.authority.audit) == 1
 
 
-def test_the_driver_can_stop_by_itself(desk: Desk) -> None:
+def test_stop_by_the_driver_is_latched(desk: Desk) -> None:
     desk.authority.emergency_stop("driver", cause="button")
     assert desk.authority.audit[-1].cause == "button"
     assert "stopped by driver" in desk.order("alice", "take-over").reason
 
 
 @pytest.mark.parametrize("order", ["hand-back", "re-arm"])
-def test_what_makes_no_sense_now_is_refused_with_a_reason(desk: Desk, order: str) -> None:
+def test_command_that_is_illegal_in_this_state_is_refused(desk: Desk, order: str) -> None:
     reply = desk.order("alice", order)
     assert not reply.accepted and reply.reason and (reply.operator, reply.order) == ("alice", order)
     assert desk.authority.state is ControlState.POLICY
 
 
 @pytest.mark.parametrize("operator", ["", "   ", "x" * 65])
-def test_nobody_drives_without_a_name(desk: Desk, operator: str) -> None:
+def test_command_without_a_name_is_refused(desk: Desk, operator: str) -> None:
     assert "name" in desk.order(operator, "take-over").reason
 
 
-def test_an_order_to_another_robot_is_refused(desk: Desk) -> None:
+def test_command_for_another_robot_is_refused(desk: Desk) -> None:
     assert not desk.order("alice", "e-stop", robot="panda-1").accepted
     assert desk.authority.state is ControlState.POLICY
 
 
-def test_marks_and_resets_are_handed_over_once(desk: Desk) -> None:
+def test_label_and_reset_request_are_taken_once(desk: Desk) -> None:
     desk.order("alice", "failure")
     desk.order("bob", "success")
     mark = desk.authority.take_label()
@@ -224,14 +224,14 @@ def test_marks_and_resets_are_handed_over_once(desk: Desk) -> None:
     assert desk.authority.take_reset_request() and not desk.authority.take_reset_request()
 
 
-def test_a_mark_does_not_leak_into_the_next_episode(desk: Desk) -> None:
+def test_label_is_discarded_at_the_next_episode(desk: Desk) -> None:
     desk.order("alice", "success")
     desk.order("alice", "reset")
     desk.authority.begin_episode()
     assert desk.authority.take_label() is None and not desk.authority.take_reset_request()
 
 
-def test_phase_tells_a_correction_from_a_demonstration(desk: Desk) -> None:
+def test_phase_is_correction_or_teleop(desk: Desk) -> None:
     desk.authority.begin_episode()
     desk.order("alice", "take-over")
     assert desk.authority.phase is Phase.CORRECTION
@@ -243,7 +243,7 @@ def test_phase_tells_a_correction_from_a_demonstration(desk: Desk) -> None:
     assert desk.authority.phase is Phase.CORRECTION
 
 
-def test_a_twist_becomes_an_action_in_the_robots_units(desk: Desk) -> None:
+def test_twist_becomes_an_action_in_the_robots_units(desk: Desk) -> None:
     previous = np.array([0.0, 0.0, 0.0, 0.03], np.float32)
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, -0.5, -1.0, 0.0))
@@ -257,13 +257,13 @@ def test_a_twist_becomes_an_action_in_the_robots_units(desk: Desk) -> None:
     np.testing.assert_allclose(desk.authority.action(previous), [0, 0, 0, 0.08], rtol=1e-6)  # held, still open
 
 
-def test_a_robot_without_a_neutral_action_says_so() -> None:
+def test_robot_without_a_neutral_action_raises() -> None:
     spec = RobotSpec(model="walker", rate_hz=10.0, observation=(), action=SPEC.action)
     with pytest.raises(SpecError, match="neutral"):
         ControlAuthority("w", spec).action(np.zeros(4, np.float32))
 
 
-def test_an_illegal_transition_raises(desk: Desk) -> None:
+def test_illegal_transition_raises(desk: Desk) -> None:
     with pytest.raises(AuthorityError, match="policy to hold"):
         desk.authority._move(ControlState.HOLD, "alice", "test")
 

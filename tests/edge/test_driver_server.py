@@ -88,7 +88,7 @@ def site(runtime: Path) -> Iterator[Site]:
             assert not serving.is_alive()
 
 
-def test_a_silent_session_is_held_at_two_control_periods_whatever_others_say(site: Site) -> None:
+def test_silent_session_is_held_after_two_control_periods(site: Site) -> None:
     tick = site.client.step(RIGHT)
     assert tick.held_periods == 0 and tick.observation["observation.state"][4] > 0
     for _ in range(9):
@@ -116,7 +116,7 @@ def slow_to_see(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     return site
 
 
-def test_a_robot_that_follows_the_clock_is_held_within_two_periods_of_its_last_command(slow_to_see: Site) -> None:
+def test_real_time_robot_holds_within_two_periods_of_its_last_command(slow_to_see: Site) -> None:
     site, early_ns = slow_to_see, round(WATCHDOG_LEAD_S * 1e9)
     assert site.client.step(RIGHT).applied is not None
     assert site.pass_ns(3 * PERIOD_NS // 2 - early_ns - 1) == []
@@ -125,7 +125,7 @@ def test_a_robot_that_follows_the_clock_is_held_within_two_periods_of_its_last_c
     assert site.driver.kernel.reason_counts["watchdog"] == 1, "the kernel counts alike"
 
 
-def test_a_robot_that_stands_is_given_two_periods_from_the_answer_on(slow_to_see: Site) -> None:
+def test_watchdog_of_a_standing_robot_counts_from_the_reply(slow_to_see: Site) -> None:
     site = slow_to_see
     site.client.hold()
     assert site.pass_ns(2 * PERIOD_NS - 1) == [StopLevel.HOLD], "the one that was asked for"
@@ -139,7 +139,7 @@ class FrozenCamera(FakeCamera):
         raise StaleObservation("the newest frame is 0.201 s old")
 
 
-def test_a_camera_that_freezes_has_the_robot_held_within_the_next_period(slow_to_see: Site) -> None:
+def test_frozen_camera_holds_the_robot_within_the_next_period(slow_to_see: Site) -> None:
     site, early_ns = slow_to_see, round(WATCHDOG_LEAD_S * 1e9)
     site.client.step(RIGHT)
     site.now_ns += PERIOD_NS // 2
@@ -162,7 +162,7 @@ def during(site: Site, call: Callable[[], TimeStep]) -> tuple[threading.Thread, 
     return driving, ticks
 
 
-def test_a_robot_that_follows_the_clock_does_so_whatever_its_session_asks_for(site: Site) -> None:
+def test_real_time_robot_follows_the_clock_for_every_session(site: Site) -> None:
     site.server.real_time = True
     asked = threading.Thread(target=lambda: site.client.reset(0))  # which may take its time
     asked.start()
@@ -176,7 +176,7 @@ def test_a_robot_that_follows_the_clock_does_so_whatever_its_session_asks_for(si
     until(over, "the control period is over")
 
 
-def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(site: Site) -> None:
+def test_e_stop_is_executed_during_a_control_period(site: Site) -> None:
     driving, ticks = during(site, lambda: site.client.step(RIGHT))
     site.anyone.emergency_stop("ada")
     assert not ticks and driving.is_alive()
@@ -207,7 +207,7 @@ def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:
     return thread, ended
 
 
-def test_an_emergency_stop_is_obeyed_while_a_reset_moves_the_robot(site: Site) -> None:
+def test_e_stop_is_executed_during_a_reset(site: Site) -> None:
     thread, ended = resetting(site)
     site.anyone.emergency_stop("ada")
     assert site.robot.stops and set(site.robot.stops) == {StopLevel.SAFE}
@@ -217,7 +217,7 @@ def test_an_emergency_stop_is_obeyed_while_a_reset_moves_the_robot(site: Site) -
     assert site.client.step(RIGHT).applied is None
 
 
-def test_a_driver_that_is_to_end_gives_a_reset_up(site: Site) -> None:
+def test_stopping_driver_ends_a_reset(site: Site) -> None:
     thread, ended = resetting(site)
     site.server.stop.set()
     thread.join(END_S)
@@ -225,7 +225,7 @@ def test_a_driver_that_is_to_end_gives_a_reset_up(site: Site) -> None:
     assert isinstance(error, HalError) and "the driver of fake-0 is stopping" in str(error)
 
 
-def test_people_are_obeyed_in_the_order_in_which_they_spoke(site: Site) -> None:
+def test_e_stops_and_re_arms_take_effect_in_their_order(site: Site) -> None:
     site.anyone.emergency_stop("ada", estop_sequence=1)
     site.anyone.emergency_stop("bob", estop_sequence=3)  # it has its own way to the driver, and came before
     assert not site.client.rearm("ada", estop_sequence=2) and site.client.hold().stopped
@@ -236,7 +236,7 @@ def test_people_are_obeyed_in_the_order_in_which_they_spoke(site: Site) -> None:
     assert site.client.hold().stopped
 
 
-def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) -> None:
+def test_request_past_its_deadline_is_refused(site: Site) -> None:
     site.client.step(STILL)
     orders: tuple[DriverCommand, ...] = ("command", "reset", "hold", "re-arm")
     for order in orders:
@@ -250,7 +250,7 @@ def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) 
     assert len(site.robot.commands) == 1
 
 
-def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site, tmp_path: Path) -> None:
+def test_driver_stops_for_a_latch_that_a_session_wrote(site: Site, tmp_path: Path) -> None:
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, tmp_path / "e-stop.json")
     EstopLatch(tmp_path / "e-stop.json").press(new_emergency_stop("ada", "the driver did not answer"))
     assert not site.client.hold().stopped
@@ -259,7 +259,7 @@ def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site
     assert site.client.rearm("ada") and EstopLatch(tmp_path / "e-stop.json").read() is None
 
 
-def test_a_press_beside_the_session_is_heeded_in_the_next_control_period(site: Site, tmp_path: Path) -> None:
+def test_press_of_another_program_stops_the_robot_in_the_next_period(site: Site, tmp_path: Path) -> None:
     shared = tmp_path / "shared.json"
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared)
     assert site.client.step(RIGHT).applied is not None
@@ -272,7 +272,7 @@ def test_a_press_beside_the_session_is_heeded_in_the_next_control_period(site: S
     assert set(site.pass_ns(2 * PERIOD_NS)) == {StopLevel.SAFE}
 
 
-def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -> None:
+def test_other_requests_wait_for_the_end_of_the_control_period(site: Site) -> None:
     driving, ticks = during(site, lambda: site.client.step(RIGHT))
     heard: list[Any] = []
     asking = threading.Thread(target=lambda: heard.append(site.anyone.describe()))
@@ -286,7 +286,7 @@ def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -
     assert len(ticks) == len(heard) == 1
 
 
-def test_an_order_under_an_older_token_is_refused_and_counted(site: Site) -> None:
+def test_request_with_an_older_token_is_refused_and_counted(site: Site) -> None:
     with DriverClient("fake-0", token=2) as newer:
         newer.attach()
     with pytest.raises(StaleToken, match="token 1 is too old"):
@@ -294,7 +294,7 @@ def test_an_order_under_an_older_token_is_refused_and_counted(site: Site) -> Non
     assert site.driver.kernel.reason_counts["token"] == 1 and site.robot.commands == []
 
 
-def test_a_lease_that_has_run_out_has_the_robot_held_until_it_is_renewed(site: Site) -> None:
+def test_expired_lease_holds_the_robot_until_renewal(site: Site) -> None:
     site.client.token, site.client.lease_until_ns = 2, 100
     assert site.client.step(RIGHT).applied is not None
     site.lease_ns = 100
@@ -306,13 +306,13 @@ def test_a_lease_that_has_run_out_has_the_robot_held_until_it_is_renewed(site: S
     assert site.client.step(RIGHT).applied is not None, "no successor came, and the holder goes on"
 
 
-def test_a_command_that_names_no_lease_does_not_move_the_robot(site: Site) -> None:
+def test_command_without_a_lease_does_not_move_the_robot(site: Site) -> None:
     with DriverClient("fake-0", token=2) as newer:
         newer.lease_until_ns = 0
         assert newer.step(RIGHT).applied is None and site.robot.commands == []
 
 
-def test_a_lease_under_an_older_token_is_not_renewed(site: Site) -> None:
+def test_lease_of_an_older_token_is_not_renewed(site: Site) -> None:
     with DriverClient("fake-0") as newer:
         newer.renew_lease(2, 100)
         with pytest.raises(StaleToken):
@@ -321,7 +321,7 @@ def test_a_lease_under_an_older_token_is_not_renewed(site: Site) -> None:
         assert newer.step(RIGHT).applied is None and site.robot.commands == []
 
 
-def test_a_lease_that_runs_out_on_the_way_to_a_start_ends_that_and_a_renewal_is_taken_meanwhile(site: Site) -> None:
+def test_reset_accepts_renewals_and_ends_with_the_lease(site: Site) -> None:
     site.client.token, site.client.lease_until_ns = 2, 100
     thread, ended = resetting(site)
     site.anyone.renew_lease(2, 200)

@@ -45,7 +45,7 @@ def driver(tmp_path: Path) -> Iterator[NodeProcess]:
         yield running
 
 
-def test_the_newest_token_drives_even_after_a_restart(tmp_path: Path) -> None:
+def test_newest_token_drives_after_a_restart(tmp_path: Path) -> None:
     with driver_process(tmp_path, FAKE) as running, session(2) as first:
         assert first.spec.model == "fake" and first.task.name == "reach"
         first.reset(seed=1)
@@ -66,7 +66,7 @@ def test_the_newest_token_drives_even_after_a_restart(tmp_path: Path) -> None:
             assert same.step(STILL).applied is not None
 
 
-def test_pictures_come_with_the_times_of_their_capture(tmp_path: Path) -> None:
+def test_frames_carry_their_capture_times(tmp_path: Path) -> None:
     config = RobotConfig(name="fake-0", driver="fake", frame_stride=1, options={"cameras": ["front"], "image_size": 16})
     started_ns = time.monotonic_ns()
     with driver_process(tmp_path, config), session(1) as client:
@@ -75,7 +75,7 @@ def test_pictures_come_with_the_times_of_their_capture(tmp_path: Path) -> None:
     assert started_ns < frames[0].t_capture_ns < frames[1].t_capture_ns < time.monotonic_ns()
 
 
-def test_while_a_person_drives_the_robot_is_slower(driver: NodeProcess) -> None:
+def test_robot_is_slower_while_a_person_drives(driver: NodeProcess) -> None:
     with session(1) as client:
         client.reset(seed=0)
         client.reduced_speed = True
@@ -86,7 +86,7 @@ def test_while_a_person_drives_the_robot_is_slower(driver: NodeProcess) -> None:
         np.testing.assert_array_equal(client.step(RIGHT).applied, RIGHT)
 
 
-def test_what_is_no_action_is_answered_and_not_obeyed(driver: NodeProcess) -> None:
+def test_invalid_action_is_refused(driver: NodeProcess) -> None:
     with session(1) as client:
         before = client.reset(seed=0).observation
         for action in (np.full(4, np.nan, np.float32), np.zeros(3, np.float32), np.zeros(4, np.float64)):
@@ -100,7 +100,7 @@ def test_what_is_no_action_is_answered_and_not_obeyed(driver: NodeProcess) -> No
         )
 
 
-def test_a_silent_session_is_held(driver: NodeProcess) -> None:
+def test_silent_session_is_held(driver: NodeProcess) -> None:
     """After how long, `test_driver_server` shows by a clock of its own, and ``benchmarks.hal`` by the real one."""
     with session(1) as client:
         driver.wait_for_log("watchdog.hold")  # nobody has commanded yet
@@ -137,7 +137,7 @@ def session_process(token: int, out: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_session_that_is_stopped_or_killed_is_held_and_has_a_successor(
+def test_killed_session_is_held_until_its_successor_attaches(
     driver: NodeProcess, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "session.out"
@@ -152,7 +152,7 @@ def test_a_session_that_is_stopped_or_killed_is_held_and_has_a_successor(
             assert successor.step(STILL).applied is not None
 
 
-def test_a_newer_session_takes_over_in_the_middle_of_real_time_driving(driver: NodeProcess, tmp_path: Path) -> None:
+def test_newer_session_takes_over_in_real_time(driver: NodeProcess, tmp_path: Path) -> None:
     out = tmp_path / "session.out"
     with session_process(1, out) as process:
         with DriverClient("fake-0") as onlooker:
@@ -162,7 +162,7 @@ def test_a_newer_session_takes_over_in_the_middle_of_real_time_driving(driver: N
             assert newer.step(STILL).applied is not None
 
 
-def test_an_emergency_stop_outlives_the_process_until_a_person_re_arms(tmp_path: Path) -> None:
+def test_e_stop_survives_a_restart_until_a_person_re_arms(tmp_path: Path) -> None:
     with driver_process(tmp_path, FAKE) as running:
         with session(1, real_time=True) as client, DriverClient("fake-0") as anyone:
             anyone.emergency_stop("ada")
@@ -204,7 +204,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_does_not_end_it(driver: NodeProcess) -> None:
+def test_malformed_requests_do_not_end_the_driver(driver: NodeProcess) -> None:
     with session(1) as client:
         for frames in GARBAGE:
             raw(lambda socket, frames=frames: socket.send_multipart(frames))  # type: ignore[misc]
@@ -218,16 +218,14 @@ def test_garbage_does_not_end_it(driver: NodeProcess) -> None:
     assert "Traceback" not in driver.log
 
 
-def test_talk_that_commands_nothing_does_not_put_the_hold_off(driver: NodeProcess) -> None:
+def test_requests_without_a_command_do_not_delay_the_hold(driver: NodeProcess) -> None:
     with session(1) as client, DriverClient("fake-0") as chatty:
         client.step(RIGHT)
         before = driver.log.count("watchdog.hold")
         until(lambda: chatty.describe() or driver.log.count("watchdog.hold") > before, "it holds while somebody talks")
 
 
-def test_of_two_runs_with_one_arm_one_waits_and_is_told_why_and_the_first_ones_zombie_is_refused_by_token(
-    driver: NodeProcess, tmp_path: Path
-) -> None:
+def test_second_run_waits_for_the_arm_and_refuses_the_first_ones_token(driver: NodeProcess, tmp_path: Path) -> None:
     driver.wait_for_log("watchdog.hold")
     with (
         DriverClient("fake-0", token=5) as zombie,
@@ -270,14 +268,14 @@ def _described(driver: DriverClient) -> bool:
         ({"faults": {"drop_out": 5}}, "did you mean 'drop_out_at'?"),
     ],
 )
-def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_option_is_logged_in_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with driver_process(tmp_path, RobotConfig(name="fake-0", driver="fake", options=options)) as running:
         assert running.process.wait(END_S) == EXIT_FATAL
         (line,) = error_lines(running.log)
         assert said in line
 
 
-def test_a_robot_that_drops_out_ends_the_process_after_it_was_told(tmp_path: Path) -> None:
+def test_lost_robot_ends_the_process_after_the_reply(tmp_path: Path) -> None:
     config = RobotConfig(name="fake-0", driver="fake", options={"faults": {"drop_out_at": 300}})
     with driver_process(tmp_path, config) as running:
         with session(1) as client, pytest.raises(HardwareLost, match="dropped out"):
@@ -289,7 +287,7 @@ def test_a_robot_that_drops_out_ends_the_process_after_it_was_told(tmp_path: Pat
         assert client.step(STILL).applied is not None
 
 
-def test_a_driver_that_is_killed_shows_soon_and_its_successor_serves(tmp_path: Path) -> None:
+def test_killed_driver_is_detected_and_its_successor_serves(tmp_path: Path) -> None:
     with driver_process(tmp_path, FAKE) as running, session(1) as client:
         client.step(STILL)
         running.end(signal.SIGKILL)
@@ -302,7 +300,7 @@ def test_a_driver_that_is_killed_shows_soon_and_its_successor_serves(tmp_path: P
             assert client.step(STILL).applied is not None
 
 
-def test_a_simulated_robot_is_held_too(tmp_path: Path) -> None:
+def test_simulated_robot_is_held_too(tmp_path: Path) -> None:
     config = RobotConfig(name="panda-0", driver="sim", options={"cameras": []})
     with driver_process(tmp_path, config) as running, session(1, "panda-0") as client:
         client.reset(seed=2)

@@ -50,7 +50,7 @@ def driver(robot: RecordingRobot) -> Iterator[RobotEnvironment]:
         (np.zeros(4, np.int64), SafetyReason.DTYPE),
     ],
 )
-def test_what_is_no_action_never_reaches_the_robot(
+def test_invalid_action_never_reaches_the_robot(
     driver: RobotEnvironment, robot: RecordingRobot, action: np.ndarray, reason: SafetyReason
 ) -> None:
     before = robot.position
@@ -62,7 +62,7 @@ def test_what_is_no_action_never_reaches_the_robot(
 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=8), st.integers(0, 1000))
-def test_what_the_robot_gets_is_within_every_limit(actions: list[tuple[float, ...]], seed: int) -> None:
+def test_applied_actions_are_within_every_limit(actions: list[tuple[float, ...]], seed: int) -> None:
     robot = RecordingRobot()
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
     driver.connect()
@@ -78,7 +78,7 @@ def test_what_the_robot_gets_is_within_every_limit(actions: list[tuple[float, ..
     driver.close()
 
 
-def test_the_emergency_stop_outlives_the_driver_until_a_person_re_arms(tmp_path: Path) -> None:
+def test_e_stop_survives_the_driver_until_a_person_re_arms(tmp_path: Path) -> None:
     latch = tmp_path / "e-stop.json"
     first = RecordingRobot()
     driver = RobotEnvironment(first, FakeTask(), SafetyKernel(first.spec, latch_path=latch))
@@ -105,7 +105,7 @@ def test_the_emergency_stop_outlives_the_driver_until_a_person_re_arms(tmp_path:
     driver.close()
 
 
-def test_the_robot_is_stopped_before_the_disk_is_waited_for(tmp_path: Path) -> None:
+def test_e_stop_stops_the_robot_before_it_writes_the_latch(tmp_path: Path) -> None:
     latch = tmp_path / "e-stop.json"
     latched: list[bool] = []
 
@@ -122,7 +122,7 @@ def test_the_robot_is_stopped_before_the_disk_is_waited_for(tmp_path: Path) -> N
     driver.close()
 
 
-def test_an_emergency_stop_of_a_lost_robot_is_latched(tmp_path: Path) -> None:
+def test_e_stop_of_a_lost_robot_is_latched(tmp_path: Path) -> None:
     robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=tmp_path / "e-stop.json"))
     driver.connect()
@@ -134,7 +134,7 @@ def test_an_emergency_stop_of_a_lost_robot_is_latched(tmp_path: Path) -> None:
     driver.close()
 
 
-def test_a_driver_that_was_kept_from_looking_looks_again_before_it_obeys() -> None:
+def test_delayed_driver_observes_again_before_an_action() -> None:
     now_ns = [0]
     robot = RecordingRobot(clock=lambda: now_ns[0])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
@@ -161,7 +161,7 @@ class ButtonRobot(RecordingRobot):
         return super().command(action)
 
 
-def test_a_stop_button_of_the_robots_own_latches_until_it_is_released_and_a_person_re_arms() -> None:
+def test_robots_own_stop_button_latches_until_release_and_re_arm() -> None:
     robot = ButtonRobot()
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
     driver.connect()
@@ -179,7 +179,7 @@ def test_a_stop_button_of_the_robots_own_latches_until_it_is_released_and_a_pers
     driver.close()
 
 
-def test_a_stop_button_that_is_pressed_before_the_robot_is_connected_latches_too() -> None:
+def test_stop_button_pressed_before_the_connection_latches() -> None:
     robot = ButtonRobot()
     robot.pressed = True
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
@@ -205,7 +205,7 @@ class AwaitedCamera(FakeCamera):
         raise HardwareLost("no frame came within 20 s")
 
 
-def test_a_driver_that_is_to_end_does_not_wait_for_its_cameras() -> None:
+def test_stopping_driver_does_not_wait_for_its_cameras() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     camera = AwaitedCamera(robot, robot.spec.cameras[0])
     camera.stop = threading.Event()
@@ -216,7 +216,7 @@ def test_a_driver_that_is_to_end_does_not_wait_for_its_cameras() -> None:
         robot.observe()
 
 
-def test_a_reading_that_froze_stops_the_robot_and_ends_nothing() -> None:
+def test_frozen_observation_stops_the_robot_until_it_recovers() -> None:
     now_ns = [0]
     robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(stale_at=2)), clock=lambda: now_ns[0])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
@@ -231,7 +231,7 @@ def test_a_reading_that_froze_stops_the_robot_and_ends_nothing() -> None:
     driver.close()
 
 
-def test_a_broken_reading_is_not_acted_upon() -> None:
+def test_invalid_observation_raises() -> None:
     robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(nan_at=1)))
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
     driver.connect()
@@ -244,7 +244,7 @@ def test_a_broken_reading_is_not_acted_upon() -> None:
     driver.close()
 
 
-def test_a_lost_robot_is_told() -> None:
+def test_lost_robot_raises() -> None:
     robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
     driver.connect()
@@ -255,7 +255,7 @@ def test_a_lost_robot_is_told() -> None:
     driver.close()
 
 
-def test_pictures_are_taken_as_often_as_asked_and_always_in_real_time() -> None:
+def test_frame_stride_applies_except_in_real_time() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     cameras = [FakeCamera(robot, spec) for spec in robot.spec.cameras]
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), cameras, frame_stride=3)
@@ -294,7 +294,7 @@ class LateCamera(FakeCamera):
         self.stops = len(self._robot.stops)
 
 
-def test_a_robot_under_an_e_stop_is_stopped_as_soon_as_it_is_connected() -> None:
+def test_latched_robot_is_stopped_when_it_is_connected() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     camera = LateCamera(robot, robot.spec.cameras[0])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
@@ -316,7 +316,7 @@ class GrowingCamera(FakeCamera):
 
 
 @pytest.mark.parametrize("picture", [np.zeros((32, 16, 3), np.uint8), np.zeros((16, 16, 3), np.float32)])
-def test_a_camera_that_does_not_keep_to_its_spec_is_lost(picture: np.ndarray) -> None:
+def test_image_that_differs_from_its_spec_raises(picture: np.ndarray) -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     camera = GrowingCamera(robot, robot.spec.cameras[0])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
@@ -328,7 +328,7 @@ def test_a_camera_that_does_not_keep_to_its_spec_is_lost(picture: np.ndarray) ->
     driver.close()
 
 
-def test_a_picture_is_handed_on_once_and_again_after_a_reset() -> None:
+def test_frame_is_returned_once_and_again_after_a_reset() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [SlowCamera(robot)])
     driver.connect()
@@ -337,7 +337,7 @@ def test_a_picture_is_handed_on_once_and_again_after_a_reset() -> None:
     driver.close()
 
 
-def test_a_reset_is_repeatable_and_is_no_step(driver: RobotEnvironment, robot: RecordingRobot) -> None:
+def test_reset_is_repeatable_and_is_no_step(driver: RobotEnvironment, robot: RecordingRobot) -> None:
     first, again, other = (driver.reset(seed).observation["observation.state"] for seed in (5, 5, 6))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -352,7 +352,7 @@ class Stubborn(FakeCamera):
         raise HardwareLost("the camera does not let go")
 
 
-def test_a_camera_that_fails_to_close_keeps_neither_robot_nor_other_devices_open() -> None:
+def test_failed_close_of_a_camera_closes_the_other_devices() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=16))
     cameras = [Stubborn(robot, spec) for spec in robot.spec.cameras]
     hand = FakeTeleoperator([TeleopInput(STILL, engaged=False)])
@@ -375,7 +375,7 @@ class Unplugged(FakeTeleoperator):
         raise HardwareLost("the leader has hung since reading")
 
 
-def test_a_robot_goes_on_without_an_input_device_that_is_lost_and_cannot_be_closed() -> None:
+def test_lost_input_device_is_removed() -> None:
     robot = RecordingRobot()
     hand = Unplugged([TeleopInput(STILL, engaged=False)])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[hand])

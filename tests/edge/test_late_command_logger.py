@@ -45,7 +45,7 @@ class HeldDriver:
         return TimeStep({}, {}, captured, np.zeros(1), 0, command_ns, TaskOutcome(0.0, False), held, False)
 
 
-def test_a_late_command_is_told_with_its_parts(caplog: pytest.LogCaptureFixture) -> None:
+def test_late_command_is_logged_with_its_parts(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     driver = LateCommandLogger(HeldDriver(clock), "arm-0", clock)
     with caplog.at_level(logging.WARNING):

@@ -26,7 +26,7 @@ def lease() -> Iterator[LeaseClient]:
         yield LeaseClient("fake-0", "run", unconnected)
 
 
-def test_a_second_answer_to_the_same_question_is_the_newer_lease_and_ends_nothing(lease: LeaseClient) -> None:
+def test_second_grant_replaces_the_first(lease: LeaseClient) -> None:
     lease.on_message(granted(1))
     lease.on_message(granted(2))
     assert lease.token == 2
@@ -38,7 +38,7 @@ def test_a_second_answer_to_the_same_question_is_the_newer_lease_and_ends_nothin
         lease.on_message(LeaseRefusal(robot="fake-0", reason="another run has it", token=2))
 
 
-def test_a_lease_lasts_from_when_it_was_asked_for_however_late_the_answer_comes(lease: LeaseClient) -> None:
+def test_lease_counts_from_its_request(lease: LeaseClient) -> None:
     assert lease.is_expired()
     now_ns = lease_clock_ns()
     lease.on_message(granted(1, now_ns - 4_000_000_000))

@@ -38,7 +38,7 @@ class Clock:
         self.now_s += seconds
 
 
-def test_control_periods_follow_a_grid_and_lateness_is_not_made_up_by_haste() -> None:
+def test_periods_follow_a_grid_without_catching_up() -> None:
     clock = Clock()
     pace = RateKeeper(PERIOD_S, lambda: clock.now_s, clock.sleep)
     ends = []
@@ -49,8 +49,13 @@ def test_control_periods_follow_a_grid_and_lateness_is_not_made_up_by_haste() ->
     assert ends == [0.1, 0.2, 0.65, 0.75, 0.85], "the third was late; a whole period follows it"
 
 
-def test_a_real_robot_keeps_its_pace_and_a_simulated_one_need_not() -> None:
+<<<<<<< HEAD
+def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
     station = make_robot_setup(RobotSetupRequest("arm-0", "reach", {}))
+=======
+def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
+    station = make_station(RobotSetupRequest("arm-0", "reach", {}))
+>>>>>>> d57b3f8 (edge, console, inference: name tests by subject, condition, result)
     for driver, real_time, paced in (
         ("ur", True, True),
         ("ur", None, True),
@@ -65,7 +70,7 @@ def test_a_real_robot_keeps_its_pace_and_a_simulated_one_need_not() -> None:
 
 
 @pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
-def test_a_real_robot_cannot_be_told_to_leave_the_clock(driver: str) -> None:
+def test_real_robot_cannot_leave_the_clock(driver: str) -> None:
     assert RobotConfig(name="arm-0", driver=driver).follows_clock
     with pytest.raises(ConfigError, match=f"robot arm-0: .*the driver {driver} moves a real one: leave real_time out"):
         RobotConfig(name="arm-0", driver=driver, real_time=False)
@@ -79,7 +84,7 @@ def watched() -> tuple[RecordingRobot, RobotSetup]:
     return robot, RobotSetup("arm-0", robot, FakeTask())
 
 
-def test_a_real_robot_is_not_driven_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_robot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_sys.edge.local_environment, "LOCK_TIMEOUT_S", 0.0)
     robot, station = watched()
     with robot_lock("arm-0", "for run demo", simulated=False):
@@ -92,7 +97,7 @@ def test_a_real_robot_is_not_driven_beside_another_process(monkeypatch: pytest.M
     assert not driver_process_of("arm-0")
 
 
-def test_a_robot_that_a_person_stopped_is_not_moved_by_another_command() -> None:
+def test_latched_robot_is_refused() -> None:
     robot, station = watched()
     EstopLatch(robot_files("arm-0", simulated=False).latch_path).press(new_emergency_stop("ada", "smoke"))
     with pytest.raises(EmergencyStopped, match="stopped by ada: re-arm it at the console .* `user-sys rearm arm-0`"):
@@ -101,7 +106,7 @@ def test_a_robot_that_a_person_stopped_is_not_moved_by_another_command() -> None
     assert robot.commands == [] and not driver_process_of("arm-0")
 
 
-def test_a_robot_that_stops_by_a_button_of_its_own_is_given_up_and_stays_stopped() -> None:
+def test_robots_own_stop_ends_the_work_and_stays() -> None:
     robot, station = watched()
     with (
         pytest.raises(EmergencyStopped, match="person must re-arm it"),
@@ -126,7 +131,7 @@ class Homing(FakeTask):
         raise AssertionError("it went on")
 
 
-def test_a_press_beside_the_program_ends_the_way_to_a_start() -> None:
+def test_press_of_another_program_ends_the_reset() -> None:
     robot = RecordingRobot()
     with open_local_environment(RobotSetup("arm-0", robot, Homing()), REAL) as driver:
         tick = driver.reset(0)
@@ -144,7 +149,7 @@ class Awaited(RecordingRobot):
         super().connect()
 
 
-def test_a_press_while_a_robot_is_being_connected_stops_it_once_it_is() -> None:
+def test_press_during_the_connection_stops_the_robot() -> None:
     robot = Awaited()
     with open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL) as driver:
         assert driver.reset(0).stopped and set(robot.stops) == {StopLevel.SAFE}
@@ -171,7 +176,7 @@ class Pressed(RecordingRobot):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_ends_a_program_between_two_control_periods_and_the_robot_is_stopped(number: signal.Signals) -> None:
+def test_signal_ends_the_program_between_control_periods(number: signal.Signals) -> None:
     robot = Pressed(number)
     before = signal.signal(number, signal.default_int_handler)  # whoever runs the tests may have it ignored
     try:
@@ -191,7 +196,7 @@ def test_ctrl_c_ends_a_program_between_two_control_periods_and_the_robot_is_stop
         signal.signal(number, before)
 
 
-def test_a_program_that_shall_outlive_its_terminal_does() -> None:
+def test_nohup_program_ignores_the_end_of_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with defer_signals():

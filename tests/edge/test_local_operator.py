@@ -55,7 +55,7 @@ def order(authority: ControlAuthority, what: str, operator: str = "ada") -> Oper
     return authority.apply(OperatorCommand(robot="arm-0", operator=operator, order=what))  # type: ignore[arg-type]
 
 
-def test_a_hand_takes_over_and_once_it_lets_go_the_robot_soon_holds(authority: ControlAuthority, clock: Clock) -> None:
+def test_local_input_takes_over_and_its_end_holds(authority: ControlAuthority, clock: Clock) -> None:
     previous = np.array([0.5, 0.5], np.float32)
     authority.apply_local_input(hand(1.0, -0.5))
     assert (authority.update(), authority.operator) == (ControlState.HUMAN, LOCAL_OPERATOR)
@@ -69,14 +69,14 @@ def test_a_hand_takes_over_and_once_it_lets_go_the_robot_soon_holds(authority: C
     assert order(authority, "hand-back").accepted is False, "the hand is still on it"
 
 
-def test_a_leader_arm_says_where_to_be(authority: ControlAuthority) -> None:
+def test_leader_arm_gives_position_targets(authority: ControlAuthority) -> None:
     authority.apply_local_input(hand(0.0, 0.0, target=(1.5, -1.0)))
     assert authority.action(np.zeros(2, np.float32)).tolist() == [1.5, -1.0]
     authority.apply_local_input(None)
     assert authority.action(np.array([1.5, -1.0], np.float32)).tolist() == [1.5, -1.0]
 
 
-def test_a_hand_gives_way_to_another_person_and_to_the_e_stop(authority: ControlAuthority) -> None:
+def test_local_input_yields_to_operators_and_the_e_stop(authority: ControlAuthority) -> None:
     assert order(authority, "take-over").accepted
     authority.apply_local_input(hand(1.0, 0.0))
     assert authority.operator == "ada" and not authority.twist().any()
@@ -85,13 +85,13 @@ def test_a_hand_gives_way_to_another_person_and_to_the_e_stop(authority: Control
     assert authority.state is ControlState.STOPPED
 
 
-def test_nobody_else_goes_by_that_name(authority: ControlAuthority) -> None:
+def test_local_operators_name_is_reserved(authority: ControlAuthority) -> None:
     reply = order(authority, "take-over", operator=LOCAL_OPERATOR)
     assert not reply.accepted and "reserved for" in reply.reason
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_key_pressed_at_the_robot_reaches_its_session_and_a_lost_keyboard_stops_nothing(tmp_path: Path) -> None:
+def test_keyboard_input_reaches_the_session_and_its_loss_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "event0")
     keys = os.open(tmp_path / "event0", os.O_RDWR | os.O_NONBLOCK)
     devices = ({"kind": "keyboard", "device": str(tmp_path / "event0")}, {"kind": "keyboard", "device": "/dev/none"})
@@ -108,7 +108,7 @@ def test_a_key_pressed_at_the_robot_reaches_its_session_and_a_lost_keyboard_stop
         assert running.wait_for_log("teleoperator.lost", times=2)
 
 
-def test_an_input_device_that_there_is_not_is_refused_by_name() -> None:
+def test_unknown_input_device_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no input device of kind 'joystick'; there are"):
         build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": "joystick"},)))
     with pytest.raises(ConfigError, match="did you mean 'hold'"):

@@ -46,7 +46,7 @@ class Bench:
         )
 
 
-def test_an_episode_runs_to_its_end_and_is_recorded_whole() -> None:
+def test_episode_is_recorded_to_its_end() -> None:
     bench = Bench()
     summary = bench.run(ScriptedAgent(fake_expert, bench.task.max_steps))
     assert (summary.success, summary.episode_return, summary.policy_version) == (True, 1.0, -1)
@@ -58,7 +58,7 @@ def test_an_episode_runs_to_its_end_and_is_recorded_whole() -> None:
     assert all((chunk.columns["phase"] == Phase.TELEOP).all() for chunk in bench.chunks)
 
 
-def test_an_episode_that_takes_too_long_is_cut_off_as_a_failure() -> None:
+def test_episode_beyond_the_step_limit_fails() -> None:
     bench = Bench()
     summary = bench.run(ScriptedAgent(lambda arrays: STILL, max_steps=7))
     assert (summary.steps, summary.success, summary.episode_return) == (7, False, 0.0)
@@ -66,7 +66,7 @@ def test_an_episode_that_takes_too_long_is_cut_off_as_a_failure() -> None:
     assert not bench.chunks[-1].columns["terminated"].any()
 
 
-def test_a_control_period_without_a_decision_holds_and_is_no_step() -> None:
+def test_period_without_an_action_holds_and_is_no_step() -> None:
     class Hesitant(ScriptedAgent):
         asked = 0
 
@@ -82,7 +82,7 @@ def test_a_control_period_without_a_decision_holds_and_is_no_step() -> None:
     assert sum(chunk.header.steps for chunk in bench.chunks) == 4
 
 
-def test_a_refused_step_cuts_the_episode_off_with_its_success_unknown() -> None:
+def test_refused_action_truncates_the_episode() -> None:
     bench = Bench()
 
     def spoiled(arrays: object) -> np.ndarray:
@@ -94,7 +94,7 @@ def test_a_refused_step_cuts_the_episode_off_with_its_success_unknown() -> None:
     assert bench.chunks[-1].header.end == EpisodeEnd(steps=3, success=None)
 
 
-def test_a_robot_that_is_lost_leaves_the_episode_open() -> None:
+def test_lost_robot_leaves_the_episode_open() -> None:
     bench = Bench(FaultPlan(drop_out_at=5))
     with pytest.raises(HardwareLost):
         bench.run(ScriptedAgent(lambda arrays: STILL, max_steps=50))
@@ -102,7 +102,7 @@ def test_a_robot_that_is_lost_leaves_the_episode_open() -> None:
     assert bench.chunks[0].header.end is None
 
 
-def test_a_picture_that_came_before_a_hold_is_recorded_with_the_step_after() -> None:
+def test_frame_before_a_hold_is_recorded_with_the_next_step() -> None:
     class Waiting(ScriptedAgent):
         asked = 0
 

@@ -26,7 +26,7 @@ def indexes(outbox: Outbox, after: int = -1) -> list[int]:
     return [decode_chunk(chunk.packet).header.index for chunk in outbox.pending(after)]
 
 
-def test_chunks_come_back_in_order_after_a_restart_until_they_are_acknowledged(tmp_path: Path) -> None:
+def test_unacknowledged_chunks_survive_a_restart_in_order(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         assert [outbox.append(packet(index)) for index in range(5)] == [0, 1, 2, 3, 4]
         assert indexes(outbox) == [0, 1, 2, 3, 4] and indexes(outbox, 2) == [3, 4]
@@ -38,7 +38,7 @@ def test_chunks_come_back_in_order_after_a_restart_until_they_are_acknowledged(t
         assert outbox.append(packet(5)) == outbox.next_sequence - 1 == 5
 
 
-def test_a_chunk_that_is_not_synced_is_not_offered(tmp_path: Path) -> None:
+def test_unsynced_chunk_is_not_pending(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         heard: list[int] = []
         outbox.set_on_append(lambda: heard.append(len(outbox)))
@@ -49,14 +49,14 @@ def test_a_chunk_that_is_not_synced_is_not_offered(tmp_path: Path) -> None:
         assert indexes(outbox) == [0, 1, 2] and heard == [3]
 
 
-def test_a_chunk_read_twice_is_the_one_that_was_appended(tmp_path: Path) -> None:
+def test_chunk_is_read_twice_alike(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         outbox.append(packet(7))
         (chunk,) = outbox.pending()
         assert (chunk.sequence, chunk.episode, chunk.index, bytes(chunk.packet)) == (0, "e", 7, packet(7))
 
 
-def test_acknowledged_segments_are_deleted_and_the_disk_is_bounded(tmp_path: Path) -> None:
+def test_acknowledged_segments_are_deleted(tmp_path: Path) -> None:
     with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
         for index in range(3000):
             outbox.acknowledge(outbox.append(packet(index), sync=True) - 10)
@@ -65,7 +65,7 @@ def test_acknowledged_segments_are_deleted_and_the_disk_is_bounded(tmp_path: Pat
     assert sum(file.stat().st_size for file in tmp_path.glob("*.seg")) <= 1 << 20
 
 
-def test_what_must_be_recorded_at_the_end_has_room_in_a_full_outbox(tmp_path: Path) -> None:
+def test_reserve_takes_chunks_of_a_full_outbox(tmp_path: Path) -> None:
     with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
         outbox.allocate_reserve()
         reserved = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
@@ -82,7 +82,7 @@ def test_what_must_be_recorded_at_the_end_has_room_in_a_full_outbox(tmp_path: Pa
         assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < reserved
 
 
-def test_a_full_outbox_says_so_drops_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_full_outbox_raises_until_there_is_room(tmp_path: Path) -> None:
     with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
         kept = 0
         with pytest.raises(OutboxFull, match="recording pauses"):
@@ -97,13 +97,13 @@ def test_a_full_outbox_says_so_drops_nothing_and_goes_on_when_there_is_room(tmp_
         assert indexes(outbox) == list(range(kept // 2 + 1, kept + 1))
 
 
-def test_a_second_session_of_the_same_robot_is_refused(tmp_path: Path) -> None:
+def test_second_session_of_a_robot_is_refused(tmp_path: Path) -> None:
     with Outbox.open(tmp_path), pytest.raises(StoreLocked):
         Outbox.open(tmp_path)
     Outbox.open(tmp_path).close()
 
 
-def test_a_damaged_chunk_is_reported_and_its_neighbours_are_sent(tmp_path: Path) -> None:
+def test_damaged_chunk_is_logged_and_skipped(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         for index in range(3):
             outbox.append(packet(index))
@@ -114,7 +114,7 @@ def test_a_damaged_chunk_is_reported_and_its_neighbours_are_sent(tmp_path: Path)
         assert indexes(outbox) == [0, 2] and outbox.damaged == 1
 
 
-def test_a_refused_chunk_is_kept_where_a_person_finds_it(tmp_path: Path) -> None:
+def test_refused_chunk_is_saved_aside(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         for index in range(3):
             outbox.append(packet(index))
@@ -126,7 +126,7 @@ def test_a_refused_chunk_is_kept_where_a_person_finds_it(tmp_path: Path) -> None
     assert kept.read_bytes() == packet(1)
 
 
-def test_a_torn_position_means_that_chunks_are_sent_again(tmp_path: Path) -> None:
+def test_torn_position_sends_chunks_again(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         for index in range(3):
             outbox.append(packet(index))
@@ -141,7 +141,7 @@ OPERATIONS = st.lists(st.one_of(st.just("append"), st.just("sync"), st.just("reo
 
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS)
-def test_any_history_leaves_exactly_what_is_recorded_and_not_acknowledged(operations: list[str | int]) -> None:
+def test_any_history_leaves_the_unacknowledged_chunks(operations: list[str | int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         outbox = Outbox.open(Path(folder), max_bytes=1 << 19)
         appended, durable, acknowledged = 0, 0, -1
@@ -163,7 +163,7 @@ def test_any_history_leaves_exactly_what_is_recorded_and_not_acknowledged(operat
         outbox.close()
 
 
-def test_a_chunk_that_could_never_be_sent_is_refused_and_holds_nothing_up(tmp_path: Path) -> None:
+def test_too_large_chunk_is_refused(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         with pytest.raises(ChunkTooLarge, match="smaller pictures"):
             outbox.append(packet(0, size_kb=(MAX_CHUNK_BYTES >> 10) + 1))

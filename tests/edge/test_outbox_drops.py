@@ -54,9 +54,7 @@ def record(outbox: Outbox, name: str, **said: Any) -> list[Key]:
     return [(name, index) for index in range(CHUNKS)]
 
 
-def test_the_oldest_autonomous_episodes_go_whole_and_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_oldest_autonomous_episodes_are_dropped_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as outbox:
         recorded = [key for number in range(100) for key in record(outbox, f"e-{number}")]
         dropped, used = outbox.dropped, outbox.used_bytes
@@ -71,7 +69,7 @@ def test_the_oldest_autonomous_episodes_go_whole_and_are_counted(
     assert sum(file.stat().st_size for file in tmp_path.glob("*.seg")) <= MAX_BYTES
 
 
-def test_what_people_had_a_part_in_is_never_dropped(tmp_path: Path) -> None:
+def test_episodes_of_people_are_never_dropped(tmp_path: Path) -> None:
     with opened(tmp_path) as outbox:
         kept = record(outbox, "demo", source=EpisodeSource.DEMO, phase=Phase.TELEOP)
         kept += record(outbox, "evaluated", source=EpisodeSource.EVALUATION)
@@ -87,7 +85,7 @@ def test_what_people_had_a_part_in_is_never_dropped(tmp_path: Path) -> None:
     assert all(name.startswith("later") for name, _ in left[len(kept) :])
 
 
-def test_an_outbox_full_of_what_people_did_pauses(tmp_path: Path) -> None:
+def test_outbox_full_of_peoples_episodes_pauses(tmp_path: Path) -> None:
     with opened(tmp_path) as outbox:
         recorded: list[Key] = []
         with pytest.raises(OutboxFull, match="recording pauses"):
@@ -97,7 +95,7 @@ def test_an_outbox_full_of_what_people_did_pauses(tmp_path: Path) -> None:
         assert set(recorded) <= set(waiting(outbox))
 
 
-def test_an_episode_that_runs_is_not_dropped_however_long_it_is(tmp_path: Path) -> None:
+def test_open_episode_is_not_dropped(tmp_path: Path) -> None:
     with opened(tmp_path) as outbox:
         record(outbox, "before")
         with pytest.raises(OutboxFull):
@@ -107,7 +105,7 @@ def test_an_episode_that_runs_is_not_dropped_however_long_it_is(tmp_path: Path) 
         assert waiting(outbox) == [("endless", each) for each in range(index)]
 
 
-def test_an_episode_of_which_something_was_sent_stays(tmp_path: Path) -> None:
+def test_partly_sent_episode_is_not_dropped(tmp_path: Path) -> None:
     with opened(tmp_path) as outbox:
         first = record(outbox, "acknowledged-in-part")
         outbox.acknowledge(0)
@@ -120,7 +118,7 @@ def test_an_episode_of_which_something_was_sent_stays(tmp_path: Path) -> None:
         assert waiting(outbox)[: 2 * CHUNKS - 1] == [*first[1:], *second]
 
 
-def test_an_episode_that_a_killed_session_left_may_go_once_another_runs(tmp_path: Path) -> None:
+def test_unfinished_episode_of_a_killed_session_is_dropped(tmp_path: Path) -> None:
     with opened(tmp_path) as outbox:
         outbox.append(chunk("cut-off", 0, last=False))
     with opened(tmp_path) as outbox:
@@ -130,7 +128,7 @@ def test_an_episode_that_a_killed_session_left_may_go_once_another_runs(tmp_path
 
 
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:-1], lambda raw: bytes([raw[0] ^ 1]) + raw[1:]])
-def test_a_damaged_note_is_reported_and_holds_nothing_up(
+def test_damaged_drop_record_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
 ) -> None:
     with opened(tmp_path) as outbox:
@@ -144,7 +142,7 @@ def test_a_damaged_note_is_reported_and_holds_nothing_up(
         assert ("e-19", CHUNKS - 1) in waiting(outbox)
 
 
-def test_a_year_without_a_link_leaves_few_files_and_a_short_note(tmp_path: Path) -> None:
+def test_year_offline_leaves_few_files(tmp_path: Path) -> None:
     with opened(tmp_path, files=Mortal()) as outbox:
         kept = record(outbox, "demo", source=EpisodeSource.DEMO)
         for number in range(400):
@@ -214,14 +212,14 @@ def killed_at(at: int) -> int:
         return files.count
 
 
-def test_a_kill_at_some_file_operations_loses_nothing_else() -> None:
+def test_kill_at_some_file_operations_loses_no_chunk() -> None:
     total = killed_at(-1)
     for at in range(total // 2, total, 41):
         killed_at(at)
 
 
 @pytest.mark.slow
-def test_a_kill_at_each_file_operation_loses_nothing_else() -> None:
+def test_kill_at_each_file_operation_loses_no_chunk() -> None:
     for at in range(1, killed_at(-1)):
         killed_at(at)
 
@@ -231,7 +229,7 @@ STEPS = st.lists(st.sampled_from(["alone", "person", "cut off", "reopen", "ackno
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS, st.integers(0, 400))
-def test_any_history_keeps_episodes_whole_and_people_s_all(steps: list[str], kill_after: int) -> None:
+def test_any_history_keeps_whole_episodes(steps: list[str], kill_after: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         outbox = opened(Path(folder), files=Mortal())
         kept: set[Key] = set()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @pytest.mark.parametrize(("real_time", "realtime"), [(True, "auto"), (True, "off"), (False, "auto")])
-def test_a_driver_in_real_time_goes_first_or_says_why_not(tmp_path: Path, real_time: bool, realtime: str) -> None:
+def test_driver_gets_realtime_or_reports_the_refusal(tmp_path: Path, real_time: bool, realtime: str) -> None:
     config = RobotConfig(name="fake-0", driver="fake", real_time=real_time, realtime=realtime)  # type: ignore[arg-type]
     with driver_process(tmp_path, config) as running, DriverClient("fake-0", token=1) as driver:
         driver.attach()
@@ -49,7 +49,7 @@ print(policies == ([os.SCHED_OTHER] * 2 if refused else granted))
 """
 
 
-def test_a_control_loop_goes_first_and_the_threads_that_it_starts_later_do_not() -> None:
+def test_control_loop_gets_realtime_without_its_later_threads() -> None:
     said = subprocess.run([sys.executable, "-c", CONTROL_LOOP], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout == "True\n"
 
@@ -66,7 +66,7 @@ print(enable_realtime([4095]))
 """
 
 
-def test_what_is_refused_is_named_with_its_remedy() -> None:
+def test_refusal_names_its_fix() -> None:
     said = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=300, check=True)
     assert "processors [4095]" in said.stdout
     assert "LimitRTPRIO" in said.stdout and "LimitMEMLOCK" in said.stdout

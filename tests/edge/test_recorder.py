@@ -55,7 +55,7 @@ class Stage:
 CUT = StepOutcome(reward=0.0, terminated=False, truncated=True, success=False, source="rule")
 
 
-def test_an_episode_is_cut_into_chunks_that_fit_together() -> None:
+def test_episode_is_recorded_in_consecutive_chunks() -> None:
     stage = Stage(RecorderConfig(chunk_steps=10))
     ticks = stage.act(25, RIGHT, CUT)
     headers = [chunk.header for chunk in stage.chunks]
@@ -78,7 +78,7 @@ def test_an_episode_is_cut_into_chunks_that_fit_together() -> None:
     assert (np.diff(column("t_capture_ns")) > 0).all()
 
 
-def test_an_episode_that_ends_with_a_full_chunk_has_no_empty_one() -> None:
+def test_full_last_chunk_is_not_followed_by_an_empty_one() -> None:
     stage = Stage(RecorderConfig(chunk_steps=5))
     stage.act(10, last=StepOutcome(1.0, terminated=True, truncated=False, success=True, source="person"))
     assert [chunk.header.steps for chunk in stage.chunks] == [5, 5]
@@ -86,7 +86,7 @@ def test_an_episode_that_ends_with_a_full_chunk_has_no_empty_one() -> None:
     assert stage.chunks[-1].columns["terminated"].tolist() == [False] * 4 + [True]
 
 
-def test_pictures_come_back_as_they_were_seen() -> None:
+def test_images_are_recorded_as_jpeg() -> None:
     stage = Stage()
     ticks = stage.act(10, last=CUT)
     (chunk,) = stage.chunks
@@ -101,7 +101,7 @@ def test_pictures_come_back_as_they_were_seen() -> None:
             begin += length
 
 
-def test_pictures_can_be_kept_as_they_are() -> None:
+def test_raw_images_are_recorded_unchanged() -> None:
     stage = Stage(RecorderConfig(raw_cameras=("front",)))
     ticks = stage.act(6, last=CUT)
     (chunk,) = stage.chunks
@@ -111,7 +111,7 @@ def test_pictures_can_be_kept_as_they_are() -> None:
     assert len(chunk.columns[f"{IMAGE_PREFIX}front.crc"]) == 6
 
 
-def test_each_step_says_when_the_picture_that_stands_was_captured() -> None:
+def test_steps_carry_the_capture_time_of_their_image() -> None:
     stage = Stage(RecorderConfig(chunk_steps=3))
     ticks = stage.act(8, last=CUT)
     told = np.concatenate([chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"] for chunk in stage.chunks])
@@ -120,7 +120,7 @@ def test_each_step_says_when_the_picture_that_stands_was_captured() -> None:
     assert len(set(captured)) == 4 and told.dtype == np.int64
 
 
-def test_a_picture_of_the_episode_before_stands_for_none() -> None:
+def test_image_of_the_previous_episode_does_not_stand() -> None:
     stage = Stage()
     ticks = stage.act(2)
     stage.recorder.begin_episode(EpisodeSource.ONLINE, seed=2)
@@ -130,13 +130,13 @@ def test_a_picture_of_the_episode_before_stands_for_none() -> None:
     assert chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"].tolist() == [0]
 
 
-def test_pictures_can_be_left_out() -> None:
+def test_images_can_be_left_out() -> None:
     stage = Stage(RecorderConfig(cameras=False))
     stage.act(3, last=CUT)
     assert not [name for name in stage.chunks[0].columns if name.startswith(IMAGE_PREFIX)]
 
 
-def test_a_refused_action_is_recorded_as_asked_and_as_not_applied() -> None:
+def test_refused_action_is_recorded_as_not_applied() -> None:
     stage = Stage()
     stage.driver.kernel.emergency_stop("ada")
     stage.act(1, RIGHT)
@@ -148,7 +148,7 @@ def test_a_refused_action_is_recorded_as_asked_and_as_not_applied() -> None:
     assert chunk.header.end == EpisodeEnd(steps=1, success=None)
 
 
-def test_a_reduced_action_is_recorded_with_what_was_applied() -> None:
+def test_limited_action_is_recorded_with_the_applied_one() -> None:
     stage = Stage()
     stage.act(1, 2 * RIGHT + np.float32([0.05, 0, 0, 0]), CUT)
     (chunk,) = stage.chunks
@@ -157,7 +157,7 @@ def test_a_reduced_action_is_recorded_with_what_was_applied() -> None:
     assert chunk.columns["safety"][0] & SafetyReason.BOUND
 
 
-def test_an_episode_that_never_ended_stays_open_and_its_last_step_is_never_sampled() -> None:
+def test_last_step_of_an_open_episode_is_never_sampled() -> None:
     stage = Stage(RecorderConfig(chunk_steps=4))
     stage.act(6)  # the session dies here: two steps are in no chunk
     first = stage.recorder.episode
@@ -168,7 +168,7 @@ def test_an_episode_that_never_ended_stays_open_and_its_last_step_is_never_sampl
 
 
 @pytest.mark.parametrize(("steps", "end", "transitions"), [(1, CUT, 1), (6, CUT, 6), (6, None, 3)])
-def test_the_learner_can_draw_every_step_whose_outcome_is_known(
+def test_learner_draws_every_step_with_a_known_outcome(
     tmp_path: Path, steps: int, end: StepOutcome | None, transitions: int
 ) -> None:
     """Of an episode without its end, cut off after a chunk of 4, the last step's outcome is not known."""
@@ -184,7 +184,7 @@ def test_the_learner_can_draw_every_step_whose_outcome_is_known(
         assert len(chooser) == transitions
 
 
-def test_chunks_are_closed_before_they_grow_too_large_and_no_step_is_lost() -> None:
+def test_chunks_stay_below_their_size_limit() -> None:
     stage = Stage(RecorderConfig(raw_cameras=("front",), chunk_bytes=10_000))
     ticks = stage.act(10, last=CUT)  # a picture of 3,072 bytes with every other step
     headers = [chunk.header for chunk in stage.chunks]
@@ -195,7 +195,7 @@ def test_chunks_are_closed_before_they_grow_too_large_and_no_step_is_lost() -> N
     np.testing.assert_array_equal(pictures, [t.frames["front"].image for t in ticks[:-1] if "front" in t.frames])
 
 
-def test_raw_pictures_that_no_message_could_hold_are_refused_before_anything_is_recorded() -> None:
+def test_too_large_raw_images_are_refused() -> None:
     robot = FakeRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=1500))
     record = RecorderConfig(raw_cameras=("front", "wrist"))
     with pytest.raises(ConfigError, match=r"front, wrist .*raw_cameras"):

@@ -153,7 +153,7 @@ def require_whole(site: Site) -> None:
         steps[chunk.header.episode] += chunk.header.steps
 
 
-def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Site) -> None:
+def test_session_delivers_its_steps_and_ends_with_the_run(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
     console, learner = site.client(CONSOLE), site.client(LEARNER)
@@ -193,7 +193,7 @@ def small_disk(site: Site) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("space_again", [False, True])
-def test_a_robot_whose_disk_is_full_holds_and_loses_no_step(site: Site, small_disk: Path, space_again: bool) -> None:
+def test_full_disk_holds_the_robot_and_loses_no_step(site: Site, small_disk: Path, space_again: bool) -> None:
     site.gateway()
     site.driver()
     session = site.session()
@@ -226,7 +226,7 @@ def test_a_robot_whose_disk_is_full_holds_and_loses_no_step(site: Site, small_di
     require_whole(site)
 
 
-def test_in_real_time_the_loop_goes_first_with_what_carries_its_words_and_nothing_else_does(tmp_path: Path) -> None:
+def test_control_loop_and_its_socket_thread_get_realtime(tmp_path: Path) -> None:
     """libzmq's thread to the driver that waits for its turn beside a learner has the robot wait."""
     with ExitStack() as stack:
         site = Site(tmp_path, stack, robots=(replace(ROBOT, real_time=True),))
@@ -241,7 +241,7 @@ def test_in_real_time_the_loop_goes_first_with_what_carries_its_words_and_nothin
         assert sum(name == "ZMQbg/IO/0" for name, _ in found) > 1, "the tunnel has its own"
 
 
-def test_a_session_of_another_run_waits_is_told_who_has_the_robot_and_disturbs_nothing(site: Site) -> None:
+def test_session_of_another_run_waits_for_the_robot(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
     console = site.client(CONSOLE)
@@ -259,7 +259,7 @@ def test_a_session_of_another_run_waits_is_told_who_has_the_robot_and_disturbs_n
     require_whole(site)
 
 
-def test_the_successor_of_a_killed_session_takes_over_with_a_newer_token(site: Site) -> None:
+def test_successor_of_a_killed_session_takes_over(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
     console = site.client(CONSOLE)
@@ -280,7 +280,7 @@ def test_the_successor_of_a_killed_session_takes_over_with_a_newer_token(site: S
     require_whole(site)
 
 
-def test_a_session_goes_on_without_its_gateway_and_delivers_later(site: Site) -> None:
+def test_session_continues_without_its_gateway(site: Site) -> None:
     gateway = site.gateway()
     site.driver()
     session = site.session()
@@ -300,7 +300,7 @@ def test_a_session_goes_on_without_its_gateway_and_delivers_later(site: Site) ->
     assert "lease.granted robot=fake-0 token=1" in session.log and "token=2" not in session.log
 
 
-def test_a_robot_whose_lease_runs_out_holds_and_goes_on_once_it_is_renewed(tmp_path: Path) -> None:
+def test_expired_lease_holds_the_robot_until_its_renewal(tmp_path: Path) -> None:
     with ExitStack() as stack:
         site = Site(tmp_path, stack, gateway=GatewayConfig(lease_ttl_s=2.0))
         gateway, driver, session = site.gateway(), site.driver(), site.session()
@@ -320,7 +320,7 @@ def test_a_robot_whose_lease_runs_out_holds_and_goes_on_once_it_is_renewed(tmp_p
         assert session.process.poll() is None and "driver.lost" not in session.log
 
 
-def test_a_session_takes_no_more_of_the_uplink_than_it_may(tmp_path: Path) -> None:
+def test_session_keeps_its_bandwidth_limit(tmp_path: Path) -> None:
     """At a byte a second the burst is all that passes; what else is recorded waits in the outbox."""
     filmed = replace(ROBOT, options={"cameras": ["front"]})
     raw, slow = RecorderConfig(raw_cameras=("front",)), TunnelLimits(experience=ChannelLimits(bytes_per_s=1.0))
@@ -333,7 +333,7 @@ def test_a_session_takes_no_more_of_the_uplink_than_it_may(tmp_path: Path) -> No
         assert sum(sizes) <= MIN_BURST_BYTES + max(sizes)
 
 
-def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:
+def test_e_stop_reaches_a_driver_after_its_restart(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
     console = site.client(CONSOLE)
@@ -357,7 +357,7 @@ def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:
     require_whole(site)
 
 
-def test_an_e_stop_is_confirmed_by_the_driver_and_its_repeats_do_nothing(site: Site) -> None:
+def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
     console = site.client(CONSOLE)
@@ -400,7 +400,7 @@ def _authority(console: TunnelClient) -> str:
     return message.authority if isinstance(message, RobotStatus) else ""
 
 
-def test_a_session_with_a_wrong_setting_says_so_in_one_line(site: Site) -> None:
+def test_invalid_setting_is_logged_in_one_line(site: Site) -> None:
     (site.state / "session.yaml").write_text("robott: fake-0\n")
     session = site.session()
     assert session.process.wait(END_S) == 2
@@ -408,7 +408,7 @@ def test_a_session_with_a_wrong_setting_says_so_in_one_line(site: Site) -> None:
     assert "robott: unknown key; did you mean 'robot'?" in line
 
 
-def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tmp_path: Path) -> None:
+def test_robot_without_exploration_holds_until_its_first_weights(tmp_path: Path) -> None:
     with ExitStack() as stack:
         site = Site(tmp_path, stack, robots=(replace(ROBOT, explore="off"),))
         site.gateway()
@@ -429,7 +429,7 @@ def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tm
         assert all((chunk.columns["policy_version"][:-1] == 7).all() for chunk in site.chunks())
 
 
-def test_a_policy_elsewhere_that_is_killed_has_the_robot_hold_while_people_may_drive(tmp_path: Path) -> None:
+def test_killed_policy_server_holds_the_robot_and_operators_may_drive(tmp_path: Path) -> None:
     """The share of the period is such that a busy machine is no policy that is away."""
     slow = replace(ROBOT, options={"rate_hz": 5.0})
     with ExitStack() as stack:

@@ -29,7 +29,7 @@ def picture(camera: str, step: int) -> Preview:
     return Preview(robot="r", camera=camera, step=step)
 
 
-def test_while_one_picture_is_made_only_the_newest_of_each_camera_waits() -> None:
+def test_preview_encoder_keeps_the_newest_image_of_each_camera() -> None:
     sent: list[tuple[str, int]] = []
     release = threading.Event()
 
@@ -50,7 +50,7 @@ def test_while_one_picture_is_made_only_the_newest_of_each_camera_waits() -> Non
     assert sent == [("front", 0), ("front", 2), ("wrist", 2)]
 
 
-def test_what_cannot_be_encoded_is_said_by_the_next_picture() -> None:
+def test_encoding_error_is_raised_at_the_next_submit() -> None:
     with PreviewEncoder(lambda *_: None) as previews:
         previews.submit(picture("front", 0), np.zeros(3, np.uint8))
 
@@ -79,7 +79,7 @@ NO_INTERVENTION = TimeStep(
 )
 
 
-def test_every_intervention_is_counted_with_its_reason() -> None:
+def test_safety_interventions_are_counted_by_reason() -> None:
     counts = SafetyCounter()
     counts.add(NO_INTERVENTION)
     assert counts.scalars() == {}

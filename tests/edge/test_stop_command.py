@@ -60,7 +60,7 @@ class Driving:
         self.thread.join()
 
 
-def test_it_stops_a_program_that_drives_the_robot_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_reaches_a_program_without_a_session(capsys: pytest.CaptureFixture[str]) -> None:
     with MachineLock(shared_file("device.video0.lock")), Driving() as driving:
         assert main(["stop", "--by", "ada", "--reason", "smoke"]) == 0
         (line,) = capsys.readouterr().out.splitlines()
@@ -78,7 +78,7 @@ def test_it_stops_a_program_that_drives_the_robot_by_itself(capsys: pytest.Captu
         pass
 
 
-def test_a_name_that_is_not_known_fails_and_lists_what_is_driven(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_name_fails_and_lists_the_driven_robots(capsys: pytest.CaptureFixture[str]) -> None:
     with Driving():
         assert main(["stop", "arm-1"]) == 1
         told = capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_a_name_that_is_not_known_fails_and_lists_what_is_driven(capsys: pytest.
         assert "arm-0: stopped" in captured.out and "arm-1: NOT STOPPED" in captured.err, "the others are stopped"
 
 
-def test_a_driver_that_does_not_answer_fails_loudly_and_its_successor_is_stopped(
+def test_unresponsive_driver_fails_and_its_successor_is_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local_estop, "ACKNOWLEDGE_TIMEOUT_S", 0.2)
@@ -104,7 +104,7 @@ def test_a_driver_that_does_not_answer_fails_loudly_and_its_successor_is_stopped
         pass
 
 
-def test_it_stops_a_robot_that_a_driver_process_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_reaches_a_driver_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with driver_process(tmp_path / "state", FAKE) as running, DriverClient("fake-0") as session:
         until(lambda: _answers(session), "the driver is there")
         assert main(["stop", "fake-0", "--by", "ada"]) == 0
@@ -129,7 +129,7 @@ def _answers(driver: DriverClient) -> bool:
     return True
 
 
-def test_a_robot_that_nothing_drives_stays_stopped_until_a_person_re_arms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_robot_stays_stopped_until_a_person_re_arms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop"]) == 1
     assert "no robot is driven on this computer" in capsys.readouterr().err
     assert main(["stop", "arm-0"]) == 1, "it was never driven here"
@@ -150,7 +150,7 @@ def test_a_robot_that_nothing_drives_stays_stopped_until_a_person_re_arms(capsys
     assert main(["stop", "../arm-0"]) == 2 and "is not a robot's name" in capsys.readouterr().err
 
 
-def test_a_press_that_comes_while_a_person_re_arms_stands() -> None:
+def test_press_during_a_re_arm_stands() -> None:
     with Driving() as driving:
         kernel_latch = EstopLatch(robot_files("arm-0", simulated=False).latch_path)
         first = kernel_latch.press(EmergencyStop(by="ada", why="", unix_ns=1))
@@ -160,9 +160,7 @@ def test_a_press_that_comes_while_a_person_re_arms_stands() -> None:
         assert kernel_latch.clear(second) and latched("arm-0") is None
 
 
-def test_a_user_without_a_name_stops_robots_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_without_a_name_stops_robots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found")
 
@@ -172,7 +170,7 @@ def test_a_user_without_a_name_stops_robots_too(
     assert latched("arm-0") is not None and capsys.readouterr().out.startswith("arm-0: stopped")
 
 
-def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:
+def test_console_e_stop_reaches_programs_outside_its_run() -> None:
     sent: list[ConsoleMessage] = []
     answers: list[OperatorReply] = []
     order = with_local_estop(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"}, answers.append)
@@ -202,7 +200,7 @@ def _pressing() -> int:
     return sum(thread.name == "e-stop arm-0" for thread in threading.enumerate())
 
 
-def test_who_stopped_and_re_armed_is_in_the_computers_audit_log(
+def test_stop_and_re_arm_are_audited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

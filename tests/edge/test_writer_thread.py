@@ -14,7 +14,7 @@ def never() -> None:
     raise AssertionError("it should not have to wait")
 
 
-def test_all_is_written_in_order_before_the_end() -> None:
+def test_tasks_run_in_order_before_the_exit() -> None:
     done: list[int] = []
     with WriterThread(never) as scribe:
         for number in range(MAX_QUEUED_TASKS):
@@ -22,7 +22,7 @@ def test_all_is_written_in_order_before_the_end() -> None:
     assert done == list(range(MAX_QUEUED_TASKS))
 
 
-def test_a_disk_that_takes_nothing_blocks_visibly_once_enough_waits() -> None:
+def test_full_queue_blocks_and_reports() -> None:
     free, told = threading.Event(), threading.Event()
 
     def blocked() -> None:
@@ -37,7 +37,7 @@ def test_a_disk_that_takes_nothing_blocks_visibly_once_enough_waits() -> None:
     assert told.is_set() and done == [1] * (MAX_QUEUED_TASKS + 2)
 
 
-def test_what_went_wrong_is_raised_to_the_loop_and_nothing_is_written_after_it() -> None:
+def test_task_error_is_raised_by_put_and_ends_the_tasks() -> None:
     def fail() -> None:
         raise StoreError("the disk failed")
 
@@ -49,6 +49,6 @@ def test_what_went_wrong_is_raised_to_the_loop_and_nothing_is_written_after_it()
     assert done == []
 
 
-def test_what_went_wrong_last_is_raised_at_the_end() -> None:
+def test_error_of_the_last_task_is_raised_at_the_exit() -> None:
     with pytest.raises(StoreError, match="full"), WriterThread(never) as scribe:
         scribe.put(lambda: (_ for _ in ()).throw(StoreError("full")))

@@ -39,7 +39,7 @@ def versions(run: Path, robot: str) -> set[int]:
 @pytest.mark.xdist_group("runs 2")
 @pytest.mark.long(50)
 @pytest.mark.timeout(3600)
-def test_robots_of_a_run_act_by_a_policy_process_and_go_on_after_its_death(tmp_path: Path) -> None:
+def test_run_uses_its_policy_server_and_survives_its_death(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "site"
     (tmp_path / "fleet.yaml").write_text(FLEET)
     logs = {robot: run / "logs" / f"{robot}-session.log" for robot in ("left", "right")}

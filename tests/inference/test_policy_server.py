@@ -176,7 +176,7 @@ def away(policy: Policy, says: str) -> None:
     until(said, f"it says {says!r}")
 
 
-def test_a_stranger_is_told_that_its_key_is_not_allowed_and_comes_in_once_it_is(server: Server, keys: Path) -> None:
+def test_unknown_key_is_refused_until_it_is_allowed(server: Server, keys: Path) -> None:
     save_keypair(new_keypair(), keys, "stranger")
     with link_to(lambda: server.endpoint, keys, SPEC, "stranger") as link:
         policy = link.make_policy(0)
@@ -188,14 +188,14 @@ def test_a_stranger_is_told_that_its_key_is_not_allowed_and_comes_in_once_it_is(
         away(policy, "")
 
 
-def test_a_key_that_is_not_a_robots_has_no_policy(server: Server, keys: Path) -> None:
+def test_key_of_another_role_is_refused(server: Server, keys: Path) -> None:
     save_keypair(new_keypair(), keys, "learner")
     Keyring(keys).allow(load_keypair(keys / "learner.key").public, "learner", "learner")
     with link_to(lambda: server.endpoint, keys, SPEC, "learner") as link:
         away(link.make_policy(0), "refuses this robot: a learner has no policy here")
 
 
-def test_a_robot_reaches_no_slot_of_another_even_with_the_others_session(peer: Callable[..., Peer]) -> None:
+def test_robot_cannot_reach_another_robots_slot(peer: Callable[..., Peer]) -> None:
     left, right = peer("left"), peer("right")
     left.greet()
     assert isinstance(left.open(), SlotReady)
@@ -212,7 +212,7 @@ def test_a_robot_reaches_no_slot_of_another_even_with_the_others_session(peer: C
 # Weights
 
 
-def test_two_robots_bring_the_same_weights_once(server: Server, keys: Path) -> None:
+def test_equal_weights_are_uploaded_once(server: Server, keys: Path) -> None:
     weights = weights_of(SPEC, 1, hidden=1 << 17)  # several parts
     with ExitStack() as stack:
         found = []
@@ -225,7 +225,7 @@ def test_two_robots_bring_the_same_weights_once(server: Server, keys: Path) -> N
     assert server.server.counters["packets"] == 1
 
 
-def test_weights_of_another_version_than_was_named_never_act(peer: Callable[..., Peer]) -> None:
+def test_request_with_another_digest_selects_no_action(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
     left.open()
@@ -237,7 +237,7 @@ def test_weights_of_another_version_than_was_named_never_act(peer: Callable[...,
     assert isinstance(left.act(), SlotNotFound)
 
 
-def test_a_chunk_is_of_one_version_and_recorded_under_it_when_weights_come_in_meanwhile(keys: Path) -> None:
+def test_chunk_keeps_its_version_during_a_swap(keys: Path) -> None:
     class Chunks(Policy):
         """Four actions that say with which weights each was chosen."""
 
@@ -266,7 +266,7 @@ def test_a_chunk_is_of_one_version_and_recorded_under_it_when_weights_come_in_me
 # A process that is away
 
 
-def test_a_robot_holds_while_the_process_is_away_and_goes_on_with_the_same_version(keys: Path, tmp_path: Path) -> None:
+def test_robot_holds_without_the_server_and_resumes_its_version(keys: Path, tmp_path: Path) -> None:
     spec = replace(SPEC, rate_hz=5.0)
     with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
         swapper = DoubleBufferedPolicy(lambda: link.make_policy(0))
@@ -288,7 +288,7 @@ def test_a_robot_holds_while_the_process_is_away_and_goes_on_with_the_same_versi
         assert swapper.version == 8 and not np.array_equal(after, before)
 
 
-def test_a_process_that_hangs_is_away_until_it_goes_on(keys: Path, tmp_path: Path) -> None:
+def test_hanging_server_is_unavailable_until_it_responds(keys: Path, tmp_path: Path) -> None:
     spec = replace(SPEC, rate_hz=5.0)
     with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
         policy = link.make_policy(0)
@@ -300,7 +300,7 @@ def test_a_process_that_hangs_is_away_until_it_goes_on(keys: Path, tmp_path: Pat
         np.testing.assert_array_equal(acts(policy).actions, before)
 
 
-def test_what_is_answered_late_moves_nothing(keys: Path) -> None:
+def test_late_response_is_dropped(keys: Path) -> None:
     class Echo(Policy):
         """Acts as it sees, when it is let."""
 
@@ -334,7 +334,7 @@ def test_what_is_answered_late_moves_nothing(keys: Path) -> None:
                 until(attempt, "it acts")
 
 
-def test_one_robot_does_not_wait_for_what_another_loads(keys: Path) -> None:
+def test_load_of_one_robot_does_not_delay_another(keys: Path) -> None:
     class Slow(Policy):
         def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
             return ActionChunk(np.zeros((1, 2), np.float32), np.zeros(1, np.float32))
@@ -358,7 +358,7 @@ def test_one_robot_does_not_wait_for_what_another_loads(keys: Path) -> None:
         acts(one)
 
 
-def test_closing_ends_a_load_that_nobody_takes(keys: Path) -> None:
+def test_close_ends_a_pending_load(keys: Path) -> None:
     link = link_to(lambda: "", keys, SPEC)
     with link:
         policy = link.make_policy(0)
@@ -375,19 +375,25 @@ def test_closing_ends_a_load_that_nobody_takes(keys: Path) -> None:
 # What may be asked
 
 
-def test_a_rate_at_which_no_network_answers_in_time_is_refused(keys: Path) -> None:
+<<<<<<< HEAD
+def test_too_short_timeout_is_refused(keys: Path) -> None:
     with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.location: edge"):
         link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), timeout_fraction=0.5)
+=======
+def test_too_short_timeout_is_refused(keys: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.at: edge"):
+        link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), answer_within=0.5)
+>>>>>>> d57b3f8 (edge, console, inference: name tests by subject, condition, result)
 
 
-def test_a_port_that_is_in_use_is_told(server: Server, keys: Path) -> None:
+def test_port_in_use_raises(server: Server, keys: Path) -> None:
     pair = load_keypair(keys / f"{POLICY_NODE}.key")
     second = PolicyServer(server.endpoint, pair, Keyring(keys), policy_factory("cpu"))
     with pytest.raises(RunError, match=r"cannot listen on .*; choose another address with --listen"):
         second.run(threading.Event())
 
 
-def test_a_policy_that_there_is_not_is_refused_in_words(peer: Callable[..., Peer]) -> None:
+def test_unknown_policy_is_refused(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
     endless = replace(SPEC, action=replace(SPEC.action, low=(-np.inf, 0.0)))
@@ -403,7 +409,7 @@ def test_a_policy_that_there_is_not_is_refused_in_words(peer: Callable[..., Peer
         assert isinstance(left.act(), SlotNotFound)
 
 
-def test_another_protocol_version_is_told_to_install_the_same_release(peer: Callable[..., Peer]) -> None:
+def test_other_protocol_version_is_refused(peer: Callable[..., Peer]) -> None:
     left = peer()
     for record in (
         {
@@ -426,7 +432,7 @@ def test_another_protocol_version_is_told_to_install_the_same_release(peer: Call
         )
 
 
-def test_a_slot_that_is_not_kept_is_freed(peer: Callable[..., Peer]) -> None:
+def test_unused_slot_is_freed(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
     left.open(0), left.open(1)
@@ -437,7 +443,7 @@ def test_a_slot_that_is_not_kept_is_freed(peer: Callable[..., Peer]) -> None:
 # Whatever is sent
 
 
-def test_the_process_goes_on_whatever_a_robot_sends(server: Server, keys: Path, peer: Callable[..., Peer]) -> None:
+def test_server_survives_any_message(server: Server, keys: Path, peer: Callable[..., Peer]) -> None:
     draw = random.Random(0)
     left = peer()
     left.greet()
@@ -457,7 +463,7 @@ def test_the_process_goes_on_whatever_a_robot_sends(server: Server, keys: Path, 
     assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
 
 
-def test_weights_and_observations_that_do_not_fit_are_refused_and_change_nothing(peer: Callable[..., Peer]) -> None:
+def test_invalid_weights_and_observations_are_refused(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
     left.open()
@@ -473,7 +479,7 @@ def test_weights_and_observations_that_do_not_fit_are_refused_and_change_nothing
     assert isinstance(left.act(digest=digest), ActionResponse)
 
 
-def test_a_robot_that_observes_nothing_is_refused_and_the_others_act_on(peer: Callable[..., Peer]) -> None:
+def test_request_without_observation_is_refused(peer: Callable[..., Peer]) -> None:
     left, right = peer("left"), peer("right")
     left.greet(), right.greet()
     assert isinstance(left.open(spec=replace(SPEC, observation=())), SlotReady)
@@ -481,7 +487,7 @@ def test_a_robot_that_observes_nothing_is_refused_and_the_others_act_on(peer: Ca
     assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
 
 
-def test_weights_that_are_not_as_announced_are_refused(peer: Callable[..., Peer]) -> None:
+def test_weights_with_a_wrong_digest_are_refused(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
     left.open()
@@ -504,7 +510,7 @@ def test_weights_that_are_not_as_announced_are_refused(peer: Callable[..., Peer]
         msgspec.msgpack.decode(raw, type=LoadSlotWeights)
 
 
-def test_a_session_has_so_many_slots_and_a_robot_so_many_sessions(peer: Callable[..., Peer]) -> None:
+def test_slots_and_sessions_are_bounded(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
     for slot in range(MAX_SLOTS):
@@ -516,7 +522,7 @@ def test_a_session_has_so_many_slots_and_a_robot_so_many_sessions(peer: Callable
     assert isinstance(left.act(), SlotNotFound)  # the one that was silent for longest is forgotten
 
 
-def test_a_robot_that_asks_for_more_than_can_be_made_is_told_so_and_nothing_piles_up(keys: Path) -> None:
+def test_requests_beyond_the_queue_are_answered_busy(keys: Path) -> None:
     go = threading.Event()
     make = policy_factory("cpu")
 
@@ -535,9 +541,7 @@ def test_a_robot_that_asks_for_more_than_can_be_made_is_told_so_and_nothing_pile
         assert isinstance(left.open(), SlotReady)
 
 
-def test_a_message_that_is_too_long_costs_its_sender_the_connection_and_nobody_else(
-    server: Server, peer: Callable[..., Peer]
-) -> None:
+def test_too_long_message_closes_its_connection_only(server: Server, peer: Callable[..., Peer]) -> None:
     left, right = peer("left"), peer("right")
     left.greet(), right.greet()
     right.open()
@@ -545,7 +549,7 @@ def test_a_message_that_is_too_long_costs_its_sender_the_connection_and_nobody_e
     assert isinstance(right.act(), ActionResponse)
 
 
-def test_a_session_that_has_fallen_silent_is_forgotten() -> None:
+def test_silent_session_expires() -> None:
     now_s = 0.0
     slots = SessionTable(lambda: now_s)
     slots.heartbeat("left", b"one", ())
@@ -560,7 +564,7 @@ def test_a_session_that_has_fallen_silent_is_forgotten() -> None:
     assert slots.session("right", b"two") is None
 
 
-def test_packets_are_kept_within_their_bound_and_the_newest_always() -> None:
+def test_weights_cache_is_bounded_and_keeps_the_newest() -> None:
     packets = EncodedWeightsCache(limit_bytes=10)
     for name in (b"a", b"b"):
         packets.put(name, memoryview(bytes(5)))

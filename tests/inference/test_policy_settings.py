@@ -36,11 +36,11 @@ def prepared(config: RunConfig) -> RunFolder:
     return folder
 
 
-def test_at_the_edge_no_key_is_made_for_a_policy_process(tmp_path: Path) -> None:
+def test_edge_policy_needs_no_server_key(tmp_path: Path) -> None:
     assert not (prepared(fleet(tmp_path)).keys / "policy.key").exists()
 
 
-def test_sessions_look_for_the_process_where_it_says_its_address(tmp_path: Path) -> None:
+def test_sessions_read_the_servers_address_file(tmp_path: Path) -> None:
     folder = prepared(fleet(tmp_path, location="server", device="cpu"))
     node = policy_process(folder, "cpu", {}, "10.0.0.7")
     given = dict(zip(node.argv[3::2], node.argv[4::2], strict=True))
@@ -50,7 +50,7 @@ def test_sessions_look_for_the_process_where_it_says_its_address(tmp_path: Path)
     assert str(session.policy_address) == given["--announce"] and session.policy.location == "server"
 
 
-def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path) -> None:
+def test_external_server_needs_its_public_key(tmp_path: Path) -> None:
     config = fleet(tmp_path, location="server", endpoint="tcp://10.0.0.7:5557")
     folder, card = create_run_folder(config, "run", ENDPOINT)
     with pytest.raises(RunError, match=r"no public key at .*policy.pub"):
@@ -61,7 +61,7 @@ def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path)
     assert not (folder.keys / "policy.key").exists()
 
 
-def test_a_robot_too_fast_for_a_policy_elsewhere_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_too_fast_robot_is_refused_before_the_start(tmp_path: Path) -> None:
     fast = RobotConfig(name="left", driver="fake", options={"rate_hz": 500.0})
     config = replace(fleet(tmp_path, location="server"), robots=(fast,))
     with pytest.raises(ConfigError, match=r"0.5 of a control period of 2 ms is 1 ms"):
@@ -79,14 +79,14 @@ GPU = ResourceRequestConfig(kind="gpu", use="policy", colocate="cell", colocate_
         ("server", (ResourceRequestConfig(kind="gpu", count=2, use="policy"),), "2 are requested"),
     ],
 )
-def test_needs_for_policies_that_cannot_be_meant_are_refused(
+def test_invalid_policy_resource_requests_are_refused(
     location: Literal["edge", "server"], resources: tuple[ResourceRequestConfig, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         RunConfig(policy=PolicyConfig(location=location), resources=resources)
 
 
-def test_a_gpu_for_policies_is_none_of_the_learners(tmp_path: Path) -> None:
+def test_policy_gpu_is_hidden_from_learners(tmp_path: Path) -> None:
     config = replace(
         fleet(tmp_path, location="server"), resources=(GPU, ResourceRequestConfig(kind="compute", cores=2))
     )
@@ -108,12 +108,12 @@ def test_a_gpu_for_policies_is_none_of_the_learners(tmp_path: Path) -> None:
         ({"location": "server", "endpoint": "a:1"}, "policy.endpoint a:1: expected tcp://HOST:PORT"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], says: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         PolicyConfig(**settings)  # type: ignore[arg-type]
 
 
-def test_a_process_without_a_key_or_with_a_wrong_address_says_so_and_ends(
+def test_server_without_key_or_with_a_wrong_address_exits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["--keys", str(tmp_path), "--device", "cpu", "--listen", "tcp://127.0.0.1:0"]) == 2
@@ -122,7 +122,7 @@ def test_a_process_without_a_key_or_with_a_wrong_address_says_so_and_ends(
     assert "expected tcp://ADDRESS:PORT" in caplog.text
 
 
-def test_on_the_processor_neither_the_process_nor_a_session_imports_torch() -> None:
+def test_torch_is_not_imported_on_the_cpu() -> None:
     code = (
         "import sys, user_sys.inference.__main__ as m, user_sys.edge.session, user_sys.compose as c\n"
         "from user_sys.policies.conformance import example_spec\n"

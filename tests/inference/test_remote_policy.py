@@ -41,7 +41,7 @@ class TestRemotePolicy(PolicyConformance):
         return weights_of(spec, seed)
 
 
-def test_it_draws_as_the_same_policy_does_here(site: Process) -> None:
+def test_remote_policy_acts_as_the_local_one(site: Process) -> None:
     spec, rng = slowly(example_spec()), np.random.default_rng(5)
     here = MlpPolicy(spec, seed=3)
     with link_to(lambda: site.endpoint, site.keys, spec) as link:

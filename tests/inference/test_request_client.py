@@ -102,7 +102,7 @@ def desk(process: Process) -> Iterator[Desk]:
     found.caller.close()
 
 
-def test_a_late_answer_is_never_taken_for_a_new_one(desk: Desk, process: Process) -> None:
+def test_late_response_is_not_taken_for_a_new_one(desk: Desk, process: Process) -> None:
     desk.in_vain()
     assert process.listen() == [1]
     process.answer(1)  # late; and it was the newest question, so the process is there again
@@ -114,9 +114,7 @@ def test_a_late_answer_is_never_taken_for_a_new_one(desk: Desk, process: Process
     assert process.listen() == [1, 2]
 
 
-def test_it_does_not_wait_while_the_process_is_known_to_be_away_but_asks_now_and_then(
-    desk: Desk, process: Process
-) -> None:
+def test_unresponsive_server_is_probed_without_waiting(desk: Desk, process: Process) -> None:
     desk.in_vain()
     for _ in range(5):
         assert desk.call() == 0  # at once: by its clock it could wait for half a minute
@@ -130,7 +128,7 @@ def test_it_does_not_wait_while_the_process_is_known_to_be_away_but_asks_now_and
     assert process.listen() == [1, 2]
 
 
-def test_it_goes_on_with_a_fresh_question_once_the_newest_was_answered(desk: Desk, process: Process) -> None:
+def test_client_resumes_after_the_newest_response(desk: Desk, process: Process) -> None:
     desk.in_vain()
     desk.clock.now_s += WAIT_S
     assert desk.call() == 0
@@ -140,7 +138,7 @@ def test_it_goes_on_with_a_fresh_question_once_the_newest_was_answered(desk: Des
     assert process.listen() == [1, 2, 3]  # the answer to 2 is of an observation of a while ago: nobody acts on it
 
 
-def test_a_process_that_began_anew_is_dialled_anew(desk: Desk, process: Process) -> None:
+def test_client_reconnects_to_a_restarted_server(desk: Desk, process: Process) -> None:
     desk.in_vain()
     desk.in_vain()
     assert process.dialled == 1
@@ -148,7 +146,7 @@ def test_a_process_that_began_anew_is_dialled_anew(desk: Desk, process: Process)
     assert process.dialled == 2
 
 
-def test_bytes_that_are_no_answer_are_passed_over(desk: Desk, process: Process) -> None:
+def test_malformed_responses_are_ignored(desk: Desk, process: Process) -> None:
     desk.in_vain()
     process.listen()
     routing_id = process.asked[0][0]
