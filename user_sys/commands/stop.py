@@ -1,4 +1,4 @@
-"""``user-sys stop`` and ``user-sys rearm``: the e-stop of this computer's robots, whatever program drives them."""
+"""``user-sys stop`` and ``user-sys rearm``: the e-stop of this computer's robots, for any program that drives them."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PolicyAgent:
 
 
 class WeightsMonitor(Protocol):
-    """What a policy agent asks and reports while its weights change."""
+    """The staleness and the reports of a policy whose weights change."""
 
     def is_too_stale(self) -> bool:
         """Whether the robot must hold until newer weights arrive."""

@@ -292,7 +292,7 @@ class DriverClient:
         return reply, received
 
     def _await_reply(self, socket: zmq.Socket[bytes], order: DriverCommand, deadline_s: float) -> None:
-        """Waits for the reply. Detects a driver process that dies meanwhile at once, whatever the deadline."""
+        """Waits for the reply. Detects the death of the driver process before the deadline."""
         end = time.monotonic() + deadline_s
         while (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIVENESS_POLL_S) * 1000)):

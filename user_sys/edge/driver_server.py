@@ -144,8 +144,8 @@ class DriverServer:
     """Serves one robot on its local socket. `run` blocks; `stop` may be set from any thread or signal handler.
 
     Attributes:
-        refused_realtime: what the system refused this process, for the status of the robot.
-        real_time: control periods follow the clock whatever a session requests, and the watchdog counts from commands.
+        refused_realtime: the settings that the system refused this process, for the robot's status.
+        real_time: control periods follow the clock for every session, and the watchdog counts from commands.
     """
 
     def __init__(

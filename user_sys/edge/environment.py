@@ -65,7 +65,7 @@ class TimeStep:
 
 
 class Environment(Protocol):
-    """What the episode loop calls, in this process or through a driver process."""
+    """The robot as the episode loop sees it, in this process or in a driver process."""
 
     def reset(self, seed: int) -> TimeStep:
         """Moves robot and scene to an initial state drawn from `seed`. Blocks meanwhile."""

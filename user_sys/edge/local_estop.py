@@ -1,4 +1,4 @@
-"""The e-stop of a robot on this computer, whatever program drives it."""
+"""The e-stop of a robot on this computer, for any program that drives it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PressResult:
 
 
 def press_estop(files: RobotFiles, person: str, reason: str = "") -> PressResult:
-    """Presses the e-stop of a robot, whatever program and user of this computer drives it.
+    """Presses the e-stop of a robot that any program and user of this computer drives.
 
     The program that drives it reads the latch within a control period, stops the robot and acknowledges. The next
     program reads the latch too. Blocks for the acknowledgement, `ACKNOWLEDGE_TIMEOUT_S` at most.
@@ -73,8 +73,8 @@ def press_estop(files: RobotFiles, person: str, reason: str = "") -> PressResult
 def with_local_estop(send: Send, owned: Mapping[str, str], on_reply: Callable[[OperatorReply], object]) -> Send:
     """Wraps `send`, which sends operators' commands to sessions.
 
-    If a program outside the run drives one of the run's robots on this computer, such as an evaluation, an e-stop for
-    the robot is also pressed locally, as no session receives it.
+    A program outside the run, such as an evaluation, may drive one of the run's robots on this computer. No session
+    receives an e-stop for such a robot, so it is pressed locally too.
 
     Args:
         owned: the run's real robots, and the end of the lock's owner (`MachineLock.owner`) if the run drives one.

@@ -12,7 +12,7 @@ It uses the store's log format.
   chunk was sent. The sequence numbers of dropped chunks are durable before the log frees their space, so after a kill
   either all chunks of an episode are sent or none.
 
-Each record of the log carries flags in its `schema`, so that episodes are told apart without reading their chunks.
+Each record of the log carries flags in its `schema`, which identify its episode without its chunk.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def write_drop_record(files: Files, path: Path, dropped: DropRecord) -> None:
 
 @dataclass(frozen=True)
 class OutboxConfig:
-    """The disk space of an outbox, and what it does when it is full.
+    """The disk space of an outbox, and its behaviour when it is full.
 
     Attributes:
         max_bytes: of each robot.

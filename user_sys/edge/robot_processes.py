@@ -150,7 +150,7 @@ class RobotProcesses:
         self._session.start()
 
     def poll(self) -> None:
-        """Prints what has changed since the last call."""
+        """Prints changes since the last call."""
         session = self._session.status()
         report = self._read_report(session.pid)
         last_lines = {part: last_log_message(path) for part, path in self._logs.items()}

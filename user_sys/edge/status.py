@@ -156,14 +156,14 @@ class _StepCounter:
 
 
 class StatusSource(Protocol):
-    """What the status publisher reads of a session."""
+    """The session as the status publisher reads it."""
 
     @property
     def episode(self) -> str:
         """The running episode; empty before the first."""
 
     def status_note(self) -> str:
-        """What an operator should know, in a sentence; empty if there is nothing."""
+        """A sentence for operators; empty if there is nothing to report."""
 
     def weights_scalars(self) -> dict[str, float]:
         """Metrics of the weights, by name."""
@@ -283,7 +283,7 @@ class SessionReporter:
             self._write()
             while not self._stopping.is_set():
                 self._stopping.wait(REPORT_PERIOD_S)
-                self._write()  # also after the end: it counts what is left in the outbox
+                self._write()  # also after the end: it counts the chunks that are left
         except OSError as error:
             log.warning("session.report_failed %s", error)
 

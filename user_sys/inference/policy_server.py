@@ -282,7 +282,7 @@ class PolicyServer:
     ) -> None:
         """Args:
         endpoint: ``tcp://ADDRESS:PORT``; port 0 takes a free one.
-        device: the device that sessions are told.
+        device: the device name in `ServerInfo`.
         """
         self._endpoint, self._keys, self._ring, self._make, self._device = endpoint, keys, ring, make, device
         self.counters: Counter[str] = Counter()
