@@ -49,13 +49,8 @@ def test_periods_follow_a_grid_without_catching_up() -> None:
     assert ends == [0.1, 0.2, 0.65, 0.75, 0.85], "the third was late; a whole period follows it"
 
 
-<<<<<<< HEAD
 def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
     station = make_robot_setup(RobotSetupRequest("arm-0", "reach", {}))
-=======
-def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
-    station = make_station(RobotSetupRequest("arm-0", "reach", {}))
->>>>>>> d57b3f8 (edge, console, inference: name tests by subject, condition, result)
     for driver, real_time, paced in (
         ("ur", True, True),
         ("ur", None, True),

@@ -375,15 +375,9 @@ def test_close_ends_a_pending_load(keys: Path) -> None:
 # What may be asked
 
 
-<<<<<<< HEAD
 def test_too_short_timeout_is_refused(keys: Path) -> None:
     with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.location: edge"):
         link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), timeout_fraction=0.5)
-=======
-def test_too_short_timeout_is_refused(keys: Path) -> None:
-    with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.at: edge"):
-        link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), answer_within=0.5)
->>>>>>> d57b3f8 (edge, console, inference: name tests by subject, condition, result)
 
 
 def test_port_in_use_raises(server: Server, keys: Path) -> None:

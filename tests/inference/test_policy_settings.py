@@ -113,9 +113,7 @@ def test_invalid_settings_are_refused(settings: dict[str, object], says: str) ->
         PolicyConfig(**settings)  # type: ignore[arg-type]
 
 
-def test_server_without_key_or_with_a_wrong_address_exits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_server_without_key_or_with_a_wrong_address_exits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["--keys", str(tmp_path), "--device", "cpu", "--listen", "tcp://127.0.0.1:0"]) == 2
     assert "no private key at" in caplog.text
     assert main(["--keys", str(tmp_path), "--listen", "127.0.0.1"]) == 2
