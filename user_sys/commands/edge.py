@@ -127,8 +127,8 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
     if config.policy.is_started_by_run:
         raise ConfigError(
             "policy.location: server: this computer cannot read the address of the run's policy server in the run's "
-            "folder; start a server at this site (`python -m user_sys.inference`) and set --policy.endpoint=tcp://HOST:PORT, "
-            "or run the policy in the session with --policy.location=edge"
+            "folder; start a server at this site (`python -m user_sys.inference`) and set "
+            "--policy.endpoint=tcp://HOST:PORT, or run the policy in the session with --policy.location=edge"
         )
     for robot in config.robots:
         if robot.link:
