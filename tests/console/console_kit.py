@@ -1,4 +1,4 @@
-"""A robot's session in small, for the console's tests: the real authority behind the real hub, in a thread."""
+"""A simulated run for the console's tests: a real hub and a real control authority, in a thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPEC = RobotSpec(
 
 
 class Clock:
-    """Seconds that pass while they are let: a busy machine is not taken for a person who fell silent."""
+    """A clock that a test can stop, so that a busy machine causes no input timeout."""
 
     def __init__(self) -> None:
         self._now_s = self._since_s = 0.0
@@ -57,15 +57,15 @@ class Clock:
 
 
 class SimulatedRun:
-    """One robot with two cameras, ticking in a thread until `close`; `sent` is all that the console asked of it."""
+    """One robot with two cameras, in a thread until `close`. `sent` holds the console's messages."""
 
     def __init__(self, robot: str = "panda-0") -> None:
         self.robot = robot
         self.hub = ConsoleHub("demo", self._send, {robot: SPEC}, budget_s=300.0)
-        self.clock = Clock()  # that tells silence
+        self.clock = Clock()  # for the input timeout
         self.authority = ControlAuthority(robot, SPEC, self.clock)
         self.sent: list[OperatorCommand | PreviewRequest] = []
-        self.away = False  # the gateway, so that nothing can be sent
+        self.away = False  # without a gateway nothing can be sent
         self._tool = np.array([0.0, 0.0, 0.5, 1.0])
         self._step = 0
         self._watched_until_s = 0.0
@@ -85,7 +85,7 @@ class SimulatedRun:
         return [m for m in list(self.sent) if isinstance(m, OperatorCommand) and m.order == kind]
 
     def learn(self, episodes: int) -> None:
-        """Feeds the curves of a run that goes well."""
+        """Updates the curves of a successful run."""
         for n in range(episodes):
             share = n / episodes
             self.hub.update(
@@ -156,7 +156,7 @@ class SimulatedRun:
 
 
 def until(true: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits until `true()` holds; fails after `seconds`."""
+    """Waits until `true()`; fails after `seconds`."""
     deadline_s = time.monotonic() + seconds
     pause = threading.Event()
     while not true():
@@ -165,7 +165,7 @@ def until(true: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def main() -> None:
-    """``python console_desk.py PORT``: serves a desk until SIGTERM, so that a test can stop and kill its server."""
+    """``python console_kit.py PORT``: serves a simulated run until SIGTERM, for tests that kill it."""
     desk = SimulatedRun().start()
     server = ConsoleServer(desk.hub, port=int(sys.argv[1]), token="desk")
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""The page in a real browser: a person takes the robot over by keyboard, drives, stops it, and sees it all happen."""
+"""The console's page in a real browser: take-over, input, e-stop and state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def page(browser: Any, url: str, request: pytest.FixtureRequest) -> Iterator[Any
 
 
 def picture(page: Any, name: str, after_ms: float = 0.0) -> None:
-    """Keeps a screenshot where CONSOLE_SHOTS names a folder."""
+    """Saves a screenshot if CONSOLE_SHOTS names a folder."""
     folder = os.environ.get("CONSOLE_SHOTS")
     if folder:
         page.wait_for_timeout(after_ms)
@@ -103,7 +103,7 @@ def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, desk: Simulat
     page.keyboard.up("w")
     until(lambda: not desk.authority.twist()[:3].any())
     inputs = len(desk.orders("drive"))
-    until(lambda: len(desk.orders("drive")) > inputs + 10)  # still there: the heartbeat goes on with no key down
+    until(lambda: len(desk.orders("drive")) > inputs + 10)  # the heartbeat continues without a key
 
     page.keyboard.press("h")
     assert badge(page, "policy") == "POLICY"
@@ -111,7 +111,7 @@ def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, desk: Simulat
 
 
 def test_space_stops_from_any_state_until_re_arm(page: Any, desk: SimulatedRun) -> None:
-    page.get_by_role("button", name="Take over").click()  # the focus stays on a button: Space must not click it
+    page.get_by_role("button", name="Take over").click()  # Space must not click the focused button
     badge(page, "you")
     page.keyboard.press("Space")
     assert badge(page, "stopped") == "STOPPED"
@@ -238,7 +238,7 @@ def test_page_shows_the_warning(page: Any, desk: SimulatedRun) -> None:
 
 
 class FarDesk:
-    """A desk in a process of its own, which can be stopped, killed and started again at the same address."""
+    """A simulated run in its own process, which can be stopped, killed and restarted at the same address."""
 
     def __init__(self) -> None:
         self._port = "0"
@@ -278,7 +278,7 @@ def far_page(browser: Any, far_desk: FarDesk) -> Iterator[Any]:
 
 
 def enabled(page: Any) -> set[str]:
-    """What a person can use, by name."""
+    """The usable controls, by name."""
     return set(
         page.eval_on_selector_all(
             "button:enabled:not([hidden]), input:enabled", "all => all.map((e) => e.id || e.innerText)"
@@ -287,7 +287,7 @@ def enabled(page: Any) -> set[str]:
 
 
 def unknown_after_ms(page: Any, cut: Callable[[], object]) -> float:
-    """Milliseconds from the last reply that the page had before `cut` until it shows that it knows nothing."""
+    """Milliseconds from the page's last reply before `cut` until it shows the unknown state."""
     page.evaluate(
         """() => {
           window.seenAt = new Promise((done) => new MutationObserver((_, observer) => {
@@ -336,5 +336,5 @@ def test_e_stop_without_a_server_reaches_its_successor(far_page: Any, far_desk: 
     page.keyboard.press("Space")
     badge(page, "stopping")
     far_desk.start()
-    page.goto(far_desk.url)  # the cookie was the former server's
+    page.goto(far_desk.url)  # the cookie belonged to the earlier server
     assert badge(page, "stopped") == "STOPPED"

@@ -1,4 +1,4 @@
-"""The console's server over real sockets: who gets in, what orders do, and what happens to nonsense."""
+"""The console's server over real sockets: access, orders and invalid messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Site:
 
 
 class Person:
-    """A page as a program: greets, gives orders, reads what comes."""
+    """A page as a program, which sends messages and reads replies."""
 
     def __init__(self, site: Site, operator: str) -> None:
         self._context = site.socket()
@@ -78,7 +78,7 @@ class Person:
         return self.hear("reply")
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """The next message of `kind`; pictures on the way are kept, and not said to be seen."""
+        """The next message of `kind`. Pictures before it are kept and not acknowledged."""
         while True:
             frame = self.socket.recv(timeout=60)
             if isinstance(frame, bytes):
@@ -90,7 +90,7 @@ class Person:
                 return message
 
     def closed(self) -> str:
-        """Reads until the server closes; its reason."""
+        """Reads until the server closes; returns its reason."""
         try:
             while True:
                 self.socket.recv(timeout=60)
@@ -101,7 +101,7 @@ class Person:
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Site]:
-    """A console for those who never get to give an order; they may share it."""
+    """A console that tests without orders share."""
     yield from serve()
 
 
@@ -111,7 +111,7 @@ def site() -> Iterator[Site]:
 
 
 def stop(socket: ClientConnection, operator: str = "bob", robot: str = "panda-0", press: int = 7) -> dict[str, Any]:
-    """Presses once; the answer."""
+    """Presses once; returns the reply."""
     socket.send(json.dumps({"type": "stop", "operator": operator, "presses": {robot: press}}))
     answer: dict[str, Any] = json.loads(socket.recv(timeout=60))
     return answer
@@ -213,7 +213,7 @@ def test_second_page_gets_the_drivers_name(site: Site) -> None:
 
 @pytest.mark.parametrize("way", ["closed", "cut", "hidden"])
 def test_closed_page_holds_the_robot_at_once(site: Site, way: str) -> None:
-    """Its silence plays no part: the desk's clock stands still."""
+    """The input timeout plays no part, as the run's clock stands still."""
     with site.page("alice") as alice:
         alice.order("take-over")
         alice.say(type="drive", robot="panda-0", move=[1, 0, 0], gripper=0)
@@ -314,7 +314,7 @@ def test_picture_follows_an_acknowledgement_and_the_newest_wins(site: Site) -> N
         newest = site.desk.hub.preview("panda-0", "front")
         assert newest is not None
         until(lambda: alice.hear("state") and site.desk.hub.preview("panda-0", "front").serial > newest.serial + 20)  # type: ignore[union-attr]
-        assert len(alice.pictures) == 2  # many were taken since; none was seen, so none was sent
+        assert len(alice.pictures) == 2  # later pictures are not sent before an acknowledgement
         alice.say(type="seen", pictures=[["panda-0", "front"]])
         until(lambda: alice.hear("state") and len(alice.pictures) == 3)
         header, jpeg = alice.pictures[-1]
@@ -328,7 +328,7 @@ def test_previews_are_requested_for_visible_pages_only(site: Site) -> None:
         alice.say(type="look", on=False)
         alice.order("success")
         asked = len(site.desk.sent)
-        for _ in range(6):  # a hidden page still learns how things stand
+        for _ in range(6):  # a hidden page still gets the state
             alice.hear("state")
         assert len(site.desk.sent) == asked
 
@@ -367,7 +367,7 @@ def test_order_before_the_name_closes_the_page(door: Site) -> None:
             if attempt % 3:
                 socket.recv(timeout=60)
             socket.send('{"type":"order","robot":"panda-0","order":"take-over"}')
-            for _ in range(100):  # it ends long before; a page that lives on would be heard for ever
+            for _ in range(100):  # a page that stays open would send messages for ever
                 socket.recv(timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""The hub: newest state of a run, bounded curves, and orders on their way out."""
+"""The hub: state of a run, bounded curves, and orders."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_curve_is_bounded_and_in_order(values: list[float]) -> None:
     assert len(view.x) == len(view.y) <= 17
     assert list(view.x) == sorted(view.x)
     assert min(values) - 1e-6 <= min(view.y) and max(view.y) <= max(values) + 1e-6
-    assert view.x[-1] >= len(values) - 1 - len(values) / 8  # it reaches to now
+    assert view.x[-1] >= len(values) - 1 - len(values) / 8  # up to the newest point
 
 
 def jpeg(shade: int) -> bytes:
@@ -151,14 +151,14 @@ def jpeg(shade: int) -> bytes:
 
 
 def claiming(height: int, width: int) -> bytes:
-    """A sound JPEG file of a few bytes whose header claims another size."""
+    """A small valid JPEG file whose header declares another size."""
     file = bytearray(jpeg(1))
     struct.pack_into(">HH", file, file.index(b"\xff\xc0") + 5, height, width)
     return bytes(file)
 
 
 def with_odd_colours() -> bytes:
-    """A JPEG file whose colours have a resolution that simplejpeg has no name for."""
+    """A JPEG file with a chroma subsampling that simplejpeg does not support."""
     file = bytearray(jpeg(1))
     file[file.index(b"\xff\xc0") + 11] = 0x14
     return bytes(file)

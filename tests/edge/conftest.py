@@ -15,7 +15,7 @@ from user_sys.edge import driver_client
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A private, short folder for local sockets and locks, for this test and the processes that it starts.
 
-    What the test itself asks of a driver may take long: a busy machine, or its disk, is not taken for one that hangs.
+    It raises the deadlines of driver requests, so that a busy machine or disk causes no timeout.
     """
     for name in ("LATCH_DEADLINE_S", "PERIOD_DEADLINE_S"):
         monkeypatch.setattr(driver_client, name, END_S)

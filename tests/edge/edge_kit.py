@@ -1,4 +1,4 @@
-"""What the edge's tests share: robots that are watched, driver processes to be killed, and deadlines."""
+"""Helpers of the edge's tests: recording robots, driver processes and deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from robots.fake import GRIPPER_M, FakeRobot, FakeRobotConfig
 from user_sys.compose import RobotConfig
 from user_sys.config import save
 
-END_S = 120.0  # by then what is waited for has come, however busy the machine
+END_S = 120.0  # longer than any wait on a busy machine
 
 STILL = np.array([0, 0, 0, GRIPPER_M], np.float32)
 RIGHT = np.array([0.05, 0, 0, GRIPPER_M], np.float32)
@@ -38,7 +38,7 @@ def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> A
 
 
 class RecordingRobot(FakeRobot):
-    """A fake robot that keeps what it was told."""
+    """A fake robot that records its commands and stops."""
 
     def __init__(self, config: FakeRobotConfig | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         super().__init__(config, clock)
@@ -66,19 +66,19 @@ class NodeProcess:
         return self.log_path.read_text()
 
     def wait_for_log(self, text: str, times: int = 1, within_s: float = END_S) -> str:
-        """Waits until the log holds `text` so often."""
+        """Waits until the log holds `text` `times` times."""
         until(lambda: self.log.count(text) >= times, f"{text!r} in:\n{self.log}", within_s)
         return self.log
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Sends the signal and waits; the exit status."""
+        """Sends the signal, waits, and returns the exit status."""
         self.process.send_signal(number)
         return self.process.wait(END_S)
 
 
 @contextmanager
 def node(argv: Sequence[object], log_path: Path) -> Iterator[NodeProcess]:
-    """``python -m argv``; killed at the end where it still runs."""
+    """``python -m argv``, killed at the end if it still runs."""
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *map(str, argv)],
@@ -104,6 +104,6 @@ def driver_process(folder: Path, config: RobotConfig, log: str = "driver.log") -
 
 
 def error_lines(log: str) -> list[str]:
-    """The lines that say that something failed; no traceback may be among them."""
+    """The log's error lines, without tracebacks."""
     assert "Traceback" not in log, log
     return re.findall(r"^\S+ \S+ E .*$", log, re.MULTILINE)

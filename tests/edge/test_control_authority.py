@@ -1,4 +1,4 @@
-"""Who drives a robot: take-over, silence, hand-back, stop, and no two at a time."""
+"""Control authority: take-over, input timeout, hand-back, e-stop, one operator at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Desk:
-    """An authority, its clock and a person's hand on it."""
+    """A control authority and its clock."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -108,7 +108,7 @@ def test_input_timeout_holds_until_a_new_take_over(desk: Desk) -> None:
 
 
 def test_expired_input_moves_nothing(desk: Desk) -> None:
-    """The last control period that it moves the robot in is over 0.2 s after it at the latest."""
+    """The last control period with the input ends within 0.2 s of it."""
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
     desk.wait(0.9 * (0.2 - SPEC.period_s))
@@ -122,7 +122,7 @@ def test_expired_input_moves_nothing(desk: Desk) -> None:
 
 def test_new_input_after_a_busy_loop_is_no_timeout(desk: Desk) -> None:
     desk.order("alice", "take-over")
-    desk.clock.now_s += 3.0  # the robot was brought to its start
+    desk.clock.now_s += 3.0  # during a reset
     assert desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0)).accepted
     assert desk.wait(0.0) is ControlState.HUMAN
 
@@ -138,7 +138,7 @@ def test_release_holds_at_once(desk: Desk) -> None:
 
 def test_any_operator_takes_over_from_a_hold(desk: Desk) -> None:
     desk.order("alice", "take-over")
-    desk.clock.now_s += INPUT_TIMEOUT_S + 0.1  # nobody ticked in between: the order itself notices the silence
+    desk.clock.now_s += INPUT_TIMEOUT_S + 0.1  # the command itself applies the timeout, without an update
     assert desk.order("bob", "take-over").accepted
     assert desk.authority.operator == "bob"
     assert "bob" in desk.order("alice", "drive", (1.0, 0.0, 0.0, 0.0)).reason
@@ -175,7 +175,7 @@ def test_e_stop_latches_until_a_named_operator_re_arms(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, 0.0))
     desk.order("alice", "reset")
-    assert desk.order("bob", "e-stop").accepted  # anyone may, whoever drives
+    assert desk.order("bob", "e-stop").accepted  # any operator may press it
     assert desk.authority.state is ControlState.STOPPED and not desk.authority.twist().any()
     for order in ("take-over", "hand-back", "reset"):
         assert "stopped by bob" in desk.order("alice", order).reason
@@ -235,7 +235,7 @@ def test_phase_is_correction_or_teleop(desk: Desk) -> None:
     desk.authority.begin_episode()
     desk.order("alice", "take-over")
     assert desk.authority.phase is Phase.CORRECTION
-    desk.authority.begin_episode()  # she keeps the robot over a reset
+    desk.authority.begin_episode()  # she keeps the robot across a reset
     assert desk.authority.phase is Phase.TELEOP
     desk.order("alice", "hand-back")
     assert desk.authority.phase is Phase.POLICY
@@ -249,7 +249,7 @@ def test_twist_becomes_an_action_in_the_robots_units(desk: Desk) -> None:
     desk.order("alice", "drive", (1.0, -0.5, -1.0, 0.0))
     action = desk.authority.action(previous)
     assert action.dtype == np.float32
-    np.testing.assert_allclose(action, [0.02, -0.01, -0.01, 0.03], rtol=1e-6)  # an untouched gripper stays
+    np.testing.assert_allclose(action, [0.02, -0.01, -0.01, 0.03], rtol=1e-6)  # a gripper without input stays
     desk.order("alice", "drive", (0.0, 0.0, 1.0, -1.0))
     np.testing.assert_allclose(desk.authority.action(previous), [0, 0, 0.03, 0.0], rtol=1e-6)
     desk.order("alice", "drive", (0.0, 0.0, 0.0, 1.0))
@@ -269,14 +269,14 @@ def test_illegal_transition_raises(desk: Desk) -> None:
 
 
 class Crowd(RuleBasedStateMachine):
-    """Three people order whatever they like, whenever they like."""
+    """Three operators send random commands."""
 
     people = st.sampled_from(["alice", "bob", "carol"])
 
     def __init__(self) -> None:
         super().__init__()
         self.desk = Desk()
-        self.driver = ""  # who was last granted the robot and has given nothing up since
+        self.driver = ""  # the operator who took over last
         self.heard_s = 0.0
 
     def order(self, operator: str, order: str, twist: tuple[float, ...] = ()) -> OperatorReply:

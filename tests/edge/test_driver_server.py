@@ -1,4 +1,4 @@
-"""A driver's server by a clock that moves when told: when it holds, what it obeys in the middle of a control period."""
+"""The driver server under a test clock: watchdog, control periods, e-stops and leases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PERIOD_NS = 100_000_000
 
 
 class Homing(FakeTask):
-    """A reset during which the robot moves by itself until it is stopped."""
+    """A reset in which the robot moves until it is stopped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Homing(FakeTask):
 
 
 class Site:
-    """A served robot of 10 Hz and sessions to it; time stands still until `pass_ns`."""
+    """A served robot of 10 Hz and its clients; time stands still until `pass_ns`."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12
@@ -62,7 +62,7 @@ class Site:
         self.client, self.anyone = DriverClient("fake-0", token=1), DriverClient("fake-0")
 
     def pass_ns(self, ns: int) -> list[StopLevel]:
-        """Lets time pass while somebody talks; all stops so far. The second answer comes after the watchdog's look."""
+        """Advances the clock during two requests; returns all stops. The second reply follows the watchdog's check."""
         self.now_ns += ns
         self.anyone.describe()
         self.anyone.describe()
@@ -104,7 +104,7 @@ def test_silent_session_is_held_after_two_control_periods(site: Site) -> None:
 
 @pytest.fixture
 def slow_to_see(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A robot that follows the clock, just where a control period ends; half of one passes when it is looked at."""
+    """A real-time robot at the end of a control period, whose observation takes half a period."""
     site.server.real_time, site.now_ns = True, site.now_ns + PERIOD_NS
     observe = site.robot.observe
 
@@ -133,7 +133,7 @@ def test_watchdog_of_a_standing_robot_counts_from_the_reply(slow_to_see: Site) -
 
 
 class FrozenCamera(FakeCamera):
-    """Its newest picture has grown old."""
+    """A camera whose newest frame is stale."""
 
     def read(self) -> CameraFrame:
         raise StaleObservation("the newest frame is 0.201 s old")
@@ -152,7 +152,7 @@ def test_frozen_camera_holds_the_robot_within_the_next_period(slow_to_see: Site)
 
 
 def during(site: Site, call: Callable[[], TimeStep]) -> tuple[threading.Thread, list[TimeStep]]:
-    """A control period in real time that has begun, and lasts until time passes."""
+    """A real-time control period in progress, which lasts until the clock advances."""
     ticks: list[TimeStep] = []
     site.client.real_time = True
     before = len(site.robot.commands)
@@ -164,7 +164,7 @@ def during(site: Site, call: Callable[[], TimeStep]) -> tuple[threading.Thread, 
 
 def test_real_time_robot_follows_the_clock_for_every_session(site: Site) -> None:
     site.server.real_time = True
-    asked = threading.Thread(target=lambda: site.client.reset(0))  # which may take its time
+    asked = threading.Thread(target=lambda: site.client.reset(0))  # on a busy machine too
     asked.start()
     until(lambda: site.driver.real_time, "the clock is followed")
     assert not site.client.real_time
@@ -191,7 +191,7 @@ def test_e_stop_is_executed_during_a_control_period(site: Site) -> None:
 
 
 def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:
-    """A reset that has begun, and lasts until the robot is stopped; what became of it."""
+    """A reset in progress, which lasts until the robot is stopped; and its result."""
     ended: list[Any] = []
     site.driver.task = site.homing
 
@@ -227,7 +227,7 @@ def test_stopping_driver_ends_a_reset(site: Site) -> None:
 
 def test_e_stops_and_re_arms_take_effect_in_their_order(site: Site) -> None:
     site.anyone.emergency_stop("ada", estop_sequence=1)
-    site.anyone.emergency_stop("bob", estop_sequence=3)  # it has its own way to the driver, and came before
+    site.anyone.emergency_stop("bob", estop_sequence=3)  # it arrived first, on its own channel
     assert not site.client.rearm("ada", estop_sequence=2) and site.client.hold().stopped
     assert site.client.rearm("ada", estop_sequence=4) and not site.client.hold().stopped
     site.anyone.emergency_stop("bob", estop_sequence=3)  # said twice

@@ -1,4 +1,4 @@
-"""The driver process keeps its robot safe whatever becomes of those who talk to it, and obeys the newest session."""
+"""The driver process keeps its robot safe when sessions fail, and serves the newest session."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def test_invalid_action_is_refused(driver: NodeProcess) -> None:
 
 
 def test_silent_session_is_held(driver: NodeProcess) -> None:
-    """After how long, `test_driver_server` shows by a clock of its own, and ``benchmarks.hal`` by the real one."""
+    """`test_driver_server` tests the delay with a test clock, ``benchmarks.hal`` measures it."""
     with session(1) as client:
-        driver.wait_for_log("watchdog.hold")  # nobody has commanded yet
+        driver.wait_for_log("watchdog.hold")  # before the first command
         client.step(RIGHT)
         driver.wait_for_log("watchdog.hold", times=2)
         tick = client.step(STILL)
@@ -173,7 +173,7 @@ def test_e_stop_survives_a_restart_until_a_person_re_arms(tmp_path: Path) -> Non
     with driver_process(tmp_path, FAKE), session(1) as client:
         still = client.reset(seed=4).observation["observation.state"][:3]
         assert client.step(RIGHT).stopped
-        with pytest.raises(SpecError, match="named person"):
+        with pytest.raises(SpecError, match="name of a person"):
             client.rearm("")
         with DriverClient("fake-0", token=0) as stranger, pytest.raises(StaleToken):
             stranger.rearm("eve")
@@ -283,7 +283,7 @@ def test_lost_robot_ends_the_process_after_the_reply(tmp_path: Path) -> None:
                 client.step(STILL)
         assert running.process.wait(END_S) == EXIT_ROBOT_LOST
         assert error_lines(running.log)[-1].endswith("robot.lost the fake robot dropped out")
-    with driver_process(tmp_path, config, log="again.log"), session(1) as client:  # starting again is connecting again
+    with driver_process(tmp_path, config, log="again.log"), session(1) as client:  # a restart connects again
         assert client.step(STILL).applied is not None
 
 
@@ -306,7 +306,7 @@ def test_simulated_robot_is_held_too(tmp_path: Path) -> None:
         client.reset(seed=2)
 
         def held_in_motion() -> TimeStep | None:
-            """What three control periods of silence brought; None where another process kept the driver from them."""
+            """The result of three control periods without a command; None if another process delayed the driver."""
             for _ in range(3):
                 assert client.step(np.array([0.04, 0, 0, 0.08], np.float32)).applied is not None
             time.sleep(5 * PERIOD_S)

@@ -1,4 +1,4 @@
-"""Nothing but a sound action within limits reaches the robot, and a stop holds until a person lifts it."""
+"""The environment passes only valid actions within limits, and an e-stop holds until a person re-arms."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_e_stop_survives_the_driver_until_a_person_re_arms(tmp_path: Path) -> No
         assert tick.stopped and tick.applied is None
     assert robot.commands == []
     np.testing.assert_array_equal(robot.position, before)
-    with pytest.raises(SpecError, match="named person"):
+    with pytest.raises(SpecError, match="name of a person"):
         driver.kernel.rearm(" ")
     assert driver.step(RIGHT).stopped
 
@@ -139,14 +139,14 @@ def test_delayed_driver_observes_again_before_an_action() -> None:
     robot = RecordingRobot(clock=lambda: now_ns[0])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
     driver.connect()
-    now_ns[0] += 10_000_000_000  # a busy machine, or a disk that was waited for
+    now_ns[0] += 10_000_000_000  # on a busy machine, or after a slow disk
     tick = driver.step(RIGHT)
     assert tick.safety_reasons == 0 and robot.stops == [] and len(robot.commands) == 1
     driver.close()
 
 
 class ButtonRobot(RecordingRobot):
-    """A robot with a stop button of its own."""
+    """A robot with its own stop button."""
 
     pressed = False
 
@@ -195,7 +195,7 @@ def test_stop_button_pressed_before_the_connection_latches() -> None:
 
 
 class AwaitedCamera(FakeCamera):
-    """One that shows nothing; `stop` is set while it is waited for."""
+    """A camera without frames; `stop` is set during its connection."""
 
     stop: threading.Event
 
@@ -269,7 +269,7 @@ def test_frame_stride_applies_except_in_real_time() -> None:
 
 
 class SlowCamera(FakeCamera):
-    """A new picture at every third look."""
+    """A camera with a new frame at every third read."""
 
     def __init__(self, robot: RecordingRobot) -> None:
         super().__init__(robot, robot.spec.cameras[0])
@@ -284,7 +284,7 @@ class SlowCamera(FakeCamera):
 
 
 class LateCamera(FakeCamera):
-    """Notes how often its robot had been stopped when it was connected."""
+    """A camera that notes its robot's stops at its connection."""
 
     stops = -1
 
@@ -307,7 +307,7 @@ def test_latched_robot_is_stopped_when_it_is_connected() -> None:
 
 
 class GrowingCamera(FakeCamera):
-    """Of a driver that does not look at what its camera gives."""
+    """A camera whose driver does not check its frames."""
 
     frame = CameraFrame(np.zeros((16, 16, 3), np.uint8), 0)
 
@@ -345,7 +345,7 @@ def test_reset_is_repeatable_and_is_no_step(driver: RobotEnvironment, robot: Rec
 
 
 class Stubborn(FakeCamera):
-    """Its library fails to let go of the device."""
+    """A camera that fails to close."""
 
     def close(self) -> None:
         super().close()
@@ -366,7 +366,7 @@ def test_failed_close_of_a_camera_closes_the_other_devices() -> None:
 
 
 class Unplugged(FakeTeleoperator):
-    """Pulled out while it is read; what is left of it cannot even be closed."""
+    """A device that fails to read and to close."""
 
     def read(self) -> TeleopInput:
         raise HardwareLost("the leader went away")

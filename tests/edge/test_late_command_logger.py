@@ -1,4 +1,4 @@
-"""A command that came after the watchdog's hold leaves its cause in the log."""
+"""The logged cause of a command after a watchdog hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 class HeldDriver:
-    """A robot whose watchdog held it before the second command; each reply takes 2 ms and each command 3."""
+    """A robot that the watchdog held before the second command. A reply takes 2 ms and a command 3."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._held = clock, [0, 1]

@@ -1,4 +1,4 @@
-"""A session keeps its lease through a gateway that answers late."""
+"""The lease client with a gateway that answers late."""
 
 from __future__ import annotations
 

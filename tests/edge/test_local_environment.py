@@ -1,4 +1,4 @@
-"""A driver in this process: real robots are moved at their own pace, simulated ones as fast as the machine allows."""
+"""An environment in this process: pace, locks, e-stops and signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PERIOD_S = 0.1
 
 
 class Clock:
-    """Time that passes only while somebody sleeps, or a test says so."""
+    """A clock that advances by sleeps and by the test."""
 
     def __init__(self) -> None:
         self.now_s = 5.0
@@ -67,7 +67,7 @@ def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
 @pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
 def test_real_robot_cannot_leave_the_clock(driver: str) -> None:
     assert RobotConfig(name="arm-0", driver=driver).follows_clock
-    with pytest.raises(ConfigError, match=f"robot arm-0: .*the driver {driver} moves a real one: leave real_time out"):
+    with pytest.raises(ConfigError, match=f"robot arm-0: real_time: false is for simulated robots"):
         RobotConfig(name="arm-0", driver=driver, real_time=False)
 
 
@@ -116,7 +116,7 @@ def test_robots_own_stop_ends_the_work_and_stays() -> None:
 
 
 class Homing(FakeTask):
-    """A reset in which the robot moves by itself; a person presses when it is on its way."""
+    """A reset during which a person presses the e-stop."""
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
         for period in range(10):
@@ -135,7 +135,7 @@ def test_press_of_another_program_ends_the_reset() -> None:
 
 
 class Awaited(RecordingRobot):
-    """Somebody presses while its connection is waited for, when nobody could stop it."""
+    """A robot whose e-stop is pressed during the connection."""
 
     def connect(self) -> None:
         EstopLatch(robot_files("arm-0", simulated=False).latch_path).press(new_emergency_stop("ada"))
@@ -151,7 +151,7 @@ def test_press_during_the_connection_stops_the_robot() -> None:
 
 
 class Pressed(RecordingRobot):
-    """Somebody presses Ctrl-C, or closes the terminal, in the middle of the third command, and again while it stops."""
+    """A robot that sends its process a signal during the third command, and again during the stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Pressed(RecordingRobot):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_the_program_between_control_periods(number: signal.Signals) -> None:
     robot = Pressed(number)
-    before = signal.signal(number, signal.default_int_handler)  # whoever runs the tests may have it ignored
+    before = signal.signal(number, signal.default_int_handler)  # the tests may run under nohup
     try:
         with (
             pytest.raises(KeyboardInterrupt),

@@ -1,4 +1,4 @@
-"""A hand on a device at the robot's own computer drives as any person does, and gives way as any person must."""
+"""Input of a device on the robot's own computer takes over and yields as an operator's does."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_keyboard_input_reaches_the_session_and_its_loss_is_ignored(tmp_path: Pa
 
 
 def test_unknown_input_device_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="no input device of kind 'joystick'; there are"):
+    with pytest.raises(ConfigError, match="unknown input device kind 'joystick'; use one of"):
         build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": "joystick"},)))
     with pytest.raises(ConfigError, match="did you mean 'hold'"):
         build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": "keyboard", "hodl": "w"},)))

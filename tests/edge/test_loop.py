@@ -1,4 +1,4 @@
-"""One episode: every step is decided, obeyed, judged and recorded in that order; a hold is no step."""
+"""The episode loop: every step is selected, applied, evaluated and recorded; a hold is no step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chu
 
 
 class Bench:
-    """A fake robot with all that an episode needs."""
+    """A fake robot with a recorder."""
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
         self.robot = RecordingRobot(FakeRobotConfig(faults=faults or FaultPlan()))

@@ -1,4 +1,4 @@
-"""The edge's outbox: what was recorded waits until it is acknowledged, whatever happens meanwhile."""
+"""The edge's outbox: recorded chunks survive until they are acknowledged."""
 
 from __future__ import annotations
 

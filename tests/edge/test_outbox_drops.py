@@ -1,4 +1,4 @@
-"""A full outbox that may drop: whole autonomous episodes go, oldest first, and nothing else, whenever it is killed."""
+"""A full outbox drops whole autonomous episodes, oldest first, and no other chunk, also when it is killed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def opened(path: Path, **said: Any) -> Outbox:
 
 
 def waiting(outbox: Outbox) -> list[Key]:
-    """What the tunnel would send; asking counts as sending, so ask at the end."""
+    """The pending chunks. A call counts as sending them, so call it at the end."""
     headers = [decode_chunk(each.packet).header for each in outbox.pending()]
     return [(header.episode, header.index) for header in headers]
 
@@ -152,11 +152,11 @@ def test_year_offline_leaves_few_files(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The moment at which the process is killed."""
+    """The process is killed."""
 
 
 class Mortal(Files):
-    """Files of a process that is killed at its operation number `at`, half a write done; syncs cost nothing."""
+    """Files of a process that is killed at operation `at`, after half a write. Syncs do nothing."""
 
     def __init__(self, at: int = -1) -> None:
         self.at, self.count = at, -1
@@ -188,7 +188,7 @@ def live(path: Path, files: Files, durable: list[Key]) -> None:
 
 
 def require_whole(left: list[Key], durable: list[Key]) -> None:
-    """Nothing twice; of what was recorded either all of an episode or nothing, and all that a person did."""
+    """No chunk twice; all chunks of an episode or none; and all episodes of a person."""
     assert max(Counter(left).values()) == 1
     recorded, found = Counter(name for name, _ in durable), Counter(name for name, _ in left)
     for name, count in recorded.items():
@@ -197,7 +197,7 @@ def require_whole(left: list[Key], durable: list[Key]) -> None:
 
 
 def killed_at(at: int) -> int:
-    """Kills a session at one file operation; returns how many it would have had."""
+    """Kills a session at one file operation; returns its number of operations."""
     with tempfile.TemporaryDirectory() as folder:
         durable: list[Key] = []
         files = Mortal(at)

@@ -1,4 +1,4 @@
-"""A driver takes real-time scheduling where it may, and says what it was refused."""
+"""Real-time scheduling of driver and control loop, and its refusals."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ print(enable_realtime([4095]))
 
 def test_refusal_names_its_fix() -> None:
     said = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=300, check=True)
-    assert "processors [4095]" in said.stdout
+    assert "CPUs [4095]" in said.stdout
     assert "LimitRTPRIO" in said.stdout and "LimitMEMLOCK" in said.stdout

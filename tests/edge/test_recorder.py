@@ -1,4 +1,4 @@
-"""What is recorded is what happened: who chose, what was asked, what was applied, and where an episode was cut."""
+"""Recorded steps: source, requested and applied action, images, and the end of an episode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from user_sys.store.store import StoreReader, StoreWriter
 
 
 class Stage:
-    """A fake robot with a camera, and what its recorder has let go of."""
+    """A fake robot with a camera, and the chunks of its recorder."""
 
     def __init__(self, config: RecorderConfig | None = None, cameras: tuple[str, ...] = ("front",)) -> None:
         robot = FakeRobot(FakeRobotConfig(cameras=cameras, image_size=32))
@@ -41,7 +41,7 @@ class Stage:
         return [decode_chunk(packet) for packet in self.packets]
 
     def act(self, steps: int, action: Array = STILL, last: StepOutcome | None = None) -> list[TimeStep]:
-        """Opens an episode and makes `steps` steps; `last` is the verdict on the last of them."""
+        """Opens an episode and makes `steps` steps; `last` is the outcome of the last one."""
         ticks = [self.driver.reset(seed=1)]
         self.recorder.begin_episode(EpisodeSource.ONLINE, seed=1)
         for step in range(steps):
@@ -115,7 +115,7 @@ def test_steps_carry_the_capture_time_of_their_image() -> None:
     stage = Stage(RecorderConfig(chunk_steps=3))
     ticks = stage.act(8, last=CUT)
     told = np.concatenate([chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"] for chunk in stage.chunks])
-    captured = [tick.frames["front"].t_capture_ns for tick in ticks[:-1:2]]  # of every other period, chunks or not
+    captured = [tick.frames["front"].t_capture_ns for tick in ticks[:-1:2]]  # of every other period
     np.testing.assert_array_equal(told, np.repeat(captured, 2))
     assert len(set(captured)) == 4 and told.dtype == np.int64
 
@@ -159,7 +159,7 @@ def test_limited_action_is_recorded_with_the_applied_one() -> None:
 
 def test_last_step_of_an_open_episode_is_never_sampled() -> None:
     stage = Stage(RecorderConfig(chunk_steps=4))
-    stage.act(6)  # the session dies here: two steps are in no chunk
+    stage.act(6)  # the session dies with two steps in no chunk
     first = stage.recorder.episode
     stage.act(4, last=CUT)
     headers = [chunk.header for chunk in stage.chunks]
@@ -171,7 +171,7 @@ def test_last_step_of_an_open_episode_is_never_sampled() -> None:
 def test_learner_draws_every_step_with_a_known_outcome(
     tmp_path: Path, steps: int, end: StepOutcome | None, transitions: int
 ) -> None:
-    """Of an episode without its end, cut off after a chunk of 4, the last step's outcome is not known."""
+    """The last step of an open episode has no known outcome."""
     stage = Stage(RecorderConfig(chunk_steps=4), cameras=())
     stage.act(steps, RIGHT, end)
     with StoreWriter.open(tmp_path) as writer:
@@ -186,7 +186,7 @@ def test_learner_draws_every_step_with_a_known_outcome(
 
 def test_chunks_stay_below_their_size_limit() -> None:
     stage = Stage(RecorderConfig(raw_cameras=("front",), chunk_bytes=10_000))
-    ticks = stage.act(10, last=CUT)  # a picture of 3,072 bytes with every other step
+    ticks = stage.act(10, last=CUT)  # an image of 3,072 bytes with every other step
     headers = [chunk.header for chunk in stage.chunks]
     assert len(headers) > 1 and max(map(len, stage.packets)) < 12_000
     assert [h.first_step for h in headers] == [sum(h.steps for h in headers[:n]) for n in range(len(headers))]

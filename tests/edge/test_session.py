@@ -1,4 +1,4 @@
-"""A session may die, its gateway may die, its driver may die: nothing that was acknowledged is lost or kept twice."""
+"""Sessions, gateways and drivers may be killed: no acknowledged chunk is lost or stored twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROBOT = RobotConfig(name="fake-0", driver="fake")
 
 
 class Followed:
-    """Every chunk that was ever in a log, as often as it was there; each is read once, however often one asks."""
+    """Every chunk that was ever in a log, as often as it was there. Each is read once."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path, self._stack = path, stack
@@ -108,7 +108,7 @@ class Site:
         return self._store.chunks()
 
     def recorded(self) -> set[tuple[str, int]]:
-        """Every chunk that the outbox has ever held."""
+        """Every chunk that was ever in the outbox."""
         return {key(chunk) for chunk in self._outbox.chunks()}
 
     def recorded_bytes(self) -> int:
@@ -133,14 +133,14 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def threads(session: NodeProcess) -> list[tuple[str, int]]:
-    """Name and scheduling policy of each; the one that began is the control loop's."""
+    """Name and scheduling policy of each thread; the main thread is the control loop."""
     pid = session.process.pid
     tasks = [(int(task.name), (task / "comm").read_text().strip()) for task in Path(f"/proc/{pid}/task").iterdir()]
     return [("loop" if task == pid else name, os.sched_getscheduler(task)) for task, name in tasks]
 
 
 def require_whole(site: Site) -> None:
-    """Each chunk that was recorded is in the store exactly once, and no episode has a gap."""
+    """The store has each recorded chunk exactly once, and no episode has a gap."""
     with LogReader.open(site.folder.store) as anew:
         refs = [ref for ref in anew.records() if ref.kind == CHUNK_KIND]
         stored = Counter(key(decode_chunk(bytes(anew.read(ref)))) for ref in refs)
@@ -227,7 +227,7 @@ def test_full_disk_holds_the_robot_and_loses_no_step(site: Site, small_disk: Pat
 
 
 def test_control_loop_and_its_socket_thread_get_realtime(tmp_path: Path) -> None:
-    """libzmq's thread to the driver that waits for its turn beside a learner has the robot wait."""
+    """If libzmq's thread of the driver's socket waits for a CPU, so does the robot."""
     with ExitStack() as stack:
         site = Site(tmp_path, stack, robots=(replace(ROBOT, real_time=True),))
         site.gateway()
@@ -321,7 +321,7 @@ def test_expired_lease_holds_the_robot_until_its_renewal(tmp_path: Path) -> None
 
 
 def test_session_keeps_its_bandwidth_limit(tmp_path: Path) -> None:
-    """At a byte a second the burst is all that passes; what else is recorded waits in the outbox."""
+    """At a byte a second only the burst passes; the other chunks wait in the outbox."""
     filmed = replace(ROBOT, options={"cameras": ["front"]})
     raw, slow = RecorderConfig(raw_cameras=("front",)), TunnelLimits(experience=ChannelLimits(bytes_per_s=1.0))
     with ExitStack() as stack:
@@ -430,7 +430,7 @@ def test_robot_without_exploration_holds_until_its_first_weights(tmp_path: Path)
 
 
 def test_killed_policy_server_holds_the_robot_and_operators_may_drive(tmp_path: Path) -> None:
-    """The share of the period is such that a busy machine is no policy that is away."""
+    """The timeout is long enough for a busy machine."""
     slow = replace(ROBOT, options={"rate_hz": 5.0})
     with ExitStack() as stack:
         site = Site(tmp_path, stack, robots=(slow,), policy=PolicyConfig(location="server", timeout_fraction=0.9))

@@ -1,7 +1,4 @@
-"""Pictures for people are made beside the control loop.
-
-What a robot says of itself is what it does.
-"""
+"""A session's status reports, safety counts and camera previews."""
 
 from __future__ import annotations
 

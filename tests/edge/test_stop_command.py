@@ -1,4 +1,4 @@
-"""The e-stop, pressed from another terminal or at a console: it stops the robot whatever program drives it."""
+"""The e-stop from another terminal or a console, for any program that drives the robot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def latched(robot: str, *, simulated: bool = False) -> EmergencyStop | None:
 
 
 class Driving:
-    """A program that drives the real robot arm-0 by itself, as `record` does, in a thread."""
+    """A program that drives the real robot arm-0 without a session, as `record` does, in a thread."""
 
     def __init__(self) -> None:
         self.robot, self.over, self.begun = RecordingRobot(), threading.Event(), threading.Event()
@@ -185,7 +185,7 @@ def test_console_e_stop_reaches_programs_outside_its_run() -> None:
         for other in (watch, take_over):
             order(other)
         assert not _pressing()
-        for _ in range(3):  # as the page repeats it
+        for _ in range(3):  # the page repeats it
             order(E_STOP)
         assert _pressing() <= 1
         until(lambda: (stop := latched("arm-0")) is not None and stop.acknowledged, "it is stopped")

@@ -1,4 +1,4 @@
-"""The writing thread does what it is given, in order and all of it, and never hides what went wrong."""
+"""The writer thread runs all tasks in order and raises their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of policy processes share: keys, a server in this process or in one of its own, links to it."""
+"""Helpers of the policy server's tests: keys, servers in this process or their own, and clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_key
 
 END_S = 120.0
 UNHURRIED = 0.99
-"""Share of the control period of a robot of `slow` rate: a busy machine is no policy that is away."""
+"""Share of a slow robot's control period, so that a busy machine causes no timeout."""
 ROBOTS = ("left", "right")
 
 
@@ -44,7 +44,7 @@ def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> A
 
 
 def make_keys(folder: Path) -> Path:
-    """A folder of keys whose ring lets `ROBOTS` in."""
+    """A folder of keys whose keyring admits `ROBOTS`."""
     ring = Keyring(folder)
     save_keypair(new_keypair(), folder, POLICY_NODE)
     for name in ROBOTS:
@@ -74,7 +74,7 @@ def weights_of(spec: RobotSpec, seed: int, hidden: int = 32) -> dict[str, Array]
 
 @dataclass
 class Server:
-    """A policy process in a thread of this one."""
+    """A policy server in a thread of this process."""
 
     server: PolicyServer
     endpoint: str
@@ -105,7 +105,7 @@ def serving(keys: Path, make: PolicyFactory | None = None, endpoint: str = "tcp:
 
 
 class Process:
-    """``python -m user_sys.inference``, which may be killed, stopped and started again."""
+    """``python -m user_sys.inference``, which may be killed, stopped and restarted."""
 
     def __init__(self, keys: Path, folder: Path) -> None:
         self.keys, self.address, self._log = keys, folder / "policy.address", folder / "policy.log"
@@ -172,12 +172,12 @@ def link_to(
 
 
 def slowly(spec: RobotSpec) -> RobotSpec:
-    """The robot with a control period of a minute, within whose share an answer comes on any machine."""
+    """The robot with a control period of a minute, long enough for any machine."""
     return replace(spec, rate_hz=1 / 60)
 
 
 def acts(policy: Policy, observation: dict[str, Array] | None = None, deterministic: bool = True) -> ActionChunk:
-    """What it does, once it is there."""
+    """The policy's actions, once it is available."""
     seen = example_observation(np.random.default_rng(0)) if observation is None else observation
 
     def attempt() -> ActionChunk | None:

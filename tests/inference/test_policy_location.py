@@ -1,4 +1,4 @@
-"""A whole run by the real command line whose robots' policies act in a process of their own, which dies on the way."""
+"""A run by the command line with a policy server that is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logging: {wandb: {mode: disabled}}
 
 
 def versions(run: Path, robot: str) -> set[int]:
-    """Those of a robot's steps that the store has."""
+    """The versions of a robot's stored steps."""
     if not any((run / "store").glob("*.seg")):
         return set()
     with LogReader.open(run / "store") as reader:

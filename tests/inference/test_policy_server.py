@@ -1,4 +1,4 @@
-"""What a policy process owes its robots: their own slots alone, weights once, and to go on whatever is sent to it."""
+"""The policy server: slots of each robot, uploads, bounds and invalid messages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def server(keys: Path) -> Iterator[Server]:
 
 
 class Peer:
-    """Somebody with a key who says what he likes."""
+    """A peer with a key that sends any message."""
 
     def __init__(self, server: Server, keys: Path, robot: str, session: bytes) -> None:
         self.session, self._number = session, 0
@@ -162,7 +162,7 @@ def peer(server: Server, keys: Path) -> Iterator[Callable[..., Peer]]:
 
 
 def away(policy: Policy, says: str) -> None:
-    """Waits until the policy says why it gives no action."""
+    """Waits until the policy raises; returns the reason."""
     observation = example_observation(np.random.default_rng(0))
 
     def said() -> bool:
@@ -205,7 +205,7 @@ def test_robot_cannot_reach_another_robots_slot(peer: Callable[..., Peer]) -> No
             right.greet(0)
         assert isinstance(right.act(), SlotNotFound)
         assert isinstance(right.load(weights), SlotNotFound)
-    right.greet()  # keeps none: a session of its own, though it has the other's name
+    right.greet()  # without slots: a separate session with the other robot's session id
     assert isinstance(left.act(), ActionResponse)
 
 
@@ -239,7 +239,7 @@ def test_request_with_another_digest_selects_no_action(peer: Callable[..., Peer]
 
 def test_chunk_keeps_its_version_during_a_swap(keys: Path) -> None:
     class Chunks(Policy):
-        """Four actions that say with which weights each was chosen."""
+        """Acts in chunks of four actions that identify their weights."""
 
         size = 0.0
 
@@ -257,13 +257,13 @@ def test_chunk_keeps_its_version_during_a_swap(keys: Path) -> None:
                 swapper.load(version, {"size": np.array([version], np.float32)})
                 swapper.swap_if_ready()
                 chunk = acts(swapper.policy, seen)
-                swapper.load(99, {"size": np.array([99], np.float32)})  # mid-chunk, into the other slot
+                swapper.load(99, {"size": np.array([99], np.float32)})  # during a chunk, into the other slot
                 again = swapper.policy.act(seen, "", deterministic=True)
                 assert swapper.version == version
                 assert (chunk.actions == version).all() and (again.actions == version).all()
 
 
-# A process that is away
+# An unavailable server
 
 
 def test_robot_holds_without_the_server_and_resumes_its_version(keys: Path, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_robot_holds_without_the_server_and_resumes_its_version(keys: Path, tmp_
         np.testing.assert_array_equal(acts(swapper.policy).actions, before)
         assert swapper.version == 7
         site.end(signal.SIGKILL)
-        swapper.load(8, weights_of(spec, 8))  # comes while nobody can take it
+        swapper.load(8, weights_of(spec, 8))  # arrives while the server is stopped
         swapper.swap_if_ready()
         away(swapper.policy, "; the robot holds")
         site.start()
@@ -302,7 +302,7 @@ def test_hanging_server_is_unavailable_until_it_responds(keys: Path, tmp_path: P
 
 def test_late_response_is_dropped(keys: Path) -> None:
     class Echo(Policy):
-        """Acts as it sees, when it is let."""
+        """Acts on its observation when the test permits it."""
 
         def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
             assert go.wait(END_S)
@@ -362,7 +362,7 @@ def test_close_ends_a_pending_load(keys: Path) -> None:
     link = link_to(lambda: "", keys, SPEC)
     with link:
         policy = link.make_policy(0)
-        policy.load(weights_of(SPEC, 0))  # for when there is a process
+        policy.load(weights_of(SPEC, 0))  # once there is a server
         away(policy, "the policy is not found yet")
         loads = threading.Thread(target=policy.load, args=(weights_of(SPEC, 1),))
         link.stop_loading()
@@ -372,7 +372,7 @@ def test_close_ends_a_pending_load(keys: Path) -> None:
     link.raise_failure()
 
 
-# What may be asked
+# Bounds
 
 
 def test_too_short_timeout_is_refused(keys: Path) -> None:
@@ -421,7 +421,7 @@ def test_other_protocol_version_is_refused(peer: Callable[..., Peer]) -> None:
         answer = left.receive()
         assert isinstance(answer, RequestRejected)
         assert (
-            f"speaks protocol version {POLICY_PROTOCOL_VERSION}, this peer {POLICY_PROTOCOL_VERSION + 1}; "
+            f"has protocol version {POLICY_PROTOCOL_VERSION}, this peer {POLICY_PROTOCOL_VERSION + 1}; "
             "install the same" in answer.reason
         )
 
@@ -451,7 +451,7 @@ def test_server_survives_any_message(server: Server, keys: Path, peer: Callable[
         hostile.append((bytes(spoiled),))
     for frames in hostile:
         left.send(*frames)
-        left.receive()  # every message is answered, with a refusal where it is none
+        left.receive()  # every message gets a response, an invalid one a rejection
     right = peer("right")
     right.greet()
     assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
@@ -497,7 +497,7 @@ def test_weights_with_a_wrong_digest_are_refused(peer: Callable[..., Peer]) -> N
     assert isinstance(left.ask(WeightsPart, lies, slot=0, digest=digest, offset=1), RequestRejected)
     assert isinstance(left.ask(WeightsPart, lies, slot=0, digest=digest, offset=0), RequestRejected)  # another digest
     assert isinstance(left.act(), ActionResponse)
-    with pytest.raises(msgspec.ValidationError):  # what the other end decodes with
+    with pytest.raises(msgspec.ValidationError):  # the peer's decoder
         raw = msgspec.msgpack.encode(
             LoadSlotWeights(number=1, session=digest, slot=0, digest=digest, size_bytes=MAX_WEIGHTS_BYTES + 1)
         )
@@ -510,10 +510,10 @@ def test_slots_and_sessions_are_bounded(peer: Callable[..., Peer]) -> None:
     for slot in range(MAX_SLOTS):
         assert isinstance(left.open(slot), SlotReady)
     assert isinstance(left.open(MAX_SLOTS), RequestRejected)
-    assert isinstance(left.open(0), SlotReady)  # one in the place of another
+    assert isinstance(left.open(0), SlotReady)  # replaces a slot
     for number in range(1, MAX_SESSIONS + 1):
         peer(session=bytes([number]) * SESSION_BYTES).greet()
-    assert isinstance(left.act(), SlotNotFound)  # the one that was silent for longest is forgotten
+    assert isinstance(left.act(), SlotNotFound)  # the least recently seen session is removed
 
 
 def test_requests_beyond_the_queue_are_answered_busy(keys: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a policy is to act: what is refused before anything is started, and what a run then starts."""
+"""Settings of the policy's location: refusals before the start, and the started processes."""
 
 from __future__ import annotations
 

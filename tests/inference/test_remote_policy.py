@@ -1,4 +1,4 @@
-"""A policy in a process of its own is a policy like any other, and acts as the same one would in the session's."""
+"""A remote policy passes the policies' conformance suite and acts as the local one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 class TestRemotePolicy(PolicyConformance):
-    """Each policy over a link of its own, as those of two robots' sessions."""
+    """Each policy has its own client, as in two robots' sessions."""
 
     @pytest.fixture(autouse=True)
     def _links(self, site: Process) -> Iterator[None]:
@@ -34,7 +34,7 @@ class TestRemotePolicy(PolicyConformance):
     def make(self, spec: RobotSpec) -> Policy:
         link = self._stack.enter_context(link_to(lambda: self._site.endpoint, self._site.keys, slowly(spec)))
         policy = link.make_policy(seed=0)
-        acts(policy)  # an action of its own choice: it is there
+        acts(policy)  # it is available
         return policy
 
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:

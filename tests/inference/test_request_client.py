@@ -1,4 +1,4 @@
-"""The control loop's questions: an answer counts in time, and for the newest question alone."""
+"""The request client: a response counts in time, and for the newest request only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 
 class Clock:
-    """Time moves by `step_s` whenever it is looked at: 0 leaves all the time that there is."""
+    """A clock that advances by `step_s` at each reading; 0 never times out."""
 
     def __init__(self) -> None:
         self.now_s, self.step_s = 100.0, 0.0
@@ -36,7 +36,7 @@ class Clock:
 
 
 class Process:
-    """The other end, which answers when it is told to."""
+    """A server that responds when the test calls it."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[ZmqSocket] = zmq.Context()
@@ -52,7 +52,7 @@ class Process:
         return socket
 
     def listen(self) -> list[int]:
-        """Takes in what was asked; the numbers of all that was."""
+        """Reads the waiting requests; returns the numbers of all requests."""
         while self.router.poll(0):
             routing_id, frame = self.router.recv_multipart()
             request, _ = decode_request(frame)
@@ -84,12 +84,12 @@ class Desk:
         self.caller = RequestClient(process.dial, WAIT_S, self.clock)
 
     def call(self, meeting: ServerIdentity = MEETING) -> int:
-        """The number of the answer; 0 where none came. The answers that are to be found are there before."""
+        """The number of the response; 0 without one. Expected responses have arrived before."""
         found = self.caller.call(meeting, act, {"observation.state": np.zeros(2, np.float32)})
         return 0 if found is None else found[0].number
 
     def in_vain(self, meeting: ServerIdentity = MEETING) -> None:
-        """A call whose time runs out at once."""
+        """A call that times out at once."""
         self.clock.step_s = WAIT_S
         assert self.call(meeting) == 0
         self.clock.step_s = 0.0
@@ -105,19 +105,19 @@ def desk(process: Process) -> Iterator[Desk]:
 def test_late_response_is_not_taken_for_a_new_one(desk: Desk, process: Process) -> None:
     desk.in_vain()
     assert process.listen() == [1]
-    process.answer(1)  # late; and it was the newest question, so the process is there again
+    process.answer(1)  # late, but for the newest request, so the server is responsive again
     desk.in_vain()
     assert process.listen() == [1, 2]
     process.answer(1)
     process.answer(1)
-    assert desk.call() == 0  # two old answers tell nothing of the newest question
+    assert desk.call() == 0  # two old responses do not answer the newest request
     assert process.listen() == [1, 2]
 
 
 def test_unresponsive_server_is_probed_without_waiting(desk: Desk, process: Process) -> None:
     desk.in_vain()
     for _ in range(5):
-        assert desk.call() == 0  # at once: by its clock it could wait for half a minute
+        assert desk.call() == 0  # at once, although its clock would permit half a minute
     assert process.listen() == [1]
     desk.clock.now_s += PROBE_PERIOD_S
     assert desk.call() == 0
@@ -135,7 +135,7 @@ def test_client_resumes_after_the_newest_response(desk: Desk, process: Process) 
     assert process.listen() == [1, 2]
     process.answer(2)
     desk.in_vain()
-    assert process.listen() == [1, 2, 3]  # the answer to 2 is of an observation of a while ago: nobody acts on it
+    assert process.listen() == [1, 2, 3]  # the response to 2 belongs to an old observation and is ignored
 
 
 def test_client_reconnects_to_a_restarted_server(desk: Desk, process: Process) -> None:
