@@ -67,7 +67,7 @@ def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
 @pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
 def test_real_robot_cannot_leave_the_clock(driver: str) -> None:
     assert RobotConfig(name="arm-0", driver=driver).follows_clock
-    with pytest.raises(ConfigError, match=f"robot arm-0: real_time: false is for simulated robots"):
+    with pytest.raises(ConfigError, match="robot arm-0: real_time: false is for simulated robots"):
         RobotConfig(name="arm-0", driver=driver, real_time=False)
 
 
