@@ -166,19 +166,19 @@ def is_padding(raw: bytes, changed: bytes) -> bool:
     return not any(raw[at : at + 8 - at % 8])
 
 
-def bit_flips(content: dict[str, bytes], payload_places: int) -> Iterator[Row]:
-    """In each byte of segment headers, first record headers, trailers and the manifest, and at random positions."""
+def bit_flips(content: dict[str, bytes], payload_places: int, step: int = 1) -> Iterator[Row]:
+    """In one of `step` bytes of segment headers, first record headers, trailers and the manifest, and at random."""
     manifest, frame, payload = (
         Row("bit flips: manifest"),
         Row("bit flips: headers, trailers"),
         Row("bit flips: records"),
     )
     segments = sorted(name for name in content if name.endswith(".seg"))
-    for at in range(len(content[MANIFEST])):
+    for at in range(0, len(content[MANIFEST]), step):
         flip(manifest, content, MANIFEST, at)
     for name in segments:
         size = len(content[name])
-        for at in sorted({*range(min(96, size)), *range(max(0, size - 64), size)}):
+        for at in sorted({*range(min(96, size)), *range(max(0, size - 64), size)})[::step]:
             flip(frame, content, name, at)
     rng = random.Random(0)
     for _ in range(payload_places):

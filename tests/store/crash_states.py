@@ -62,8 +62,14 @@ def kill_moments(trace: Sequence[Event], every: int) -> list[int]:
     return sorted(moments)
 
 
-def examine(name: str, *, kill_every: int, chances: int, forget: str = "", seed: int = 0) -> Result:
-    """Checks the crash states of one scenario; with `forget`, without that sync, until a violation is found."""
+def examine(
+    name: str, *, kill_every: int, chances: int, forget: str = "", seed: int = 0, check_every: int = 1
+) -> Result:
+    """Checks the crash states of one scenario; with `forget`, without that sync, until a violation is found.
+
+    Args:
+        check_every: of so many different states one is checked.
+    """
     result, seen, rng = Result(), set[int](), random.Random(seed)
     for told in stories(name, kill_every, forget):
         trace, first = told.disk.trace, told.first
@@ -75,6 +81,8 @@ def examine(name: str, *, kill_every: int, chances: int, forget: str = "", seed:
             if (key := hash((state.notes[-1:], files))) in seen:
                 continue
             seen.add(key)
+            if len(seen) % check_every:
+                continue
             result.states += 1
             if why := _broken(told, state, forget):
                 result.violations += 1

@@ -26,13 +26,24 @@ def caught(verdict: Verdict) -> bool:
     return all(map(kept, verdict.scenarios.values()))
 
 
-@pytest.mark.long(25)
+@pytest.mark.parametrize(("scenario", "check_every"), [("appending", 20), ("compacting", 20), ("outbox", 2)])
+def test_power_cut_in_sampled_states_loses_nothing(scenario: str, check_every: int) -> None:
+    result = examine(scenario, kill_every=0, chances=0, check_every=check_every)
+    assert kept(result) and result.states > 150
+
+
+def test_every_sync_of_a_repair_is_needed() -> None:
+    verdict = judge(0, 0, ["repairing"])
+    assert caught(verdict) and len(verdict.caught) > 4
+
+
+@pytest.mark.slow
 def test_power_cut_loses_nothing_and_every_sync_is_needed() -> None:
     verdict = judge(0, 0, ["appending", "repairing"])
     assert caught(verdict) and verdict.states > 500 and len(verdict.caught) > 14
 
 
-@pytest.mark.long(15)
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["compacting", "outbox"])
 def test_power_cut_during_compaction_loses_nothing(scenario: str) -> None:
     assert kept(examine(scenario, kill_every=0, chances=0))

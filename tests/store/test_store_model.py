@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -335,4 +336,9 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreAgainstModel = StoreMachine.TestCase
-TestStoreAgainstModel.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestStoreAgainstModel.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+class TestStoreAgainstModelAtLength(StoreMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
