@@ -60,16 +60,16 @@ class DeviceThread:
         """End the thread after its current call."""
         self._calls.put(None)
 
-    def _wait(self, deed: str, future: Future[T], until_s: float, attend: Callable[[], None]) -> None:
+    def _wait(self, operation: str, future: Future[T], until_s: float, check_stop: Callable[[], None]) -> None:
         while time.monotonic() < until_s and not wait([future], STOP_CHECK_INTERVAL_S).done:
             try:
-                attend()
+                check_stop()
             except BaseException:
-                self._abandon(deed)
+                self._abandon(operation)
                 raise
 
-    def _abandon(self, deed: str) -> None:
-        self._abandoned_operation = deed
+    def _abandon(self, operation: str) -> None:
+        self._abandoned_operation = operation
         # a thread that returns from C++ during Python's shutdown would abort the process
         atexit.register(self._thread.join, EXIT_TIMEOUT_S)
 

@@ -23,7 +23,7 @@ MAX_TARGET_LEAD_S = 0.5  # at the speed of the path
 STANDSTILL_STEP_SHARE = 0.25  # share of a step; joints that moved less count as standing still
 SETTLE_S = 0.2  # standing still for this long counts as settled
 STOP_CHECK_INTERVAL_S = 0.01
-# How far joints may be out of range: their way at greatest speed in this time, or in one period.
+# How far joints may be out of range: their path at greatest speed in this time, or in one period.
 RANGE_TOLERANCE_S = 0.1
 
 
@@ -106,9 +106,9 @@ class _JointPath:
         problem: why the robot is not there yet.
     """
 
-    def __init__(self, robot: Robot, home: Sequence[float], told: Array) -> None:
+    def __init__(self, robot: Robot, home: Sequence[float], last_action: Array) -> None:
         spec = robot.spec
-        self._robot, self._home, self._last_action = robot, np.array(home, np.float64), told
+        self._robot, self._home, self._last_action = robot, np.array(home, np.float64), last_action
         self._joint_elements, self._state_indices = list(spec.joint_target), list(spec.limits.joint_position)
         self._kernel = SafetyKernel(spec)
         self._kernel.is_speed_reduced = True

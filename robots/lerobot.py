@@ -424,5 +424,5 @@ def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     own = tuple(BuiltInCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)
     cameras = (*own, *(LerobotCamera(*each) for each in config.cameras.items())) if request.cameras else ()
     task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
-    station = RobotSetup(request.name, robot, task, cameras)
-    return add_reach_task(station, config.reach, config.sentence) if request.task == REACH_TASK else station
+    setup = RobotSetup(request.name, robot, task, cameras)
+    return add_reach_task(setup, config.reach, config.sentence) if request.task == REACH_TASK else setup

@@ -150,9 +150,11 @@ def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Ar
     bus = getattr(device, "bus", None)
     for motor, mode in _norm_modes(device):
         name = f"{motor}{POSITION_SUFFIX}"
-        known = getattr(bus, "calibration", {}).get(motor)
-        if mode == "degrees" and known is not None and name in features.names:
+        calibration = getattr(bus, "calibration", {}).get(motor)
+        if mode == "degrees" and calibration is not None and name in features.names:
             steps = bus.model_resolution_table[bus.motors[motor].model] - 1  # type: ignore[union-attr]
-            half = (known.range_max - known.range_min) / 2 * 2 * math.pi / steps  # LeRobot's zero is mid-range
+            half = (
+                (calibration.range_max - calibration.range_min) / 2 * 2 * math.pi / steps
+            )  # LeRobot's zero is mid-range
             low[features.index(name)], high[features.index(name)] = -half, half
     return low, high

@@ -78,8 +78,10 @@ class LerobotLeader(Teleoperator):
         self._patience_s = CONNECT_TIMEOUT_S
         try:
             self._thread.call("connecting", lambda: self.device.connect(calibrate=False), CONNECT_TIMEOUT_S)
-            known = self._thread.call("checking the calibration", lambda: self.device.is_calibrated, CONNECT_TIMEOUT_S)
-            if not known:
+            calibrated = self._thread.call(
+                "checking the calibration", lambda: self.device.is_calibrated, CONNECT_TIMEOUT_S
+            )
+            if not calibrated:
                 raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
         except HardwareLost:
             self.close()

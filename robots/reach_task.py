@@ -146,16 +146,16 @@ class ReachTask(Task):
         return TaskOutcome(reward=float(done), terminated=done, success=True if done else None)
 
 
-def add_reach_task(station: RobotSetup, config: ReachConfig, instruction: str = "") -> RobotSetup:
+def add_reach_task(setup: RobotSetup, config: ReachConfig, instruction: str = "") -> RobotSetup:
     """Add the task ``reach`` to a robot. Its scripted expert moves straight to the goal, if the actions have the goal's
     space.
 
     Raises:
         SpecError: see `ReachRobotWrapper`.
     """
-    robot = ReachRobotWrapper(station.robot, config)
+    robot = ReachRobotWrapper(setup.robot, config)
     return replace(
-        station, robot=robot, task=ReachTask(robot, station.task, instruction), make_expert=_expert_factory(robot)
+        setup, robot=robot, task=ReachTask(robot, setup.task, instruction), make_expert=_expert_factory(robot)
     )
 
 

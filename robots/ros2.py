@@ -446,5 +446,5 @@ def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
         RosCamera(f"{request.name}_{spec.name}", spec, config.cameras[spec.name], config) for spec in robot.spec.cameras
     )
     task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
-    station = RobotSetup(request.name, robot, task, cameras if request.cameras else ())
-    return add_reach_task(station, config.reach, config.sentence) if request.task == REACH_TASK else station
+    setup = RobotSetup(request.name, robot, task, cameras if request.cameras else ())
+    return add_reach_task(setup, config.reach, config.sentence) if request.task == REACH_TASK else setup

@@ -47,9 +47,11 @@ class GraphProbe:
             self._node = ros_node
             threading.Event().wait(GRAPH_DISCOVERY_S)
         node = self._node.rclpy_node
-        shown = {topic: types for topic, types in node.get_topic_names_and_types() if node.count_publishers(topic)}
-        heard = {topic: types for topic, types in node.get_topic_names_and_types() if node.count_subscribers(topic)}
-        yield from graph_records(shown, heard, node.context.get_domain_id())
+        published = {topic: types for topic, types in node.get_topic_names_and_types() if node.count_publishers(topic)}
+        subscribed = {
+            topic: types for topic, types in node.get_topic_names_and_types() if node.count_subscribers(topic)
+        }
+        yield from graph_records(published, subscribed, node.context.get_domain_id())
 
 
 probe_graph = GraphProbe()

@@ -207,15 +207,15 @@ def read_description(config: Ros2Config, name: str) -> Urdf | None:
 
 
 def _from_topic(ros_node: RosNode, topic: str) -> str:
-    heard: list[Any] = []
+    messages: list[Any] = []
     ros_node.wait_until(
         lambda: ros_node.rclpy_node.count_publishers(topic) > 0,
         DESCRIPTION_TIMEOUT_S,
         f"there is no publisher on {topic}",
     )
-    ros_node.subscribe_state("std_msgs/msg/String", topic, heard.append)
-    ros_node.wait_until(lambda: bool(heard), DESCRIPTION_TIMEOUT_S, f"no message on {topic}")
-    return str(heard[0].data)
+    ros_node.subscribe_state("std_msgs/msg/String", topic, messages.append)
+    ros_node.wait_until(lambda: bool(messages), DESCRIPTION_TIMEOUT_S, f"no message on {topic}")
+    return str(messages[0].data)
 
 
 def _from_parameter(ros_node: RosNode, node: str) -> str:

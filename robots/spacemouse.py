@@ -148,12 +148,12 @@ class SpaceMouse(Teleoperator):
             raise HardwareLost(
                 f"pyspacemouse cannot be imported ({error}); install it with: {install_hint('devices')}"
             ) from error
-        known = get_device_specs()
+        models = get_device_specs()
         if self.config.device and self.config.model:
-            if self.config.model not in known:
-                raise SpecError(f"no SpaceMouse model {self.config.model!r}; choose one of {sorted(known)}")
-            return self.config.device, known[self.config.model]
-        by_number = {(each.vendor_id, each.product_id): each for each in known.values()}
+            if self.config.model not in models:
+                raise SpecError(f"no SpaceMouse model {self.config.model!r}; choose one of {sorted(models)}")
+            return self.config.device, models[self.config.model]
+        by_number = {(each.vendor_id, each.product_id): each for each in models.values()}
         for path, numbers in _hid_devices():
             if numbers in by_number and self.config.device in ("", path):
                 return path, by_number[numbers]

@@ -37,9 +37,9 @@ def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
         scripted = make_expert(request.task, robot, noise, seed)
         return lambda arrays: scripted(Observation(arrays=arrays, t_capture_ns=0))
 
-    station = RobotSetup(request.name, robot, make_task(request.task, options.arm), make_expert=expert)
+    setup = RobotSetup(request.name, robot, make_task(request.task, options.arm), make_expert=expert)
     if not request.cameras:
-        return station
+        return setup
     from sim.rendering import make_cameras  # here, because it needs EGL
 
-    return replace(station, cameras=tuple(make_cameras(robot).values()))
+    return replace(setup, cameras=tuple(make_cameras(robot).values()))

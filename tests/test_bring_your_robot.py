@@ -1,4 +1,4 @@
-"""A driver from outside: the template installs by itself, is found by its entry point, and passes the suite."""
+"""An external driver: the template installs, is found by its entry point, and passes the conformance suite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.xdist_group("bring your robot")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The template's folder, copied elsewhere, and a Python of an environment of its own that has it installed."""
+    """A copy of the template's folder, and a Python environment in which it is installed."""
     folder = tmp_path_factory.mktemp("outside")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""An emulated network named in a run's configuration: its process, and who dials through it."""
+"""An emulated network in a run's configuration: its process, and the sessions that connect through it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ robots:
 
 
 class Door:
-    """A TunnelHandler that lets peers in and hears nothing."""
+    """A TunnelHandler that accepts peers and ignores messages."""
 
     def refusal_reason(self, hello: Hello) -> str:
         return ""
@@ -124,5 +124,5 @@ def test_edge_config_refuses_emulated_link(tmp_path: Path) -> None:
         [sys.executable, "-m", "user_sys.commands.main", *argv], capture_output=True, text=True, timeout=120
     )
     assert done.returncode and "Traceback" not in done.stderr
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "robot far: link:" in said and "user-sys train" in said
+    message = " ".join((done.stdout + done.stderr).split())
+    assert "robot far: link:" in message and "user-sys train" in message

@@ -7,6 +7,6 @@ import pytest
 def private_runtime(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks of devices lie in a folder of the test's own; a whole fleet has its own anyway."""
+    """Each test has its own folder for device locks; a fleet has one anyway."""
     if request.node.get_closest_marker("fleet") is None:
         monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path_factory.mktemp("runtime")))

@@ -1,9 +1,10 @@
-"""A bus of Feetech STS3215 servos on a pseudo-terminal: ``feetech_bus.py LINK``; LINK becomes the serial port.
+"""A simulated bus of Feetech STS3215 servos on a pseudo-terminal: ``feetech_bus.py LINK``; LINK becomes the serial
+port.
 
-It speaks the maker's protocol 0 (ping, read, write, sync read, sync write) on registers of its own, moves its servos as
-they are told, and shares no code with who talks to it. On standard input it takes ``state`` (answered by a line of
-JSON: registers by motor), ``leaps`` (likewise: how far each had to go at once when its torque came on), ``unplug``,
-``poke ID ADDRESS BYTE...`` and ``lose COUNT``: so many packets are not answered.
+It implements the maker's protocol 0 (ping, read, write, sync read, sync write) and simulates the servos' motion. It
+shares no code with the client. Commands on standard input: ``state`` (prints a line of JSON: registers by motor),
+``leaps`` (likewise: the distance to the goal when each motor's torque came on), ``unplug``, ``poke ID ADDRESS
+BYTE...``, and ``lose COUNT``: that many packets get no response.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import tty
 from pathlib import Path
 
 MOTORS = range(1, 7)
-MODEL = (0x09, 0x03)  # 777, little end first
+MODEL = (0x09, 0x03)  # 777, little-endian
 PING, READ, WRITE, SYNC_READ, SYNC_WRITE = 0x01, 0x02, 0x03, 0x82, 0x83
 BROADCAST = 0xFE
 STEPS_PER_S = 2000.0
-LOW, HIGH, TORQUE, GOAL, PRESENT = 9, 11, 40, 42, 56  # register addresses, two bytes each but torque
+LOW, HIGH, TORQUE, GOAL, PRESENT = 9, 11, 40, 42, 56  # register addresses, two bytes each except torque
 
 
 class Servo:
@@ -31,7 +32,7 @@ class Servo:
         for address, value in ((LOW, 1024), (HIGH, 3072), (GOAL, 2048), (PRESENT, 2048)):
             self.put(address, value)
         self.position = 2048.0
-        self.leap = 0.0  # the farthest goal that it had when torque came on
+        self.leap = 0.0  # the farthest goal at the time when torque came on
 
     def write(self, address: int, values: bytes) -> None:
         limp = not self.registers[TORQUE]
@@ -61,7 +62,7 @@ class Bus:
         self.to_lose = 0
 
     def take(self, arrived: bytes) -> bytes:
-        """The answers to all packets that are complete."""
+        """The responses to all complete packets."""
         self.received += arrived
         now_s = time.monotonic()
         for servo in self.servos.values():
@@ -116,8 +117,8 @@ def main(link: Path) -> None:
     tty.setraw(slave)
     link.symlink_to(os.ttyname(slave))
     os.close(slave)
-    keep = os.open(link, os.O_RDWR | os.O_NOCTTY)  # without anybody at its other end a master cannot be read
-    inbox = open(0, "rb", buffering=0, closefd=False)  # what is buffered does not show in select
+    keep = os.open(link, os.O_RDWR | os.O_NOCTTY)  # a pseudo-terminal without a client cannot be read
+    inbox = open(0, "rb", buffering=0, closefd=False)  # select does not report buffered bytes
     print("ready", flush=True)
     while True:
         readable, _, _ = select.select([master, inbox], [], [])
@@ -136,7 +137,7 @@ def main(link: Path) -> None:
                 at = int(order[2])
                 servo = bus.servos[int(order[1])]
                 servo.registers[at : at + len(order) - 3] = bytes(map(int, order[3:]))
-                servo.position = servo.word(PRESENT)  # a hand may turn it
+                servo.position = servo.word(PRESENT)  # it can be turned by hand
             elif order[0] == b"lose":
                 bus.to_lose = int(order[1])
             elif order[0] == b"unplug":

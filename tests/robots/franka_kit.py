@@ -1,4 +1,4 @@
-"""Starts a simulated FR3 in a process of its own and speaks with it."""
+"""Starts a simulated FR3 in a separate process and controls it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FrankaSimulator:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the arm says nothing"
+        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the arm sends nothing"
         line = self.process.stdout.readline()
         assert line, f"the arm ended with status {self.process.wait(DEADLINE_S)}"
         return line.strip()

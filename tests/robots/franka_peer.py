@@ -1,7 +1,7 @@
-"""A simulated FR3 in a process of its own: ``python franka_peer.py HOST``. franky-sim speaks libfranka's protocol.
+"""A simulated FR3 in a separate process: ``python franka_peer.py HOST``. franky-sim implements libfranka's protocol.
 
-Orders come on stdin, a line each: ``set NAME VALUE`` puts a value of its own into the state that is sent, such as
-``set robot_mode 4``, a reflex; ``angles`` asks for those of its joints.
+Commands on stdin, one per line: ``set NAME VALUE`` overrides a value of the published state, such as ``set robot_mode
+4``, a reflex; ``angles`` prints the joint angles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulated SO-101 for LeRobot's own driver: a bus of servos in another process, and a calibration file."""
+"""A simulated SO-101 for LeRobot's driver: a servo bus in a separate process, and a calibration file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REPLY_S = 10.0
 
 
 def allow_torchvision_import() -> None:
-    """torchvision's CUDA build does not import beside a torch without CUDA unless two operators are known."""
+    """torchvision's CUDA build does not import with a torch without CUDA unless two operators are registered."""
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # a torchvision that fits has them
+        with contextlib.suppress(RuntimeError):  # a matching torchvision has them
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    globals()["_library"] = library  # forgotten when it is collected
+    globals()["_library"] = library  # collecting it would remove them
 
 
 class FeetechArmSimulator:
@@ -60,7 +60,7 @@ class FeetechArmSimulator:
         return int.from_bytes(self.registers(motor)[address : address + 2], "little")
 
     def leaps(self) -> list[float]:
-        """How far each motor was told to go when its torque came on, in steps."""
+        """The distance to each motor's goal when its torque came on, in steps."""
         self._say("leaps")
         found: list[float] = json.loads(self._line())
         return found
@@ -70,7 +70,7 @@ class FeetechArmSimulator:
 
     def lose(self, packets: int) -> None:
         self._say(f"lose {packets}")
-        self.registers(MOTORS[0])  # by now it is heard
+        self.registers(MOTORS[0])  # by now it has been processed
 
     def unplug(self) -> None:
         self._say("unplug")
@@ -102,7 +102,7 @@ class FeetechArmSimulator:
 
     def _line(self) -> str:
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the bus says nothing"
+        assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the bus sends nothing"
         return self._process.stdout.readline().strip()
 
     def _close_pipes(self) -> None:

@@ -1,6 +1,6 @@
-"""A camera on a network, in a process of its own: ``python mjpeg_camera.py A.jpg B.jpg``.
+"""A network camera in a separate process: ``python mjpeg_camera.py A.jpg B.jpg``.
 
-It shows the pictures in turn, at 20 Hz, as motion JPEG over HTTP on a port that it prints. A line on stdin ends the
+It sends the images in turn, at 20 Hz, as motion JPEG over HTTP on a port that it prints. A line on stdin ends the
 stream.
 """
 

@@ -1,10 +1,10 @@
-"""An arm as another DDS implementation shows it, without any of ROS: ``ros2_dds_peer.py DOMAIN``.
+"""An arm on another DDS implementation, without ROS: ``ros2_dds_peer.py DOMAIN``.
 
-Eclipse Cyclone DDS speaks the wire format that ROS 2's nodes speak: joint states, a force sensor and a stop button out,
-trajectories in. It says ``ready``, and answers ``state`` with a line of JSON; other orders are ignored.
+Eclipse Cyclone DDS uses the wire format of ROS 2: joint states, a force sensor and a stop button out, trajectories in.
+It prints ``ready``, and a line of JSON for ``state``; other commands are ignored.
 """
 
-# No postponed annotations here: cyclonedds reads the fields' types as they are.
+# No postponed annotations here: cyclonedds evaluates the fields' types directly.
 import json
 import os
 import select
@@ -123,7 +123,7 @@ class Arm:
         self.forces.write(WrenchStamped(header, Wrench(Vector3(1.0, 2.0, 3.0), Vector3(0.0, 0.0, 0.0))))
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Run until standard input ends."""
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         while True:

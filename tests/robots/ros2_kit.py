@@ -1,4 +1,4 @@
-"""Starts the simulated ros2_control peer, on a domain and a computer of its own, and speaks with it."""
+"""Starts the simulated ros2_control peer on a separate domain and controls it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 PEER = Path(__file__).with_name("ros2_peer.py")
 DDS_PEER = Path(__file__).with_name("ros2_dds_peer.py")
 REPLY_S = 60.0
-DOMAIN = random.SystemRandom().randrange(1, 100)  # so that several test runs on a machine do not meet
+DOMAIN = random.SystemRandom().randrange(1, 100)  # so that several test runs on a machine do not interfere
 OTHER_DOMAIN = DOMAIN + 1
 HERE_ONLY = {"ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST", "ROS_DOMAIN_ID": str(DOMAIN)}
 
@@ -31,7 +31,7 @@ class Ros2Peer:
         self.start()
 
     def start(self) -> None:
-        """Returns once it is on the graph."""
+        """Block until it is in the ROS graph."""
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -41,18 +41,18 @@ class Ros2Peer:
         )
         assert self._line() == "ready"
 
-    def say(self, order: str) -> None:
+    def send(self, order: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
 
     def state(self) -> dict[str, Any]:
-        self.say("state")
+        self.send("state")
         found: dict[str, Any] = json.loads(self._line())
         return found
 
     def await_state(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first state that is as asked for."""
+        """Wait for a state that fulfils the condition."""
         deadline_s = time.monotonic() + REPLY_S
         while not holds(state := self.state()):
             assert time.monotonic() < deadline_s, state
@@ -75,7 +75,7 @@ class Ros2Peer:
 
     def _line(self) -> str:
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the peer says nothing"
+        assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the peer sends nothing"
         return self._process.stdout.readline().strip()
 
 

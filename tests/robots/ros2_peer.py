@@ -1,9 +1,9 @@
-"""An arm behind ros2_control, simulated with rclpy in a process of its own: ``ros2_peer.py DOMAIN [ARM]``.
+"""An arm behind ros2_control, simulated with rclpy in a separate process: ``ros2_peer.py DOMAIN [ARM]``.
 
-It has the nodes, topics, services and parameters that a controller manager with a joint state broadcaster, a joint
-trajectory controller, a forward position controller and a force torque sensor broadcaster shows, besides two cameras, a
-stop button and a robot state publisher. Joints are listed in another order wherever ROS leaves that open. It says
-``ready`` and then obeys, line by line: see `Peer.obey`. Answers are lines of JSON.
+It has the nodes, topics, services and parameters of a controller manager with a joint state broadcaster, a joint
+trajectory controller, a forward position controller and a force torque sensor broadcaster. It also has two cameras, a
+stop button and a robot state publisher. Wherever ROS leaves the order of joints open, it differs. It prints ``ready``,
+then executes commands, one per line: see `Peer.execute`. Responses are lines of JSON.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability
 
 @dataclass(frozen=True)
 class Arm:
-    """Its joints in the trajectory controller's order, in that of joint states, and in the forward controller's; those
-    that do not start at 0 do so at `home`."""
+    """Joints in the trajectory controller's order, in that of joint states, and in the forward controller's; `home`
+    gives starts other than 0."""
 
     joints: tuple[str, ...]
     in_states: tuple[str, ...]
@@ -81,7 +81,7 @@ UR5E_FLANGE_M = 0.0996
 
 
 def ur5e() -> Arm:
-    """As ``joint_state_broadcaster`` does, its states name the joints by the alphabet."""
+    """Like ``joint_state_broadcaster``, it publishes the joints in alphabetical order."""
     links = ["base_link", *(f"{name.removesuffix('joint')}link" for name in UR5E_DH)]
     turning = [
         f'<joint name="{name}" type="revolute"><parent link="{links[i]}"/><child link="{links[i + 1]}"/>'
@@ -239,13 +239,16 @@ class Peer:
         self.image.publish(raw)
         self.packed.publish(packed)
 
-    def obey(self, order: str, *words: str) -> None:
-        """``state``; ``mute WHAT`` and ``speak WHAT`` (joints, stamps, positions and velocities, which are NaN then,
-        wrench, pictures); ``force X Y Z``; ``press 0|1``; ``put CONTROLLER STATE``; ``fault 0|1``; ``refuse 0|1`` every
-        switch; ``skew SECONDS`` of its clock."""
+    def execute(self, order: str, *words: str) -> None:
+        """Execute a command.
+
+        ``state``; ``mute WHAT`` and ``speak WHAT`` (joints, stamps, positions and velocities, which become NaN, wrench,
+        pictures); ``force X Y Z``; ``press 0|1``; ``put CONTROLLER STATE``; ``fault 0|1``; ``refuse 0|1`` for every
+        switch; ``skew SECONDS`` for its clock.
+        """
         if order == "state":
-            known = {"place": self.place, "goal": self.goal, "controllers": self.states, "counts": self.counts}
-            sys.stdout.write(json.dumps(known) + "\n")
+            state = {"place": self.place, "goal": self.goal, "controllers": self.states, "counts": self.counts}
+            sys.stdout.write(json.dumps(state) + "\n")
             sys.stdout.flush()
         elif order == "mute":
             self.mute.add(words[0])
@@ -265,7 +268,7 @@ class Peer:
             self.skew_s = float(words[0])
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Run until standard input ends."""
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         waiting = b""
@@ -276,7 +279,7 @@ class Peer:
                     return
                 *orders, waiting = (waiting + read).split(b"\n")
                 for each in orders:
-                    self.obey(*each.decode().split())
+                    self.execute(*each.decode().split())
 
 
 if __name__ == "__main__":

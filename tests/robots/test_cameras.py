@@ -1,4 +1,4 @@
-"""Cameras by OpenCV, on a stream from another process: it can be frozen, ended and killed."""
+"""Cameras by OpenCV on a stream from another process, which can be frozen, ended and killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NetworkCamera:
         command = [sys.executable, str(SERVER), *map(str, paths)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the camera says nothing"
+        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the camera sends nothing"
         self.address = f"http://127.0.0.1:{int(self.process.stdout.readline())}/stream.mjpg"
 
     def end_stream(self) -> None:
@@ -69,7 +69,7 @@ def mortal(tmp_path: Path) -> Iterator[NetworkCamera]:
 
 
 def camera(address: str, stale_after_s: float = 60.0, width: int = WIDTH) -> LocalCamera:
-    """Patient, unless it is said otherwise: a busy machine is late by seconds."""
+    """Make a camera with long timeouts by default: a busy machine is late by seconds."""
     config = CameraConfig(device=address, width=width, height=HEIGHT, stale_after_s=stale_after_s)
     return LocalCamera(camera_specs({"front": config})[0], config)
 
@@ -112,7 +112,7 @@ def test_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
     mortal.process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(StaleObservation, match=r"camera front .*: the newest frame is \d"):
-            eventually(lambda: device.read() is None, "nothing was told")
+            eventually(lambda: device.read() is None, "nothing was reported")
     finally:
         mortal.process.send_signal(signal.SIGCONT)
         device.close()
@@ -132,12 +132,12 @@ def test_ended_stream_is_lost(mortal: NetworkCamera, fate: str) -> None:
     device.connect()
     mortal.end_stream() if fate == "ends" else mortal.process.kill()
     with pytest.raises(HardwareLost, match="its stream ended"):
-        eventually(lambda: device.read() is None, "the loss was not told")
+        eventually(lambda: device.read() is None, "no loss was reported")
     device.close()
 
 
 class Hanging:
-    """A library that does not return until it is let go."""
+    """A library that blocks until the test releases it."""
 
     let_go = threading.Event()
 
@@ -161,7 +161,7 @@ def test_check_stop_aborts_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cameras.BACKENDS, "opencv", Hanging)
     device, other = camera("/dev/video63"), camera("/dev/video63")
     device.check_stop = other.check_stop = give_up
-    for each in (device, other):  # and nobody has the device then
+    for each in (device, other):  # a failed connect releases the device
         with pytest.raises(HalError, match="the driver is to end"):
             each.connect()
     Hanging.let_go.set()
@@ -181,7 +181,7 @@ def test_wrong_frame_size_is_refused(shared: NetworkCamera) -> None:
 
 
 class Growing:
-    """A camera's library whose pictures become larger at a sign, and which cannot let go of its device then."""
+    """A backend whose frames become larger on demand, and whose close then fails."""
 
     def __init__(self, config: CameraConfig) -> None:
         self._height = config.height
@@ -216,7 +216,7 @@ def test_changed_frame_size_loses_camera_until_reconnect(
         HardwareLost,
         match=r"frames are uint8 \(96, 64, 3\); set width and height so that they match uint8 \(48, 64, 3\)",
     ):
-        eventually(lambda: device.read() is None, "the change was not told")
+        eventually(lambda: device.read() is None, "no change was reported")
     device.close()
     assert "camera.not_closed" in caplog.text
     device.connect()

@@ -1,4 +1,4 @@
-"""Targets that add steps up keep the limits on where a robot may be, however far it lags behind them."""
+"""Integrated targets stay within the robot's limits, however far the robot lags behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tool_config(**limits: object) -> UrConfig:
 
 
 class Lagging:
-    """An arm behind the safety kernel that follows its targets by a share of the way, in each control period."""
+    """An arm behind the safety kernel that covers a share of the way to its target in each control period."""
 
     def __init__(self, config: UrConfig, place: tuple[float, ...], share: float, lead: float = 10.0) -> None:
         self.spec = ur_spec(config)

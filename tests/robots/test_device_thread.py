@@ -1,4 +1,4 @@
-"""A device whose library hangs is noticed, and does not hold up who waits for it."""
+"""A device library that hangs is detected and does not block the caller."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def let_go() -> Iterator[threading.Event]:
 def test_check_stop_abandons_the_device(let_go: threading.Event) -> None:
     thread, asked = DeviceThread("arm"), [0]
 
-    def attend() -> None:
+    def check_stop() -> None:
         asked[0] += 1
         if asked[0] == 3:
             raise HalError("the driver is to end")
 
     with pytest.raises(HalError, match="the driver is to end"):
-        thread.call("connecting", lambda: let_go.wait(DEADLINE_S), DEADLINE_S, attend)
+        thread.call("connecting", lambda: let_go.wait(DEADLINE_S), DEADLINE_S, check_stop)
     with pytest.raises(HardwareLost, match="arm has hung since connecting"):
         thread.call("disconnecting", lambda: None, DEADLINE_S)
     thread.close()

@@ -1,7 +1,7 @@
-"""The fleet of configs/fleet-of-four.yaml on one machine, arms simulated: ``make test-fleet``.
+"""The fleet of configs/fleet-of-four.yaml on one machine with simulated arms: ``make test-fleet``.
 
-Two Ray nodes have a simulated Panda and the robot of an outside package; a UR5e behind ROS 2 and an SO-101 behind
-LeRobot come in through tunnels, each from an environment of its own. The arms' other ends are processes of their own.
+Two Ray nodes have a simulated Panda and the robot of an external package. A UR5e behind ROS 2 and an SO-101 behind
+LeRobot connect through tunnels, each from its own environment. The simulated devices are separate processes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "fleet-of-four.yaml"
 ROBOTS = ("panda-0", "point-0", "ur5e-0", "so101-0")
 WITHIN_S = 900.0
-NEWEST, LEARNED = 10, 8  # so many of the newest autonomous episodes succeed
-# Simulated arms on a busy computer answer later than arms on a wire.
+NEWEST, LEARNED = 10, 8  # this share of the newest autonomous episodes succeeds
+# On a busy computer, simulated arms respond later than arms on a wire.
 UR5E = (
     "--robots.0.options.controller=arm_controller",
     f"--robots.0.options.domain={DOMAIN}",
@@ -42,8 +42,8 @@ UR5E = (
 )
 SO101 = ("--robots.0.options.answer_within_s=2",)
 RUN = ("--learner.max_training_s=3600", "--console.port=0", "--logging.wandb.mode=disabled")
-# torchvision's CUDA build does not import beside a torch without CUDA unless two operators are known. In every process
-# of LeRobot's environment they are made known when it is looked for.
+# torchvision's CUDA build does not import with a torch without CUDA unless two operators are registered. This hook
+# registers them in every process of LeRobot's environment, at the first import of torchvision.
 LET_TORCHVISION_IN = """
 import sys
 
@@ -51,8 +51,8 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from lerobot_kit import let_torchvision_in
-            let_torchvision_in()
+            from lerobot_kit import allow_torchvision_import
+            allow_torchvision_import()
 
 sys.meta_path.insert(0, Finder())
 """
@@ -94,11 +94,11 @@ class Fleet:
         return self.launch
 
     def over(self) -> bool:
-        """False; fails where a command of the fleet has ended."""
+        """False; fails if a command of the fleet has ended."""
         return any(map(over, (self.launch, *self._homes.values())))
 
     def parts(self, robot: str) -> dict[str, int]:
-        """Process ids of the robot's driver and session, as far as they run."""
+        """Process ids of the robot's driver and session, if they run."""
         lines = self._homes[robot].processes().items()
         state = f"/edge/{robot}/"
         modules = ("user_sys.edge.driver_server", "user_sys.edge.session")
@@ -106,7 +106,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def without(self, robot: str) -> Iterator[None]:
-        """The robot is pulled out meanwhile: its plug, its ROS 2, its driver, or its whole computer."""
+        """Disconnect the robot meanwhile: its plug, its ROS 2, its driver, or its whole computer."""
         if robot == "so101-0":
             self.arm.unplug()
             yield
@@ -188,7 +188,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 def pull_out(fleet: Fleet, robot: str) -> None:
-    """Nothing changes for the other robots meanwhile, and it comes back into the job."""
+    """The other robots continue meanwhile, and the robot rejoins the run."""
     others = [other for other in ROBOTS if other != robot]
     untouched = {other: fleet.parts(other) for other in others}
     before = {other: len(online(fleet.run, other)) for other in others}
@@ -199,7 +199,7 @@ def pull_out(fleet: Fleet, robot: str) -> None:
                 f"{other} works on without {robot}",
                 WITHIN_S,
             )
-        assert {other: fleet.parts(other) for other in others} == untouched, "nothing of theirs was started anew"
+        assert {other: fleet.parts(other) for other in others} == untouched, "their processes did not restart"
         absent = len(online(fleet.run, robot))
     until(lambda: len(online(fleet.run, robot)) > absent + 1 or fleet.over(), f"{robot} is back", WITHIN_S)
 
@@ -207,7 +207,9 @@ def pull_out(fleet: Fleet, robot: str) -> None:
 def test_four_embodiments_learn_in_one_run_and_rejoin_after_loss(fleet: Fleet) -> None:
     launch, run = fleet.train(), fleet.run
     until(
-        lambda: len(read_robot_records(run / "robots")) == len(ROBOTS) or fleet.over(), "all robots are known", WITHIN_S
+        lambda: len(read_robot_records(run / "robots")) == len(ROBOTS) or fleet.over(),
+        "all robots are registered",
+        WITHIN_S,
     )
     assert len(assign_learners(read_robot_records(run / "robots"))) == len(ROBOTS)
     for robot in ROBOTS:
@@ -215,7 +217,8 @@ def test_four_embodiments_learn_in_one_run_and_rejoin_after_loss(fleet: Fleet) -
     for robot in ROBOTS:
         pull_out(fleet, robot)
     for robot in ROBOTS:
-        until(lambda name=robot: has_learned(run, name) or fleet.over(), f"{robot} has learned to reach", WITHIN_S)  # type: ignore[misc]
+        # type: ignore[misc]
+        until(lambda name=robot: has_learned(run, name) or fleet.over(), f"{robot} has learned to reach", WITHIN_S)
     launch.interrupt()
     assert launch.wait(WITHIN_S) == 130, launch.err
     for log in (run / "logs").glob("*.log"):

@@ -1,4 +1,4 @@
-"""The Franka driver with franky itself on an independent simulation of the robot's protocol: ``make test-franka``."""
+"""The Franka driver with franky on an independent simulation of the robot's protocol: ``make test-franka``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def stands(robot: FrankaRobot) -> bool:
-    """By its angles: the simulation does not report speeds of 0 when it is late."""
+    """By its angles: a late simulation does not report speeds of 0."""
     before = state(robot)[:7]
     time.sleep(0.2)
     return bool(np.abs(state(robot)[:7] - before).max() < 1e-3)
@@ -78,7 +78,7 @@ def test_joint_steps_add_up_and_hold_brakes(simulated: FrankaSimulator) -> None:
         before, step = state(robot)[6], np.array([0, 0, 0, 0, 0, 0, 0.05], np.float32)
         for _ in range(4):
             robot.command(step)
-        eventually(lambda: abs(state(robot)[6] - before - 0.2) < 0.02, "the joint did not get there")
+        eventually(lambda: abs(state(robot)[6] - before - 0.2) < 0.02, "the joint did not arrive")
         robot.command(10 * step)
         robot.stop(StopLevel.HOLD)
         eventually(lambda: stands(robot), "the arm did not stand still")
@@ -91,7 +91,7 @@ def test_reflex_is_reported_and_not_recovered(simulated: FrankaSimulator, mode: 
     with robot:
         simulated.set("robot_mode", mode)
         with pytest.raises(HardwareLost, match=f"{words}.*; a person must clear it"):
-            eventually(lambda: robot.observe() is None, "it was not told")
+            eventually(lambda: robot.observe() is None, "nothing was reported")
     with pytest.raises(HardwareLost, match=words):
         robot.connect()
     simulated.set("robot_mode", 1)
@@ -104,7 +104,7 @@ def test_killed_arm_is_lost(simulated: FrankaSimulator) -> None:
         robot.command(np.array([0.01, 0, 0], np.float32))
         simulated.process.kill()
         with pytest.raises(HardwareLost, match=simulated.host):
-            eventually(lambda: robot.observe() is None, "the loss was not told")
+            eventually(lambda: robot.observe() is None, "no loss was reported")
     with pytest.raises(HardwareLost, match="connecting failed"):
         robot.connect()
 
@@ -113,7 +113,7 @@ def test_frozen_arm_is_stale_or_lost(simulated: FrankaSimulator) -> None:
     with arm(simulated, stale_after_s=None, answer_within_s=None) as robot:
         simulated.process.send_signal(signal.SIGSTOP)
         with pytest.raises((StaleObservation, HardwareLost)):
-            eventually(lambda: robot.observe() is None, "nothing was told")
+            eventually(lambda: robot.observe() is None, "nothing was reported")
 
 
 def test_safety_kernel_stops_motion_against_force(simulated: FrankaSimulator) -> None:
@@ -126,10 +126,10 @@ def test_safety_kernel_stops_motion_against_force(simulated: FrankaSimulator) ->
 
 
 def test_invalid_options_are_explained() -> None:
-    for wrong, said in (
+    for wrong, message in (
         ({"dynamics": 2.0}, "dynamics is 2"),
         ({"answer_within_s": 0.0}, "answer_within_s and stale_after_s must be above 0"),
         ({"force_threshold": 0.0}, "force_threshold must be above 0"),
     ):
-        with pytest.raises(SpecError, match=said):
+        with pytest.raises(SpecError, match=message):
             make_robot_setup(RobotSetupRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))

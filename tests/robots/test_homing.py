@@ -26,7 +26,7 @@ STEP = SPEED * REDUCED / RATE_HZ
 
 
 class Arm(Robot):
-    """Two joints and a gripper, which are where they are told to be, unless `stuck`; it notes what it is told."""
+    """Two joints and a gripper that reach their targets at once, unless `stuck`; records its commands."""
 
     def __init__(self, **limits: tuple[float, ...]) -> None:
         labels, units, low, high = ("a", "b", "grip"), ("rad", "rad", "m"), (-1.0, -1.0, 0.0), (1.0, 1.0, 0.1)
@@ -50,13 +50,13 @@ class Arm(Robot):
             gripper=2,
         )
         self.state: Array = np.array([*START, 0.04], np.float32)
-        self.told: list[Array] = []
+        self.commanded: list[Array] = []
         self.stops: list[StopLevel] = []
         self.stuck = False
         self.stale = 0
 
     def connect(self) -> None:
-        """It always is."""
+        """Always connected."""
 
     def observe(self) -> Observation:
         self.stale -= 1
@@ -66,7 +66,7 @@ class Arm(Robot):
 
     def command(self, action: Array) -> Array:
         self.spec.action.validate(action)
-        self.told.append(action)
+        self.commanded.append(action)
         if not self.stuck:
             self.state = action.copy()
         return action.copy()
@@ -78,40 +78,40 @@ class Arm(Robot):
         move_home(self, HOME, self.state)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def test_homing_is_straight_and_slow_and_keeps_the_grip() -> None:
     arm = Arm()
-    attended = []
-    arm.check_stop = lambda: attended.append(len(arm.told))
+    checks = []
+    arm.check_stop = lambda: checks.append(len(arm.commanded))
     arm.go_home()
     np.testing.assert_allclose(arm.state, [*HOME, 0.04], atol=0.3 * STEP)
-    way = np.array([START, *(each[:2] for each in arm.told)])
+    way = np.array([START, *(each[:2] for each in arm.commanded)])
     steps = np.diff(way, axis=0)
     assert np.abs(steps).max() <= STEP * 1.001, "as fast as is allowed while a person is near"
     span = np.subtract(HOME, START)
     np.testing.assert_allclose(steps[:, 0] * span[1], steps[:, 1] * span[0], atol=1e-6)
-    assert set(attended) == set(range(1, len(arm.told) + 1)), "somebody looks in every control period"
+    assert set(checks) == set(range(1, len(arm.commanded) + 1)), "check_stop runs in every control period"
 
 
 def test_homing_respects_spec_limits() -> None:
     arm = Arm(joint_acceleration_max=(100.0, 100.0))
     arm.go_home()
-    first = arm.told[0][:2] - START
+    first = arm.commanded[0][:2] - START
     assert np.abs(first).max() <= 100.0 / RATE_HZ**2 * 1.001 < STEP
     np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
 
 
 def test_estop_ends_homing() -> None:
-    station = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig())
-    robot = station.robot
+    setup = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig())
+    robot = setup.robot
     assert isinstance(robot, ReachRobotWrapper) and isinstance(arm := robot.robot, Arm)
-    driver = RobotEnvironment(robot, station.task, SafetyKernel(robot.spec))
+    driver = RobotEnvironment(robot, setup.task, SafetyKernel(robot.spec))
     driver.connect()
     robot.check_stop = pressed_after(5, arm, driver)
     assert driver.reset(0).stopped
-    assert len(arm.told) == 5 and arm.stops[-1] is StopLevel.SAFE
+    assert len(arm.commanded) == 5 and arm.stops[-1] is StopLevel.SAFE
     driver.kernel.rearm("ada")
     robot.check_stop = lambda: None
     assert not driver.reset(0).stopped
@@ -119,14 +119,14 @@ def test_estop_ends_homing() -> None:
 
 
 def pressed_after(commands: int, arm: Arm, driver: RobotEnvironment) -> Callable[[], None]:
-    """As the driver process does when somebody presses the e-stop meanwhile."""
+    """Raises like the driver process after an e-stop."""
 
-    def attend() -> None:
-        if len(arm.told) == commands:
+    def check_stop() -> None:
+        if len(arm.commanded) == commands:
             driver.emergency_stop("ada")
             raise EmergencyStopped("pressed by ada")
 
-    return attend
+    return check_stop
 
 
 def test_blocked_arm_times_out_without_pushing(
@@ -142,9 +142,9 @@ def test_blocked_arm_times_out_without_pushing(
     assert re.match(
         r"arm did not get home within 0\.\d+ s: its joints are at \[-0.5, 0.4\]", driver.kernel.latched_estop.why
     )
-    told = len(arm.told)
-    assert driver.reset(1).stopped and len(arm.told) == told, "nobody tries again before a person has looked"
-    assert np.abs(np.array(arm.told)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
+    commanded = len(arm.commanded)
+    assert driver.reset(1).stopped and len(arm.commanded) == commanded, "no attempt before a person has looked"
+    assert np.abs(np.array(arm.commanded)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
 
 
 def test_long_path_gets_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +202,16 @@ def test_far_out_of_range_joint_is_refused() -> None:
 def test_clipping_does_not_make_a_joint_jump() -> None:
     spec = Arm().spec
     low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
-    for wanted, stands, told in ((1.4, 1.5, 1.4), (1.6, 1.5, 1.5), (0.5, 1.5, 0.5), (1.4, 0.5, 1.0), (-1.4, 1.5, -1.0)):
+    for wanted, stands, commanded in (
+        (1.4, 1.5, 1.4),
+        (1.6, 1.5, 1.5),
+        (0.5, 1.5, 0.5),
+        (1.4, 0.5, 1.0),
+        (-1.4, 1.5, -1.0),
+    ):
         action = np.array([wanted, 0.0, 0.2], np.float32)
         cut = clip_to_range(spec, action, np.array([stands, 0.0]), low, high)
-        np.testing.assert_allclose(cut, [told, 0.0, 0.1], atol=1e-6)
+        np.testing.assert_allclose(cut, [commanded, 0.0, 0.1], atol=1e-6)
 
 
 def test_homing_needs_speed_limits() -> None:
@@ -214,4 +220,4 @@ def test_homing_needs_speed_limits() -> None:
     arm.spec = msgspec.structs.replace(arm.spec, limits=slow)
     with pytest.raises(SpecError, match=r"speed limit \(joint_velocity_max\) for each of 2 joints; there are 2 and 0"):
         arm.go_home()
-    assert arm.told == []
+    assert arm.commanded == []

@@ -1,6 +1,7 @@
-"""Input devices at the robot's own computer.
+"""Input devices on the robot's computer.
 
-Stand-ins are at the kernel's edge: key events and HID reports come through sockets and pipes, the gamepad is SDL's own.
+The fakes replace the kernel: key events and HID reports come through sockets and pipes, the gamepad is SDL's virtual
+one.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from user_sys.errors import ConfigError
 SPEC = fake_spec(FakeRobotConfig())
 SPACE, W, S, Q, E = 57, 17, 31, 16, 18
 KEY, SYN, DROPPED = 1, 0, 3
-LEFT_X, LEFT_Y, SHOULDER = 0, 1, 10  # as SDL counts them on its virtual pad
+LEFT_X, LEFT_Y, SHOULDER = 0, 1, 10  # SDL's numbers on its virtual gamepad
 
 
 class Keys:
-    """The writing end of a pipe that stands where the kernel's event device would."""
+    """The writing end of a pipe in place of the kernel's event device."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -134,7 +135,7 @@ def test_invalid_bindings_are_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "message"),
     [
         ("keyboard", {"speed": 0.0}, r"speed is 0; it must be in \(0, 1\]"),
         ("gamepad", {"dead_zone": 1.0}, "dead_zone must be"),
@@ -143,13 +144,13 @@ def test_invalid_bindings_are_explained() -> None:
         ("spacemouse", {"dead_zone": -0.1}, "dead_zone is -0.1"),
     ],
 )
-def test_unsafe_input_settings_are_refused(kind: str, options: dict[str, float], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unsafe_input_settings_are_refused(kind: str, options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": kind, **options},)))
 
 
 class VirtualPad:
-    """A gamepad of SDL's own making, six axes and fifteen buttons."""
+    """SDL's virtual gamepad, with six axes and fifteen buttons."""
 
     def __init__(self) -> None:
         os.environ["SDL_VIDEODRIVER"] = "dummy"
@@ -247,7 +248,8 @@ def puck(tmp_path: Path) -> Iterator[Keys]:
 
 
 def space_mouse(puck: Keys, **options: int) -> SpaceMouse:
-    return SpaceMouse(SpaceMouseConfig(device=str(puck.path), model="SpaceNavigator", **options), SPEC)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return SpaceMouse(SpaceMouseConfig(device=str(puck.path), model="SpaceNavigator", **options), SPEC)
 
 
 class TestSpaceMouse(TeleoperatorConformance):
@@ -278,7 +280,7 @@ def test_released_cap_stops_the_robot(puck: Keys) -> None:
 
 
 def test_silent_cap_counts_as_released(puck: Keys) -> None:
-    """A wireless mouse that drops out leaves its receiver, and with it the device, where it was."""
+    """If a wireless mouse drops out, its receiver stays connected."""
     now_s = 100.0
     config = SpaceMouseConfig(device=str(puck.path), model="SpaceNavigator", silent_s=0.2)
     device = SpaceMouse(config, SPEC, clock=lambda: now_s)
@@ -292,7 +294,7 @@ def test_silent_cap_counts_as_released(puck: Keys) -> None:
         now_s += 0.1
         reading = device.read()
         assert not reading.engaged and not reading.twist.any()
-        puck.write(report(3, 1, 0, 0))  # the button that opens the gripper; it says nothing of the cap
+        puck.write(report(3, 1, 0, 0))  # the button that opens the gripper; it does not report the cap
         assert device.read().engaged
         now_s += 0.3
         assert not device.read().engaged

@@ -1,7 +1,7 @@
-"""The LeRobot driver with LeRobot itself, in LeRobot's environment: ``make test-lerobot``.
+"""The LeRobot driver with LeRobot, in LeRobot's environment: ``make test-lerobot``.
 
-The arm is LeRobot's own SO-101 follower, unmodified, on a simulated motor bus; the other robot, camera and leader are
-plugins of third parties as they are published.
+The arm is LeRobot's SO-101 follower, unmodified, on a simulated motor bus. The other robot, camera and leader are
+published third-party plugins.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def arm(tmp_path: Path) -> Iterator[FeetechArmSimulator]:
 
 def follower(arm: FeetechArmSimulator, **options: object) -> LerobotRobot:
     options = {"rate_hz": 10.0, **options}
-    return LerobotRobot(LerobotConfig(type="so101_follower", settings=arm.settings, **options))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return LerobotRobot(LerobotConfig(type="so101_follower", settings=arm.settings, **options))
 
 
 def arrive(robot: Robot, action: Array) -> Array:
-    """Commands until the joints are there; what was applied last."""
+    """Command until the joints are there; returns the last applied action."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         applied = robot.command(action)
@@ -118,7 +119,7 @@ def test_leader_commands_its_pose_while_it_moves(arm: FeetechArmSimulator) -> No
     try:
         assert not device.read().engaged
         arm.poke("shoulder_pan", PRESENT, 2248 % 256, 2248 // 256)
-        arm.registers("shoulder_pan")  # by now it is there
+        arm.registers("shoulder_pan")  # by now it has arrived
         reading = device.read()
         assert reading.engaged and reading.target is not None
         assert reading.target[0] == pytest.approx(200 / 4095 * 2 * math.pi, abs=1e-3)
@@ -185,7 +186,7 @@ def test_close_holds_position_under_torque(arm: FeetechArmSimulator) -> None:
         robot.command(np.array([1.5, 0, 0, 0, 0, 80], np.float32))
         robot.stop(StopLevel.HOLD)
         held = arm.word("shoulder_pan", GOAL)
-        assert abs(held - 2048) < 300, "the hold is where the arm was, not where it was told to go"
+        assert abs(held - 2048) < 300, "the hold is where the arm was, not at its goal"
         assert arm.word("gripper", GOAL) == 1024 + 0.8 * 2048 // 1, "the grip is kept"
         robot.stop(StopLevel.SAFE)
         assert arm.word("shoulder_pan", GOAL) == held
@@ -292,11 +293,11 @@ def test_safety_kernel_limits_speed_to_far_target(arm: FeetechArmSimulator) -> N
 def test_reset_moves_arm_to_configured_home(arm: FeetechArmSimulator) -> None:
     home = [0.4, -0.3, 0.2, 0.0, 0.1]
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "torque_off": True, "home": home}
-    station = make_robot_setup(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
-    with station.robot as robot:
+    setup = make_robot_setup(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
+    with setup.robot as robot:
         arrive(robot, np.array([0, 0, 0, 0, 0, 75], np.float32))
         robot.stop(StopLevel.SAFE)
-        station.task.reset(robot, np.random.default_rng(0))
+        setup.task.reset(robot, np.random.default_rng(0))
         assert np.abs(robot.observe().arrays[STATE][:5] - home).max() < 0.02
         assert arm.word("gripper", GOAL) == 2560, "the grip is kept"
 
@@ -366,27 +367,27 @@ def test_third_party_plugins_make_robot_and_camera() -> None:
         "features": {"*.pos": {"unit": "deg", "low": -180, "high": 180}},
         "cameras": {"top": {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}},
     }
-    station = make_robot_setup(RobotSetupRequest("dummy-0", "tidy up", options))
-    assert [camera.spec for camera in station.cameras] == list(station.robot.spec.cameras)
-    assert station.robot.spec.action.labels[-1] == "gripper.pos"
-    assert station.task.instruction == "tidy up"
+    setup = make_robot_setup(RobotSetupRequest("dummy-0", "tidy up", options))
+    assert [camera.spec for camera in setup.cameras] == list(setup.robot.spec.cameras)
+    assert setup.robot.spec.action.labels[-1] == "gripper.pos"
+    assert setup.task.instruction == "tidy up"
 
 
 def test_reach_task_runs_on_the_bus(arm: FeetechArmSimulator) -> None:
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "reach": {"tolerance": 0.1}}
-    station = make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
-    assert station.make_expert is not None
-    expert, kernel = station.make_expert(0, 0.0), SafetyKernel(station.robot.spec)
-    with station.robot as robot:
-        station.task.reset(robot, np.random.default_rng(1))
+    setup = make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
+    assert setup.make_expert is not None
+    expert, kernel = setup.make_expert(0, 0.0), SafetyKernel(setup.robot.spec)
+    with setup.robot as robot:
+        setup.task.reset(robot, np.random.default_rng(1))
         kernel.reset()
-        for _ in range(station.task.max_steps):
+        for _ in range(setup.task.max_steps):
             seen = robot.observe()
             verdict = kernel.filter(expert(seen.arrays), seen)
             assert verdict.applied is not None, verdict.text
             kernel.set_applied(robot.command(verdict.applied))
             time.sleep(robot.spec.period_s)  # its motors move in real time
-            if station.task.evaluate(robot.observe()).success:
+            if setup.task.evaluate(robot.observe()).success:
                 break
         else:
             raise AssertionError("the goal was not reached")

@@ -1,4 +1,4 @@
-"""An SO-101 in a driver process: what its servos do when nobody speaks, and when the process is no more."""
+"""An SO-101 in a driver process: its servos during silence, and after the process was killed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from user_sys.edge.driver_server import EXIT_ROBOT_LOST
 pytestmark = pytest.mark.lerobot
 TORQUE, GOAL = 40, 42  # registers
 START_S = 60.0
-# LeRobot imports torchvision, which on some machines needs help first (see `let_torchvision_in`)
+# LeRobot imports torchvision, which fails on some machines without `allow_torchvision_import`
 RUN = """
 import sys
-from lerobot_kit import let_torchvision_in
+from lerobot_kit import allow_torchvision_import
 from user_sys.edge.driver_server import main
-let_torchvision_in()
+allow_torchvision_import()
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -81,7 +81,7 @@ def test_silent_session_holds_and_unplugging_ends_the_process(
         far_away(session)
         held, deadline = -1, time.monotonic() + 60
         while held != (held := arm.word("shoulder_pan", GOAL)) and time.monotonic() < deadline:
-            time.sleep(0.3)  # three control periods: nobody commands, so nothing may change
+            time.sleep(0.3)  # three control periods without a command: nothing may change
         assert held < 2048 + 1.4 / 6.28 * 4096
         arm.unplug()
         assert running.wait(60) == EXIT_ROBOT_LOST

@@ -1,4 +1,4 @@
-"""Settings of LeRobot's devices that would drive a robot wrongly are refused in words; nothing here needs LeRobot."""
+"""Unsafe settings of LeRobot's devices are refused with an explanation. This test does not need LeRobot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from robots.lerobot_leader import LeaderConfig
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "message"),
     [
         (LerobotConfig, {"answer_within_s": 0.0}, "answer_within_s is .*; it must be above 0"),
         (
@@ -23,6 +23,6 @@ from robots.lerobot_leader import LeaderConfig
         (LeaderConfig, {"let_go_s": 0.0}, "let_go_s and answer_within_s must be above 0"),
     ],
 )
-def test_unsafe_settings_are_refused(kind: type, options: dict[str, object], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_unsafe_settings_are_refused(kind: type, options: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         read_options(kind, RobotSetupRequest("arm-0", "", {"type": "so101", **options}))

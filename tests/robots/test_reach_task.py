@@ -20,7 +20,7 @@ LOW, HIGH, SPEED = (-2.0, -1.0), (2.0, 1.0), 0.5
 
 
 class Arm(Robot):
-    """Two joints that are where they are told to be, a gripper, and a tool above the first joint."""
+    """Two joints that reach their targets at once, a gripper, and a tool above the first joint."""
 
     def __init__(self) -> None:
         labels = ("a", "b", "grip", "x", "y", "z")
@@ -143,13 +143,13 @@ def test_observation_has_goal_and_seed_is_reproducible() -> None:
 
 
 def test_goal_covers_named_joints_only() -> None:
-    station = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(joints=("a",)))
-    robot, task = station.robot, station.task
-    assert isinstance(robot, ReachRobotWrapper) and station.make_expert is not None
+    setup = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(joints=("a",)))
+    robot, task = setup.robot, setup.task
+    assert isinstance(robot, ReachRobotWrapper) and setup.make_expert is not None
     assert robot.spec.feature(ENVIRONMENT_STATE).labels == ("goal_a", "to_goal_a")
     with robot:
         task.reset(robot, np.random.default_rng(3))
-        steps = station.make_expert(0, 0.0)(robot.observe().arrays)
+        steps = setup.make_expert(0, 0.0)(robot.observe().arrays)
         assert (steps[1], abs(steps[2])) == (0.0, pytest.approx(SPEED / 10)), "b stays where it is"
         arm = robot.robot
         assert isinstance(arm, Arm)
@@ -160,16 +160,16 @@ def test_goal_covers_named_joints_only() -> None:
 
 
 def test_expert_reaches_goals_through_safety_kernel() -> None:
-    station = add_reach_task(
+    setup = add_reach_task(
         RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(max_steps=60), "go there"
     )
-    robot, task = station.robot, station.task
-    assert station.make_expert is not None and (task.name, task.instruction, task.max_steps) == (
+    robot, task = setup.robot, setup.task
+    assert setup.make_expert is not None and (task.name, task.instruction, task.max_steps) == (
         "reach",
         "go there",
         60,
     )
-    expert, kernel = station.make_expert(0, 0.0), SafetyKernel(robot.spec, clock=lambda: 0)
+    expert, kernel = setup.make_expert(0, 0.0), SafetyKernel(robot.spec, clock=lambda: 0)
     with robot:
         for seed in range(10):
             task.reset(robot, np.random.default_rng(seed))

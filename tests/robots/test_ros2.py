@@ -24,7 +24,7 @@ from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraCo
 
 pytestmark = [
     pytest.mark.ros2,
-    pytest.mark.filterwarnings("ignore:module 'sre_:DeprecationWarning"),  # lark, where an old lark-parser lies over it
+    pytest.mark.filterwarnings("ignore:module 'sre_:DeprecationWarning"),  # lark, in case an old lark-parser shadows it
 ]
 DEADLINE_S = 60.0
 JOINTS = ("shoulder", "elbow", "wrist")
@@ -35,7 +35,7 @@ PLAIN = Ros2Config(
     limits={"*": JointLimits(-2.0, 2.0, 1.0)},
     domain=DOMAIN,
     connect_s=DEADLINE_S,
-    stale_after_s=1.0,  # the machine may be busy; what has to be quick is tried below with the default
+    stale_after_s=1.0,  # for busy machines; the tests of timing use the default
     lost_after_s=3.0,
 )
 FORWARD = replace(PLAIN, controller="forward", kind="position", instead_of=("arm_controller",))
@@ -60,7 +60,7 @@ def shared_peer(_here_only: None) -> Iterator[Ros2Peer]:
 
 @pytest.fixture
 def peer(shared_peer: Ros2Peer) -> Ros2Peer:
-    """The peer as it starts: nothing muted, nothing pressed, its trajectory controller active."""
+    """The peer in its initial state: publishing, no button pressed, the trajectory controller active."""
     for order in (
         "put arm_controller active",
         "put forward inactive",
@@ -70,11 +70,11 @@ def peer(shared_peer: Ros2Peer) -> Ros2Peer:
         "refuse 0",
         "skew 0",
     ):
-        shared_peer.say(order)
+        shared_peer.send(order)
     for what in ("joints", "stamps", "velocities", "positions", "wrench", "pictures"):
-        shared_peer.say(f"speak {what}")
-    shared_peer.say("force 0 0 0")
-    shared_peer.say("skew 0")
+        shared_peer.send(f"speak {what}")
+    shared_peer.send("force 0 0 0")
+    shared_peer.send("skew 0")
     return shared_peer
 
 
@@ -86,7 +86,7 @@ def arrive(robot: Robot, action: Array) -> None:
 
 
 def await_raise(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object], match: str) -> None:
-    """`call` raises sooner or later."""
+    """`call` raises eventually."""
     deadline_s = time.monotonic() + DEADLINE_S
     with pytest.raises(kind, match=match):
         while time.monotonic() < deadline_s:
@@ -185,14 +185,14 @@ def test_force_stops_the_arm_and_is_in_base_frame(peer: Ros2Peer) -> None:
         kernel = SafetyKernel(robot.spec)
         assert kernel.filter(HOME, robot.observe()).applied is not None
         arrive(robot, np.array([np.pi / 2, 0, 0], np.float32))
-        peer.say("force 30 0 0")
+        peer.send("force 30 0 0")
         where = list(robot.spec.limits.tool_force)
         deadline_s = time.monotonic() + DEADLINE_S
         while abs((seen := robot.observe()).arrays[STATE][where]).max() < 1:
             assert time.monotonic() < deadline_s
         np.testing.assert_allclose(seen.arrays[STATE][where], [0, 30, 0], atol=0.5)
         assert SafetyReason.FORCE in kernel.filter(HOME, seen).reasons
-        peer.say("force 0 0 0")
+        peer.send("force 0 0 0")
         arrive(robot, HOME)
 
 
@@ -202,12 +202,12 @@ def test_safe_stop_deactivates_until_next_command(peer: Ros2Peer) -> None:
         robot.command(np.array([0.5, 0, 0], np.float32))
         robot.stop(StopLevel.HOLD)
         held = robot.observe().arrays[STATE][0]
-        assert held < 0.45, "not where it was told to go"
+        assert held < 0.45, "not at its last target"
         for _ in range(3):
             robot.stop(StopLevel.SAFE)
-        known = peer.state()
-        assert known["controllers"]["arm_controller"] == "inactive"
-        assert known["counts"]["stops"] == stops + 1
+        state = peer.state()
+        assert state["controllers"]["arm_controller"] == "inactive"
+        assert state["counts"]["stops"] == stops + 1
         robot.command(HOME)
         assert peer.state()["controllers"]["arm_controller"] == "active"
         arrive(robot, HOME)
@@ -220,9 +220,9 @@ def test_out_of_range_arm_is_refused_without_jump(peer: Ros2Peer) -> None:
     limits = {"shoulder": JointLimits(-0.1, 0.1, 1.0), "*": JointLimits(-2.0, 2.0, 1.0)}
     with pytest.raises(HardwareLost, match=r"shoulder.pos is at 0\.\d+; .* a person must move it back"):
         Ros2Robot(replace(PLAIN, limits=limits)).connect()
-    known = peer.state()
-    assert known["place"]["shoulder"] == pytest.approx(0.3, abs=0.02)
-    assert known["controllers"]["arm_controller"] == "inactive", "as the safe stop before left it"
+    state = peer.state()
+    assert state["place"]["shoulder"] == pytest.approx(0.3, abs=0.02)
+    assert state["controllers"]["arm_controller"] == "inactive", "as the safe stop before left it"
     with Ros2Robot(PLAIN) as robot:
         arrive(robot, HOME)
 
@@ -230,7 +230,7 @@ def test_out_of_range_arm_is_refused_without_jump(peer: Ros2Peer) -> None:
 def test_safe_stop_calls_service_when_deactivation_fails(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, stop_service="/stop")) as robot:
         stops = peer.state()["counts"]["stops"]
-        peer.say("refuse 1")
+        peer.send("refuse 1")
         with pytest.raises(HardwareLost, match="did not activate .* and deactivate"):
             robot.stop(StopLevel.SAFE)
         assert peer.state()["counts"]["stops"] == stops + 1
@@ -249,10 +249,10 @@ def test_reset_moves_arm_to_configured_home(peer: Ros2Peer) -> None:
         "home": [0.3, -0.2, 0.1],
         "reach": {},
     }
-    station = make_robot_setup(RobotSetupRequest("arm-0", "reach", options))
-    with station.robot as robot:
+    setup = make_robot_setup(RobotSetupRequest("arm-0", "reach", options))
+    with setup.robot as robot:
         robot.stop(StopLevel.SAFE)
-        station.task.reset(robot, np.random.default_rng(0))
+        setup.task.reset(robot, np.random.default_rng(0))
         np.testing.assert_allclose(robot.observe().arrays[STATE][:3], [0.3, -0.2, 0.1], atol=0.02)
         assert peer.state()["controllers"]["arm_controller"] == "active"
 
@@ -271,13 +271,13 @@ def test_stop_ends_homing(peer: Ros2Peer) -> None:
         robot.check_stop = press
         with pytest.raises(EmergencyStopped, match="pressed by ada"):
             robot.go_home()
-        known = peer.state()
-        assert known["place"]["shoulder"] < 1.4 and known["controllers"]["arm_controller"] == "inactive"
+        state = peer.state()
+        assert state["place"]["shoulder"] < 1.4 and state["controllers"]["arm_controller"] == "inactive"
 
 
 def test_externally_stopped_controller_loses_robot(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
-        peer.say("put arm_controller inactive")
+        peer.send("put arm_controller inactive")
         await_raise(HardwareLost, lambda: robot.command(HOME), "a person or a fault")
     assert peer.state()["controllers"]["arm_controller"] == "inactive"
     with pytest.raises(HardwareLost, match="not active"):
@@ -285,14 +285,14 @@ def test_externally_stopped_controller_loses_robot(peer: Ros2Peer) -> None:
 
 
 def test_hardware_fault_is_not_cleared(peer: Ros2Peer) -> None:
-    peer.say("put arm_controller inactive")
-    peer.say("fault 1")
+    peer.send("put arm_controller inactive")
+    peer.send("fault 1")
     with pytest.raises(HardwareLost, match="hardware component is in an error"):
         Ros2Robot(PLAIN).connect()
 
 
 def test_silent_stop_button_topic_loses_robot(peer: Ros2Peer) -> None:
-    """The peer says its state once; one that promises to repeat it and does not has hung."""
+    """The peer publishes its state once, as a publisher that hangs would."""
     with Ros2Robot(replace(PLAIN, estop_topic="/stop_button", estop_timeout_s=0.5)) as robot:
         await_raise(HardwareLost, lambda: robot.command(HOME), "no message on /stop_button for")
 
@@ -300,24 +300,24 @@ def test_silent_stop_button_topic_loses_robot(peer: Ros2Peer) -> None:
 def test_pressed_stop_button_refuses_commands(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, estop_topic="/stop_button")) as robot:
         robot.command(HOME)
-        peer.say("press 1")
+        peer.send("press 1")
         await_raise(EmergencyStopped, lambda: robot.command(HOME), "/stop_button")
         robot.stop(StopLevel.SAFE)
-        peer.say("press 0")
+        peer.send("press 0")
 
 
 def test_pressed_stop_button_refuses_connect(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
         robot.stop(StopLevel.SAFE)
-    peer.say("press 1")
+    peer.send("press 1")
     with pytest.raises(EmergencyStopped, match=r"is pressed \(/stop_button\)"):
         Ros2Robot(replace(PLAIN, estop_topic="/stop_button")).connect()
     assert peer.state()["controllers"]["arm_controller"] == "inactive"
-    peer.say("press 0")
+    peer.send("press 0")
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (replace(FORWARD, kind="trajectory"), r"there is no subscriber on /forward/joint_trajectory"),
         (replace(FORWARD, controller="spin"), r"cannot activate \{'spin': 'not loaded'\}"),
@@ -327,34 +327,34 @@ def test_pressed_stop_button_refuses_connect(peer: Ros2Peer) -> None:
         (replace(PLAIN, estop_topic="/nowhere"), "there is no publisher on /nowhere"),
     ],
 )
-def test_missing_parts_are_named(peer: Ros2Peer, config: Ros2Config, said: str) -> None:
-    with pytest.raises(HardwareLost, match=said):
+def test_missing_parts_are_named(peer: Ros2Peer, config: Ros2Config, message: str) -> None:
+    with pytest.raises(HardwareLost, match=message):
         Ros2Robot(replace(config, connect_s=10.0)).connect()
 
 
 @pytest.mark.parametrize(
-    ("fate", "said"),
+    ("fate", "message"),
     [("positions", "shoulder on /joint_states"), ("velocities", "velocities of .*set `velocities: false`")],
 )
-def test_missing_readings_refuse_connect(peer: Ros2Peer, fate: str, said: str) -> None:
-    peer.say(f"mute {fate}")
+def test_missing_readings_refuse_connect(peer: Ros2Peer, fate: str, message: str) -> None:
+    peer.send(f"mute {fate}")
     before = peer.state()["counts"]
-    with pytest.raises(HardwareLost, match=said):
+    with pytest.raises(HardwareLost, match=message):
         Ros2Robot(replace(PLAIN, connect_s=5.0)).connect()
     assert peer.state()["counts"] == before
 
 
 def test_velocity_controller_is_refused(peer: Ros2Peer) -> None:
-    peer.say("put spin active")
+    peer.send("put spin active")
     with pytest.raises(HardwareLost, match="commands velocity; use one that commands positions"):
         Ros2Robot(replace(PLAIN, controller="spin", kind="position")).connect()
 
 
 def test_clock_difference_needs_robot_clock(peer: Ros2Peer) -> None:
-    peer.say("skew -30")
+    peer.send("skew -30")
     with pytest.raises(HardwareLost, match="synchronise the clocks"):
         Ros2Robot(replace(PLAIN, connect_s=10.0)).connect()
-    peer.say("skew 30")
+    peer.send("skew 30")
     with pytest.raises(HardwareLost, match="ahead of this computer's clock"):
         Ros2Robot(replace(PLAIN, connect_s=10.0)).connect()
     with Ros2Robot(replace(PLAIN, clock="robot")) as robot:
@@ -365,10 +365,10 @@ def test_clock_difference_needs_robot_clock(peer: Ros2Peer) -> None:
 def test_silent_readings_become_stale_then_lost(peer: Ros2Peer, fate: str) -> None:
     with Ros2Robot(PLAIN) as robot:
         robot.observe()
-        peer.say(fate)
+        peer.send(fate)
         await_raise(StaleObservation, robot.observe, "old; at most 1 s")
         await_raise(HardwareLost, lambda: hush(robot), "has sent no joint state for")
-        peer.say(f"speak {fate.split()[1]}")
+        peer.send(f"speak {fate.split()[1]}")
 
 
 def hush(robot: Robot) -> None:
@@ -396,13 +396,13 @@ def test_disappeared_arm_is_lost_and_reconnects(fate: str) -> None:
 
 
 def observe_recent(robot: Robot) -> None:
-    """Nothing older than two control periods is ever observed."""
+    """An observation is never older than two control periods."""
     asked_ns = time.monotonic_ns()
     assert asked_ns - robot.observe().t_capture_ns <= 2 * robot.spec.period_s * 1e9
 
 
 def await_fresh(robot: Robot) -> None:
-    """A busy machine may keep a reading back; the next is there soon."""
+    """On a busy machine a reading may be late; the next follows soon."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         try:
@@ -421,8 +421,8 @@ def test_arm_on_cyclone_dds_works() -> None:
         seen = robot.observe().arrays[STATE]
         np.testing.assert_allclose(seen[[0, 1, 2, 6, 7, 8]], [0.1, 0.2, 0.3, -1, -2, -3], atol=0.01)
         robot.stop(StopLevel.HOLD)
-        known = other.state()
-        assert [round(known["place"][name], 2) for name in JOINTS] == [0.1, 0.2, 0.3]
+        state = other.state()
+        assert [round(state["place"][name], 2) for name in JOINTS] == [0.1, 0.2, 0.3]
         other.freeze()
         await_raise(HardwareLost, lambda: hush(robot), "no joint state for")
 
@@ -454,9 +454,9 @@ def test_camera_delivers_images_and_becomes_stale(peer: Ros2Peer) -> None:
         frame = camera.read()
         assert frame.image[24, 32, 0] > 150 and frame.image[24, 32, 2] < 60
         assert frame.image[2, 2, 2] > 150
-        peer.say("mute pictures")
+        peer.send("mute pictures")
         await_raise(StaleObservation, camera.read, "newest image is")
-        peer.say("speak pictures")
+        peer.send("speak pictures")
         camera.close()
 
 

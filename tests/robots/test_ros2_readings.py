@@ -10,7 +10,7 @@ MS = 1_000_000
 
 
 class Clocks:
-    """This computer's monotonic clock, and the wall clock that runs beside it."""
+    """This computer's monotonic clock and wall clock."""
 
     def __init__(self) -> None:
         self.now_ns, self.wall_offset_ns = 10_000 * MS, 1_700_000_000_000 * MS
@@ -50,7 +50,7 @@ def test_robot_clock_drift_is_followed() -> None:
         times, started_ns, newest_ns = clocks.times("robot"), clocks.now_ns, 0
         for tenth in range(36_000):
             sent_ns = tenth * 100 * MS
-            clocks.now_ns = started_ns + sent_ns + (2 + 5 * (tenth % 3)) * MS  # on its way
+            clocks.now_ns = started_ns + sent_ns + (2 + 5 * (tenth % 3)) * MS  # the delay
             captured_ns = times.captured_ns(1 + round(sent_ns * (1 + drift)))
             assert captured_ns is not None and newest_ns <= captured_ns <= clocks.now_ns
             assert captured_ns > clocks.now_ns - 20 * MS
@@ -72,39 +72,39 @@ def readings() -> JointReadings:
 
 
 def test_joints_of_several_publishers_are_merged() -> None:
-    known = readings()
-    known.update(["b", "other", "a"], [2.0, 9.0, 1.0], [0.2, 0.9, 0.1], 1)
-    assert known.missing(("a", "b", "grip")) == ["grip"]
-    known.update(["grip"], [0.04], [], 1)
-    positions, velocities, _ = known.latest(("a", "b", "grip"))
+    joints = readings()
+    joints.update(["b", "other", "a"], [2.0, 9.0, 1.0], [0.2, 0.9, 0.1], 1)
+    assert joints.missing(("a", "b", "grip")) == ["grip"]
+    joints.update(["grip"], [0.04], [], 1)
+    positions, velocities, _ = joints.latest(("a", "b", "grip"))
     np.testing.assert_array_equal(positions, [1.0, 2.0, 0.04])
     np.testing.assert_array_equal(velocities[:2], [0.1, 0.2])
     assert math.isnan(velocities[2])
 
 
 def test_capture_time_is_that_of_the_oldest_joint() -> None:
-    known = readings()
-    known.update(["a"], [1.0], [], 1)
-    first_ns = known.latest(["a"])[2]
-    known.update(["b"], [1.0], [], 1)
-    assert known.latest(["a", "b"])[2] == first_ns < known.latest(["b"])[2]
+    joints = readings()
+    joints.update(["a"], [1.0], [], 1)
+    first_ns = joints.latest(["a"])[2]
+    joints.update(["b"], [1.0], [], 1)
+    assert joints.latest(["a", "b"])[2] == first_ns < joints.latest(["b"])[2]
 
 
 def test_message_with_uneven_lists_is_ignored() -> None:
-    known = readings()
-    known.update(["a", "b"], [1.0], [], 1)
-    known.update(["a"], [1.0], [0.0, 0.0], 1)
-    assert known.missing(["a", "b"]) == ["a", "b"]
+    joints = readings()
+    joints.update(["a", "b"], [1.0], [], 1)
+    joints.update(["a"], [1.0], [0.0, 0.0], 1)
+    assert joints.missing(["a", "b"]) == ["a", "b"]
 
 
 def test_joint_without_finite_position_is_ignored() -> None:
-    known = readings()
-    known.update(["a", "b"], [math.nan, 1.0], [math.nan, 0.0], 1)
-    assert known.missing(("a", "b")) == ["a"]
-    known.update(["a", "b"], [0.5, 1.0], [0.0, 0.0], 2)
-    measured_ns = known.latest(["a"])[2]
-    known.update(["a", "b"], [math.inf, 1.0], [0.0, 0.0], 3)
-    assert (known.latest(["a"])[0].tolist(), known.latest(["a", "b"])[2]) == ([0.5], measured_ns)
+    joints = readings()
+    joints.update(["a", "b"], [math.nan, 1.0], [math.nan, 0.0], 1)
+    assert joints.missing(("a", "b")) == ["a"]
+    joints.update(["a", "b"], [0.5, 1.0], [0.0, 0.0], 2)
+    measured_ns = joints.latest(["a"])[2]
+    joints.update(["a", "b"], [math.inf, 1.0], [0.0, 0.0], 3)
+    assert (joints.latest(["a"])[0].tolist(), joints.latest(["a", "b"])[2]) == ([0.5], measured_ns)
 
 
 def test_short_press_is_reported_once() -> None:
@@ -112,14 +112,14 @@ def test_short_press_is_reported_once() -> None:
     assert (button.was_received, button.take_pressed()) == (False, False)
     button.update(False)
     assert (button.was_received, button.take_pressed()) == (True, False)
-    for pressed in (True, False):  # while the robot holds, and nothing is commanded
+    for pressed in (True, False):  # while the robot holds without commands
         button.update(pressed)
     assert [button.take_pressed(), button.take_pressed()] == [True, False]
-    for pressed in (True, True, True):  # its publisher repeats what it says
+    for pressed in (True, True, True):  # its publisher repeats the message
         button.update(pressed)
         assert button.take_pressed()
     button.update(False)
-    assert not button.take_pressed(), "released, and told before"
+    assert not button.take_pressed(), "released, and reported before"
 
 
 def test_stop_button_silence_is_measured() -> None:

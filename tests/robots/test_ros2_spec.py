@@ -1,4 +1,4 @@
-"""What an arm behind ros2_control is from its config alone; nothing here needs ROS."""
+"""The spec of an arm behind ros2_control from its config. This test does not need ROS."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ URDF = """<robot name="two">
 STATED = {"*": {"low": -1.5, "high": 1.5, "speed_max": 0.5}}
 
 
-def station(task: str = "free", **options: object) -> object:
+def setup(task: str = "free", **options: object) -> object:
     return make_robot_setup(RobotSetupRequest("arm-0", task, {"joints": ["a", "b"], **options}))
 
 
 def spec_of(**options: object):  # type: ignore[no-untyped-def]
-    return station(**options).robot.spec  # type: ignore[attr-defined]
+    return setup(**options).robot.spec  # type: ignore[attr-defined]
 
 
 def described(folder: Path) -> str:
@@ -69,13 +69,13 @@ def test_stale_limit_defaults_to_two_periods() -> None:
 
 
 def test_reach_task_is_available() -> None:
-    reach = station("reach", limits=STATED, reach={"max_steps": 7})
+    reach = setup("reach", limits=STATED, reach={"max_steps": 7})
     assert reach.task.max_steps == 7 and reach.make_expert is not None  # type: ignore[attr-defined]
     assert reach.robot.spec.joint_delta == (0, 1)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, r"joint a has no usable limits .*; set `limits"),
         ({"limits": STATED, "jionts": []}, "did you mean 'joints'"),
@@ -91,15 +91,15 @@ def test_reach_task_is_available() -> None:
         ({"description": "/nowhere/arm.urdf"}, "cannot be read"),
     ],
 )
-def test_invalid_options_are_explained(options: dict[str, object], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
-        station(**options)
+def test_invalid_options_are_explained(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        setup(**options)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rclpy") is not None, reason="ROS 2 is here")
 def test_missing_ros_names_the_package() -> None:
     with pytest.raises(SpecError, match=r"pip install '\.\[ros2\]' in a checkout"):
-        station(limits=STATED).robot.connect()  # type: ignore[attr-defined]
+        setup(limits=STATED).robot.connect()  # type: ignore[attr-defined]
 
 
 def picture(encoding: str, pixels: np.ndarray, pad: int = 0) -> SimpleNamespace:  # type: ignore[type-arg]

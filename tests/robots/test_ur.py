@@ -1,4 +1,4 @@
-"""The UR driver with ur_rtde itself, unmodified, on a simulated controller in another process."""
+"""The UR driver with ur_rtde, unmodified, on a simulated controller in another process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROTECTIVE_STOP, SAFEGUARD_STOP = 3, 5
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_end() -> Iterator[None]:
-    """Waits for those that ur_rtde kept beyond a link's end: one still in there when Python ends would abort pytest."""
+    """Wait for ur_rtde's remaining threads: one that returns while Python ends would abort pytest."""
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("ur "):
@@ -57,14 +57,14 @@ def shared() -> Iterator[SimulatedController]:
 
 @pytest.fixture
 def controller(shared: SimulatedController) -> SimulatedController:
-    """A controller whose arm is as new."""
+    """A controller with a reset arm."""
     shared.reset()
     return shared
 
 
 @pytest.fixture
 def mortal() -> Iterator[SimulatedController]:
-    """A controller of the test's own, to be killed."""
+    """A controller that only this test uses, so that it may be killed."""
     with simulated_controller() as simulated:
         yield simulated
 
@@ -111,7 +111,7 @@ def test_joint_steps_add_up(controller: SimulatedController) -> None:
         before, step = state(robot)[:6], np.array([0, 0, 0, 0, 0, 0.1], np.float32)
         for _ in range(4):
             assert robot.command(step) == pytest.approx(step)
-        eventually(lambda: abs(state(robot)[5] - before[5] - 0.4) < 2e-3, "the joint did not get there")
+        eventually(lambda: abs(state(robot)[5] - before[5] - 0.4) < 2e-3, "the joint did not arrive")
         assert np.abs(state(robot)[:5] - before[:5]).max() < 1e-3
 
 
@@ -129,9 +129,9 @@ def test_safe_stop_ends_program_until_next_command(controller: SimulatedControll
     with arm(controller, action="joint_delta") as robot:
         step = np.array([0, 0, 0, 0, 0, 0.1], np.float32)
         robot.command(step)
-        eventually(lambda: controller.begun(SERVOJ) > 0, "the arm was not told to move")
+        eventually(lambda: controller.begun(SERVOJ) > 0, "the arm did not start")
         robot.stop(StopLevel.HOLD)
-        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
+        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm did not brake")
         assert controller.state["servo"] is None and controller.state["program"]
         robot.command(step)
         robot.stop(StopLevel.SAFE)
@@ -153,7 +153,7 @@ def test_watchdog_fires_within_two_periods(
 def test_silent_driver_makes_the_arm_hold(controller: SimulatedController) -> None:
     with arm(controller, silence_s=0.2, action="joint_delta") as robot:
         robot.command(np.array([0, 0, 0, 0, 0, 0.1], np.float32))
-        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
+        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm did not brake")
         robot.observe()
 
 
@@ -162,9 +162,9 @@ def test_arm_does_not_jump_after_silence(
 ) -> None:
     with arm(controller, silence_s=1.0, action="joint_delta", joint_speed=3.0) as robot:
         robot.command(np.array([0, 0, 0, 0, 0, 0.3], np.float32))
-        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
+        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm did not brake")
         stands = controller.state["q"][5]
-        eventually(lambda: abs(state(robot)[5] - stands) < 1e-6, "where the arm stands was not heard")
+        eventually(lambda: abs(state(robot)[5] - stands) < 1e-6, "no reading of the arm")
         assert robot.command(np.zeros(6, np.float32)).tolist() == [0.0] * 6
         assert robot.target is not None and robot.target[5] == pytest.approx(stands, abs=1e-6)
 
@@ -202,7 +202,7 @@ def test_controller_stop_is_reported_and_not_unlocked(controller: SimulatedContr
         robot.command(np.array([0.01, 0, 0], np.float32))
         controller.set("safety_mode", mode)
         with pytest.raises(HardwareLost, match=f"{words}; a person must clear it"):
-            eventually(lambda: robot.observe() is None, "the stop was not told")
+            eventually(lambda: robot.observe() is None, "no stop was reported")
         with pytest.raises(HardwareLost, match=words):
             robot.command(np.zeros(3, np.float32))
     with pytest.raises(HardwareLost, match=words):
@@ -217,7 +217,7 @@ def test_program_ended_at_pendant_loses_robot(controller: SimulatedController) -
     with arm(controller) as robot:
         controller.set("program", False)
         with pytest.raises(HardwareLost, match="the controller ended the program"):
-            eventually(lambda: robot.observe() is None, "the end was not told")
+            eventually(lambda: robot.observe() is None, "no end was reported")
 
 
 @pytest.mark.parametrize("fate", ["kill", pytest.param("unplug", marks=pytest.mark.slow)])
@@ -227,7 +227,7 @@ def test_disconnected_controller_is_lost_and_reconnects(mortal: SimulatedControl
         robot.command(np.array([0.01, 0, 0], np.float32))
         getattr(mortal, fate)()
         with pytest.raises(HardwareLost, match=mortal.host):
-            eventually(lambda: robot.observe() is None, "the loss was not told")
+            eventually(lambda: robot.observe() is None, "no loss was reported")
     with pytest.raises(HardwareLost, match="no answer on port 29999"):
         robot.connect()
     mortal.restart()
@@ -243,7 +243,7 @@ def test_frozen_controller_makes_readings_stale(
         robot.command(np.array([0.01, 0, 0], np.float32))
         mortal.freeze()
         with pytest.raises((StaleObservation, HardwareLost)):
-            eventually(lambda: robot.observe() is None, "nothing was told")
+            eventually(lambda: robot.observe() is None, "nothing was reported")
     with pytest.raises(HardwareLost, match="timed out"):
         robot.connect()
     mortal.thaw()
@@ -252,13 +252,13 @@ def test_frozen_controller_makes_readings_stale(
 def test_reset_moves_arm_to_configured_home(controller: SimulatedController) -> None:
     home = (0.2, -1.4, 1.4, -1.5, -1.5, 0.1)
     options = {"host": controller.host, "home": list(home), **PATIENT}
-    station = build_robot_setup(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
-    with station.robot as robot:
-        station.task.reset(robot, np.random.default_rng(0))
+    setup = build_robot_setup(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
+    with setup.robot as robot:
+        setup.task.reset(robot, np.random.default_rng(0))
         assert np.abs(robot.observe().arrays[STATE][:6] - home).max() < 3e-3
         robot.stop(StopLevel.SAFE)
-        station.task.reset(robot, np.random.default_rng(0))
-    assert station.task.instruction == "tidy up"
+        setup.task.reset(robot, np.random.default_rng(0))
+    assert setup.task.instruction == "tidy up"
 
 
 def test_stop_ends_homing(controller: SimulatedController) -> None:
@@ -342,7 +342,7 @@ def test_lost_gripper_activation_is_reported(controller: SimulatedController) ->
         robot.command(np.array([0, 0, 0, 0.02], np.float32))
         controller.set("gripper_active", 0)
         with pytest.raises(HardwareLost, match="no longer activated; a person must activate it at the pendant"):
-            eventually(lambda: robot.observe() is None, "it was not told")
+            eventually(lambda: robot.observe() is None, "nothing was reported")
 
 
 def test_local_control_or_power_off_is_refused(controller: SimulatedController) -> None:
@@ -375,7 +375,7 @@ def test_invalid_options_are_explained() -> None:
     with pytest.raises(SpecError, match="home has 3 joint angles; it needs 6"):
         make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
     elbow = [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
-    for wrong, said in (
+    for wrong, message in (
         ({"silence_s": 0.0}, "silence_s"),
         ({"gain": 5000.0}, "gain of 100 to 2000"),
         ({"tool_speed": float("inf")}, "above 0"),
@@ -384,14 +384,14 @@ def test_invalid_options_are_explained() -> None:
         ({"gripper": {"stroke_m": 0.0}}, "stroke_m is 0; it must be above 0"),
         ({"gripper": {"force": 300}}, "0 to 255; they are 128 and 300"),
     ):
-        with pytest.raises(SpecError, match=said):
+        with pytest.raises(SpecError, match=message):
             make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
 
 
 def test_setup_has_configured_cameras() -> None:
     cameras = {"wrist": {"kind": "opencv", "device": "/dev/video4", "width": 320, "height": 240}}
-    station = make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
-    assert [each.spec for each in station.cameras] == list(station.robot.spec.cameras)
+    setup = make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
+    assert [each.spec for each in setup.cameras] == list(setup.robot.spec.cameras)
     with pytest.raises(SpecError, match=r"cameras\.wrist: unknown option 'with'; did you mean 'width'"):
         make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
 

@@ -1,4 +1,4 @@
-"""A UR in a driver process: what the arm does when the process is no more, and the process when the arm is."""
+"""A UR in a driver process: the arm after the process was killed, and the process after the arm's loss."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def under_way(session: DriverClient, controller: SimulatedController) -> None:
     session.attach(DEADLINE_S)
     session.reset(0)
     session.step(np.array([0, 0, 0, 0, 0, 0.05], np.float32))
-    eventually(lambda: controller.begun(SERVOJ) > 0, "the arm was not told to move")
+    eventually(lambda: controller.begun(SERVOJ) > 0, "the arm did not start")
 
 
 def test_killed_driver_triggers_controller_watchdog(

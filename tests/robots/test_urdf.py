@@ -46,7 +46,7 @@ def test_rpy_rotates_about_fixed_axes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("nonsense", "not a URDF"),
         ("<robot/>", "0 joints"),
@@ -56,8 +56,8 @@ def test_rpy_rotates_about_fixed_axes() -> None:
         (ARM.replace('<parent link="base"/>', ""), "without link"),
     ],
 )
-def test_invalid_description_is_explained(text: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_invalid_description_is_explained(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         Urdf(text)
 
 

@@ -1,4 +1,4 @@
-"""The UR5e's kinematics, for the simulated controller: Denavit-Hartenberg parameters as the maker publishes them."""
+"""The UR5e's kinematics for the simulated controller, by the maker's Denavit-Hartenberg parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _rotation_vector(matrix: Array) -> Array:
     if angle < 1e-9:
         return np.zeros(3)
     axis = np.array([matrix[2, 1] - matrix[1, 2], matrix[0, 2] - matrix[2, 0], matrix[1, 0] - matrix[0, 1]])
-    if np.pi - angle < 1e-4:  # the axis is what the rotation leaves alone
+    if np.pi - angle < 1e-4:  # the rotation keeps its axis
         values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
         found = vectors[:, np.argmax(values)]
         return angle * found * (np.sign(found @ axis) or 1.0)

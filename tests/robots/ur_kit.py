@@ -1,4 +1,4 @@
-"""Starts the simulated controller, each on a loopback address of its own: the ports are fixed by the protocol."""
+"""Starts the simulated controller, each on a separate loopback address, because the protocol fixes the ports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SimulatedController:
         return found
 
     def begun(self, command: int) -> int:
-        """How often the control program was told that command."""
+        """The number of times that the control program received that command."""
         count: int = self.state["commands"].get(str(command), 0)
         return count
 
@@ -88,7 +88,7 @@ class SimulatedController:
 
     def _line(self) -> str:
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the controller says nothing"
+        assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the controller sends nothing"
         return self._process.stdout.readline().strip()
 
 

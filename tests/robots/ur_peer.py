@@ -1,13 +1,13 @@
-"""A simulated e-Series controller in a process of its own: ``python ur_peer.py HOST``.
+"""A simulated e-Series controller in a separate process: ``python ur_peer.py HOST``.
 
-It speaks what a controller speaks: RTDE protocol 2 on port 30004 (with the watchdog on input updates), the script
-interface on 30003, the dashboard on 29999, and on 63352 a Robotiq gripper's URCap. It does not interpret URScript:
-it obeys the register protocol of the control script that ur_rtde uploads. Orders come on stdin, a line each:
+It implements RTDE protocol 2 on port 30004 (with the watchdog on input updates), the script interface on 30003, the
+dashboard on 29999, and a Robotiq gripper's URCap on 63352. It does not interpret URScript: it follows the register
+protocol of the control script that ur_rtde uploads. Commands on stdin, one per line:
 
-    state              the arm and what was asked of it, as one line of JSON
+    state              print the arm and its commands as one line of JSON
     set NAME VALUE     an attribute of `Arm`, e.g. ``set safety_mode 3`` (protective stop); a list as ``[1, 2]``
     reset              a new arm, at its home
-    unplug             every connection ends
+    unplug             close every connection
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from ur_kinematics import forward, inverse
 
 STEP_S = 0.004
-LAG_S = 0.05  # of a servoed joint behind its target
+LAG_S = 0.05  # lag of a servoed joint behind its target
 FORMATS = {"DOUBLE": "d", "UINT32": "I", "INT32": "i", "VECTOR6D": "6d"}
 TYPES = {
     "timestamp": "DOUBLE",
@@ -54,9 +54,9 @@ class Arm:
 
     Attributes:
         program: the uploaded script runs.
-        commands: how often each command of the script was begun, by its number.
-        watchdog_hz: the least rate of updates of the command register; 0 is no watchdog.
-        updated_s: when the command register was last written.
+        commands: number of starts of each command of the script, by its number.
+        watchdog_hz: the least rate of updates of the command register; 0 for no watchdog.
+        updated_s: time of the last write to the command register.
     """
 
     q: list[float] = field(default_factory=lambda: list(HOME))
@@ -83,7 +83,7 @@ class Arm:
 
 
 class Controller:
-    """The arm's program: obeys the registers as the uploaded script does."""
+    """The arm's program: follows the registers like the uploaded script."""
 
     def __init__(self) -> None:
         self.arm = Arm()
@@ -97,7 +97,7 @@ class Controller:
         return asyncio.get_running_loop().time()
 
     def upload(self, script: str) -> None:
-        assert re.search(r"rtde_set_watchdog\(.*\"stop\"\)", script), "this is not the script that the peer knows"
+        assert re.search(r"rtde_set_watchdog\(.*\"stop\"\)", script), "the script differs from the supported one"
         if self.arm.safety_mode != NORMAL or self.arm.robot_mode != RUNNING:
             return
         self.arm.stop_program()
@@ -111,10 +111,10 @@ class Controller:
                 (self.ints if found[1] == "int" else self.doubles)[int(found[2])] = value
         if "input_int_register_0" in names:
             self.arm.updated_s = self.now_s
-            self._obey(self.ints[0])
+            self._execute(self.ints[0])
 
-    def _obey(self, command: int) -> None:
-        """What the script's main loop does with the command register."""
+    def _execute(self, command: int) -> None:
+        """The script's main loop: act on the command register."""
         if not self.arm.program:
             return
         if command == NO_CMD:
@@ -262,7 +262,7 @@ class Peer:
             await asyncio.start_server(self._guarded(serve), host, port)
         print("ready", flush=True)
         asyncio.ensure_future(self._live())
-        await self._obey_stdin()
+        await self._read_stdin()
 
     def _guarded(
         self, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -321,7 +321,7 @@ class Peer:
                 values = {"POS": arm.gripper, "STA": arm.gripper_active, "FLT": 0}
                 writer.write(f"{words[1]} {values[words[1]]}\n".encode())
 
-    async def _obey_stdin(self) -> None:
+    async def _read_stdin(self) -> None:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -338,7 +338,7 @@ class Peer:
                 for writer in self._writers:
                     writer.transport.abort()
                 await asyncio.sleep(0)
-                os._exit(0)  # what still serves a connection has nothing to say about that
+                os._exit(0)  # threads that serve connections must not delay the exit
 
 
 if __name__ == "__main__":

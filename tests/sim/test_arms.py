@@ -1,4 +1,4 @@
-"""What every simulated arm promises alike, whatever its joints and fingers."""
+"""Properties of every simulated arm, for any number of joints and fingers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _box(world: MujocoWorld) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grip(world: MujocoWorld, yaw: float = 0.0) -> None:
-    """Closes around the cube and lifts it by 4 cm."""
+    """Grip the cube and lift it by 4 cm."""
     x, y = np.mean(world.arm.cube_start_area, axis=0)
     half = world.arm.cube_edge_m / 2
     world.reset(np.array([x, y, max(half, world.arm.workspace.low[2])]), np.array([x, y, half]), yaw)
@@ -109,7 +109,7 @@ def test_random_actions_do_not_lift_the_cube(model: str) -> None:
 
 
 def test_reset_reaches_the_whole_workspace(world: MujocoWorld) -> None:
-    """An arm of five joints may lean, and be off by 2 mm, at the far corners."""
+    """An arm with five joints may lean, and miss by 2 mm, in the far corners."""
     low, high = _box(world)
     near = 1e-3 if len(world.arm.joints) > 5 else 2.5e-3
     for goal in np.random.default_rng(0).uniform(low, high, (50, 3)):
@@ -123,7 +123,7 @@ def test_any_actions_keep_speed_and_workspace(world: MujocoWorld) -> None:
     world.reset(0.5 * (low + high), np.array([0.85, 0.45, 0.02]))
     action = np.zeros(3)
     for _ in range(600):
-        if rng.random() < 0.4:  # else as before: the arm gets up to speed
+        if rng.random() < 0.4:  # for the others, the arm accelerates first
             action = rng.choice([-step, 0.0, step], 3)
         world.move_tool(action, rng.uniform(0, 0.08), low, high)
         now = world.read_sensors()

@@ -1,4 +1,4 @@
-"""The Gymnasium environments, as somebody from outside uses them."""
+"""The Gymnasium environments from a user's view."""
 
 from __future__ import annotations
 

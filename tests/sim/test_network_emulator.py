@@ -1,4 +1,4 @@
-"""The emulated network as the two programs at its ends see it."""
+"""The emulated network, as seen by the programs at its ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def read(end: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes, or fewer where the stream ends."""
+    """Receive exactly `size` bytes, or fewer if the stream ends."""
     received = bytearray()
     while len(received) < size and (part := end.recv(size - len(received))):
         received += part
@@ -37,7 +37,7 @@ def read(end: socket.socket, size: int) -> bytes:
 
 
 class Ends:
-    """A link, a gateway that accepts, and edges that dial."""
+    """A link, a gateway that accepts, and edges that connect."""
 
     def __init__(self, config: LinkConfig) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -109,13 +109,13 @@ def test_transfer_time_matches_bandwidth(way: str) -> None:
         def transfer_s() -> float:
             sent = time.perf_counter()
             threading.Thread(target=sender.sendall, args=(bytes(size),), daemon=True).start()
-            read(receiver, head)  # the line's queue is full from here on
+            read(receiver, head)  # from here on the queue is full
             began = time.perf_counter()
             assert len(read(receiver, size - head)) == size - head
             assert time.perf_counter() - sent >= 0.95 * size * 8 / (mbit_s * 1e6)
             return time.perf_counter() - began
 
-        until(lambda: 0.95 * nominal_s <= transfer_s() <= 1.05 * nominal_s, "the line is as wide as it says")
+        until(lambda: 0.95 * nominal_s <= transfer_s() <= 1.05 * nominal_s, "the bandwidth is as configured")
         until(lambda: round_trip_s(edge, gateway) < 0.1, "the queue before the line is short")
 
 

@@ -1,4 +1,4 @@
-"""Our Panda is the maker's: compared with the published table and with an independent model."""
+"""The Panda model matches the published table and an independent model."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def test_home_is_the_ready_pose(ours) -> None:
     data.qpos[:7] = panda.HOME_RAD
     mujoco.mj_kinematics(ours, data)
     tool = data.site("tool")
-    np.testing.assert_allclose(tool.xpos, (0.307, 0.0, 0.487), atol=1e-3)  # the maker's example pose, less the hand
+    np.testing.assert_allclose(tool.xpos, (0.307, 0.0, 0.487), atol=1e-3)  # the maker's example pose, without the hand
     assert tool.xmat.reshape(3, 3)[2, 2] == pytest.approx(-1.0, abs=1e-4)

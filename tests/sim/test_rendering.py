@@ -1,4 +1,4 @@
-"""Cameras see the world; without EGL one sentence says what to install."""
+"""Cameras render the world; without EGL the error says what to install."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_real_time_camera_does_not_block(monkeypatch: pytest.MonkeyPatch) -> Non
         assert time.monotonic_ns() < late_ns + 60 * 10**9
         time.sleep(0.001)
     assert asked_ns < newest.t_capture_ns < late_ns
-    assert (newest.image == other.read().image).all()  # of the world when it was asked for
+    assert (newest.image == other.read().image).all()  # of the world at the time of the request
     robot.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.52, 0.0, 0.02]))
     twin.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.52, 0.0, 0.02]))
     assert (camera.read().image == other.read().image).all()

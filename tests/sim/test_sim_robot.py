@@ -1,4 +1,4 @@
-"""The simulated Panda as a driver: what every driver must do, and what its tasks and cameras promise."""
+"""The simulated Panda as a driver: conformance, tasks and cameras."""
 
 from __future__ import annotations
 

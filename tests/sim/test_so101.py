@@ -1,4 +1,4 @@
-"""Our SO-101 is the maker's: compared with the published table and with an independent model."""
+"""The SO-101 model matches the published table and an independent model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_opening_is_the_pad_distance(ours) -> None:
         data.joint("gripper").qpos[0] = jaw
         mujoco.mj_kinematics(ours, data)
         left, right = data.geom("pad_left"), data.geom("pad_right")
-        face = right.xpos - 0.004 * right.xmat.reshape(3, 3)[:, 0]  # the pads are boxes, 5 and 4 mm thick by half
+        face = (
+            right.xpos - 0.004 * right.xmat.reshape(3, 3)[:, 0]
+        )  # the pads are boxes with half thicknesses of 5 and 4 mm
         across = left.xmat.reshape(3, 3)[:, 0]
         assert across @ (face - left.xpos) - 0.005 == pytest.approx(so101.GRIPPER.width_from_drive(jaw), abs=1e-4)
         assert so101.GRIPPER.drive_from_width(so101.GRIPPER.width_from_drive(jaw)) == pytest.approx(jaw)

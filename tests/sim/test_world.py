@@ -1,4 +1,4 @@
-"""The physics as a robot's user meets it: it goes where it is told, grips, holds, and repeats itself."""
+"""The physics from a robot's view: motion, grip, hold, and reproducibility."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_pushing_on_cube_does_not_wind_up(world: MujocoWorld) -> None:
 
 
 def test_diverged_simulation_raises_until_reset(world: MujocoWorld, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes its warning into a file where it stands
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its warning to a file in the current folder
     world.reset(np.array([0.45, 0.0, 0.2]), CUBE)
     world.data.qvel[0] = np.nan
     with pytest.raises(HardwareLost, match="diverged"):

@@ -15,10 +15,10 @@ class TestPointRobot(RobotConformance):
 
 
 def test_it_is_found_by_its_name() -> None:
-    station = load_driver("point")(RobotSetupRequest("point-0", "upright", {"rate_hz": 10.0}))
-    assert station.robot.spec.rate_hz == 10.0
+    setup = load_driver("point")(RobotSetupRequest("point-0", "upright", {"rate_hz": 10.0}))
+    assert setup.robot.spec.rate_hz == 10.0
 
 
 def test_it_reaches_for_goals_as_other_robots_do() -> None:
-    station = load_driver("point")(RobotSetupRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
-    assert (station.task.name, station.task.max_steps) == ("reach", 40) and station.make_expert is not None
+    setup = load_driver("point")(RobotSetupRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
+    assert (setup.task.name, setup.task.max_steps) == ("reach", 40) and setup.make_expert is not None

@@ -110,5 +110,5 @@ class Upright(Task):
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """What the entry point in pyproject.toml names. Unknown options are refused by `read_options`."""
     options = read_options(Options, request)
-    station = RobotSetup(request.name, PointRobot(options), Upright())
-    return add_reach_task(station, options.reach) if request.task == REACH_TASK else station
+    setup = RobotSetup(request.name, PointRobot(options), Upright())
+    return add_reach_task(setup, options.reach) if request.task == REACH_TASK else setup
