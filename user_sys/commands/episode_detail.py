@@ -39,8 +39,8 @@ def element_names(feature: str, size: int, spec: RobotSpec | None) -> tuple[Sequ
     """Names and units of a vector's `size` elements; numbers without a matching spec."""
     described: ArraySpec | None = None
     if spec is not None:
-        known = {each.name: each for each in (*spec.observation, spec.action)}
-        described = spec.action if feature.startswith(ACTION) else known.get(feature)
+        by_name = {each.name: each for each in (*spec.observation, spec.action)}
+        described = spec.action if feature.startswith(ACTION) else by_name.get(feature)
     if described is None or len(described.labels) != size:
         return [str(n) for n in range(size)], [""] * size
     return described.labels, described.units
@@ -148,8 +148,8 @@ def phase_spans(phase: Array, number: Array) -> Iterator[PhaseSpan]:
 
 
 def phase_name(phase: int) -> str:
-    known = {each.value: each.name.lower() for each in Phase}
-    return known.get(phase, f"phase {phase}")
+    names = {each.value: each.name.lower() for each in Phase}
+    return names.get(phase, f"phase {phase}")
 
 
 def _limited_steps(safety: Array) -> dict[str, int]:

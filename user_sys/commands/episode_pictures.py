@@ -196,8 +196,8 @@ def _title(figure: Figure, summary: EpisodeSummary, episode: StoredEpisode) -> N
 def _legend(figure: Figure, phases: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    known: Mapping[str, str] = {**PHASE_COLOURS, **dict.fromkeys(phases - PHASE_COLOURS.keys(), OTHER_COLOUR)}
-    patches = [Patch(color=colour, label=name) for name, colour in known.items() if name in phases]
+    colours: Mapping[str, str] = {**PHASE_COLOURS, **dict.fromkeys(phases - PHASE_COLOURS.keys(), OTHER_COLOUR)}
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items() if name in phases]
     figure.legend(
         handles=patches, loc="upper right", fontsize=8, frameon=False, ncols=4,
         bbox_to_anchor=(0.99, 1 - 0.3 / figure.get_figheight()),

@@ -40,9 +40,9 @@ def _count_unfinished(store: Path, episode_filter: EpisodeFilter) -> int:
     """Number of episodes that `episode_filter` excludes only because they never ended."""
     with StoreReader.open(store) as reader:
         reader.refresh()
-        known = reader.episodes()
+        episodes = reader.episodes()
     loosened = msgspec.structs.replace(episode_filter, incomplete=True)
-    return sum(not each.deleted and loosened.matches(each) and not episode_filter.matches(each) for each in known)
+    return sum(not each.deleted and loosened.matches(each) and not episode_filter.matches(each) for each in episodes)
 
 
 def _export_lerobot(args: argparse.Namespace, episode_filter: EpisodeFilter) -> str:
@@ -102,9 +102,9 @@ def import_main(args: argparse.Namespace) -> int:
     with step_bar("importing", data_set.info.total_frames) as advance:
         done = import_lerobot(data_set, args.path, Path(args.output), options, advance)
     copy_robot_records(read_robot_records(args.path / META / ROBOTS_FOLDER), args.output)
-    known = f", {done.already_stored} already existed" if done.already_stored else ""
+    existing = f", {done.already_stored} already existed" if done.already_stored else ""
     left_out = f"; skipped features: {', '.join(done.skipped_features)}" if done.skipped_features else ""
-    _print_line(f"{args.output}: {done.episodes} episodes added, {done.steps} steps{known}{left_out}")
+    _print_line(f"{args.output}: {done.episodes} episodes added, {done.steps} steps{existing}{left_out}")
     return 0
 
 

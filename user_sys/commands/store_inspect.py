@@ -85,8 +85,8 @@ def _count(names: Sequence[str]) -> dict[str, int]:
 
 def _totals(summary: StoreSummary) -> Table:
     table = Table(show_header=False, box=None, title=Text(summary.path), title_justify="left")
-    known = f"{summary.successes} succeeded, {summary.failures} failed, {summary.complete} complete"
-    table.add_row("episodes", f"{summary.episodes} ({known})")
+    outcomes = f"{summary.successes} succeeded, {summary.failures} failed, {summary.complete} complete"
+    table.add_row("episodes", f"{summary.episodes} ({outcomes})")
     table.add_row("steps", f"{summary.steps} ({summary.intervention_steps} by a person), in {summary.chunks} chunks")
     table.add_row("size", f"{size_text(summary.size_bytes)} in {summary.segments} segments")
     table.add_row("sources", ", ".join(f"{name} {n}" for name, n in summary.sources.items()) or "none")
@@ -190,8 +190,8 @@ def _matching(reader: StoreReader, path: Path, episode_filter: EpisodeFilter) ->
     return matching
 
 
-def _require_named(known: Sequence[EpisodeSummary], path: Path, episode_filter: EpisodeFilter) -> None:
-    missing = set(episode_filter.episodes) - {episode.episode for episode in known}
+def _require_named(episodes: Sequence[EpisodeSummary], path: Path, episode_filter: EpisodeFilter) -> None:
+    missing = set(episode_filter.episodes) - {episode.episode for episode in episodes}
     if missing:
         raise StoreError(f"{path} has no episode {min(missing)!r}; `user-sys store inspect {path}` lists them")
 

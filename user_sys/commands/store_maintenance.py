@@ -132,10 +132,10 @@ def verify_store(path: Path, advance: Advance) -> tuple[VerifyReport, list[Damag
 def _undecodable(path: Path, damaged: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
     """Records that are valid for the log and do not decode, unless they are quarantined."""
     try:
-        known = manifest.load(OS_FILES, path)
+        log_manifest = manifest.load(OS_FILES, path)
     except StoreCorrupt:
-        known = None  # `verify_log` has reported it
-    quarantined = known.quarantined if known is not None else ()
+        log_manifest = None  # `verify_log` has reported it
+    quarantined = log_manifest.quarantined if log_manifest is not None else ()
     generations = {name.number: name.generation for name in resolve_generations(list_segments(path))[0]}
     places = {(each.segment, each.offset) for each in found}
     left = []
@@ -387,14 +387,14 @@ def plan_compaction(path: Path, retention: Retention) -> CompactionPlan:
 
 
 def _evicted(choice: EvictionPlan, episodes: Sequence[EpisodeSummary]) -> tuple[EvictedEpisode, ...]:
-    known = {episode.episode: episode for episode in episodes}
+    by_name = {episode.episode: episode for episode in episodes}
     return tuple(
         EvictedEpisode(
             episode=name,
-            source=known[name].source,
-            steps=known[name].steps,
-            size_bytes=known[name].size_bytes,
-            why=_reason(known[name]),
+            source=by_name[name].source,
+            steps=by_name[name].steps,
+            size_bytes=by_name[name].size_bytes,
+            why=_reason(by_name[name]),
         )
         for name in choice.episodes
     )
@@ -487,8 +487,8 @@ def merge_main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        known = f", {report.duplicates} already existed" if report.duplicates else ""
-        print_line(f"{args.into}: {report.chunks} chunks and {report.labels} labels added{known}")
+        duplicates = f", {report.duplicates} already existed" if report.duplicates else ""
+        print_line(f"{args.into}: {report.chunks} chunks and {report.labels} labels added{duplicates}")
         for name in report.renamed:
             print_line(f"{name}: renamed, because another episode has that id")
         if report.damaged:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,21 @@ import numpy as np
 
 from hal.spec import RobotSpec
 from user_sys.codec import Array
-from user_sys.episode import CAPTURE_TIME_SUFFIX, FRAME_SUFFIXES, IMAGE_PREFIX, ChunkHeader, EpisodeSource
+from user_sys.episode import (
+    APPLIED_ACTION,
+    CAPTURE_TIME_SUFFIX,
+    FRAME_SUFFIXES,
+    IMAGE_PREFIX,
+    ChunkHeader,
+    EpisodeSource,
+)
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, frame_size, frames_of
 from user_sys.robot_records import robot_records_of_store
 from user_sys.store.index import LABELLED_COLUMNS, EpisodeSummary
 from user_sys.store.store import StoreReader
+
+UNFINISHED_SUFFIX = ".unfinished"  # of an exported file until it is complete
 
 
 class ControlledBy(enum.StrEnum):
@@ -112,15 +121,15 @@ class EpisodeReader:
         Raises:
             DataSetError: a named episode does not exist, or no episode matches.
         """
-        known = [episode for episode in self._store.episodes() if not episode.deleted]
-        missing = set(selection.episodes) - {episode.episode for episode in known}
+        episodes = [episode for episode in self._store.episodes() if not episode.deleted]
+        missing = set(selection.episodes) - {episode.episode for episode in episodes}
         if missing:
             raise DataSetError(
                 f"the store has no episode {min(missing)!r}; `user-sys store inspect` lists its episodes"
             )
-        chosen = [episode for episode in known if selection.matches(episode) and self.steps(episode.episode)]
+        chosen = [episode for episode in episodes if selection.matches(episode) and self.steps(episode.episode)]
         if not chosen:
-            raise DataSetError(f"none of the store's {len(known)} episodes matches; change the filters")
+            raise DataSetError(f"none of the store's {len(episodes)} episodes matches; change the filters")
         return chosen
 
     def steps(self, episode: str) -> int:
@@ -209,3 +218,11 @@ def is_camera(name: str) -> bool:
 def load_robot_specs(store: Path) -> dict[str, RobotSpec]:
     """Robot specs stored beside `store`, by embodiment."""
     return {card.spec.embodiment: card.spec for card in robot_records_of_store(store)}
+
+
+def element_labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
+    """Names of the elements of each vector, by feature; empty without a spec."""
+    if spec is None:
+        return {}
+    labels: dict[str, Sequence[str]] = {each.name: each.labels for each in spec.observation}
+    return labels | {spec.action.name: spec.action.labels, APPLIED_ACTION: spec.action.labels}

@@ -26,6 +26,7 @@ from user_sys.codec import Array
 from user_sys.errors import DataSetError
 from user_sys.interchange import statistics
 from user_sys.interchange.episodes import (
+    UNFINISHED_SUFFIX,
     EpisodeFilter,
     EpisodeReader,
     StepLayout,
@@ -64,7 +65,6 @@ from user_sys.store.store import StoreReader
 
 ROWS_HELD = 64  # of the episodes table, written together
 
-_UNFINISHED = ".unfinished"  # suffix of a file until it is complete
 
 _USER_COLUMNS = {
     "episode": pa.string(),
@@ -273,7 +273,7 @@ def _images(frames: Sequence[Frame]) -> pa.Array:
 def _user_columns(episode: StoredEpisode) -> dict[str, object]:
     header = episode.header
     end = header.end
-    ours: dict[str, object] = {
+    values: dict[str, object] = {
         "episode": header.episode,
         "task": header.task,
         "sentence": header.sentence,
@@ -286,7 +286,7 @@ def _user_columns(episode: StoredEpisode) -> dict[str, object]:
         "chunk_steps": list(episode.chunk_steps),
     }
     final = {FINAL_PREFIX + name: value.tolist() for name, value in episode.final.items()}
-    return {USER_PREFIX + name: value for name, value in ours.items()} | final
+    return {USER_PREFIX + name: value for name, value in values.items()} | final
 
 
 def _flat_statistics(stats: Mapping[str, statistics.Statistics | None]) -> dict[str, object]:
@@ -322,7 +322,7 @@ def _observed(name: str, feature: DatasetFeature) -> bool:
 
 
 def _unfinished_path(path: Path) -> Path:
-    return path.with_name(path.name + _UNFINISHED)
+    return path.with_name(path.name + UNFINISHED_SUFFIX)
 
 
 def _finish_file(path: Path) -> None:

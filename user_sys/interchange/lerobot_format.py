@@ -15,7 +15,7 @@ Store data without a place in the format goes into extra features (`LEROBOT_NAME
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ import msgspec
 from hal.spec import RobotSpec
 from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import StepLayout
+from user_sys.interchange.episodes import StepLayout, element_labels
 from user_sys.interchange.video import pixel_format
 
 LEROBOT_VERSION = "v3.0"
@@ -113,7 +113,7 @@ def features_of(layout: StepLayout, codec: str | None, fps: float, spec: RobotSp
     Raises:
         DataSetError: a column has a matrix per step.
     """
-    labels = _labels(spec)
+    labels = element_labels(spec)
     features = {}
     for name, dtype, shape in layout.columns:
         if len(shape) > 1:
@@ -127,13 +127,6 @@ def features_of(layout: StepLayout, codec: str | None, fps: float, spec: RobotSp
         dtype = "image" if codec is None else "video"
         features[name] = DatasetFeature(dtype, (height, width, 3), ("height", "width", "channels"), video)
     return features | {name: DatasetFeature(dtype, (1,)) for name, dtype in INDEX_FEATURES.items()}
-
-
-def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
-    if spec is None:
-        return {}
-    labels = {array.name: array.labels for array in spec.observation}
-    return {**labels, spec.action.name: spec.action.labels, APPLIED_ACTION: spec.action.labels}
 
 
 def _video_info(codec: str, height: int, width: int, fps: float) -> dict[str, object]:

@@ -195,14 +195,14 @@ class LerobotDataset:
         frames: Iterator[Frame] = (
             self._video_frames(feature, table.num_rows, facts) if video else _images(feature, table[feature])
         )
-        known: Frame | None = None
+        previous: Frame | None = None
         for frame in frames:
-            if frame is not known and frame_size(frame) != declared.shape[:2]:
+            if frame is not previous and frame_size(frame) != declared.shape[:2]:
                 raise DataSetError(
                     f"episode {facts['episode_index']}: {feature!r} has a frame of {frame_size(frame)}; "
                     f"meta/info.json declares {declared.shape[:2]}"
                 )
-            known = frame
+            previous = frame
             yield frame
 
     def _video_frames(self, feature: str, count: int, facts: Mapping[str, Any]) -> Iterator[Array]:
@@ -212,12 +212,12 @@ class LerobotDataset:
             start_s = float(facts[f"videos/{feature}/from_timestamp"])
         except KeyError as error:
             raise DataSetError(f"the episodes' table of {self._root} has no column {error}") from None
-        known = self._videos.get(feature)
-        if known is None or known[0] != path:
-            if known is not None:
-                known[1].close()
-            known = self._videos[feature] = (path, VideoReader(path))
-        return known[1].read(start_s, count, self.info.fps)
+        opened = self._videos.get(feature)
+        if opened is None or opened[0] != path:
+            if opened is not None:
+                opened[1].close()
+            opened = self._videos[feature] = (path, VideoReader(path))
+        return opened[1].read(start_s, count, self.info.fps)
 
     def _inside(self, template: str, fields: Mapping[str, Any]) -> Path:
         """The file that `template` names. Raises DataSetError: it lies outside the dataset."""
@@ -334,11 +334,11 @@ def _images(feature: str, column: pa.ChunkedArray) -> Iterator[Frame]:
     files = pc.struct_field(column, "bytes").to_pylist() if pa.types.is_struct(column.type) else []
     if len(files) != len(column) or None in files:
         raise DataSetError(f"feature {feature!r} has no embedded images; save the dataset with LeRobot again")
-    known = b""
+    previous = b""
     frame: Frame = b""
     for content in files:
-        frame = frame if content == known else decode_image_file(content)
-        known = content
+        frame = frame if content == previous else decode_image_file(content)
+        previous = content
         yield frame
 
 
@@ -449,8 +449,8 @@ class _Converter:
         """The episode as chunks, divided as recorded or into `CHUNK_STEPS`."""
         end = self._end(episode)
         columns = self._columns(episode, end, header.source)
-        frames = {ours: self._frames(episode, theirs) for theirs, ours in self._cameras.items()}
-        captured_ns = {ours: self._captured_ns(episode, ours, columns) for ours in frames}
+        frames = {name: self._frames(episode, theirs) for theirs, name in self._cameras.items()}
+        captured_ns = {name: self._captured_ns(episode, name, columns) for name in frames}
         division = episode.metadata.get(USER_PREFIX + "chunk_steps") or _even_division(episode.steps)
         if sum(division) != episode.steps:
             raise DataSetError(f"episode {episode.index}: its chunks {division} do not add up to {episode.steps} steps")
@@ -486,9 +486,9 @@ class _Converter:
         found = {STORE_NAMES.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
         columns = {name: _as_vectors(found[name]) for name in (*self._observations, "action")}
         columns[APPLIED_ACTION] = _as_vectors(found.get(APPLIED_ACTION, found["action"]))
-        known = _defaults(episode, found, end, source)
+        defaults = _defaults(episode, found, end, source)
         for name, dtype in SCALAR_DTYPES.items():
-            column = found.get(name, known.get(name))
+            column = found.get(name, defaults.get(name))
             if column is None:
                 column = np.full(episode.steps, UNKNOWN.get(name, 0))
             columns[name] = column.astype(dtype)

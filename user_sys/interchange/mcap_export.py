@@ -32,12 +32,11 @@ from hal.durable import sync_folder
 from hal.spec import RobotSpec
 from user_sys.codec import Array
 from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, Phase
-from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
+from user_sys.interchange.episodes import UNFINISHED_SUFFIX, EpisodeReader, StoredEpisode, element_labels
 from user_sys.interchange.frames import Frame, encode_png
 from user_sys.store.index import EpisodeSummary
 
 _SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_UNFINISHED = ".unfinished"
 
 
 def export_mcap(
@@ -65,7 +64,7 @@ def export_mcap(
 
 def write_mcap(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> None:
     """Writes `episode` to `path` durably."""
-    aside = path.with_name(path.name + _UNFINISHED)
+    aside = path.with_name(path.name + UNFINISHED_SUFFIX)
     with aside.open("wb") as file:
         writer = Writer(file, compression=CompressionType.ZSTD)
         writer.start(profile="", library="user-sys")
@@ -100,7 +99,7 @@ class _EpisodeWriter:
 
     def __init__(self, writer: Writer, episode: StoredEpisode, spec: RobotSpec | None) -> None:
         self._writer, self._episode = writer, episode
-        self._labels = _labels(spec)
+        self._labels = element_labels(spec)
         self._times_ns = _unix_times_ns(episode)
         self._frame_times_ns = {name: _unix(times, episode) for name, times in episode.captured_ns.items()}
         self._vectors = {
@@ -204,13 +203,6 @@ def _image(frame: Frame, camera: str, captured_ns: int) -> CompressedImage:
     message = CompressedImage(frame_id=camera.removeprefix(IMAGE_PREFIX), data=content, format=kind)
     message.timestamp.FromNanoseconds(captured_ns)
     return message
-
-
-def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
-    if spec is None:
-        return {}
-    observed: dict[str, Sequence[str]] = {each.name: each.labels for each in spec.observation}
-    return observed | {spec.action.name: spec.action.labels, APPLIED_ACTION: spec.action.labels}
 
 
 def _element_names(column: Array, labels: Sequence[str] | None) -> Sequence[str]:

@@ -97,15 +97,15 @@ class ObservationIndex:
 
     def extend(self) -> None:
         """Numbers the observations of new chunks."""
-        chunks, known = self.index.chunks, len(self._first) - 1
-        if len(chunks) == known:
+        chunks, numbered = self.index.chunks, len(self._first) - 1
+        if len(chunks) == numbered:
             return
         if len(chunks) >= len(self._array):
             grown = np.empty(2 * len(chunks), np.int64)
-            grown[: known + 1] = self._first
+            grown[: numbered + 1] = self._first
             self._array = grown
-        counts = chunks.steps[known:].astype(np.int64) + chunks.has_final[known:]
-        self._array[known + 1 : len(chunks) + 1] = self._first[-1] + np.cumsum(counts)
+        counts = chunks.steps[numbered:].astype(np.int64) + chunks.has_final[numbered:]
+        self._array[numbered + 1 : len(chunks) + 1] = self._first[-1] + np.cumsum(counts)
         self._first = self._array[: len(chunks) + 1]
 
     def observation_before(self, rows: Array) -> Array:

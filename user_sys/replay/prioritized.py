@@ -217,8 +217,8 @@ def match_rows(index: Index, sequence: Array, steps: Array) -> tuple[Array, Arra
     order = np.argsort(sequence)
     at = np.minimum(np.searchsorted(sequence, index.chunks.sequence, sorter=order), max(len(order) - 1, 0))
     saved = order[at] if len(order) else np.empty(0, np.int64)
-    known = sequence[saved] == index.chunks.sequence if len(order) else np.zeros(len(index.chunks), bool)
-    saved, counts = saved[known[: len(saved)]], index.chunks.steps[known].astype(np.int64)
+    is_saved = sequence[saved] == index.chunks.sequence if len(order) else np.zeros(len(index.chunks), bool)
+    saved, counts = saved[is_saved[: len(saved)]], index.chunks.steps[is_saved].astype(np.int64)
     starts = (np.cumsum(steps, dtype=np.int64) - steps)[saved]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(index.chunks.first_row[known], counts) + within, np.repeat(starts, counts) + within
+    return np.repeat(index.chunks.first_row[is_saved], counts) + within, np.repeat(starts, counts) + within

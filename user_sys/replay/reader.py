@@ -228,14 +228,14 @@ class DiskReader:
         self._set_state(chunk, READ, _checksum(rows.vectors()), shown)
         return rows
 
-    def _set_state(self, chunk: int, known: int, checksum: int, shown: Mapping[str, Array]) -> None:
+    def _set_state(self, chunk: int, state: int, checksum: int, shown: Mapping[str, Array]) -> None:
         """Records the results for a chunk under the lock, because the tables may be growing."""
         span = self._observations.observation_range(chunk)
         with self._lock:
             for name, frames in shown.items():
                 self._frame_table[name][span.start : span.stop] = frames
             self._vector_checksums[chunk] = checksum
-            self._states[chunk] = known
+            self._states[chunk] = state
 
     def _previous_frame(self, camera: str, chunk: int) -> Array:
         """The frame shown just before a chunk, `FRAME_DTYPE` (); absent if the previous chunk is unusable."""

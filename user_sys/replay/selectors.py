@@ -68,15 +68,15 @@ class StepFilter:
             return np.empty(0, bool)
         first = int(chunk[0])
         by_chunk = self._episodes(observations.index.episodes)[chunks.episode[first:]]
-        fits: Array = by_chunk[chunk - first] & steps.alive[low:]
+        met: Array = by_chunk[chunk - first] & steps.alive[low:]
         if self.phases is not None:
-            fits &= np.isin(steps.phase[low:], [int(phase) for phase in self.phases])
+            met &= np.isin(steps.phase[low:], [int(phase) for phase in self.phases])
         if self.max_age_s is not None:
-            fits &= steps.time_unix_ns[low:] >= steps.time_unix_ns.max() - round(self.max_age_s * 1e9)
+            met &= steps.time_unix_ns[low:] >= steps.time_unix_ns.max() - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
             newest = self._newest_version(observations)
-            fits &= steps.policy_version[low:] >= max(newest - self.max_age_versions, 0)
-        return fits
+            met &= steps.policy_version[low:] >= max(newest - self.max_age_versions, 0)
+        return met
 
     def _newest_version(self, observations: ObservationIndex) -> int:
         """The newest version of these embodiments; each learner numbers its own versions."""
@@ -87,7 +87,7 @@ class StepFilter:
         return int(steps.policy_version.max(where=of_kin[chunks.episode][steps.chunk], initial=-1))
 
     def _episodes(self, episodes: EpisodeTable) -> Array:
-        fits = np.ones(len(episodes), bool)
+        met = np.ones(len(episodes), bool)
         for names, allowed, codes in (
             (episodes.robots, self.robots, episodes.robot),
             (episodes.embodiments, self.embodiments, episodes.embodiment),
@@ -95,10 +95,10 @@ class StepFilter:
             (episodes.sources, self.sources, episodes.source),
         ):
             if allowed is not None:
-                fits &= np.isin(codes, _codes(names, allowed))
+                met &= np.isin(codes, _codes(names, allowed))
         if self.success is not None:
-            fits &= episodes.success == int(self.success)
-        return fits
+            met &= episodes.success == int(self.success)
+        return met
 
 
 @dataclass(frozen=True)

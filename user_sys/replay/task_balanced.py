@@ -94,11 +94,11 @@ class TaskBalancedSelector(Selector):
         everything = IndexChange(
             range(len(observations.index.steps)), range(len(observations.index.chunks)), nothing, nothing, nothing
         )
-        known = len(self._tasks)
+        followed = len(self._tasks)
         self._find_tasks(observations.index)
         for place, task in enumerate(self._tasks):
             for side in task.sides:
-                side.update(observations, change if place < known else everything)
+                side.update(observations, change if place < followed else everything)
 
     def _find_tasks(self, index: Index) -> None:
         for name in index.episodes.tasks.names[len(self._tasks) :]:

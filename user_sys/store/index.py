@@ -323,17 +323,17 @@ class Index:
         if not len(block.chunks["steps"]):
             return
         touched.update(self._labels.keys() & {record.episode for record in block.episodes})
-        known = np.array([self.episodes.find(record.episode) for record in block.episodes])
-        self.episodes.add([record for record, row in zip(block.episodes, known, strict=True) if row < 0])
+        existing = np.array([self.episodes.find(record.episode) for record in block.episodes])
+        self.episodes.add([record for record, row in zip(block.episodes, existing, strict=True) if row < 0])
         rows = np.array([self.episodes.ids.code(record.episode) for record in block.episodes], np.int32)
         episode = rows[block.chunks["episode"]]
-        kept = self._is_new(episode, block.chunks["index"])
-        if not kept.any():
+        is_new = self._is_new(episode, block.chunks["index"])
+        if not is_new.any():
             return
-        chunks = {name: column[kept] for name, column in block.chunks.items()} | {"episode": episode[kept]}
+        chunks = {name: column[is_new] for name, column in block.chunks.items()} | {"episode": episode[is_new]}
         steps = block.steps
-        if not kept.all():
-            of_step = np.repeat(kept, block.chunks["steps"])
+        if not is_new.all():
+            of_step = np.repeat(is_new, block.chunks["steps"])
             steps = {name: column[of_step] for name, column in steps.items()}
         self._append(chunks, steps, block.ends)
 
@@ -477,9 +477,9 @@ class Index:
 
     def _recorded_columns(self, episode: int, steps: Array) -> dict[str, Array]:
         """The `LABELLED_COLUMNS` of an episode's rows `steps` as recorded; new rows follow known ones."""
-        known = self._recorded.get(episode, {name: getattr(self.steps, name)[:0] for name in LABELLED_COLUMNS})
-        new = steps[len(known["reward"]) :]
-        recorded = {name: np.concatenate([known[name], getattr(self.steps, name)[new]]) for name in LABELLED_COLUMNS}
+        existing = self._recorded.get(episode, {name: getattr(self.steps, name)[:0] for name in LABELLED_COLUMNS})
+        new = steps[len(existing["reward"]) :]
+        recorded = {name: np.concatenate([existing[name], getattr(self.steps, name)[new]]) for name in LABELLED_COLUMNS}
         self._recorded[episode] = recorded
         return recorded
 

@@ -136,16 +136,16 @@ def _candidates(index: Index, retention: Retention) -> Iterator[int]:
 
 def _may_evict(index: Index, retention: Retention) -> Array:
     episodes, chunks = index.episodes, index.chunks
-    kept = np.isin(episodes.source, [episodes.sources.find(source) for source in retention.keep_sources])
+    protected = np.isin(episodes.source, [episodes.sources.find(source) for source in retention.keep_sources])
     if retention.keep_interventions:
         by_hand = index.episode_of(np.flatnonzero(is_intervention(index.steps.phase)))
-        kept[by_hand] = True
+        protected[by_hand] = True
     alive = np.zeros(len(episodes), bool)
     alive[chunks.episode[chunks.alive]] = True
     newest = np.zeros(len(episodes.robots), np.int64)
     np.maximum.at(newest, episodes.robot, episodes.started_unix_ns)
     running = ~episodes.complete & (episodes.started_unix_ns >= newest[episodes.robot])
-    may_go: Array = alive & ~kept & ~running
+    may_go: Array = alive & ~protected & ~running
     return may_go
 
 

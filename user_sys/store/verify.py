@@ -49,7 +49,7 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
     with LogReader.open(path, files=files) as reader:
         batches = reader.refresh()
         names = {name.number: name for name in resolve_generations(list_segments(path, files))[0]}
-        known = _load_manifest(files, path)
+        log_manifest = _load_manifest(files, path)
         found = list(reader.damaged)
         next_sequences: dict[int, int] = {}
         for batch in batches:
@@ -67,10 +67,10 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
                     size = record_bytes(ref.length)
                     found.append(Damage(ref.segment, ref.offset, size, str(error), ref.sequence, generation))
     try:
-        found += _unreported_damage(files, path, sorted(names.values()), known, next_sequences)
+        found += _unreported_damage(files, path, sorted(names.values()), log_manifest, next_sequences)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    quarantined = known.quarantined if known else ()
+    quarantined = log_manifest.quarantined if log_manifest else ()
     fresh = (damage for damage in set(found) if not any(range_.covers(damage) for range_ in quarantined))
     return _joined(sorted(fresh, key=lambda damage: (damage.segment, not damage.length, damage.offset)))
 
@@ -96,14 +96,18 @@ def _load_manifest(files: Files, path: Path) -> LogManifest | None:
 
 
 def _unreported_damage(
-    files: Files, path: Path, names: list[SegmentName], known: LogManifest | None, next_sequences: Mapping[int, int]
+    files: Files,
+    path: Path,
+    names: list[SegmentName],
+    log_manifest: LogManifest | None,
+    next_sequences: Mapping[int, int],
 ) -> Iterator[Damage]:
     """Damage that a reader does not detect: files that the manifest does not list, and bytes after the last record.
 
     Args:
         next_sequences: by segment, the number after that of its last found record.
     """
-    listed = {entry.name: entry for entry in known.segments} if known else {}
+    listed = {entry.name: entry for entry in log_manifest.segments} if log_manifest else {}
     sealed = False
     for name in names:
         fd = files.open(path / str(name), os.O_RDONLY)
@@ -119,16 +123,16 @@ def _unreported_damage(
                     reason = "the records at the segment's end and the index of them are lost"
                     yield Damage(name.number, files.size(fd), 0, reason, first, name.generation, last)
             if footer is None and name == names[-1] and name not in listed:
-                yield from _damage_after_last(files, fd, name, known)
+                yield from _damage_after_last(files, fd, name, log_manifest)
         finally:
             files.close(fd)
     if sealed and manifest.MANIFEST not in files.listdir(path):
         yield Damage(-1, 0, 0, f"{path / manifest.MANIFEST} is missing")
 
 
-def _damage_after_last(files: Files, fd: int, name: SegmentName, known: LogManifest | None) -> Iterator[Damage]:
+def _damage_after_last(files: Files, fd: int, name: SegmentName, log_manifest: LogManifest | None) -> Iterator[Damage]:
     header = read_segment_header(files, fd)
-    if header is not None and not header.belongs_to(name, known.log_id if known else header.log_id):
+    if header is not None and not header.belongs_to(name, log_manifest.log_id if log_manifest else header.log_id):
         return  # already reported by the reader
     scan = SegmentScan(files, fd, name.number, name.generation, sequence=header.first_sequence if header else 0)
     for _ in scan:
@@ -161,7 +165,7 @@ def quarantine_damage(path: Path, damaged: Iterable[Damage], *, files: Files = O
 
 def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
     names = resolve_generations(list_segments(path, files))[0]
-    known = _load_manifest(files, path) or manifest.rebuild(files, path, names)
+    log_manifest = _load_manifest(files, path) or manifest.rebuild(files, path, names)
     by_number = {name.number: name for name in names}
     folder, copies = path / QUARANTINE, []
     files.make_folder(folder)
@@ -175,9 +179,11 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
     ranges = [
         QuarantinedRange(damage.segment, damage.generation, damage.offset, damage.length, damage.reason)
         for damage in damaged
-        if damage.segment >= 0 and not any(range_.covers(damage) for range_ in known.quarantined)
+        if damage.segment >= 0 and not any(range_.covers(damage) for range_ in log_manifest.quarantined)
     ]
-    manifest.replace(files, path, msgspec.structs.replace(known, quarantined=(*known.quarantined, *ranges)))
+    manifest.replace(
+        files, path, msgspec.structs.replace(log_manifest, quarantined=(*log_manifest.quarantined, *ranges))
+    )
     files.sync_folder(path)
     return copies
 
