@@ -14,7 +14,7 @@ import pytest
 from store_kit import chunk, stored
 
 from user_sys.commands.main import main
-from user_sys.commands.store_inspect import render_store, summarise_store
+from user_sys.commands.store_inspect import summarise_store
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.store.labels import DeleteLabel, SuccessLabel
 from user_sys.store.log_writer import LogWriter
@@ -167,7 +167,8 @@ def test_inspect_shows_totals_and_newest_episodes(tmp_path: Path, capsys: pytest
     with StoreWriter.open(path) as writer:
         for number in range(5):
             writer.append(chunk(f"episode-{number}", end=True, success=number > 0).encode())
-    text = render_store(path, last=2)
+    assert main(["store", "inspect", str(path), "--last", "2"]) == 0
+    text = capsys.readouterr().out
     assert "5 (4 succeeded, 1 failed, 5 complete)" in text and "20 (10 by a person)" in text
     assert "episode-4" in text and "episode-2" not in text
     assert main(["store", "inspect", str(path), "--json"]) == 0
@@ -177,14 +178,15 @@ def test_inspect_shows_totals_and_newest_episodes(tmp_path: Path, capsys: pytest
     assert "episode-4" in capsys.readouterr().out
 
 
-def test_inspect_marks_deleted_episodes(tmp_path: Path) -> None:
+def test_inspect_marks_deleted_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with StoreWriter.open(tmp_path) as writer:
         writer.append(chunk("a", end=True).encode())
         writer.append_label(DeleteLabel(episode="a", labeller="ada", at_unix_ns=1))
-    assert "deleted" in render_store(tmp_path) and summarise_store(tmp_path).last[0].deleted
+    assert main(["store", "inspect", str(tmp_path)]) == 0
+    assert "deleted" in capsys.readouterr().out and summarise_store(tmp_path).last[0].deleted
 
 
-def test_inspect_lists_damage(tmp_path: Path) -> None:
+def test_inspect_lists_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with StoreWriter.open(tmp_path) as writer:
         for index in range(3):
             writer.append(chunk("a", index).encode())
@@ -193,12 +195,13 @@ def test_inspect_lists_damage(tmp_path: Path) -> None:
         file.write(b"\xff" * 8)
     summary = summarise_store(tmp_path)
     assert len(summary.damaged) == 1 and summary.chunks == 2
-    assert "1 records" in render_store(tmp_path)
+    assert main(["store", "inspect", str(tmp_path)]) == 1
+    assert "1 records" in capsys.readouterr().out
 
 
 def test_inspect_without_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
-        render_store(tmp_path)
+        summarise_store(tmp_path)
     assert "\n" not in str(caught.value)
 
 

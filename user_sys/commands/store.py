@@ -83,7 +83,7 @@ def _stats(subparsers: Any) -> None:
         subparsers,
         "stats",
         "show counts, success rates, lengths, ranges of actions and observations, disk use",
-        "Counts a store by task, source and robot, and reads all of it for the ranges of actions and observations. "
+        "Counts episodes by task, source and robot, and reads all chunks for the ranges of actions and observations. "
         "Exit status 1: damage found.",
         _STATS,
     )
@@ -194,14 +194,14 @@ def _export(subparsers: Any) -> None:
         _EXCHANGE,
     )
     _store_path(parser)
-    parser.add_argument("--format", required=True, choices=("lerobot", "mcap"), help="what to write")
+    parser.add_argument("--format", required=True, choices=("lerobot", "mcap"), help="output format")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write into")
     _filter_options(parser)
     parser.add_argument("--incomplete", action="store_true", help="also episodes that never ended")
     lerobot = parser.add_argument_group("lerobot only")
     lerobot.add_argument("--cameras", choices=("images", "video"), help="images (default): as recorded, lossless")
     lerobot.add_argument("--codec", choices=("h264", "av1"), help="video codec (default: h264)")
-    lerobot.add_argument("--fps", type=_rate, metavar="HZ", help="control rate (default: as the robot's spec says)")
+    lerobot.add_argument("--fps", type=_rate, metavar="HZ", help="control rate (default: from the robot's spec)")
 
 
 def _import(subparsers: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,13 +129,6 @@ def _damage(damaged: Sequence[Damage]) -> Table:
     for each in damaged:
         table.add_row(str(each.segment), str(each.offset), str(each.length), Text(each.reason))
     return table
-
-
-def render_store(path: Path, last: int = LAST_EPISODES, width: int = 140) -> str:
-    """The store at `path` as text. Raises as `summarise_store`."""
-    target = io.StringIO()
-    _show(summarise_store(path, last), Console(file=target, width=width))
-    return target.getvalue()
 
 
 def _show(summary: StoreSummary, console: Console) -> None:

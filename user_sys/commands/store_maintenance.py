@@ -42,6 +42,7 @@ from user_sys.store.damage_report import (
 from user_sys.store.files import OS_FILES
 from user_sys.store.index import EpisodeSummary, Index
 from user_sys.store.labels import (
+    QUEUE_FOLDER,
     DeleteLabel,
     Label,
     NoteLabel,
@@ -114,7 +115,7 @@ def verify_store(path: Path, advance: Advance) -> tuple[VerifyReport, list[Damag
         findings = report_damage(path, index, found)
         hit = episode_losses(index, findings)
         lost = {chunk for each in findings if each.surely and each.length for chunk in each.chunks}
-        verdict = VerifyReport(
+        report = VerifyReport(
             path=str(path),
             size_bytes=disk_bytes(path),
             seconds=seconds,
@@ -126,7 +127,7 @@ def verify_store(path: Path, advance: Advance) -> tuple[VerifyReport, list[Damag
             episodes_hit=tuple(hit),
             gaps=tuple(find_missing_chunks(index)),
         )
-    return verdict, found
+    return report, found
 
 
 def _undecodable(path: Path, damaged: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
@@ -150,14 +151,14 @@ def _undecodable(path: Path, damaged: Sequence[Damage], found: Sequence[Damage])
 
 def verify_main(args: argparse.Namespace) -> int:
     """Runs ``verify``; status 1 if there is damage. Raises as `verify_store`."""
-    verdict, _ = _verify_with_bar(args.path)
+    report, _ = _verify_with_bar(args.path)
     if args.json:
-        print_json(verdict)
+        print_json(report)
     else:
-        _show_report(verdict)
-        if verdict.findings:
+        _show_report(report)
+        if report.findings:
             print_line(f"`user-sys store repair {args.path}` quarantines it; other records stay unchanged")
-    return EXIT_DAMAGED if verdict.findings else 0
+    return EXIT_DAMAGED if report.findings else 0
 
 
 def _verify_with_bar(path: Path) -> tuple[VerifyReport, list[Damage]]:
@@ -180,33 +181,33 @@ def repair_main(args: argparse.Namespace) -> int:
     """
     if args.dry_run:
         return verify_main(args)
-    verdict, found = _verify_with_bar(args.path)
+    report, found = _verify_with_bar(args.path)
     if found:
         copies = quarantine_damage(args.path, found)
-        verdict = msgspec.structs.replace(verdict, copies=tuple(str(copy) for copy in copies))
+        report = msgspec.structs.replace(report, copies=tuple(str(copy) for copy in copies))
     if args.json:
-        print_json(verdict)
+        print_json(report)
         return 0
-    _show_report(verdict)
+    _show_report(report)
     if found:
-        print_line(f"quarantined: {len(found)} ranges, {len(verdict.copies)} copies in {args.path / QUARANTINE}")
+        print_line(f"quarantined: {len(found)} ranges, {len(report.copies)} copies in {args.path / QUARANTINE}")
     return 0
 
 
-def _show_report(verdict: VerifyReport) -> None:
-    speed = verdict.size_bytes / max(verdict.seconds, 1e-9)
+def _show_report(report: VerifyReport) -> None:
+    speed = report.size_bytes / max(report.seconds, 1e-9)
     print_line(
-        f"{verdict.path}: {size_text(verdict.size_bytes)} read in {verdict.seconds:.3g} s ({speed / 1e9:.2f} GB/s): "
-        f"{verdict.episodes} episodes, {verdict.chunks} chunks, {verdict.steps} steps"
+        f"{report.path}: {size_text(report.size_bytes)} read in {report.seconds:.3g} s ({speed / 1e9:.2f} GB/s): "
+        f"{report.episodes} episodes, {report.chunks} chunks, {report.steps} steps"
     )
-    if not verdict.findings:
+    if not report.findings:
         print_line("no damage found")
     else:
-        Console().print(_table(verdict.findings))
-        for line in _first_lines([str(loss) for loss in verdict.episodes_hit], "episodes"):
+        Console().print(_table(report.findings))
+        for line in _first_lines([str(loss) for loss in report.episodes_hit], "episodes"):
             print_line(line)
-    named = {chunk.episode for finding in verdict.findings for chunk in finding.chunks}
-    for gap in verdict.gaps:
+    named = {chunk.episode for finding in report.findings for chunk in finding.chunks}
+    for gap in report.gaps:
         last = gap.first_step + gap.steps - 1
         cause = "" if gap.episode in named else " (never received, or lost before)"
         print_line(f"{gap.episode} lacks steps {gap.first_step} to {last}{cause}")
@@ -243,7 +244,7 @@ def label_main(args: argparse.Namespace) -> int:
     with StoreReader.open(args.path) as reader:
         reader.refresh()
         _check_label_options(args)
-        labels = [options for name in args.episodes for options in _labels(args, name, reader.index)]
+        labels = [label for name in args.episodes for label in _labels(args, name, reader.index)]
         open_ended = [] if args.success is None or args.keep_reward else _without_end(reader.index, args.episodes)
     if not labels:
         raise StoreError("no label given: use --success, --reward, --phase, --delete, --restore, --note or --undo")
@@ -255,8 +256,8 @@ def label_main(args: argparse.Namespace) -> int:
     )
     run, options = args.path.resolve().parent, ", ".join(f"{key} {value}" for key, value in _given_options(args))
     for name in args.episodes:
-        order = f"label {name}: {options}"
-        audit_operator_action(operator_name(args.by), order, run=run if (run / "config.yaml").exists() else None)
+        action = f"label {name}: {options}"
+        audit_operator_action(operator_name(args.by), action, run=run if (run / "config.yaml").exists() else None)
     for name in open_ended:
         print_line(f"{name}: its end is not stored yet; the last reward changes when it arrives")
     return 0
@@ -337,7 +338,7 @@ def _store_labels(path: Path, labels: Sequence[Label]) -> bool:
             return True
         raise StoreError(
             f"{locked}. It does not store labels, so it may not be a running gateway; "
-            f"they stay queued in {path / 'inbox'} for the next gateway"
+            f"they stay queued in {path / QUEUE_FOLDER} for the next gateway"
         ) from None
     return False
 
