@@ -1,6 +1,6 @@
-"""What keeps this computer from driving robots well, and how to mend it.
+"""Checks of this computer: problems for driving robots, and their fixes.
 
-It looks only: it opens no device and changes nothing.
+The checks open no device and change nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hal.machine_folder import (
 )
 
 MIN_FREE_BYTES = 5_000_000_000
-MIN_SHARED_BYTES = 200_000_000  # Ray's object store lies there
+MIN_SHARED_BYTES = 200_000_000  # of /dev/shm, for Ray's object store
 MIN_RTPRIO = 20
 MAX_PORT = 65535
 MAX_CLOCK_ERROR_S = 0.05
@@ -48,7 +48,7 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 
 class CheckStatus(enum.StrEnum):
-    """OK; ADVICE: it works, and could work better, or something optional is missing; PROBLEM: it does not work."""
+    """OK; ADVICE: it could work better, or an optional part is missing; PROBLEM: it does not work."""
 
     OK = "ok"
     ADVICE = "advice"
@@ -56,7 +56,7 @@ class CheckStatus(enum.StrEnum):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check found. `fix` says what to do; empty where there is nothing to do."""
+    """The result of one check. `fix` is the remedy, empty if none is needed."""
 
     check: str
     status: CheckStatus
@@ -66,7 +66,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class OptionalLibrary:
-    """A vendor's library: the module to import, what it is for, and how it is installed."""
+    """A vendor's library: its module, its purpose, and the command that installs it."""
 
     module: str
     purpose: str
@@ -74,24 +74,24 @@ class OptionalLibrary:
 
 
 def torch_folder() -> Path | None:
-    """The folder of the installed torch, which is not imported; None where there is none."""
+    """The folder of the installed torch, which is not imported; None if it is missing."""
     found = importlib.util.find_spec("torch")
     return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Where to look.
+    """The subjects of the checks.
 
     Attributes:
-        root: of the file system; a test looks elsewhere.
+        root: of the file system, for tests.
         can_access: whether this user may read and write a device.
-        runs_folder: where runs are to be written.
-        ports: to be listened on, by what for.
-        libraries: of the drivers, optional each.
-        torch_folder: the folder of an installed torch; None where there is none.
-        render_command: a command that tries to draw without a screen, for simulated cameras. It ends with status 0 if
-            that works; otherwise it prints what is wrong. Empty: nothing is to be drawn here.
+        runs_folder: the folder for runs.
+        ports: that a run will listen on, by purpose.
+        libraries: the drivers' optional libraries.
+        torch_folder: the folder of an installed torch; None without one.
+        render_command: renders without a screen, for simulated cameras. It exits with status 0, or prints the problem.
+            Empty: no rendering is needed.
     """
 
     root: Path = Path("/")
@@ -104,7 +104,7 @@ class DoctorConfig:
 
 
 def run_checks(machine: DoctorConfig) -> Iterator[CheckResult]:
-    """Every check, in the order in which a person would look. Takes a second or two."""
+    """Runs all checks. Takes a second or two."""
     checks = (
         _drivers,
         _libraries,
@@ -121,20 +121,20 @@ def run_checks(machine: DoctorConfig) -> Iterator[CheckResult]:
     for check in checks:
         try:
             yield from check(machine)
-        except OSError as error:  # as of a device that is pulled out just now
-            yield _problem(check.__name__.strip("_"), f"it could not be looked at: {error}", "look again")
+        except OSError as error:  # e.g. a device is being unplugged
+            yield _problem(check.__name__.strip("_").replace("_", " "), f"the check failed: {error}", "run it again")
 
 
-def _ok(check: str, says: str) -> CheckResult:
-    return CheckResult(check=check, status=CheckStatus.OK, message=says)
+def _ok(check: str, message: str) -> CheckResult:
+    return CheckResult(check=check, status=CheckStatus.OK, message=message)
 
 
-def _advice(check: str, says: str, mend: str) -> CheckResult:
-    return CheckResult(check=check, status=CheckStatus.ADVICE, message=says, fix=mend)
+def _advice(check: str, message: str, fix: str) -> CheckResult:
+    return CheckResult(check=check, status=CheckStatus.ADVICE, message=message, fix=fix)
 
 
-def _problem(check: str, says: str, mend: str) -> CheckResult:
-    return CheckResult(check=check, status=CheckStatus.PROBLEM, message=says, fix=mend)
+def _problem(check: str, message: str, fix: str) -> CheckResult:
+    return CheckResult(check=check, status=CheckStatus.PROBLEM, message=message, fix=fix)
 
 
 def _drivers(_: DoctorConfig) -> Iterator[CheckResult]:
@@ -142,25 +142,27 @@ def _drivers(_: DoctorConfig) -> Iterator[CheckResult]:
         try:
             load_driver(name)
             yield _ok("drivers", f"the installed driver {name} loads")
-        except Exception as error:  # a foreign package may fail in any way
-            yield _problem("drivers", str(error), "reinstall or update the package that brings it")
+        except Exception as error:  # another package may fail in any way
+            yield _problem("drivers", str(error), "reinstall or update the package of the driver")
 
 
 def _libraries(machine: DoctorConfig) -> Iterator[CheckResult]:
     for library in machine.libraries:
         if importlib.util.find_spec(library.module) is not None:
-            yield _ok("libraries", f"{library.module} is there, for {library.purpose}")
+            yield _ok("libraries", f"{library.module} is installed, for {library.purpose}")
         else:
-            says = f"{library.module} is not there; it is needed for {library.purpose}"
-            yield _advice("libraries", says, library.install)
+            message = f"{library.module} is not installed; {library.purpose} needs it"
+            yield _advice("libraries", message, library.install)
 
 
 def _gpus(machine: DoctorConfig) -> Iterator[CheckResult]:
-    """Also where the driver shows no file of its own, as under WSL, its library may answer."""
+    """The library may answer without the driver's file too, e.g. under WSL."""
     driver = (machine.root / "proc/driver/nvidia/version").exists()
     if importlib.util.find_spec("pynvml") is None:
         if driver:
-            yield _problem("gpu", "there is an NVIDIA driver, and nvidia-ml-py is missing", "pip install nvidia-ml-py")
+            yield _problem(
+                "gpu", "there is an NVIDIA driver, but nvidia-ml-py is not installed", "pip install nvidia-ml-py"
+            )
         else:
             yield _ok("gpu", _NO_NVIDIA_DRIVER)
         return
@@ -176,12 +178,12 @@ def _gpus(machine: DoctorConfig) -> Iterator[CheckResult]:
         if not driver:
             yield _ok("gpu", _NO_NVIDIA_DRIVER)
             return
-        mend = "restart the computer after an update of the driver; in a container, pass the GPU through (--gpus all)"
-        yield _problem("gpu", f"the NVIDIA driver does not answer: {error}", mend)
+        fix = "restart the computer after an update of the driver; in a container, pass the GPU through (--gpus all)"
+        yield _problem("gpu", f"the NVIDIA driver does not answer: {error}", fix)
 
 
 def _torch(machine: DoctorConfig, cuda: int) -> Iterator[CheckResult]:
-    """Whether torch can compute on the GPUs of a driver that speaks this CUDA, as 12080 is 12.8. Of one major version a
+    """Whether torch can use the GPUs of a driver for this CUDA version (12080 is 12.8). Within one major version a
     program may be newer than the driver (CUDA Compatibility, "Minor Version Compatibility")."""
     file = machine.torch_folder / "version.py" if machine.torch_folder else None
     if file is None or not file.exists():
@@ -189,13 +191,13 @@ def _torch(machine: DoctorConfig, cuda: int) -> Iterator[CheckResult]:
     built_for: str | None = runpy.run_path(str(file)).get("cuda")
     most = f"{cuda // 1000}.{cuda % 1000 // 10}"
     if built_for is None:
-        mend = f"install a torch for CUDA {most} or older: https://pytorch.org/get-started/locally"
-        yield _advice("gpu", "torch was built without CUDA: what learns here does so on the processors", mend)
+        fix = f"install a torch for CUDA {most} or older: https://pytorch.org/get-started/locally"
+        yield _advice("gpu", "torch was built without CUDA: learners use the processors", fix)
     elif int(built_for.partition(".")[0]) > cuda // 1000:
-        mend = f"update the driver, or install a torch for CUDA {most}: https://pytorch.org/get-started/locally"
-        yield _problem("gpu", f"torch was built for CUDA {built_for}, and the driver speaks {most} at most", mend)
+        fix = f"update the driver, or install a torch for CUDA {most}: https://pytorch.org/get-started/locally"
+        yield _problem("gpu", f"torch was built for CUDA {built_for}; the driver supports {most} at most", fix)
     else:
-        yield _ok("gpu", f"torch was built for CUDA {built_for}, which the driver speaks")
+        yield _ok("gpu", f"torch was built for CUDA {built_for}, which the driver supports")
 
 
 _NO_NVIDIA_DRIVER = "no NVIDIA driver is loaded: this computer computes on its processors"
@@ -204,7 +206,11 @@ _NO_NVIDIA_DRIVER = "no NVIDIA driver is loaded: this computer computes on its p
 _DEVICES = {
     "serial": (("ttyUSB*", "ttyACM*"), "motor buses", _problem),
     "video": (("video*",), "cameras", _problem),
-    "input": (("input/event*", "hidraw*"), "keyboards, gamepads and SpaceMice", _advice),  # a desk's own are root's
+    "input": (
+        ("input/event*", "hidraw*"),
+        "keyboards, gamepads and SpaceMice",
+        _advice,
+    ),  # a computer's built-in ones belong to root
 }
 
 
@@ -215,11 +221,13 @@ def _devices(machine: DoctorConfig) -> Iterator[CheckResult]:
         if not found:
             yield _ok(check, f"none is attached ({purpose})")
         elif not refused:
-            yield _ok(check, f"{_device_paths(machine, found)} may be used")
+            yield _ok(check, f"{_device_paths(machine, found)} are accessible")
         for group in sorted({_group_name(path) for path in refused}):
-            mine = [path for path in refused if _group_name(path) == group]
+            inaccessible = [path for path in refused if _group_name(path) == group]
             yield tell(
-                check, f"{_device_paths(machine, mine)} may not be used by you ({purpose})", _permission_fix(group)
+                check,
+                f"{_device_paths(machine, inaccessible)} may not be used by this user ({purpose})",
+                _permission_fix(group),
             )
 
 
@@ -244,15 +252,15 @@ def _permission_fix(group: str) -> str:
 def _cameras(machine: DoctorConfig) -> Iterator[CheckResult]:
     names = sorted((machine.root / "sys/class/video4linux").glob("video*/name"))
     cameras = [f"/dev/{path.parent.name} ({path.read_text(errors='replace').strip()})" for path in names[:MAX_DEVICES]]
-    yield _ok("cameras", ", ".join(cameras) or "the kernel knows no camera (V4L2)")
+    yield _ok("cameras", ", ".join(cameras) or "the kernel lists no camera (V4L2)")
     for path in names[:MAX_DEVICES]:
         if not (machine.root / "dev" / path.parent.name).exists():
-            says = f"the kernel knows {path.parent.name}, and /dev/{path.parent.name} is missing"
-            yield _problem("cameras", says, f"in a container, pass it through: --device /dev/{path.parent.name}")
+            message = f"the kernel lists {path.parent.name}, but /dev/{path.parent.name} is missing"
+            yield _problem("cameras", message, f"in a container, pass it through: --device /dev/{path.parent.name}")
 
 
 class _Timex(ctypes.Structure):
-    """The head of struct timex, and room for the rest; adjtimex(2)."""
+    """The first fields of struct timex, and padding for the rest; adjtimex(2)."""
 
     _fields_ = [
         ("modes", ctypes.c_uint),
@@ -266,7 +274,7 @@ class _Timex(ctypes.Structure):
 
 
 def read_clock_sync() -> tuple[bool, float]:
-    """Whether the kernel's clock is kept by a time server, and its greatest error, s. Raises OSError."""
+    """Whether a time server synchronizes the kernel's clock, and its greatest error, s. Raises OSError."""
     timex, libc = _Timex(), ctypes.CDLL(None, use_errno=True)
     if libc.adjtimex(ctypes.byref(timex)) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -274,19 +282,21 @@ def read_clock_sync() -> tuple[bool, float]:
 
 
 def _clock(_: DoctorConfig) -> Iterator[CheckResult]:
-    mend = "let a time server keep it: sudo timedatectl set-ntp true, or install chrony"
+    fix = "synchronize it: sudo timedatectl set-ntp true, or install chrony"
     try:
         kept, error_s = read_clock_sync()
     except OSError as error:
-        yield _advice("clock", f"whether a time server keeps the clock is not known: {error.strerror}", mend)
+        yield _advice("clock", f"the state of the clock is unknown: {error.strerror}", fix)
         return
     if kept and error_s <= MAX_CLOCK_ERROR_S:
-        yield _ok("clock", f"kept by a time server, at most {error_s * 1e3:.0f} ms off")
+        yield _ok("clock", f"synchronized by a time server, error at most {error_s * 1e3:.0f} ms")
     elif kept:
-        yield _advice("clock", f"kept by a time server, and up to {error_s * 1e3:.0f} ms off", "give it a few minutes")
+        yield _advice(
+            "clock", f"synchronized by a time server, error up to {error_s * 1e3:.0f} ms", "wait a few minutes"
+        )
     else:
-        says = "no time server keeps the clock: times of robots at several computers will not agree"
-        yield _advice("clock", says, mend)
+        message = "no time server synchronizes the clock: times of robots on several computers will differ"
+        yield _advice("clock", message, fix)
 
 
 _CAP_IPC_LOCK, _CAP_SYS_NICE = 14, 23  # linux/capability.h
@@ -299,24 +309,24 @@ def _realtime(machine: DoctorConfig) -> Iterator[CheckResult]:
     ):
         limit, _ = resource.getrlimit(which)
         if _has_capability(machine, capability) or limit == _UNLIMITED or (least != _UNLIMITED and limit >= least):
-            yield _ok("real time", f"{name} may be claimed")
+            yield _ok("real time", f"{name} is allowed")
         else:
-            mend = (
+            fix = (
                 f"add '@realtime - {entry}' to /etc/security/limits.d/realtime.conf, join that group, log in again; "
                 f"in a container: --cap-add={container}"
             )
-            yield _advice("real time", f"{name} is limited to {limit}; the control rate may waver under load", mend)
+            yield _advice("real time", f"{name} is limited to {limit}; the control rate may vary under load", fix)
     governors = {path.read_text().strip() for path in (machine.root / "sys").glob(_GOVERNORS)}
     if "powersave" in governors:
-        mend = "sudo cpupower frequency-set -g performance, while robots work"
-        yield _advice("real time", "processors save power, and wake up late", mend)
+        fix = "sudo cpupower frequency-set -g performance, while robots are in use"
+        yield _advice("real time", "processors save power, so they wake up late", fix)
 
 
 _GOVERNORS = "devices/system/cpu/cpu*/cpufreq/scaling_governor"
 
 
 def _has_capability(machine: DoctorConfig, capability: int) -> bool:
-    """Whether this process has it: the root of a container may not."""
+    """Whether this process has the capability, which root in a container may lack."""
     status = machine.root / "proc/self/status"
     lines = status.read_text().splitlines() if status.exists() else []
     effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
@@ -324,21 +334,21 @@ def _has_capability(machine: DoctorConfig, capability: int) -> bool:
 
 
 def _rendering(machine: DoctorConfig) -> Iterator[CheckResult]:
-    """A process of its own tries: a graphics driver that is broken may end the process that loads it."""
+    """Renders in another process, since a broken graphics driver may end the process that loads it."""
     if not machine.render_command:
-        yield _ok("drawing", "no simulated robots are installed whose cameras would be drawn")
+        yield _ok("rendering", "no installed simulation renders cameras")
         return
     try:
         done = subprocess.run(machine.render_command, capture_output=True, text=True, timeout=RENDER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        yield _problem("drawing", f"drawing without a screen was not over after {RENDER_TIMEOUT_S:g} s", _EGL_FIX)
+        yield _problem("rendering", f"rendering without a screen took more than {RENDER_TIMEOUT_S:g} s", _EGL_FIX)
         return
     if done.returncode == 0:
-        yield _ok("drawing", "simulated cameras can be drawn without a screen")
+        yield _ok("rendering", "simulated cameras render without a screen")
     else:
         words = done.stdout.splitlines()[:1] or done.stderr.splitlines()[-1:] or [f"status {done.returncode}"]
         yield _problem(
-            "drawing", f"EGL is missing or broken, so no simulated camera can be drawn: {words[0]}", _EGL_FIX
+            "rendering", f"EGL is missing or broken, so simulated cameras cannot render: {words[0]}", _EGL_FIX
         )
 
 
@@ -348,26 +358,28 @@ _EGL_FIX = "on Debian or Ubuntu: sudo apt-get install libegl1 libegl-mesa0"
 def _ports(machine: DoctorConfig) -> Iterator[CheckResult]:
     for purpose, port in machine.ports.items():
         if not 0 < port <= MAX_PORT:
-            yield _problem("ports", f"there is no port {port} ({purpose})", f"choose one from 1 to {MAX_PORT}")
+            yield _problem("ports", f"port {port} is invalid ({purpose})", f"choose one from 1 to {MAX_PORT}")
             continue
         try:
             socket.create_server(("127.0.0.1", port)).close()
             yield _ok("ports", f"port {port} is free ({purpose})")
         except OSError as error:
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
             yield _advice("ports", f"port {port} {why} ({purpose})", f"end what uses it (ss -ltnp 'sport = :{port}')")
 
 
 def _disk(machine: DoctorConfig) -> Iterator[CheckResult]:
     folder = machine.runs_folder.resolve()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK):
-        yield _problem("disk", f"{there} may not be written", "choose another folder with --runs")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        yield _problem("disk", f"{existing} is not writable", "choose another folder with --runs")
     elif free < MIN_FREE_BYTES:
-        yield _problem("disk", f"{free / 1e9:.1f} GB are free in {there}", "make room, or choose another with --runs")
+        yield _problem(
+            "disk", f"{free / 1e9:.1f} GB are free in {existing}", "make room, or choose another with --runs"
+        )
     else:
-        yield _ok("disk", f"{free / 1e9:.0f} GB are free in {there}")
+        yield _ok("disk", f"{free / 1e9:.0f} GB are free in {existing}")
     shared = machine.root / "dev/shm"
     if shared.exists() and shutil.disk_usage(shared).total < MIN_SHARED_BYTES:
         size = shutil.disk_usage(shared).total / 1e6
@@ -375,26 +387,28 @@ def _disk(machine: DoctorConfig) -> Iterator[CheckResult]:
 
 
 def _machine_folder(_: DoctorConfig) -> Iterator[CheckResult]:
-    """Where locks and e-stops of this computer's robots are kept."""
+    """The folder of locks and e-stops, and the folder of local sockets."""
     if (folder := tests_folder()) is not None:
-        says = f"{TEST_FOLDER_VARIABLE} is set: locks and e-stops lie in {folder}, where nothing else finds them"
-        yield _problem("place", says, f"unset {TEST_FOLDER_VARIABLE}, which is for tests")
+        message = (
+            f"{TEST_FOLDER_VARIABLE} is set: locks and e-stops are in {folder}, where other programs do not find them"
+        )
+        yield _problem("machine folder", message, f"unset {TEST_FOLDER_VARIABLE}, which is for tests")
     elif reason := machine_folder_problem():
-        says = f"{reason}: simulated robots work, real ones are refused"
-        yield _advice("place", says, f"{CREATE_COMMAND}; for one group only: {CREATE_GROUP_COMMAND}")
+        message = f"{reason}: simulated robots work, real ones are refused"
+        yield _advice("machine folder", message, f"{CREATE_COMMAND}; for one group only: {CREATE_GROUP_COMMAND}")
     elif _in_container() and MACHINE_FOLDER.stat().st_dev == Path("/").stat().st_dev:
-        says = (
+        message = (
             f"this is a container, and {MACHINE_FOLDER} is its own: programs outside do not find its locks and e-stops"
         )
-        yield _problem("place", says, f"mount the computer's: -v {MACHINE_FOLDER}:{MACHINE_FOLDER}")
+        yield _problem("machine folder", message, f"mount the computer's: -v {MACHINE_FOLDER}:{MACHINE_FOLDER}")
     else:
-        yield _ok("place", f"locks and e-stops of this computer's robots are kept in {MACHINE_FOLDER}")
+        yield _ok("machine folder", f"locks and e-stops of this computer's robots are in {MACHINE_FOLDER}")
     try:
         require_private_folder(runtime_folder())
-    except FileNotFoundError:  # it is made when it is needed
+    except FileNotFoundError:  # it is created when it is needed
         return
     except LeaseError as error:
-        yield _problem("sockets", f"local sockets cannot be made: {error}", f"remove {runtime_folder()}")
+        yield _problem("sockets", f"local sockets cannot be created: {error}", f"remove {runtime_folder()}")
 
 
 def _in_container() -> bool:

@@ -33,7 +33,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def explain(cluster: Cluster) -> dict[str, object]:
-    launch = cluster.user_sys("hardware", "explain", "job.yaml", "--json")
+    launch = cluster.user_sys("hardware", "plan", "job.yaml", "--json")
     launch.wait(WITHIN_S)
     answer: dict[str, object] = json.loads(launch.out)
     return answer

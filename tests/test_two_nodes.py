@@ -62,7 +62,7 @@ def test_second_run_waits_for_the_robots_near_a_gpu_and_resumed_run_keeps_its_ow
         second = cluster.user_sys("train", "lab.yaml", "--name", "second")
         waits = f"run second waits, and holds nothing meanwhile. {WHY}"
         until(lambda: waits in output(second), "the second prints why it waits", WITHIN_S)
-        answer = cluster.user_sys("hardware", "explain", "lab.yaml", "--json")
+        answer = cluster.user_sys("hardware", "plan", "lab.yaml", "--json")
         assert answer.wait(WITHIN_S) == 1
         assert json.loads(answer.out)["why"] == WHY
         require_acting(first, runs / "first")

@@ -1,4 +1,4 @@
-"""``user-sys hardware`` as a person and as a program read it."""
+"""``user-sys hardware``: its output for people and for programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A run folder whose gateway knows a robot."""
+    """A run folder with a robot in its registry."""
     folder, _ = create_run_folder(RunConfig(runs=tmp_path / "runs"), "demo", "tcp://127.0.0.1:5999")
     with StoreWriter.open(folder.store):
         registry = Registry(LeaseTable(None), folder.path)
@@ -62,17 +62,17 @@ def run(tmp_path: Path) -> Iterator[Path]:
         yield folder.path
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
+def output(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
     assert main(["hardware", *map(str, argv)]) == status
     return capsys.readouterr().out
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> Any:
-    return json.loads(said(capsys, *argv, "--json", status=status))
+def json_output(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> Any:
+    return json.loads(output(capsys, *argv, "--json", status=status))
 
 
 def test_list_has_this_computer_config_and_run(job: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
+    rows = {row["name"]: row for row in json_output(capsys, "list", job, "--run", run)}
     assert rows["left"]["health"] == "ready" and rows["left"]["labels"]["site"] == "lab"
     assert (rows["right"]["health"], rows["right"]["trouble"]) == (
         "lost",
@@ -84,13 +84,13 @@ def test_list_has_this_computer_config_and_run(job: Path, run: Path, capsys: pyt
         "10.0.0.7",
     )
     assert any(row["kind"] == "compute" and row["cores"] >= 1 for row in rows.values())
-    assert "left" in said(capsys, "list", job)
+    assert "left" in output(capsys, "list", job)
 
 
 def test_driven_robot_is_listed_as_leased(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with robot_lock("left", "for runs/other/edge/left", simulated=True):
-        rows = {row["name"]: row for row in told(capsys, "list", job)}
-        why = told(capsys, "explain", job, status=1)["why"]
+        rows = {row["name"]: row for row in json_output(capsys, "list", job)}
+        why = json_output(capsys, "plan", job, status=1)["why"]
     assert rows["left"]["health"] == "leased" and rows["left"]["note"].endswith("for runs/other/edge/left")
     assert "left is driven by pid" in why and "right is not there" in why
 
@@ -98,17 +98,17 @@ def test_driven_robot_is_listed_as_leased(job: Path, capsys: pytest.CaptureFixtu
 def test_plan_prints_placement_or_reason(
     job: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(capsys, "explain", job, status=1) == (
+    assert output(capsys, "plan", job, status=1) == (
         "The job asks for the robot left and the robot right. right is not there (nothing answers at 127.0.0.1:1: "
         "Connection refused). It would fit if right were there.\n"
     )
     job.write_text("robots: [{name: left, driver: fake, task: reach}]\nresources: [{kind: compute, cores: 1}]\n")
-    placed = told(capsys, "explain", job)
+    placed = json_output(capsys, "plan", job)
     assert placed["possible"] is True
     assert [row["asked"] for row in placed["placement"]] == ["the robot left", "one computer with 1 processor"]
-    assert said(capsys, "explain", job).startswith("The job can run now.\n  the robot left: left on ")
+    assert output(capsys, "plan", job).startswith("The job can run now.\n  the robot left: left on ")
     job.write_text("robots: [{name: far-0, driver: fake, task: reach}]\nresources: [{kind: robot, model: panda}]\n")
-    assert said(capsys, "explain", job, "--run", run, status=1) == (
+    assert output(capsys, "plan", job, "--run", run, status=1) == (
         "The job asks for one robot of model panda. One would do, but none is free: far-0 is driven by edge on cart. "
         "It would fit if far-0 were free.\n"
     )
@@ -119,23 +119,24 @@ def test_remote_robots_are_listed_with_time_of_loss(job: Path, run: Path, capsys
         "remote_robots: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
     )
     job.write_text("robots: [{name: left, driver: fake, task: reach}]\n" + remote_robots)
-    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
+    rows = {row["name"]: row for row in json_output(capsys, "list", job, "--run", run)}
     assert (rows["far-0"]["health"], rows["far-0"]["labels"]["driver"]) == ("leased", "nowhere")
-    never = f"a guest, which has not come in since the run began, {format_time(read_run_metadata(run).started_unix_s)}"
+    began = format_time(read_run_metadata(run).started_unix_s)
+    never = f"a remote robot, which has not connected since the run began, {began}"
     assert (rows["far-1"]["health"], rows["far-1"]["trouble"]) == ("lost", never)
-    assert said(capsys, "explain", job, "--run", run).endswith(
+    assert output(capsys, "plan", job, "--run", run).endswith(
         f"It does not wait for its remote robots: far-0 is driven by edge on cart and far-1 is not there ({never}).\n"
     )
-    assert told(capsys, "explain", job)["remote_robots"]["far-1"] == (
-        "far-1 is not there (a guest, which comes in from a computer of its own)"
+    assert json_output(capsys, "plan", job)["remote_robots"]["far-1"] == (
+        "far-1 is not there (a remote robot, which connects from its own computer)"
     )
     lose(run, "far-0", last_there_unix_s=1_000_000_000.0)
     gone = f"far-0 has not been there since {format_time(1_000_000_000.0)}"
-    assert told(capsys, "explain", job, "--run", run)["remote_robots"]["far-0"] == gone
-    (row,) = [row for row in told(capsys, "list", "--run", run) if row["name"] == "far-0"]
+    assert json_output(capsys, "plan", job, "--run", run)["remote_robots"]["far-0"] == gone
+    (row,) = [row for row in json_output(capsys, "list", "--run", run) if row["name"] == "far-0"]
     assert (row["health"], row["seen_unix_s"]) == ("lost", 1_000_000_000.0)
     with robot_lock("left", "for runs/other/edge/left", simulated=True):
-        assert gone in said(capsys, "explain", job, "--run", run, status=1), "also of a job that cannot run now"
+        assert gone in output(capsys, "plan", job, "--run", run, status=1), "for a job that cannot run now too"
 
 
 def test_records_of_killed_gateway_are_lost(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,14 +148,14 @@ def test_records_of_killed_gateway_are_lost(job: Path, tmp_path: Path, capsys: p
     OperatorOverrides(folder.path / "orders.json").set_override("far-1", "quarantined", "ana", "oil")
     registry.poll()
     StoreWriter.open(folder.store).close()
-    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", folder.path)}
-    assert (rows["far-0"]["health"], rows["far-0"]["trouble"]) == ("lost", "the run's gateway does not run")
-    assert (rows["far-1"]["health"], rows["far-1"]["note"]) == ("quarantined", "by ana: oil"), "orders stand"
-    assert rows["left"]["health"] == "ready", "of what is here, this computer knows more"
+    rows = {row["name"]: row for row in json_output(capsys, "list", job, "--run", folder.path)}
+    assert (rows["far-0"]["health"], rows["far-0"]["trouble"]) == ("lost", "the run's gateway is not running")
+    assert (rows["far-1"]["health"], rows["far-1"]["note"]) == ("quarantined", "by ana: oil"), "overrides stay in force"
+    assert rows["left"]["health"] == "ready", "this computer has newer facts on local robots"
 
 
 def lose(run: Path, name: str, last_there_unix_s: float) -> None:
-    """The run's gateway has not heard of the robot any more since then."""
+    """The time at which the run's gateway lost the robot."""
     clock_ns = 0
     registry = Registry(LeaseTable(None), run, lambda: clock_ns, wall_clock=lambda: last_there_unix_s)
     registry.announce(registry.record(name))
@@ -166,12 +167,12 @@ def lose(run: Path, name: str, last_there_unix_s: float) -> None:
     ("argv", "why"),
     [
         (["head", "--port", "0"], "--port 0: a port is a number from 1 to 65535"),
-        (["head", "--robot", "arm"], "--robot arm: give the CONFIG that names it"),
+        (["head", "--robot", "arm"], "--robot arm: give the CONFIG with this robot"),
         (["head", "--ip", "203.0.113.7"], "--ip 203.0.113.7: this computer has no such address"),
         (["join", "10.0.0.2:6379", "--ip", f"{'a' * 70}.example"], "this computer has no such address"),
-        (["join", "nowhere"], "'nowhere' is no address to join at: write HOST:PORT, such as 10.0.0.2:6379"),
+        (["join", "nowhere"], "'nowhere' is not an address: write HOST:PORT, such as 10.0.0.2:6379"),
         (["join", "10.0.0.2:6379", "--label", "site="], "--label site=: write NAME=VALUE, such as site=lab"),
-        (["join", "10.0.0.2:6379", "--label", "site=lab (2nd floor)"], "Ray does not take 'lab (2nd floor)'"),
+        (["join", "10.0.0.2:6379", "--label", "site=lab (2nd floor)"], "Ray refuses 'lab (2nd floor)'"),
     ],
 )
 def test_invalid_node_arguments_are_refused(
@@ -181,12 +182,14 @@ def test_invalid_node_arguments_are_refused(
     assert main(["node", *argv]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and why in err
-    assert not list(tmp_path.iterdir()), "no token is drawn either"
+    assert not list(tmp_path.iterdir()), "no token is written either"
 
 
 def test_watch_prints_changes_until_interrupted(job: Path, tmp_path: Path) -> None:
     with user_sys(tmp_path, "hardware", "watch", job, "--json") as launch:
-        until(lambda: all(f'"name":"{name}"' in launch.out for name in ("left", "right")), "both are told of", 120)
+        until(
+            lambda: all(f'"name":"{name}"' in launch.out for name in ("left", "right")), "both are json_output of", 120
+        )
         launch.interrupt()
         assert launch.wait() == 130
         events = {(e["record"] or {}).get("name"): e for e in map(json.loads, launch.out.splitlines())}
@@ -194,58 +197,62 @@ def test_watch_prints_changes_until_interrupted(job: Path, tmp_path: Path) -> No
 
 
 def test_doctor_prints_problems_and_fixes(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = told(capsys, "doctor", job, status=1)
-    (problem,) = [finding for finding in findings if finding["check"] == "robots" and finding["verdict"] == "problem"]
-    assert problem["says"] == "right: nothing answers at 127.0.0.1:1: Connection refused"
-    assert problem["mend"].startswith("switch it on")
-    assert "-> switch it on" in said(capsys, "doctor", job, status=1)
+    findings = json_output(capsys, "doctor", job, status=1)
+    (problem,) = [finding for finding in findings if finding["check"] == "robots" and finding["status"] == "problem"]
+    assert problem["message"] == "right: nothing answers at 127.0.0.1:1: Connection refused"
+    assert problem["fix"].startswith("switch it on")
+    assert "-> switch it on" in output(capsys, "doctor", job, status=1)
 
 
 def test_doctor_checks_rendering(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", "egl")
-    monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nonexistent")  # the library loads, and has no driver
-    (found,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "drawing"]
-    assert found["verdict"] == "problem" and "libegl-mesa0" in found["mend"]
+    monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nonexistent")  # the library loads without a driver
+    (found,) = [f for f in json_output(capsys, "doctor", status=1) if f["check"] == "rendering"]
+    assert found["status"] == "problem" and "libegl-mesa0" in found["fix"]
 
 
 def test_doctor_reports_unbuildable_robot(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job.write_text(JOB.replace("task: reach, labels: {site: lab}", "task: reach, options: {rate: 5}"))
-    robots = {f["says"].partition(":")[0]: f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"}
-    assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["robot left"]["says"]
-    assert robots["robot left"]["mend"] == "install what its driver needs, or mend its options in CONFIG"
-    assert "nothing answers" in robots["right"]["says"]
+    robots = {
+        f["message"].partition(":")[0]: f
+        for f in json_output(capsys, "doctor", job, status=1)
+        if f["check"] == "robots"
+    }
+    assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["robot left"]["message"]
+    assert robots["robot left"]["fix"] == "install its driver's libraries, or fix its options in CONFIG"
+    assert "nothing answers" in robots["right"]["message"]
 
 
 def test_missing_driver_hides_no_other_robot(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = "{name: crane, driver: nowhere, task: reach, address: '127.0.0.1:1', labels: {site: yard}}"
     job.write_text(f"robots: [{nowhere}, {{name: left, driver: fake, task: reach}}]\n")
-    rows = {row["name"]: row for row in told(capsys, "list", job)}
+    rows = {row["name"]: row for row in json_output(capsys, "list", job)}
     assert rows["left"]["health"] == "ready"
     crane = rows["crane"]
     assert (crane["health"], crane["labels"]) == ("lost", {"driver": "nowhere", "site": "yard"})
     assert crane["trouble"].startswith("no driver 'nowhere'; there are ['fake', 'franka', 'lerobot', ")
-    why = said(capsys, "explain", job, status=1)
+    why = output(capsys, "plan", job, status=1)
     assert why.startswith("The job asks for the robot crane and the robot left. crane is not there (no driver ")
     assert why.endswith("It would fit if crane were there.\n")
     job.write_text("robots: [{name: e, driver: sim, task: nonsense}]\n")
-    (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
-    assert problem["says"].startswith("robot e: no scene 'nonsense'"), "also where its name is part of any sentence"
+    (problem,) = [f for f in json_output(capsys, "doctor", job, status=1) if f["check"] == "robots"]
+    assert problem["message"].startswith("robot e: no scene 'nonsense'"), "also if its name occurs in other messages"
 
 
 def test_missing_library_is_reported_with_install_command(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Some drivers import their vendor's library when they connect, and no sooner."""
+    """Some drivers import their vendor's library only when they connect."""
     absent = OptionalLibrary("no_such_library", "the driver fake", "pip install it")
     monkeypatch.setattr(compose, "OPTIONAL_LIBRARIES", (absent,))
     job.write_text("robots: [{name: left, driver: fake, task: reach}]\n")
-    assert said(capsys, "explain", job, status=1) == (
+    assert output(capsys, "plan", job, status=1) == (
         "The job asks for the robot left. left is not there (the driver fake needs no_such_library, which is not "
         "installed here: pip install it). It would fit if left were there.\n"
     )
-    (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
-    assert problem["says"] == "left: the driver fake needs no_such_library, which is not installed"
-    assert problem["mend"] == "pip install it"
+    (problem,) = [f for f in json_output(capsys, "doctor", job, status=1) if f["check"] == "robots"]
+    assert problem["message"] == "left: the driver fake needs no_such_library, which is not installed"
+    assert problem["fix"] == "pip install it"
 
 
 def test_unreadable_locks_do_not_stop_list(
@@ -253,10 +260,10 @@ def test_unreadable_locks_do_not_stop_list(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "file"))
-    rows = {row["name"]: row for row in told(capsys, "list", job)}
-    assert rows["left"]["trouble"].startswith("whether it is used from here cannot be seen: ")
-    (problem,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "place"]
-    assert problem["verdict"] == "problem" and problem["says"].startswith("it could not be looked at")
+    rows = {row["name"]: row for row in json_output(capsys, "list", job)}
+    assert rows["left"]["trouble"].startswith("whether this computer uses it is unknown: ")
+    (problem,) = [f for f in json_output(capsys, "doctor", status=1) if f["check"] == "machine folder"]
+    assert problem["status"] == "problem" and problem["message"].startswith("the check failed")
 
 
 def test_override_of_nameless_user_has_uid(
@@ -266,16 +273,18 @@ def test_override_of_nameless_user_has_uid(
         raise KeyError("getpwuid(): uid not found")
 
     monkeypatch.setattr(getpass, "getuser", nameless)
-    assert f"far-0 is quarantined by uid {os.getuid()}" in said(capsys, "quarantine", "far-0", "--run", run)
+    assert f"far-0 is quarantined by uid {os.getuid()}" in output(capsys, "quarantine", "far-0", "--run", run)
 
 
 def test_doctor_checks_ports_of_run(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job.write_text(f"gateway: {{endpoint: 'tcp://127.0.0.1:{port}'}}\nconsole: {{port: 99999}}\n")
-        ports = [(f["verdict"], f["says"]) for f in told(capsys, "doctor", job, status=1) if f["check"] == "ports"]
+        ports = [
+            (f["status"], f["message"]) for f in json_output(capsys, "doctor", job, status=1) if f["check"] == "ports"
+        ]
     assert ports == [
-        ("problem", "there is no port 99999 (the console)"),
+        ("problem", "port 99999 is invalid (the console)"),
         ("advice", f"port {port} is in use (the gateway)"),
     ]
 
@@ -287,13 +296,13 @@ def test_found_robot_may_have_any_name() -> None:
 
 def test_operator_quarantines_and_restores_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--run", run, "--by", "carol")
-    assert "far-0 is quarantined by carol: oil" in said(capsys, "quarantine", "far-0", *given, "--reason", "oil")
+    assert "far-0 is quarantined by carol: oil" in output(capsys, "quarantine", "far-0", *given, "--reason", "oil")
     registry = Registry(LeaseTable(None), run)
     assert registry.record("far-0").note == "by carol: oil"
-    assert said(capsys, "restore", "far-0", *given) == "far-0 is back in use; it was quarantined by carol: oil\n"
+    assert output(capsys, "restore", "far-0", *given) == "far-0 is in use again; it was quarantined by carol: oil\n"
     registry.poll()
     assert registry.record("far-0").note == ""
-    said(capsys, "drain", "far-0", *given)
+    output(capsys, "drain", "far-0", *given)
     registry.poll()
     assert registry.record("far-0").health == "draining"
 
@@ -302,39 +311,39 @@ def test_override_of_unknown_robot_is_refused_in_one_line(tmp_path: Path, capsys
     far = RobotConfig(name="far-7", driver="nowhere")
     folder, _ = create_run_folder(RunConfig(runs=tmp_path, remote_robots=(far,)), "fresh", "tcp://127.0.0.1:5999")
     assert main(["hardware", "quarantine", "fra-7", "--run", str(folder.path)]) == 2
-    assert "knows no fra-7; there is far-7" in capsys.readouterr().err, "also before it has come in"
+    assert "has no robot fra-7; there is far-7" in capsys.readouterr().err, "also before it has connected"
     given = ("--run", folder.path, "--by", "ana\nmaria", "--reason", f"oil\n on  the floor {'x' * 600}")
-    assert said(capsys, "quarantine", "far-7", *given).startswith(
-        "far-7 is quarantined by ana maria: oil on the floor [...]: it is used by nobody"
+    assert output(capsys, "quarantine", "far-7", *given).startswith(
+        "far-7 is quarantined by ana maria: oil on the floor [...]: no session gets it"
     )
 
 
 def test_audit_lists_leases_of_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (entry,) = told(capsys, "audit", "--run", run)
+    (entry,) = json_output(capsys, "audit", "--run", run)
     assert (entry["robot"], entry["event"], entry["peer"], entry["token"]) == (
         "far-0",
         "granted",
         "edge on cart",
         1,
     )
-    assert "edge on cart" in said(capsys, "audit", "far-0", "--run", run)
+    assert "edge on cart" in output(capsys, "audit", "far-0", "--run", run)
 
 
 def test_audit_without_entries_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = create_run_folder(
         RunConfig(runs=tmp_path, remote_robots=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999"
     )
-    assert said(capsys, "audit", "far-7", "--run", folder.path).endswith("audit.jsonl has no entry of far-7\n")
-    assert told(capsys, "audit", "far-7", "--run", folder.path) == []
-    assert said(capsys, "audit", "--run", folder.path).endswith("audit.jsonl has no entry\n")
+    assert output(capsys, "audit", "far-7", "--run", folder.path).endswith("audit.jsonl has no entry of far-7\n")
+    assert json_output(capsys, "audit", "far-7", "--run", folder.path) == []
+    assert output(capsys, "audit", "--run", folder.path).endswith("audit.jsonl has no entry\n")
 
 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["quarantine", "far-9", "--run", "{run}"], "knows no far-9; there is far-0"),
-        (["audit", "near-0", "--run", "{run}"], "knows no near-0; there is far-0"),
-        (["audit", "near-0", "--run", "{run}", "--json"], "knows no near-0; there is far-0"),
+        (["quarantine", "far-9", "--run", "{run}"], "has no robot far-9; there is far-0"),
+        (["audit", "near-0", "--run", "{run}"], "has no robot near-0; there is far-0"),
+        (["audit", "near-0", "--run", "{run}", "--json"], "has no robot near-0; there is far-0"),
         (["restore", "far-0", "--run", "{run}"], "far-0 is neither quarantined nor draining"),
         (["drain", "far-0", "--run", "nowhere"], "nowhere is not a run folder"),
         (["list", "nowhere.yaml"], "nowhere.yaml: no such file"),
@@ -350,8 +359,8 @@ def test_invalid_arguments_fail_with_one_line(
 
 def test_invalid_resource_requests_are_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job.write_text("resources: [{kind: gpu, count: 0}]\n")
-    assert main(["hardware", "explain", str(job)]) == 2
-    assert "count must be at least 1" in capsys.readouterr().err
+    assert main(["hardware", "plan", str(job)]) == 2
+    assert "count must be 1 to" in capsys.readouterr().err
     assert msgspec.json.encode(RunConfig().requests()) == b"[]"
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says of computers that lack something, and how it says to mend it."""
+"""The doctor's checks on computers with missing or broken parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from hal import machine_folder as place_of_machine
+from hal import machine_folder
 from hal.doctor import CheckResult, CheckStatus, DoctorConfig, OptionalLibrary, run_checks
 
 MINE = grp.getgrgid(os.getgid()).gr_name
@@ -33,13 +33,16 @@ def test_inaccessible_devices_are_named_with_their_group(tmp_path: Path) -> None
     machine = DoctorConfig(root=tmp_path, can_access=lambda path: path.name in ("video0", "ttyACM0"))
     (serial,) = findings(machine, "serial")
     assert (
-        serial.status is CheckStatus.PROBLEM and serial.message == "/dev/ttyUSB0 may not be used by you (motor buses)"
+        serial.status is CheckStatus.PROBLEM
+        and serial.message == "/dev/ttyUSB0 may not be used by this user (motor buses)"
     )
     assert MINE == "root" or serial.fix == f"sudo usermod -aG {MINE} $USER, then log in again"
     (video,) = findings(machine, "video")
-    assert (video.status, video.message) == (CheckStatus.OK, "/dev/video0 may be used")
+    assert (video.status, video.message) == (CheckStatus.OK, "/dev/video0 are accessible")
     (entered,) = findings(machine, "input")
-    assert entered.status is CheckStatus.ADVICE and "/dev/hidraw0" in entered.message, "of a desk's own keyboard too"
+    assert entered.status is CheckStatus.ADVICE and "/dev/hidraw0" in entered.message, (
+        "built-in keyboards belong to root"
+    )
 
 
 def test_missing_camera_node_is_a_problem(tmp_path: Path) -> None:
@@ -65,27 +68,27 @@ def test_used_port_missing_library_and_power_saving_are_advice(tmp_path: Path) -
     assert (
         found["ports", f"port {port} is in use (the console)"].fix == f"end what uses it (ss -ltnp 'sport = :{port}')"
     )
-    missing = found["libraries", "no_such_module is not there; it is needed for the driver x"]
+    missing = found["libraries", "no_such_module is not installed; the driver x needs it"]
     assert (missing.status, missing.fix) == (CheckStatus.ADVICE, "pip install 'x'")
-    assert found["libraries", "json is there, for everything"].status is CheckStatus.OK
-    assert found["real time", "processors save power, and wake up late"].status is CheckStatus.ADVICE
+    assert found["libraries", "json is installed, for everything"].status is CheckStatus.OK
+    assert found["real time", "processors save power, so they wake up late"].status is CheckStatus.ADVICE
 
 
 def test_tests_folder_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "r"))
-    (place,) = findings(DoctorConfig(root=tmp_path), "place")
-    assert place.status is CheckStatus.PROBLEM and place.fix.startswith("unset USER_SYS_TEST_FOLDER")
+    (found,) = findings(DoctorConfig(root=tmp_path), "machine folder")
+    assert found.status is CheckStatus.PROBLEM and found.fix.startswith("unset USER_SYS_TEST_FOLDER")
 
 
 def test_missing_machine_folder_is_advice_with_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USER_SYS_TEST_FOLDER", raising=False)
-    monkeypatch.setattr(place_of_machine, "MACHINE_FOLDER", tmp_path / "absent")
-    (place,) = findings(DoctorConfig(root=tmp_path), "place")
-    assert place.status is CheckStatus.ADVICE and place.fix.startswith("sudo install -d -m 1777 ")
+    monkeypatch.setattr(machine_folder, "MACHINE_FOLDER", tmp_path / "absent")
+    (found,) = findings(DoctorConfig(root=tmp_path), "machine folder")
+    assert found.status is CheckStatus.ADVICE and found.fix.startswith("sudo install -d -m 1777 ")
 
 
 @pytest.mark.parametrize(
-    ("program", "says"),
+    ("program", "message"),
     [
         ("print('no display'); exit(1)", "no display"),
         ("import sys; print('noise', file=sys.stderr); sys.exit('no driver')", "no driver"),
@@ -93,15 +96,17 @@ def test_missing_machine_folder_is_advice_with_command(tmp_path: Path, monkeypat
     ],
     ids=["reason", "traceback", "crash"],
 )
-def test_failed_rendering_is_a_problem(program: str, says: str) -> None:
-    (found,) = findings(DoctorConfig(render_command=(sys.executable, "-c", program)), "drawing")
-    assert found.status is CheckStatus.PROBLEM and found.message.endswith(says)
+def test_failed_rendering_is_a_problem(program: str, message: str) -> None:
+    (found,) = findings(DoctorConfig(render_command=(sys.executable, "-c", program)), "rendering")
+    assert found.status is CheckStatus.PROBLEM and found.message.endswith(message)
     assert "libegl1 libegl-mesa0" in found.fix
 
 
 def test_every_problem_of_this_computer_has_a_fix(tmp_path: Path) -> None:
     found = list(run_checks(DoctorConfig(runs_folder=tmp_path)))
-    assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "place"} <= {f.check for f in found}
+    assert {"gpu", "serial", "video", "clock", "real time", "rendering", "disk", "machine folder"} <= {
+        f.check for f in found
+    }
     assert all(finding.message and (finding.fix or finding.status is CheckStatus.OK) for finding in found)
 
 
@@ -109,44 +114,44 @@ def test_device_removed_during_check_is_a_problem(tmp_path: Path) -> None:
     make(tmp_path, "dev/ttyUSB0")
     (tmp_path / "dev/ttyUSB1").symlink_to("gone")
     found = list(run_checks(DoctorConfig(root=tmp_path, can_access=lambda path: False)))
-    (gone,) = [finding for finding in found if "could not be looked at" in finding.message]
-    assert (gone.check, gone.status, gone.fix) == ("devices", CheckStatus.PROBLEM, "look again")
+    (gone,) = [finding for finding in found if "the check failed" in finding.message]
+    assert (gone.check, gone.status, gone.fix) == ("devices", CheckStatus.PROBLEM, "run it again")
     assert {"cameras", "disk"} <= {finding.check for finding in found}
 
 
-@pytest.mark.parametrize(("capabilities", "may"), [("0000000000804000", True), ("0000000000000400", False)])
+@pytest.mark.parametrize(("capabilities", "allowed"), [("0000000000804000", True), ("0000000000000400", False)])
 def test_root_without_capabilities_has_real_time_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, may: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, allowed: bool
 ) -> None:
     make(tmp_path, "proc/self/status")
     (tmp_path / "proc/self/status").write_text(f"Name:\tx\nCapPrm:\t{'f' * 16}\nCapEff:\t{capabilities}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
     found = findings(DoctorConfig(root=tmp_path), "real time")
-    assert [finding.message.endswith("may be claimed") for finding in found] == [may, may]
-    assert may or [finding.fix.rpartition("--")[2] for finding in found] == ["cap-add=SYS_NICE", "cap-add=IPC_LOCK"]
+    assert [finding.message.endswith("is allowed") for finding in found] == [allowed, allowed]
+    assert allowed or [finding.fix.rpartition("--")[2] for finding in found] == ["cap-add=SYS_NICE", "cap-add=IPC_LOCK"]
 
 
 @pytest.mark.parametrize(
-    ("built_for", "verdict", "says", "mend"),
+    ("built_for", "status", "message", "fix"),
     [
         ("None", CheckStatus.ADVICE, "torch was built without CUDA", "install a torch for CUDA 12.4 or older"),
         (
             "'13.0'",
             CheckStatus.PROBLEM,
-            "for CUDA 13.0, and the driver speaks 12.4 at most",
+            "for CUDA 13.0; the driver supports 12.4 at most",
             "update the driver, or install",
         ),
-        ("'12.8'", CheckStatus.OK, "torch was built for CUDA 12.8, which the driver speaks", ""),
+        ("'12.8'", CheckStatus.OK, "torch was built for CUDA 12.8, which the driver supports", ""),
     ],
 )
 def test_torch_for_another_cuda_is_reported(
-    built_for: str, verdict: CheckStatus, says: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built_for: str, status: CheckStatus, message: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "SystemGetDriverVersion": "550.54.14"}
     for name, answer in {**driver, "SystemGetCudaDriverVersion_v2": 12040}.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", lambda answer=answer: answer)
     (tmp_path / "version.py").write_text(f"from typing import Optional\ncuda: Optional[str] = {built_for}\n")
-    there, torch = findings(DoctorConfig(root=tmp_path, torch_folder=tmp_path), "gpu")
-    assert there.message == "1 NVIDIA GPU(s), driver 550.54.14"
-    assert (torch.status, says in torch.message, torch.fix.startswith(mend)) == (verdict, True, True)
-    assert findings(DoctorConfig(root=tmp_path, torch_folder=None), "gpu") == [there]
+    gpu, torch = findings(DoctorConfig(root=tmp_path, torch_folder=tmp_path), "gpu")
+    assert gpu.message == "1 NVIDIA GPU(s), driver 550.54.14"
+    assert (torch.status, message in torch.message, torch.fix.startswith(fix)) == (status, True, True)
+    assert findings(DoctorConfig(root=tmp_path, torch_folder=None), "gpu") == [gpu]

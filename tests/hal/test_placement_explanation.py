@@ -95,13 +95,13 @@ def test_closest_resources_are_named() -> None:
 
 
 def test_unmet_colocation_and_competition_are_explained() -> None:
-    near = {"colocate": "pair"}
-    wanted = [ResourceRequest(kind=Kind.ROBOT, **near), ResourceRequest(kind=Kind.GPU, **near)]
+    pair = {"colocate": "pair"}
+    wanted = [ResourceRequest(kind=Kind.ROBOT, **pair), ResourceRequest(kind=Kind.GPU, **pair)]
     assert why(*wanted, fleet=[robot("a"), gpu("rack/gpu-0", 16, "rack")]) == (
         "The job asks for one robot and one GPU, the robot and GPU on one computer. Each of them is there, but not "
         "near each other (robots: a on desk; GPUs: rack/gpu-0 on rack)."
     )
-    named = [ResourceRequest(kind=Kind.ROBOT, name="a", **near), wanted[1]]
+    named = [ResourceRequest(kind=Kind.ROBOT, name="a", **pair), wanted[1]]
     assert why(*named, fleet=[robot("a"), gpu("rack/gpu-0", 16, "rack")]).endswith(
         "the robot and GPU on one computer. Each of them is there, but not near each other (a on desk; GPUs: "
         "rack/gpu-0 on rack)."

@@ -1,4 +1,4 @@
-"""What the orders of ``user-sys hardware`` do."""
+"""The commands of ``user-sys hardware``: list, watch, doctor, plan, quarantine, drain, restore, audit."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
 from user_sys.store.record_format import is_locked
 
 EVENT_WAIT_S = 0.5
-GATEWAY_NOT_RUNNING = "the run's gateway does not run"
-EXIT_PROBLEM = 1  # the exit status where a job cannot be placed, or something does not work
+GATEWAY_NOT_RUNNING = "the run's gateway is not running"
+EXIT_PROBLEM = 1  # a job cannot be placed, or a check has found a problem
 _STATUS_STYLES = {
     CheckStatus.OK: ("ok", "green"),
     CheckStatus.ADVICE: ("advice", "yellow"),
@@ -57,7 +57,7 @@ _CHANGE_STYLES = {
 
 
 def list_main(args: Namespace) -> int:
-    """``user-sys hardware list``: this computer, a config's robots, the robots of a run's gateway."""
+    """``user-sys hardware list``: this computer, a config's robots, and the resources of a run's gateway."""
     config = _config(args.config)
     found = discover(resource_probes(config.robots, lenient=True))
     records = _with_run(
@@ -89,7 +89,7 @@ def watch_main(args: Namespace) -> NoReturn:
 
 
 def doctor_main(args: Namespace) -> int:
-    """``user-sys hardware doctor``: the exit status is 1 where something does not work."""
+    """``user-sys hardware doctor``: the exit status is 1 if a check has found a problem."""
     config = _config(args.config)
     machine = DoctorConfig(
         runs_folder=config.runs,
@@ -97,30 +97,30 @@ def doctor_main(args: Namespace) -> int:
         libraries=OPTIONAL_LIBRARIES,
         render_command=rendering_check_command(),
     )
-    findings = list(run_checks(machine))
-    findings += _check_robots(config.robots)
+    results = list(run_checks(machine))
+    results += _check_robots(config.robots)
     if args.json:
-        _print_json([msgspec.to_builtins(finding) for finding in findings])
+        _print_json([msgspec.to_builtins(result) for result in results])
     else:
-        _show_findings(findings)
-    return EXIT_PROBLEM if any(finding.status is CheckStatus.PROBLEM for finding in findings) else 0
+        _print_results(results)
+    return EXIT_PROBLEM if any(result.status is CheckStatus.PROBLEM for result in results) else 0
 
 
 def _ports(config: RunConfig) -> dict[str, int]:
-    """Those that a run of `config` is to listen on, by what for; where it takes any that is free, none."""
+    """The ports that a run of `config` will listen on, by purpose, without ports that it chooses itself."""
     gateway = config.gateway.endpoint.rpartition(":")[2]
-    wanted = {"the console": config.console.port if config.console.enabled else 0}
-    wanted |= {"the gateway": int(gateway) if gateway.isdecimal() else 0}
-    return {purpose: port for purpose, port in wanted.items() if port}
+    ports = {"the console": config.console.port if config.console.enabled else 0}
+    ports |= {"the gateway": int(gateway) if gateway.isdecimal() else 0}
+    return {purpose: port for purpose, port in ports.items() if port}
 
 
 def plan_main(args: Namespace) -> int:
-    """``user-sys hardware explain JOB``: the exit status is 1 where the job cannot be placed now."""
+    """``user-sys hardware plan JOB``: the exit status is 1 if the job cannot be placed now."""
     config = load(RunConfig, args.config)
     found = discover(resource_probes(config.robots, lenient=True))
-    there, near_store = _available(config, found, args.ray or config.ray.address)
-    known = {record.name for record in there}  # of devices that a run knows elsewhere nothing could be placed on
-    records = [r for r in _with_run(there, args.run) if r.kind is Kind.ROBOT or r.name in known]
+    available, near_store = _available(config, found, args.ray or config.ray.address)
+    known = {record.name for record in available}  # a job cannot use devices on the other computers of a run
+    records = [r for r in _with_run(available, args.run) if r.kind is Kind.ROBOT or r.name in known]
     requests = config.requests()
     remote_robots = _describe_remote_robots(config.remote_robots, args.run)
     try:
@@ -147,23 +147,24 @@ def plan_main(args: Namespace) -> int:
 
 def quarantine_main(args: Namespace) -> int:
     """``user-sys hardware quarantine ROBOT --run RUN``"""
-    return _override(args, "quarantined", "it is used by nobody until `user-sys hardware restore`")
+    return _override(args, "quarantined", "no session gets it until `user-sys hardware restore`")
 
 
 def drain_main(args: Namespace) -> int:
     """``user-sys hardware drain ROBOT --run RUN``"""
-    return _override(args, "draining", "the session at work may finish, and no other gets it")
+    return _override(args, "draining", "its session may finish, and no other session gets it")
 
 
 def restore_main(args: Namespace) -> int:
     """``user-sys hardware restore ROBOT --run RUN``"""
-    order = OperatorOverrides(_run_folder(args.run) / "orders.json").clear_override(args.name, operator_name(args.by))
-    Console().print(Text(f"{args.name} is back in use; it was {order.what} {order.note}"), soft_wrap=True)
+    path = _run_folder(args.run) / "orders.json"
+    override = OperatorOverrides(path).clear_override(args.name, operator_name(args.by))
+    Console().print(Text(f"{args.name} is in use again; it was {override.what} {override.note}"), soft_wrap=True)
     return 0
 
 
 def audit_main(args: Namespace) -> int:
-    """``user-sys hardware audit [ROBOT] [--run RUN]``: one line an entry, oldest first."""
+    """``user-sys hardware audit [ROBOT] [--run RUN]``: one line for each entry, oldest first."""
     folder = None if args.run is None else RunFolder(_run_folder(args.run))
     path = machine_audit_path() if folder is None else folder.path / AUDIT_FILE
     entries = [e for e in read_audit_log(path) if args.name in ("", e.robot)]
@@ -187,30 +188,30 @@ def audit_main(args: Namespace) -> int:
 
 
 def _available(config: RunConfig, found: DiscoveryResult, address: str) -> tuple[list[ResourceRecord], frozenset[str]]:
-    """What there is for the run, and the nodes of that which have its store; none without a cluster."""
+    """The resources for the run, and the names of the nodes with its store; no names without a cluster."""
     if not address:
         return available_resources(config, found.records), frozenset()
     with connect_cluster(address) as cluster:
         return available_resources(config, found.records, cluster), store_node_names(cluster)
 
 
-def _override(args: Namespace, what: OverrideKind, meaning: str) -> int:
+def _override(args: Namespace, kind: OverrideKind, effect: str) -> int:
     folder = RunFolder(_run_folder(args.run))
     _require_known(args, folder)
-    order = OperatorOverrides(folder.path / "orders.json").set_override(
-        args.name, what, operator_name(args.by), args.reason
+    override = OperatorOverrides(folder.path / "orders.json").set_override(
+        args.name, kind, operator_name(args.by), args.reason
     )
-    Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
+    Console().print(Text(f"{args.name} is {kind} {override.note}: {effect}"), soft_wrap=True)
     return 0
 
 
 def _require_known(args: Namespace, folder: RunFolder) -> None:
-    """Raises RunError where the run has other robots than the one that is named; one that has none may get any."""
+    """Raises RunError if the run has robots, but not the given one. A run without robots may get any."""
     config = load(RunConfig, folder.config)
     known = {record.name for record in read_registry(folder.path)}
     known |= {robot.name for robot in (*config.robots, *config.remote_robots)}
     if known and args.name not in known:
-        raise RunError(f"{args.run} knows no {args.name}; there is {format_list(sorted(known))}")
+        raise RunError(f"{args.run} has no robot {args.name}; there is {format_list(sorted(known))}")
 
 
 def _run_folder(path: Path) -> Path:
@@ -227,36 +228,35 @@ def _robots(path: Path | None) -> tuple[RobotConfig, ...]:
 
 
 def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[ResourceRecord]:
-    """`records`, and what the run's gateway knows, which says more of a robot than this computer can. Of what a gateway
-    knew that does not run any more, orders still stand; where a robot is now, it cannot say."""
+    """`records`, updated with those of the run's gateway. If that gateway is not running, only its overrides and the
+    loss of its robots are used."""
     named = {record.name: record for record in records}
     if run is not None:
         folder = RunFolder(_run_folder(run))
-        runs = is_locked(folder.store)
+        is_running = is_locked(folder.store)
         for known in read_registry(folder.path):
-            here = named.get(known.name)
-            if not runs and known.health not in (Health.QUARANTINED, Health.DRAINING):
-                if here is not None and here.health is not Health.LOST:
+            local = named.get(known.name)
+            if not is_running and known.health not in (Health.QUARANTINED, Health.DRAINING):
+                if local is not None and local.health is not Health.LOST:
                     continue
                 known = msgspec.structs.replace(known, health=Health.LOST, note="", trouble=GATEWAY_NOT_RUNNING)
-            labels = {**(here.labels if here else {}), **known.labels}
+            labels = {**(local.labels if local else {}), **known.labels}
             named[known.name] = msgspec.structs.replace(known, labels=labels)
     return [named[name] for name in sorted(named)]
 
 
 def _describe_remote_robots(robots: Sequence[RobotConfig], run: Path | None) -> dict[str, str]:
-    """How each of a job's remote_robots fares, in words, by name."""
+    """The state of each of a job's remote robots, for people, by name."""
     known = {record.name: record for record in _with_run(_remote_robot_records(robots, run), run)}
     return {robot.name: describe_record(known[robot.name]) for robot in robots}
 
 
 def _remote_robot_records(robots: Sequence[RobotConfig], run: Path | None) -> list[ResourceRecord]:
-    """What can be said of robots that the run's gateway does not know, and whose drivers may not be installed here."""
-    trouble = "a guest, which comes in from a computer of its own"
+    """Records of robots that the run's gateway has not seen, and whose drivers may not be installed here."""
+    trouble = "a remote robot, which connects from its own computer"
     if run is not None:
-        trouble = (
-            f"a guest, which has not come in since the run began, {format_time(read_run_metadata(run).started_unix_s)}"
-        )
+        began = format_time(read_run_metadata(run).started_unix_s)
+        trouble = f"a remote robot, which has not connected since the run began, {began}"
     return [
         ResourceRecord(
             kind=Kind.ROBOT,
@@ -272,38 +272,36 @@ def _remote_robot_records(robots: Sequence[RobotConfig], run: Path | None) -> li
 
 
 def _check_robots(robots: Sequence[RobotConfig]) -> Iterator[CheckResult]:
-    """One for each robot. One that cannot even be built, for want of a library or an option, keeps no other from it."""
-    looks: dict[str, Probe] = {}
+    """One result for each robot, including those that cannot be built for lack of a library or an option."""
+    robot_probes: dict[str, Probe] = {}
     for robot in robots:
         if (library := missing_library(robot.driver)) is not None:
-            says = f"{robot.name}: {library.purpose} needs {library.module}, which is not installed"
-            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=says, fix=library.install)
+            message = f"{robot.name}: {library.purpose} needs {library.module}, which is not installed"
+            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix=library.install)
             continue
         try:
-            looks[robot.name] = resource_probes((robot,))["config"]
-        except Exception as error:  # a foreign driver may fail in any way
-            mend, says = (
-                "install what its driver needs, or mend its options in CONFIG",
+            robot_probes[robot.name] = resource_probes((robot,))["config"]
+        except Exception as error:  # another package's driver may fail in any way
+            message, fix = (
                 build_error_message(robot, error),
+                "install its driver's libraries, or fix its options in CONFIG",
             )
-            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=says, fix=mend)
-    found = discover(looks)
+            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix=fix)
+    found = discover(robot_probes)
     yield from map(_check_robot, found.records)
     for name, failure in sorted(found.failures.items()):
-        yield CheckResult(
-            check="robots", status=CheckStatus.PROBLEM, message=f"{name}: {failure}", fix="look again in a while"
-        )
+        message = f"{name}: {failure}"
+        yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix="run it again later")
 
 
 def _check_robot(record: ResourceRecord) -> CheckResult:
     if record.health is Health.LOST:
-        mend = "switch it on, look at its cable, and compare the address with what its controller shows"
-        return CheckResult(
-            check="robots", status=CheckStatus.PROBLEM, message=f"{record.name}: {record.trouble}", fix=mend
-        )
+        message = f"{record.name}: {record.trouble}"
+        fix = "switch it on, check its cable, and compare the address with its controller's"
+        return CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix=fix)
     address = record.labels.get("address")
-    says = f"{record.name} ({record.model}) answers at {address}" if address else f"{record.name} ({record.model})"
-    return CheckResult(check="robots", status=CheckStatus.OK, message=says)
+    message = f"{record.name} ({record.model}) answers at {address}" if address else f"{record.name} ({record.model})"
+    return CheckResult(check="robots", status=CheckStatus.OK, message=message)
 
 
 def _table(records: Sequence[ResourceRecord]) -> Table:
@@ -313,9 +311,9 @@ def _table(records: Sequence[ResourceRecord]) -> Table:
         load = f"{record.load:.0%}" if record.kind in (Kind.GPU, Kind.COMPUTE) else ""
         why = record.note or record.trouble
         since = f" since {format_time(record.seen_unix_s)}" if record.seen_unix_s else ""
-        told = f"{record.health}{since}{f' ({why})' if why else ''}"
+        text = f"{record.health}{since}{f' ({why})' if why else ''}"
         row = (record.name, record.kind, record.model, record.node)
-        table.add_row(*map(Text, row), Text(told, style=health), load, Text(_facts(record)), Text(record.found_by))
+        table.add_row(*map(Text, row), Text(text, style=health), load, Text(_facts(record)), Text(record.found_by))
     return table
 
 
@@ -330,34 +328,32 @@ def _event_line(event: DiscoveryEvent) -> Text:
     text = Text(time.strftime("%H:%M:%S "))
     text.append(f"{event.change:<13}", style=_CHANGE_STYLES.get(event.change, "default"))
     record = event.record
-    what = f"the probe {event.probe}" if record is None else f"{record.name} ({record.kind} {record.model})"
-    return text.append(f"{what}{f': {event.text}' if event.text else ''}")
+    subject = f"the probe {event.probe}" if record is None else f"{record.name} ({record.kind} {record.model})"
+    return text.append(f"{subject}{f': {event.text}' if event.text else ''}")
 
 
-def _show_findings(findings: Sequence[CheckResult]) -> None:
+def _print_results(results: Sequence[CheckResult]) -> None:
     console, table = Console(), Table.grid(padding=(0, 2))
-    for finding in findings:
-        word, style = _STATUS_STYLES[finding.status]
-        table.add_row(Text(word, style=style), finding.check, Text(finding.message))
-        if finding.fix:
-            table.add_row("", "", Text(f"-> {finding.fix}", style="bold"))
+    for result in results:
+        word, style = _STATUS_STYLES[result.status]
+        table.add_row(Text(word, style=style), result.check, Text(result.message))
+        if result.fix:
+            table.add_row("", "", Text(f"-> {result.fix}", style="bold"))
     console.print(table)
-    bad = sum(finding.status is CheckStatus.PROBLEM for finding in findings)
-    advice = sum(finding.status is CheckStatus.ADVICE for finding in findings)
+    bad = sum(result.status is CheckStatus.PROBLEM for result in results)
+    advice = sum(result.status is CheckStatus.ADVICE for result in results)
     console.print(f"{bad} problem(s), {advice} piece(s) of advice")
 
 
 def _placement_lines(placement: Placement, rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["The job can run now." if placement.assigned else "The job asks for nothing: it can run anywhere."]
+    lines = ["The job can run now." if placement.assigned else "The job requests nothing: it can run anywhere."]
     return lines + [f"  {row['asked']}: {format_list(row['gets'])} on {row['where']}" for row in rows]
 
 
 def _remote_robot_lines(remote_robots: Mapping[str, str]) -> list[str]:
-    return (
-        [f"It does not wait for its remote robots: {format_list(list(remote_robots.values()))}."]
-        if remote_robots
-        else []
-    )
+    if not remote_robots:
+        return []
+    return [f"It does not wait for its remote robots: {format_list(list(remote_robots.values()))}."]
 
 
 def _node_names(records: Sequence[ResourceRecord]) -> str:

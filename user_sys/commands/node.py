@@ -29,12 +29,12 @@ from user_sys.errors import ConfigError, RunError
 from user_sys.run.config import RunConfig
 
 START_TRIES = 4
-SLOW_START_S = (30.0, 180.0)  # Ray that ends by itself in between did not come up
+SLOW_START_S = (30.0, 180.0)  # Ray that ends in between did not start in time
 MAX_PORT = 65535
 
 
 def head_main(args: Namespace) -> int:
-    """``user-sys node head``: begins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+    """``user-sys node head``: starts a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
     _require_ray()
     if not 1 <= args.port <= MAX_PORT:
         raise ConfigError(f"--port {args.port}: a port is a number from 1 to {MAX_PORT}")
@@ -50,11 +50,11 @@ def head_main(args: Namespace) -> int:
 
 
 def join_main(args: Namespace) -> int:
-    """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
-    Ray's own. Raises HalError: the cluster is there, and refuses the token."""
+    """``user-sys node join ADDRESS``: joins a cluster, with endless tries. Blocks until Ctrl-C; the exit status is
+    Ray's own. Raises HalError: the cluster refuses the token."""
     _require_ray()
     if parse_host_port(args.address) is None:
-        raise ConfigError(f"{args.address!r} is no address to join at: write HOST:PORT, such as 10.0.0.2:{PORT}")
+        raise ConfigError(f"{args.address!r} is not an address: write HOST:PORT, such as 10.0.0.2:{PORT}")
     _require_local_ip(args.ip)
     labels, environment = _labels(args.label), node_environment(args.token)
     require_token(args.address, environment)
@@ -65,11 +65,11 @@ def join_main(args: Namespace) -> int:
 
 
 def _require_local_ip(ip: str) -> None:
-    """Raises ConfigError where this computer has no such address: Ray would try it for minutes."""
+    """Raises ConfigError if this computer has no such address, which Ray would try for minutes."""
     try:
         if ip:
             socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET).close()
-    except (OSError, ValueError):  # the latter: a name that cannot be one
+    except (OSError, ValueError):  # ValueError: an impossible name
         raise ConfigError(f"--ip {ip[:80]}: this computer has no such address") from None
 
 
@@ -79,15 +79,15 @@ def _require_ray() -> None:
 
 
 def _local_resources(args: Namespace) -> tuple[ResourceRecord, ...]:
-    """What is to be declared: CONFIG's robots, and the GPUs that are not hidden. What was not looked at is told."""
+    """The resources to declare: CONFIG's robots, and the GPUs that are not hidden. Prints the failures of probes."""
     robots: Sequence[RobotConfig] = load(RunConfig, args.config).robots if args.config else ()
-    mine = [robot for robot in robots if not args.robot or robot.name in args.robot]
-    if unknown := sorted(set(args.robot) - {robot.name for robot in mine}):
-        where = f"{args.config} names no such robot" if args.config else "give the CONFIG that names it"
-        raise ConfigError(f"--robot {unknown[0]}: {where}")
-    found = discover(resource_probes(mine))
+    chosen = [robot for robot in robots if not args.robot or robot.name in args.robot]
+    if unknown := sorted(set(args.robot) - {robot.name for robot in chosen}):
+        reason = f"{args.config} has no such robot" if args.config else "give the CONFIG with this robot"
+        raise ConfigError(f"--robot {unknown[0]}: {reason}")
+    found = discover(resource_probes(chosen))
     for probe, failure in sorted(found.failures.items()):
-        _print_line(f"what the probe {probe} looks for is not declared: {failure}")
+        _print_line(f"the resources of the probe {probe} are not declared: {failure}")
     return drop_hidden_gpus(found.records, os.environ)
 
 
@@ -98,41 +98,43 @@ def _labels(pairs: Sequence[str]) -> dict[str, str]:
     labels = dict(pair.split("=", 1) for pair in pairs)
     for word in (*labels, *labels.values()):
         if sanitize_label(word) != word:
-            why = f"at most {MAX_LABEL_CHARS} letters, digits, '-', '_' and '.', and none of these three at an end"
-            raise ConfigError(f"--label: Ray does not take {word[:80]!r}: {why}")
+            rule = (
+                f"use at most {MAX_LABEL_CHARS} letters, digits, '-', '_' and '.', with a letter or digit at each end"
+            )
+            raise ConfigError(f"--label: Ray refuses {word[:80]!r}: {rule}")
     return labels
 
 
 def _run_until_end(
     argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord], *, tries: int = START_TRIES
 ) -> int:
-    """Blocks for as long as Ray runs; starts it anew where it did not come up within the half minute that it has."""
+    """Blocks until Ray ends. Starts it again if it did not start within its own limit of half a minute."""
     has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
     _print_line(f"this node has {format_list(has) if has else 'neither robots nor GPUs'}")
     least_s, most_s = SLOW_START_S
     while True:
         began_s = time.monotonic()
-        status, asked = _run(argv, environment)
+        status, was_stopped = _run(argv, environment)
         slow = least_s <= time.monotonic() - began_s <= most_s
         tries -= 1
-        if asked or not status or not slow or not tries:
+        if was_stopped or not status or not slow or not tries:
             return status
-        _print_line("Ray did not come up in the time that it gives itself, since this computer is busy; trying again")
+        _print_line("Ray did not start within its own time limit, since this computer is busy; retrying")
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, bool]:
-    """Ray's exit status, and whether it was asked to end."""
-    asked = False
+    """Ray's exit status, and whether a signal has stopped it."""
+    was_stopped = False
     with subprocess.Popen(argv, env=environment, stdout=sys.stderr) as ray:
 
         def end(number: int, _: FrameType | None) -> None:
-            nonlocal asked
-            asked = True
+            nonlocal was_stopped
+            was_stopped = True
             ray.send_signal(signal.SIGTERM)
 
         before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            return ray.wait(), asked
+            return ray.wait(), was_stopped
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
