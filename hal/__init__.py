@@ -1,1 +1,1 @@
-"""What hardware is, where it is, who may drive it, and what it must never do."""
+"""The hardware layer: interfaces, limits and resources of robots. It imports nothing of the other packages."""

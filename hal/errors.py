@@ -1,4 +1,4 @@
-"""The hardware layer's errors, grouped by what the caller should do.
+"""The hardware layer's errors, grouped by the reaction of the caller.
 
 HalError
 ├── SpecError            discard: a value does not fit the spec; the robot never received it
