@@ -232,7 +232,7 @@ def test_site_trains_through_a_relay(robot: Path, tmp_path: Path) -> None:
         assert far.wait() == 0, far.err
         os.kill(again.process.pid, signal.SIGTERM)
         assert again.wait() == 0, again.err
-        assert "lab: left came in" in again.out
+        assert "lab: left connected" in again.out
     require_delivered(run, robot / "edge" / "left" / "outbox")
 
 

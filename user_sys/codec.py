@@ -1,17 +1,13 @@
-"""CRC-32C of bytes that are in memory.
-
-JPEG files from elsewhere: how large a picture claims to be is looked at before anything is made to hold it.
-
-Arrays and records as bytes: one format for the local socket, the tunnel and the store. Nothing is ever pickled.
+"""Packets: records and arrays as bytes, in one format for the local socket, the tunnel and the store.
 
 A *packet* is one contiguous buffer::
 
     magic 'USP2' | u32 record length | u32 layout length | record | layout | padding to 64 | arrays, each padded to 64
 
 The record is a `msgspec.Struct` in msgpack. The layout is a msgpack list of ``[name, dtype, shape]``, one for each
-array; it alone says where each array lies, so that no two can overlap, and the packet ends where the last one does. It
-holds nothing that changes from one chunk of a robot to the next: a layout seen before costs a look-up. Padding is of
-zeros, all numbers are little-endian.
+array. It alone determines the place of each array, so that arrays cannot overlap; the packet ends with the last one.
+All chunks of a robot have the same layout, so the parsed layout is cached. Padding is zero; numbers are little-endian.
+Nothing is ever pickled. The module also has the checksum of arrays in memory, and the size check of JPEG files.
 """
 
 from __future__ import annotations
@@ -34,39 +30,37 @@ GIL_HELD_MAX_BYTES = 1 << 20
 
 
 def checksum(body: bytes | bytearray | memoryview) -> int:
-    """CRC-32C of contiguous bytes; keeps the interpreter for up to `GIL_HELD_MAX_BYTES` of them, which takes 0.1 ms at
-    most.
+    """CRC-32C of contiguous bytes. It holds the GIL for up to `GIL_HELD_MAX_BYTES`, which takes at most 0.1 ms.
 
-    `crc32c` itself lets go of it from 32 KiB on, to have it back, beside a busy thread, only after that one's time
-    slice: milliseconds for a sum of microseconds. Bytes of a file that is mapped may have to be read first; for those
-    letting go is right.
+    `crc32c` by default releases the GIL from 32 KiB on. If another thread is busy, it then waits milliseconds for the
+    GIL after microseconds of work. For larger inputs, which may be mapped files, it releases the GIL.
     """
     return crc32c(body, 0, 0 if len(body) <= GIL_HELD_MAX_BYTES else -1)
 
 
-MAX_JPEG_PIXELS = 1 << 25  # 8K; a header of a few bytes may claim 65,535 x 65,535, which is 13 GB
+MAX_JPEG_PIXELS = 1 << 25  # 8K; a header of a few bytes can claim 65,535 x 65,535 pixels, which need 13 GB
 
 
 def jpeg_size(file: bytes | memoryview) -> tuple[int, int]:
-    """Height and width in pixels that a JPEG file claims; nothing is decoded.
+    """Height and width in pixels from the header of a JPEG file, without decoding it.
 
     Raises:
-        WireError: no JPEG file, or a picture of more than `MAX_JPEG_PIXELS`.
+        WireError: not a JPEG file, or a picture of more than `MAX_JPEG_PIXELS`.
     """
-    import simplejpeg  # here, because who sees no pictures does not install it
+    import simplejpeg  # optional: robots without cameras do not install it
 
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(file)
-    except (ValueError, KeyError) as error:  # KeyError: colours at a resolution that it has no name for, as 4:4:1
-        raise WireError(f"a frame is no JPEG file that can be read: {error!r}") from None
+    except (ValueError, KeyError) as error:  # KeyError: an unknown colour subsampling, for example 4:4:1
+        raise WireError(f"a frame is not a readable JPEG file: {error!r}") from None
     check_jpeg_size(height, width)
     return height, width
 
 
 def check_jpeg_size(height: int, width: int) -> None:
-    """Raises WireError: a picture of more than `MAX_JPEG_PIXELS`."""
+    """Raises WireError for a picture of more than `MAX_JPEG_PIXELS`."""
     if height * width > MAX_JPEG_PIXELS:
-        raise WireError(f"a frame that claims {width} x {height} pixels; the limit is {MAX_JPEG_PIXELS}")
+        raise WireError(f"a frame of {width} x {height} pixels; the limit is {MAX_JPEG_PIXELS} pixels")
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -78,7 +72,7 @@ MAX_HEADER_BYTES = 1 << 20  # of record and of layout, each
 MAX_PACKET_BYTES = 1 << 30
 MAX_DIMENSIONS = 8
 MAX_CACHED_LAYOUTS = 256
-MAX_CACHED_LAYOUT_BYTES = 4096  # longer ones are parsed each time: what strangers send cannot fill the memory
+MAX_CACHED_LAYOUT_BYTES = 4096  # longer layouts are not cached, so that a peer cannot fill the memory
 DTYPES = frozenset("bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split())
 
 _PREFIX = struct.Struct("<4sII")
@@ -94,7 +88,7 @@ _LAYOUT_DECODER = msgspec.msgpack.Decoder(tuple[_LayoutEntry, ...])
 
 
 class ArrayEntry(NamedTuple):
-    """One array of a packet; `offset` counts from the first array."""
+    """One array of a layout; `offset` counts from the start of the first array."""
 
     name: str
     dtype: np.dtype[Any]
@@ -104,11 +98,11 @@ class ArrayEntry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PacketLayout:
-    """Where a packet's arrays lie. Compared by identity; packets of one layout mostly share the object.
+    """The entries of a packet's arrays. Compared by identity; packets with equal layouts mostly share the object.
 
     Attributes:
-        arrays: in order, names unique.
-        size_bytes: of all arrays with their padding.
+        arrays: in order, with unique names.
+        size_bytes: of all arrays and their padding.
         fingerprint: CRC32C of the layout's bytes.
     """
 
@@ -118,25 +112,25 @@ class PacketLayout:
 
 
 class ParsedPacket(NamedTuple):
-    """A packet whose lengths are all checked: the record's bytes are not decoded yet, the arrays lie within `view`."""
+    """A packet with checked lengths. Its arrays are within `view`; its record is not decoded yet."""
 
     view: memoryview
     record: memoryview
     layout: PacketLayout
     arrays_offset: int
 
-    def array(self, place: ArrayEntry) -> Array:
+    def array(self, entry: ArrayEntry) -> Array:
         """A read-only view of one array of the layout."""
-        return np.ndarray(place.shape, place.dtype, self.view, self.arrays_offset + place.offset)
+        return np.ndarray(entry.shape, entry.dtype, self.view, self.arrays_offset + entry.offset)
 
-    def array_bytes(self, place: ArrayEntry) -> bytes:
-        """A copy of the bytes of one array of the layout: of a few, Python's own methods are faster than numpy's."""
-        start = self.arrays_offset + place.offset
-        return bytes(self.view[start : start + math.prod(place.shape) * place.dtype.itemsize])
+    def array_bytes(self, entry: ArrayEntry) -> bytes:
+        """A copy of the bytes of one array. For few bytes, methods of `bytes` are faster than numpy."""
+        start = self.arrays_offset + entry.offset
+        return bytes(self.view[start : start + math.prod(entry.shape) * entry.dtype.itemsize])
 
     def arrays(self) -> dict[str, Array]:
         """Read-only views of all arrays by name."""
-        return {place.name: self.array(place) for place in self.layout.arrays}
+        return {entry.name: self.array(entry) for entry in self.layout.arrays}
 
 
 def _aligned(n: int) -> int:
@@ -151,7 +145,7 @@ def encode_packet(record: msgspec.Struct, arrays: Mapping[str, Array]) -> bytes:
     """
     for name, array in arrays.items():
         if array.dtype.name not in DTYPES:
-            raise WireError(f"{name}: dtype {array.dtype} does not travel; use one of {sorted(DTYPES)}")
+            raise WireError(f"{name}: dtype {array.dtype} is not supported; use one of {sorted(DTYPES)}")
     raw = msgspec.msgpack.encode(record)
     layout = msgspec.msgpack.encode([(name, array.dtype.name, array.shape) for name, array in arrays.items()])
     offset = _aligned(_PREFIX.size + len(raw) + len(layout))
@@ -166,25 +160,25 @@ def encode_packet(record: msgspec.Struct, arrays: Mapping[str, Array]) -> bytes:
 
 
 def parse_packet(packet: bytes | memoryview) -> ParsedPacket:
-    """Finds record and arrays in `packet`. Every length is checked before it is used; no array is copied.
+    """Locates record and arrays in `packet`. Checks every length before its use; copies no array.
 
     Raises:
         WireError: bad magic, a layout that does not decode, or one that does not end where the packet ends.
     """
     view = memoryview(packet) if type(packet) is bytes else memoryview(packet).cast("B").toreadonly()
     if not _PREFIX.size <= len(view) <= MAX_PACKET_BYTES:
-        raise WireError(f"a packet of {len(view)} bytes; allowed are {_PREFIX.size} to {MAX_PACKET_BYTES}")
+        raise WireError(f"a packet has {len(view)} bytes; it must have {_PREFIX.size} to {MAX_PACKET_BYTES}")
     magic, record, layout = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise WireError(f"not a packet: it starts with {bytes(magic)!r}")
     middle, end = _PREFIX.size + record, _PREFIX.size + record + layout
     if max(record, layout) > MAX_HEADER_BYTES or end > len(view):
-        raise WireError(f"record of {record} and layout of {layout} bytes in a packet of {len(view)}")
+        raise WireError(f"a packet of {len(view)} bytes has a record of {record} and a layout of {layout} bytes")
     raw = bytes(view[middle:end])
     found = _parse_layout_cached(raw) if layout <= MAX_CACHED_LAYOUT_BYTES else _parse_layout(raw)
     start = _aligned(end)
     if start + found.size_bytes != len(view):
-        raise WireError(f"arrays of {found.size_bytes} bytes from {start} on in a packet of {len(view)}")
+        raise WireError(f"a packet of {len(view)} bytes has arrays of {found.size_bytes} bytes from {start} on")
     return ParsedPacket(view, view[_PREFIX.size : middle], found, start)
 
 
@@ -199,7 +193,7 @@ def decode_packet(packet: bytes | memoryview, kind: type[Record]) -> tuple[Recor
 
 
 def decode_packet_record(parts: ParsedPacket, kind: type[Record]) -> Record:
-    """The record of an opened packet. Raises WireError: it does not decode as `kind`."""
+    """The record of a parsed packet. Raises WireError if it does not decode as `kind`."""
     try:
         record: Record = _decoder(kind).decode(parts.record)
     except DECODE_ERRORS as error:
@@ -214,16 +208,16 @@ def _decoder(kind: type[Record]) -> msgspec.msgpack.Decoder[Record]:
 
 def _parse_layout(raw: bytes) -> PacketLayout:
     try:
-        entries = _LAYOUT_DECODER.decode(raw)
+        decoded = _LAYOUT_DECODER.decode(raw)
     except DECODE_ERRORS as error:
         raise WireError(f"packet layout does not decode: {error}") from None
-    places, offset = [], 0
-    for entry in entries:
-        places.append(_array_entry(entry, offset))
-        offset += _aligned(math.prod(entry.shape) * places[-1].dtype.itemsize)
-    if offset > MAX_PACKET_BYTES or len({place.name for place in places}) < len(places):
-        raise WireError(f"packet layout of {len(places)} arrays and {offset} bytes: too long, or a name twice")
-    return PacketLayout(tuple(places), offset, crc32c(raw))
+    entries, offset = list[ArrayEntry](), 0
+    for each in decoded:
+        entries.append(_array_entry(each, offset))
+        offset += _aligned(math.prod(each.shape) * entries[-1].dtype.itemsize)
+    if offset > MAX_PACKET_BYTES or len({entry.name for entry in entries}) < len(entries):
+        raise WireError(f"packet layout of {len(entries)} arrays and {offset} bytes: too long, or a duplicate name")
+    return PacketLayout(tuple(entries), offset, crc32c(raw))
 
 
 _parse_layout_cached = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(_parse_layout)
@@ -235,6 +229,7 @@ def _array_entry(entry: _LayoutEntry, offset: int) -> ArrayEntry:
     if len(entry.shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_PACKET_BYTES for n in entry.shape):
         raise WireError(f"{entry.name[:80]!r}: shape {entry.shape[:9]} is not allowed")
     dtype = np.dtype(entry.dtype)
-    if math.prod(n or 1 for n in entry.shape) * dtype.itemsize > MAX_PACKET_BYTES:  # numpy refuses such empty arrays
-        raise WireError(f"{entry.name[:80]!r}: shape {entry.shape} is too large, were it not empty")
+    size_if_not_empty = math.prod(n or 1 for n in entry.shape) * dtype.itemsize
+    if size_if_not_empty > MAX_PACKET_BYTES:  # numpy rejects such empty arrays too
+        raise WireError(f"{entry.name[:80]!r}: shape {entry.shape} is too large, also for an empty array")
     return ArrayEntry(entry.name, dtype, entry.shape, offset)

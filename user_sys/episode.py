@@ -1,35 +1,35 @@
-"""Episodes: what a step holds, and the chunks in which an episode travels and is stored.
+"""Episodes: the columns of a step, and the chunks in which an episode is sent and stored.
 
-An episode streams in *chunks* while it runs. A chunk is self-contained: it names its episode, robot, embodiment and
-task, so that each can be checked and kept without the others. (episode, index) identifies it for ever.
+A running episode is sent in *chunks*. A chunk is self-contained: it names its episode, robot, embodiment and task, so
+it can be checked and stored without the others. (episode, index) identifies it permanently.
 
 Columns of a chunk of T steps (row t is step ``first_step + t``):
 
 ====================== ================ ======================================================================
-``observation.*``      float32 (T, d)   what the robot sensed before the step
-``action``             float32 (T, a)   what the policy or the person asked for, in the action spec's units
-``action.applied``     float32 (T, a)   what the safety kernel let through and the robot applied
+``observation.*``      float32 (T, d)   sensor values before the step
+``action``             float32 (T, a)   requested by the policy or operator, in the action spec's units
+``action.applied``     float32 (T, a)   passed by the safety kernel and applied by the robot
 ``reward``             float32 (T,)     of this step
 ``terminated``         bool (T,)        the task ended here; do not bootstrap
 ``truncated``          bool (T,)        cut off here; bootstrap from the final observation
-``phase``              uint8 (T,)       `Phase`: who was in control
-``safety``             uint16 (T,)      bit set of ``hal.safety.Reason``: why applied differs from action; 0 if equal
-``policy_version``     int64 (T,)       the weights that acted; -1 where no policy did, -2 where another run's did
-``log_prob``           float32 (T,)     of the behaviour policy; NaN where it has none
+``phase``              uint8 (T,)       `Phase`: the source of control
+``safety``             uint16 (T,)      bit set of ``hal.safety.Reason``: reason for a difference of applied; 0 if equal
+``policy_version``     int64 (T,)       version of the weights; -1 without a policy, -2 for another run's weights
+``log_prob``           float32 (T,)     of the behaviour policy; NaN without one
 ``t_capture_ns``       int64 (T,)       monotonic clock of the edge: observation captured
 ``t_inference_ns``     int64 (T,)       ... action known
 ``t_command_ns``       int64 (T,)       ... command applied
 ====================== ================ ======================================================================
 
-Only the first two kinds may take any shape that fits; a chunk may leave out columns that nobody measured.
+Columns of the first two kinds may have any shape. A chunk may omit columns without values.
 
-A camera's frames are four columns. ``observation.images.<camera>`` has the new frames one after the other, either JPEG
-files joined, uint8 (bytes,), or raw RGB pictures, uint8 (n, height, width, 3). Beside it stand, with one value a step:
+A camera has four columns. ``observation.images.<camera>`` has the new frames one after the other: joined JPEG files as
+uint8 (bytes,), or raw RGB pictures as uint8 (n, height, width, 3). The others have one value for each step:
 
 ================== ============ ===========================================================================
-``.length``        int32 (T,)   the bytes of the step's frame; 0: the frame before still stands
-``.crc``           uint32 (T,)  their CRC32C, so that a reader can check the one frame it needs
-``.t_capture_ns``  int64 (T,)   monotonic clock of the edge: the frame that stands was captured; 0: none stood
+``.length``        int32 (T,)   bytes of the step's frame; 0: the previous frame is still valid
+``.crc``           uint32 (T,)  their CRC32C, so that a reader can check a single frame
+``.t_capture_ns``  int64 (T,)   monotonic clock of the edge: capture of the valid frame; 0: no frame
 ================== ============ ===========================================================================
 """
 
@@ -82,13 +82,13 @@ SCALAR_DTYPES = {
     "t_command_ns": "int64",
 }
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Text = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]  # for people: no pattern, but an index keeps them
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]  # free text; the limit protects the index
 _Number = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Phase(enum.IntEnum):
-    """Who was in control of a step, and to what end."""
+    """The source of control of a step."""
 
     POLICY = 0
     TELEOP = 1
@@ -100,7 +100,7 @@ _PHASES = bytes(Phase)
 
 
 class EpisodeSource(enum.StrEnum):
-    """Where an episode comes from."""
+    """The purpose for which an episode was recorded."""
 
     DEMO = "demo"
     ONLINE = "online"
@@ -108,7 +108,7 @@ class EpisodeSource(enum.StrEnum):
 
 
 class EpisodeEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How an episode ended; `success` is None where nobody knows."""
+    """The end of an episode; `success` is None if it is unknown."""
 
     steps: _Count
     success: bool | None
@@ -116,7 +116,7 @@ class EpisodeEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a chunk is part of. What is out of bounds, of its end too, does not decode.
+    """The metadata of a chunk. A header or end with a value out of its limits does not decode.
 
     Attributes:
         end: set on an episode's last chunk only.
@@ -140,7 +140,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A header and its columns; `final` is the observation after the last step, where ``header.end`` is set."""
+    """A header and its columns. If ``header.end`` is set, `final` is the observation after the last step."""
 
     header: ChunkHeader
     columns: Mapping[str, Array]
@@ -151,7 +151,7 @@ class Chunk:
 
 
 class PackedChunk(NamedTuple):
-    """A chunk that was checked and whose arrays are not unpacked yet."""
+    """A validated chunk whose arrays are not unpacked yet."""
 
     header: ChunkHeader
     packet: ParsedPacket
@@ -162,9 +162,9 @@ class PackedChunk(NamedTuple):
         return self.packet.layout.fingerprint
 
     def column(self, name: str) -> Array | None:
-        """A read-only view of one column; None where the chunk has none of that name."""
-        place = _chunk_layout(self.packet.layout).scalars.get(name)
-        return None if place is None else self.packet.array(place)
+        """A read-only view of one column, or None."""
+        entry = _chunk_layout(self.packet.layout).scalars.get(name)
+        return None if entry is None else self.packet.array(entry)
 
     def unpack(self) -> Chunk:
         """The chunk; its arrays are read-only views of the packet."""
@@ -185,7 +185,7 @@ class _Camera(NamedTuple):
 
 @dataclass(frozen=True)
 class _ChunkLayout:
-    """What a valid layout says about a chunk; `rows` is -1 where nothing says how many steps there are."""
+    """The columns of a valid layout; `rows` is -1 if no column has one row for each step."""
 
     rows: int
     cameras: tuple[_Camera, ...]
@@ -198,26 +198,26 @@ def decode_chunk(packet: bytes | memoryview) -> Chunk:
 
 
 def parse_chunk(packet: bytes | memoryview) -> PackedChunk:
-    """Checks the chunk in `packet` wholly without unpacking it; cheap where chunks of the same layout came before.
+    """Validates the chunk in `packet` without unpacking it. The checks of a layout are cached.
 
     Raises:
-        WireError: damaged bytes, a name that could not be a file's, columns of unlike length or of the wrong kind, or
-            frames that do not add up.
+        WireError: damaged bytes, a name that is not safe as a file name, columns of different lengths or of a wrong
+            dtype, or frames whose lengths do not add up.
     """
     parts = parse_packet(packet)
     header = decode_packet_record(parts, ChunkHeader)
     _check_names(header.episode, header.robot, header.embodiment, header.task)
-    rules = _chunk_layout(parts.layout)
-    if rules.rows not in (header.steps, -1):
-        raise WireError(f"episode {header.episode}: columns of {rules.rows} rows in a chunk of {header.steps} steps")
-    for camera in rules.cameras:
+    layout = _chunk_layout(parts.layout)
+    if layout.rows not in (header.steps, -1):
+        raise WireError(f"episode {header.episode}: columns of {layout.rows} rows in a chunk of {header.steps} steps")
+    for camera in layout.cameras:
         _check_lengths(camera, parts.array(camera.length))
-    reward = rules.scalars.get("reward")
-    if reward is not None and not math.isfinite(sum(parts.array(reward).tolist())):  # no float32s sum beyond a float
-        raise WireError(f"episode {header.episode}: a reward is no finite number")
-    phase = rules.scalars.get("phase")
-    if phase is not None and (strange := parts.array_bytes(phase).translate(None, _PHASES)):
-        raise WireError(f"episode {header.episode}: there is no phase {strange[0]}")
+    reward = layout.scalars.get("reward")
+    if reward is not None and not math.isfinite(sum(parts.array(reward).tolist())):  # float32 sums fit a float
+        raise WireError(f"episode {header.episode}: a reward is not finite")
+    phase = layout.scalars.get("phase")
+    if phase is not None and (unknown := parts.array_bytes(phase).translate(None, _PHASES)):
+        raise WireError(f"episode {header.episode}: unknown phase {unknown[0]}")
     return PackedChunk(header, parts)
 
 
@@ -230,60 +230,61 @@ def _check_names(*names: str) -> None:
 
 @lru_cache(maxsize=MAX_CACHED_LAYOUTS)
 def _chunk_layout(layout: PacketLayout) -> _ChunkLayout:
-    for place in layout.arrays:
-        _check_column(place)
-    columns = {place.name: place for place in layout.arrays if not place.name.startswith(FINAL_PREFIX)}
+    for entry in layout.arrays:
+        _check_column(entry)
+    columns = {entry.name: entry for entry in layout.arrays if not entry.name.startswith(FINAL_PREFIX)}
     cameras = tuple(_cameras(columns))
     ragged = {camera.frames.name for camera in cameras}
-    rows = {place.shape[0] if place.shape else -1 for name, place in columns.items() if name not in ragged}
+    rows = {entry.shape[0] if entry.shape else -1 for name, entry in columns.items() if name not in ragged}
     if len(rows) > 1 or (rows and min(rows) < 0):
-        raise WireError(f"columns of unlike length: {[(name[:80], place.shape) for name, place in columns.items()]}")
+        shapes = [(name[:80], entry.shape) for name, entry in columns.items()]
+        raise WireError(f"columns of different lengths: {shapes}")
     for name in SCALAR_DTYPES.keys() & columns.keys():
         _expect(columns[name], SCALAR_DTYPES[name])
     scalars = {name: columns[name] for name in SCALAR_DTYPES if name in columns}
     return _ChunkLayout(rows.pop() if rows else -1, cameras, scalars)
 
 
-def _check_column(place: ArrayEntry) -> None:
-    """Raises WireError for a name that could leave its folder or break a line, and for a final value of no vector."""
-    name = place.name
+def _check_column(entry: ArrayEntry) -> None:
+    """Raises WireError for an unsafe name (slashes, unprintable), and for a final value that is not an array."""
+    name = entry.name
     if not 0 < len(name) <= MAX_COLUMN_CHARS or not name.isprintable() or "/" in name or "\\" in name:
         raise WireError(f"{name[:80]!r} is not a column's name (printable, no slashes)")
-    if name.startswith(FINAL_PREFIX) and not place.shape:
-        raise WireError(f"{name[:80]!r} is a single value; a final observation has vectors and pictures")
-    if name.startswith(FINAL_PREFIX + IMAGE_PREFIX) and (place.dtype != np.uint8 or len(place.shape) not in (1, 3, 4)):
-        raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} is neither a JPEG file nor a raw frame")
+    if name.startswith(FINAL_PREFIX) and not entry.shape:
+        raise WireError(f"{name[:80]!r} is a scalar; a final observation has vectors and pictures")
+    if name.startswith(FINAL_PREFIX + IMAGE_PREFIX) and (entry.dtype != np.uint8 or len(entry.shape) not in (1, 3, 4)):
+        raise WireError(f"{name[:80]!r}: {entry.dtype} {entry.shape} is neither a JPEG file nor a raw frame")
 
 
 def _cameras(columns: Mapping[str, ArrayEntry]) -> Iterator[_Camera]:
-    for name, place in columns.items():
+    for name, entry in columns.items():
         if not name.startswith(IMAGE_PREFIX) or name.endswith(FRAME_SUFFIXES):
             continue
-        if place.dtype != np.uint8 or len(place.shape) not in (1, 4) or (len(place.shape) == 4 and place.shape[3] != 3):
-            raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} are neither JPEG files nor raw frames")
+        if entry.dtype != np.uint8 or len(entry.shape) not in (1, 4) or (len(entry.shape) == 4 and entry.shape[3] != 3):
+            raise WireError(f"{name[:80]!r}: {entry.dtype} {entry.shape} are neither JPEG files nor raw frames")
         missing = [suffix for suffix in FRAME_SUFFIXES if name + suffix not in columns]
         if missing:
             why = "it is damaged, or of a version that did not keep it"
-            raise WireError(f"{name[:80]!r} comes without its column {missing[0]!r}: {why}")
+            raise WireError(f"{name[:80]!r} is without its column {missing[0]!r}: {why}")
         _expect(columns[name + CRC_SUFFIX], "uint32")
         _expect(columns[name + LENGTH_SUFFIX], "int32")
         _expect(columns[name + CAPTURE_TIME_SUFFIX], "int64")
-        yield _Camera(place, columns[name + LENGTH_SUFFIX])
+        yield _Camera(entry, columns[name + LENGTH_SUFFIX])
 
 
-def _expect(place: ArrayEntry, dtype: str) -> None:
-    if place.dtype != dtype or len(place.shape) != 1:
-        raise WireError(f"{place.name[:80]!r} is {place.dtype} {place.shape}; it must be {dtype} and one a step")
+def _expect(entry: ArrayEntry, dtype: str) -> None:
+    if entry.dtype != dtype or len(entry.shape) != 1:
+        raise WireError(f"{entry.name[:80]!r} is {entry.dtype} {entry.shape}; it must be {dtype}, one for each step")
 
 
 def _check_lengths(camera: _Camera, lengths: Array) -> None:
-    """Raises WireError unless the frames of a camera's steps take exactly the bytes that there are."""
-    shape, each = camera.frames.shape, lengths.tolist()  # a few: Python's own arithmetic is faster
+    """Raises WireError unless the frame lengths of a camera add up to the bytes of its frames."""
+    shape, each = camera.frames.shape, lengths.tolist()  # for few values, Python is faster than numpy
     whole = min(each) >= 0 and sum(each) == math.prod(shape)
     if whole and len(shape) == 4:
         whole = set(each) <= {0, math.prod(shape[1:])}
     if not whole:
-        raise WireError(f"{camera.frames.name[:80]!r}: the lengths do not add up to frames of {shape}")
+        raise WireError(f"{camera.frames.name[:80]!r}: the frame lengths do not add up to {shape}")
 
 
 def frame_columns(
@@ -293,9 +294,9 @@ def frame_columns(
 
     Args:
         feature: ``observation.images.<camera>``.
-        frames: each step's frame, None where the one before still stands: JPEG files, or uint8 (h, w, 3), all of one
-            kind and size. Where all are None the frames count as JPEG.
-        captured_ns: for each step, when the frame that stands was captured, by the monotonic clock; 0 where none does.
+        frames: each step's frame, or None if the previous one is still valid: JPEG files, or uint8 (h, w, 3), all of
+            one kind and size. If all are None, the frames count as JPEG.
+        captured_ns: for each step, the capture time of the valid frame by the monotonic clock; 0 without one.
 
     Raises:
         WireError: JPEG files and arrays mixed, or arrays of another kind.
@@ -305,7 +306,7 @@ def frame_columns(
     files = [frame for frame in new if isinstance(frame, bytes)]
     joined = np.stack(raw) if raw else np.frombuffer(b"".join(files), np.uint8)
     if raw and (files or raw[0].dtype != np.uint8 or raw[0].ndim != 3):
-        raise WireError(f"{feature}: frames are JPEG files or uint8 (h, w, 3) all through")
+        raise WireError(f"{feature}: frames must be all JPEG files, or all uint8 (h, w, 3) of one size")
     following = iter(raw or files)
     flat = [b"" if frame is None else memoryview(next(following)).cast("B") for frame in frames]
     return {
@@ -317,5 +318,5 @@ def frame_columns(
 
 
 def new_episode_id(robot: str) -> str:
-    """An identifier that sorts by time and is never drawn twice, e.g. ``panda-0-1763695921123-9f2c1a04b7``."""
+    """A unique identifier that sorts by time, e.g. ``panda-0-1763695921123-9f2c1a04b7``."""
     return f"{robot}-{time.time_ns() // 1_000_000}-{secrets.token_hex(5)}"

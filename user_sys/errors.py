@@ -1,22 +1,22 @@
 """The learning system's errors, grouped by what the caller should do.
 
 UserSysError
-├── ConfigError        mend the configuration; the message names the key and the remedy
-├── RunError           mend the run folder or the machine (port, disk, EGL); nothing was lost
-│   └── DiskFull       wait for room: nothing that was written before is lost
-├── WireError          discard: bytes that do not decode within their bounds
-├── StoreError         stop and look: the durable log cannot be used as asked
-│   ├── StoreLocked    another process writes this store; the message names it
-│   ├── StoreCorrupt   a record is damaged; its neighbours stay readable
-│   ├── StoreGone      the record was dropped by retention or compaction
-│   ├── StoreFull      the disk is full: free some; nothing that was acknowledged is lost
-│   └── StoreVersion   another format version wrote it
-├── DataSetError       mend or replace the data set; the message names the file
-├── TunnelError        reconnect
-│   ├── Refused        do not retry: key, version or identity was refused; the message says which
-│   └── LinkDown       retry later: no peer within the deadline
-├── PolicyAway         hold the robot, and ask again: a policy that acts elsewhere gives no action now
-└── AuthorityError     an illegal transition of control over a robot
+├── ConfigError                  change the configuration; the message names the key and the remedy
+├── RunError                     mend the run folder or the machine (port, disk, EGL); no data was lost
+│   └── DiskFull                 wait for disk space; no written data was lost
+├── WireError                    discard: bytes that do not decode within their limits
+├── StoreError                   stop and inspect: the store cannot be used as requested
+│   ├── StoreLocked              another process writes this store; the message names it
+│   ├── StoreCorrupt             a record is damaged; other records stay readable
+│   ├── StoreRecordGone          retention or compaction has deleted the record
+│   ├── StoreFull                the disk is full: free some space; no acknowledged data was lost
+│   └── StoreVersionMismatch     another format version wrote it
+├── DataSetError                 mend or replace the data set; the message names the file
+├── TunnelError                  reconnect
+│   ├── SessionRefused           do not retry: key, version or identity was refused; the message says which
+│   └── LinkDown                 retry later: no peer within the deadline
+├── PolicyUnavailable            hold the robot and retry: a remote policy gives no action now
+└── AuthorityError               an illegal transition of control over a robot
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RunError(UserSysError):
 
 
 class DiskFull(RunError):
-    """A disk has no room for what is to be written.
+    """A disk has no space for the data to write.
 
     Attributes:
-        path: the folder on that disk.
-        needed_bytes, free_bytes: for what is to be written; and what the disk has.
+        path: a folder on that disk.
+        needed_bytes, free_bytes: the bytes to write, and the free bytes of the disk.
     """
 
     def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
@@ -50,17 +50,17 @@ class DiskFull(RunError):
 
 
 def disk_full_message(path: Path, needed_bytes: float, free_bytes: float) -> str:
-    """What people are told of a full disk."""
+    """The message to people about a full disk."""
     needed, free = needed_bytes / 1e6, free_bytes / 1e6
     return f"waiting for disk space in {path}: needs {needed:.3g} MB, {free:.3g} MB free"
 
 
 class WireError(UserSysError):
-    """Bytes from a peer or a file that do not decode."""
+    """Bytes from a peer or a file do not decode."""
 
 
 class StoreError(UserSysError):
-    """The durable log cannot be used as asked."""
+    """The store cannot be used as requested."""
 
 
 class StoreLocked(StoreError):
@@ -72,7 +72,7 @@ class StoreCorrupt(StoreError):
 
 
 class StoreRecordGone(StoreError):
-    """The record was dropped by retention or compaction: forget it."""
+    """Retention or compaction has deleted the record."""
 
 
 class StoreFull(StoreError):
@@ -80,11 +80,11 @@ class StoreFull(StoreError):
 
 
 class StoreVersionMismatch(StoreError):
-    """The store was written in another format version."""
+    """Another format version wrote the store."""
 
 
 class DataSetError(UserSysError):
-    """A data set in a foreign format cannot be read, or cannot hold what it should."""
+    """A data set in a foreign format cannot be read, or cannot represent the data."""
 
 
 class TunnelError(UserSysError):
@@ -92,7 +92,7 @@ class TunnelError(UserSysError):
 
 
 class SessionRefused(TunnelError):
-    """The peer refused us for good."""
+    """The gateway refused the session for good."""
 
 
 class LinkDown(TunnelError):
@@ -100,7 +100,7 @@ class LinkDown(TunnelError):
 
 
 class PolicyUnavailable(UserSysError):
-    """A policy that acts in another process gives no action now; the message is for the robot's people."""
+    """A policy in another process gives no action now; the message is for the robot's operators."""
 
 
 class AuthorityError(UserSysError):

@@ -1,14 +1,12 @@
-"""What is said about weights: manifests of versions, parcels that carry them, and people's orders.
+"""Every message that crosses a process or a network boundary: frozen, typed, versioned.
 
-A *version* is what the learner published under one number. Each *form* of it (exact, or rounded) has a manifest with
-the digest of every tensor, signed by the learner. *Parcels* are the bytes that lead to a form: a full one from nothing,
-others from an earlier version of the same form. They need no signature: what comes of them must have the manifest's
-digests.
+A message is one msgpack frame. `ChunkOffer`, `Preview` and `WeightsBlocks` have a second frame with bulk bytes. Each
+channel decodes only its own union, so a message on the wrong channel is refused.
 
-Every message that crosses a process or a network boundary: frozen, typed, versioned.
-
-A message travels as one msgpack frame. Some (`ChunkOffer`, `Preview`, `WeightsBlocks`) announce a second
-frame with bulk bytes. Each channel decodes only its own union, so a message on the wrong channel is refused.
+Weights: a *version* is a publication of the learner. For each precision (exact or rounded) it has a manifest with the
+digest of every tensor, which the learner signs. A *patch* is the bytes that lead to a version: a full one from nothing,
+others from an earlier version in the same precision. Patches need no signature: their result must have the digests of
+the manifest. The fields `form`, `parcel` and `life` keep their names of protocol version 4.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ PatchCodec: TypeAlias = Literal["full", "delta", "parts", "table"]
 
 NO_VERSION = -1
 FOREIGN_RUN = -2
-"""In the place of a version of another run, or of one not known to be of this: its number would say nothing here."""
+"""Replaces the version of another or an unknown run, because its number has no meaning in this run."""
 MAX_PATCH_BYTES = 1 << 34
 MAX_BLOCKS = 4096
 MAX_TENSORS = 1 << 15
-"""of a version, in each of its forms; the scales of integers count."""
+"""Limit for one manifest; the scales of integer tensors count."""
 MAX_TABLE_BYTES = 16 << 20
 INLINE_TABLE_BYTES = 32 << 10
-"""A manifest whose table of tensors is longer is without it; the table travels as a parcel of its own."""
+"""A longer table of tensors is not part of its manifest; it is a patch with codec ``table``."""
 TENSOR_TABLE: Literal["table"] = "table"
 CRC_BYTES = 4
 DIGEST_BYTES = 32
@@ -43,9 +41,7 @@ RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
 
 class PublisherEpoch(msgspec.Struct, frozen=True):
-    """Of which run, and in which of its lives, a learner publishes; see `WeightsManifest` and
-    `user_sys.weights.signing`.
-    """
+    """A run, and the number of the learner's start in it; see `user_sys.weights.signing`."""
 
     run: bytes = b""
     number: int = 0
@@ -64,19 +60,19 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One form of a version: policy and normalizers, complete.
+    """A version in one precision: all tensors of the policy and its normalizers.
 
     Attributes:
-        version: grows with each publication of a run, and over restarts of its learner.
-        updates: how many updates the learner had made.
-        form: ``exact``; or ``bf16`` / ``int8`` for inference, rounded at the source.
-        tensors: in the order of their names; none where their table travels apart, as a parcel of `table_bytes`.
-        digest: of `form` and `tensors`, so of every byte.
+        version: grows with each publication of a run, also over restarts of its learner.
+        updates: the number of updates that the learner had made.
+        form: the precision: ``exact``, or ``bf16`` / ``int8``, which the learner rounds for inference.
+        tensors: sorted by name; empty if their table is a patch of `table_bytes`.
+        digest: of `form` and `tensors`, and so of every byte.
         size_bytes: of all tensors.
-        published_unix_ns: the learner's clock.
-        max_error, rms_error: of rounding: the largest, in the tensors' unit, and relative to their root mean square.
-        run: identifies the run whose numbers these are; see `user_sys.weights.signing`.
-        life: of the learner; of two runs the later has the greater ones.
+        published_unix_ns: by the learner's clock.
+        max_error, rms_error: rounding errors: the largest, in the tensors' unit, and the one relative to their RMS.
+        run: the run that the version numbers belong to; see `user_sys.weights.signing`.
+        life: the number of the learner's start; a later run has greater ones.
     """
 
     version: int
@@ -94,15 +90,14 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether `tensors` are there."""
+        """Whether `tensors` has the table."""
         return bool(self.tensors) or not self.table_bytes
 
 
 class PinnedVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A person's word: from now on every robot acts with `version`, or again with the newest (`NO_VERSION`).
+    """A person's pin: every robot uses `version`, or the newest again (`NO_VERSION`).
 
-    It says nothing of versions of another run than `run`. `serial` grows with each order; receivers obey only one that
-    is newer than the last of its run that they obeyed.
+    It applies to `run` only. `serial` grows with each pin; a receiver applies a pin only if it is newer than its last.
     """
 
     serial: int
@@ -121,18 +116,17 @@ class SignedRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PatchInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One parcel: what it leads to, from where, and how to check its pieces as they come.
+    """A patch: its base, its result, and the checksums of its blocks.
 
     Attributes:
-        id: BLAKE3 of what it leads to, from where and how: a parcel is the same wherever it lies.
-        base: the version that it changes; of ``parts``, the oldest of those that it changes; `NO_VERSION` for a full
-            one.
-        base_digest: of that version's manifest; empty for a full one.
-        codec: ``full``: every tensor; ``parts``: whole tensors, all that changed since `base`, so that it changes any
-            version of the same life from there on; ``delta``: changed bits too.
-            ``table``: no tensor, but what they are and their digests, for a manifest that is without.
-        block_bytes: it is checked, and asked for, in grains of so many bytes; the last one may be shorter.
-        crcs: CRC32C of each grain, little-endian, one after the other.
+        id: BLAKE3 of base, result and codec, so equal at every peer.
+        base: the version that it changes; `NO_VERSION` for a full patch. Of ``parts``, the oldest possible base.
+        base_digest: of the base's manifest; empty for a full patch.
+        codec: ``full``: every tensor. ``parts``: whole tensors, all that changed since `base`; it applies to every
+            later version of the same start of the learner. ``delta``: changed bits. ``table``: no tensor, but the
+            table for a manifest without one.
+        block_bytes: receivers request and check blocks of this size; the last one may be shorter.
+        crcs: CRC32C of each block, little-endian, concatenated.
     """
 
     id: bytes
@@ -151,7 +145,7 @@ class PatchInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_record(raw: bytes, kind: type[RecordT]) -> RecordT:
-    """Raises WireError: not a record of this kind."""
+    """Raises WireError if `raw` is not a record of this kind."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except DECODE_ERRORS as error:
@@ -159,7 +153,7 @@ def decode_record(raw: bytes, kind: type[RecordT]) -> RecordT:
 
 
 def check_patch(info: PatchInfo) -> None:
-    """Whether a parcel's description is within its bounds, before anything is allocated for it. Raises WireError."""
+    """Raises WireError unless the fields of a patch are within their limits. Call it before allocating memory."""
     sound = (
         0 < info.size_bytes <= (MAX_TABLE_BYTES if info.codec == TENSOR_TABLE else MAX_PATCH_BYTES)
         and 0 < info.block_bytes
@@ -171,12 +165,13 @@ def check_patch(info: PatchInfo) -> None:
     )
     if not sound:
         raise WireError(
-            f"the description of a parcel to version {info.version} of {info.size_bytes} bytes is not sound"
+            f"invalid description of a patch to version {info.version} with {info.size_bytes} bytes: a field is out of "
+            "its limits"
         )
 
 
 PROTOCOL_VERSION = 4
-OLDEST_PROTOCOL = 4  # the oldest version that this release still speaks
+OLDEST_PROTOCOL = 4  # the oldest version that this release supports
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -189,9 +184,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """First message of a client on each channel. Its key decides which `name` and `role` it may claim.
 
-    It speaks all versions from `oldest` to `protocol`; 0 stands for `protocol` alone. `holder` is a robot session's
-    name in leases: while another holds the robot, the gateway refuses the connection. `stream` names a robot's outbox:
-    within one stream, sequence numbers of chunks never start anew.
+    Attributes:
+        protocol, oldest: the newest and oldest protocol version that it supports; 0 means `protocol` only.
+        holder: a robot session's name in leases. The gateway refuses the session while another holder has the robot.
+        stream: names a robot's outbox; sequence numbers of chunks are unique in a stream.
     """
 
     protocol: int
@@ -204,10 +200,10 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The gateway accepts, and speaks version `protocol` from here on.
+    """The gateway accepts the session and uses protocol version `protocol`.
 
-    On the experience channel, `resume_after` is the newest chunk of the robot's `stream` that is known to be durable,
-    so that it is not sent again; -1 where the gateway does not know.
+    On the experience channel, `resume_after` is the newest durable chunk of the robot's `stream`, so that the robot
+    does not resend it; -1 if the gateway does not know one.
     """
 
     protocol: int
@@ -216,15 +212,15 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
-    """The gateway refuses for good; `reason` is a sentence for a person."""
+    """The gateway refuses the session for good; `reason` is a sentence for a person."""
 
     reason: str
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
-    """Sent by the client on each channel, and answered on each when it came on control, with the gateway's clock.
+    """The client sends it on each channel. The gateway echoes the one of control on all channels, with its clock.
 
-    Control's give the clock's offset and the round trip; the others' only show that something still comes.
+    The echo on control measures the clock offset and the round trip; the others only show that a channel is alive.
     """
 
     t_client_ns: int
@@ -232,7 +228,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class CreditGrant(Message, frozen=True, kw_only=True, tag="grant"):
-    """Flow control: how many messages and bytes the receiver of this may have sent on this channel since it opened."""
+    """Flow control: the total of messages and bytes that the peer may have sent on this channel since it opened."""
 
     messages: int
     size_bytes: int
@@ -242,10 +238,11 @@ class CreditGrant(Message, frozen=True, kw_only=True, tag="grant"):
 
 
 class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease-request"):
-    """A session asks to drive `robot`, or renews when `token` is the one it holds.
+    """A session requests a lease of `robot`, or renews the lease with `token`.
 
-    `floor` is the newest token that the robot's driver has seen: what is granted must be greater.
-    `asked_ns` is when it was sent, by the sender's `hal.lease.lease_clock_ns`.
+    Attributes:
+        floor: the newest token that the robot's driver has seen; a granted token must be greater.
+        asked_ns: time of sending, by the sender's `hal.lease.lease_clock_ns`.
     """
 
     robot: str
@@ -256,7 +253,7 @@ class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease-request"):
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease-grant"):
-    """`asked_ns` is that of the request: the lease lasts for `ttl_s` from then on, however late this arrives."""
+    """A granted lease. It lasts for `ttl_s` from `asked_ns` of the request, also if this message is late."""
 
     robot: str
     holder: str
@@ -266,7 +263,7 @@ class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease-grant"):
 
 
 class LeaseRefusal(Message, frozen=True, kw_only=True, tag="lease-refusal"):
-    """`reason` names the holder. `token` is that of the request: 0 where it asked for a new lease."""
+    """A refused lease; `reason` names the holder. `token` is that of the request: 0 for a new lease."""
 
     robot: str
     reason: str
@@ -282,12 +279,13 @@ class LeaseRelease(Message, frozen=True, kw_only=True, tag="lease-release"):
 
 
 class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
-    """A person's order to one robot. `twist` has one element an action element, each in [-1, 1]; only for ``drive``.
+    """A person's command to one robot. ``release`` ends the operator's control: the robot holds.
 
-    ``release`` ends the operator's control: the robot holds. The console sends it when a page goes away.
-    `sequence` grows with each order of a console. An ``e-stop`` travels on a channel of its own and is repeated under
-    the same `press` until it is confirmed.
-    `address` is the computer of the person's browser, if the console knows it.
+    Attributes:
+        twist: only of ``drive``: one value in [-1, 1] for each action element.
+        sequence: grows with each command of a console.
+        press: of an ``e-stop``, which uses the stop channel and is repeated under the same number until confirmed.
+        address: the computer of the person's browser, if the console knows it.
     """
 
     robot: str
@@ -300,12 +298,12 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
 
     @property
     def issuer(self) -> str:
-        """Who gives it, and from where."""
+        """The operator, and the address if it is known."""
         return f"{self.operator} at {self.address}" if self.address else self.operator
 
 
 class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
-    """Whether an order took effect, to the operator who gave it. An ``e-stop`` is accepted once the driver has it."""
+    """Whether a command took effect. An ``e-stop`` is accepted when the driver has it."""
 
     robot: str
     operator: str
@@ -316,22 +314,23 @@ class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
 
 
 class PreviewRequest(Message, frozen=True, kw_only=True, tag="watch"):
-    """A console wants pictures of `robot` for the next `ttl_s` seconds at no more than `rate_hz`."""
+    """A console requests pictures of `robot` for the next `ttl_s` seconds, at most at `rate_hz`."""
 
     robot: str
     rate_hz: float
     ttl_s: float
 
 
-# What everyone may know -----------------------------------------------------------------------------------------------
+# Reports --------------------------------------------------------------------------------------------------------------
 
 
 class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
-    """A robot's state, published a few times a second and at each change of authority.
+    """A robot's state, sent a few times a second and at each change of authority.
 
-    `dropped_episodes`: given up by its outbox for want of room, since the outbox was made.
-    `refused_realtime`: what its driver asked the system for and was refused, so that its control rate may waver.
-    `faults`: how often its hardware failed since its session started; `note` tells of the last.
+    Attributes:
+        dropped_episodes: episodes that its full outbox has deleted, since the outbox was created.
+        refused_realtime: real-time settings that the system refused to its driver; its control rate may vary.
+        faults: hardware failures since its session started; `note` describes the last.
     """
 
     robot: str
@@ -352,7 +351,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
 
 
 class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
-    """One finished episode, for curves; the store is the truth."""
+    """One finished episode, for curves; the store has the authoritative record."""
 
     robot: str
     episode: str
@@ -365,7 +364,7 @@ class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
 
 
 class MetricsReport(Message, frozen=True, kw_only=True, tag="metrics"):
-    """Scalars of one node at one count (the learner's updates, the gateway's steps)."""
+    """Scalars of one node at a count: the updates of a learner, or the steps of a gateway."""
 
     node: str
     count: int
@@ -373,19 +372,19 @@ class MetricsReport(Message, frozen=True, kw_only=True, tag="metrics"):
 
 
 class DevicesReport(Message, frozen=True, kw_only=True, tag="devices"):
-    """The GPUs, cameras, buses and input devices that are now at the sender's computer."""
+    """The GPUs, cameras, buses and input devices of the sender's computer."""
 
     records: Annotated[tuple[ResourceRecord, ...], msgspec.Meta(max_length=64)]
 
 
 class ResourceUpdate(Message, frozen=True, kw_only=True, tag="resource"):
-    """To consoles: a robot or device of the run's computers was lost, has returned or is new; see its `health`."""
+    """To consoles: a robot or device of the run is new, lost or back; see its `health`."""
 
     record: ResourceRecord
 
 
 class StopRun(Message, frozen=True, kw_only=True, tag="stop-run"):
-    """The run is over: sessions finish their step, drain their outbox and leave."""
+    """The run has ended: sessions finish their step, drain their outbox and exit."""
 
     reason: str
 
@@ -402,20 +401,20 @@ class ChunkOffer(Message, frozen=True, kw_only=True, tag="chunk"):
 
 
 class ChunkAck(Message, frozen=True, kw_only=True, tag="chunk-ack"):
-    """Everything the client sent up to and including `sequence` is durable."""
+    """All chunks up to and including `sequence` are durable."""
 
     sequence: int
 
 
 class ChunkRefusal(Message, frozen=True, kw_only=True, tag="chunk-refusal"):
-    """The chunk can never be stored (damaged, or in another robot's name). The edge sets it aside and goes on."""
+    """The chunk can never be stored: it is damaged or has another robot's name. The edge sets it aside."""
 
     sequence: int
     reason: str
 
 
 class Preview(Message, frozen=True, kw_only=True, tag="preview"):
-    """The second frame is a JPEG picture for people to see; newest wins, one in flight."""
+    """A picture for people; the second frame is a JPEG file. A newer one replaces a waiting one, one is in flight."""
 
     robot: str
     camera: str
@@ -431,30 +430,33 @@ class PreviewAck(Message, frozen=True, kw_only=True, tag="preview-ack"):
 
 
 class WeightsOfferRequest(Message, frozen=True, kw_only=True, tag="weights-ask"):
-    """The gateway asks the learner for its offer, as after a new connection."""
+    """The gateway requests the learner's offer, for example after a new connection."""
 
 
 class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
-    """The version that is to act, and what leads to it; newest wins. Whoever gets it asks for the parcels it needs.
+    """The version to use and the patches that lead to it; a newer offer replaces it. The receiver requests the patches.
 
-    `manifests` hold one `user_sys.messages.WeightsManifest` for each form of the version, `order` the newest `Order` of
-    a person, where there is one; both are signed by the learner's key.
-    `learner` is the name of whose version it is, and `embodiment` what that learns for: a relay hears of every learner.
-    `ahead` is answered without having been asked: its grains follow at once.
+    Attributes:
+        manifests: one signed `WeightsManifest` for each precision of the version.
+        signer: the learner's public key, for receivers without one.
+        order: the newest signed `PinnedVersion`, if any.
+        greeting: the first offer of a session; requests of an earlier session get no reply.
+        learner, embodiment: the learner and its robots' embodiment; only to relays, which get the offers of all.
+        ahead: requests that the sender answers at once, without receiving them.
     """
 
     manifests: tuple[SignedRecord, ...]
     parcels: tuple[PatchInfo, ...]
-    signer: bytes  # the learner's public key, for receivers that were given none
+    signer: bytes
     order: SignedRecord | None = None
-    greeting: bool = False  # the first of a session: what was asked for in an earlier one will not come
+    greeting: bool = False
     learner: str = ""
     embodiment: str = ""
     ahead: tuple[WeightsRequest, ...] = ()
 
 
 class WeightsRequest(Message, frozen=True, kw_only=True, tag="weights-request"):
-    """Asks for `count` grains of a parcel from grain `first` on."""
+    """Requests `count` blocks of a patch, from block `first` on."""
 
     parcel: bytes
     first: int
@@ -462,39 +464,36 @@ class WeightsRequest(Message, frozen=True, kw_only=True, tag="weights-request"):
 
 
 class WeightsBlocks(Message, frozen=True, kw_only=True, tag="weights-grains"):
-    """The second frame holds consecutive grains of a parcel from grain `first` on."""
+    """Blocks of a patch: the second frame has consecutive blocks from block `first` on."""
 
     parcel: bytes
     first: int
 
 
 class WeightsGone(Message, frozen=True, kw_only=True, tag="weights-gone"):
-    """A parcel that was asked for is not kept any more."""
+    """A requested patch is no longer stored."""
 
     parcel: bytes
 
 
 class WeightsProgress(Message, frozen=True, kw_only=True, tag="weights-progress"):
-    """To the learner: the oldest version with which a connected robot acts, and the one that a person ordered.
-
-    -1 where none acts with any, and where none is ordered.
-    """
+    """To the learner: the oldest version that a connected robot uses, and the pinned version; -1 without one."""
 
     oldest: int
     ordered: int = -1
 
 
 class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"):
-    """Credit for the next version: a robot has taken this one over, or the gateway has it on disk."""
+    """Credit for the next version: a robot uses this one, or the gateway has it on disk."""
 
     version: int
 
 
 class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
-    """`robot` acts with `version` since now, `seconds` after it first heard of it.
+    """`robot` uses `version` from now on, `seconds` after its offer.
 
-    Where it holds that as `form` with `digest` and waits for the next, `ahead_bytes` of what leads from there to the
-    next one may follow its offer unasked.
+    If `digest` is set, the robot holds the version in precision `form` and is ready for the next one: `ahead_bytes` of
+    the patches from there may follow the next offer without a request.
     """
 
     robot: str

@@ -108,16 +108,16 @@ class DistributorBench:
 
     def round(self) -> None:
         """The desk takes in what has come, and asks."""
-        while not self.desk._inbox.empty():
-            self.desk._take_in(0.0)
-            self.desk._collect()
-        self.desk._fetcher.send_requests()
+        while self.desk.has_messages:
+            self.desk.process_message(0.0)
+            self.desk.collect_patches()
+        self.desk.download.fetcher.send_requests()
 
     def run_for(self, seconds: float) -> None:
         """The desk does what it has to, and the learner answers nothing."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
-            self.now_s = min(end_s, self.now_s + max(1e-6, self.desk._go_on(0.0)))
+            self.now_s = min(end_s, self.now_s + max(1e-6, self.desk.step(0.0)))
 
     def answer(self, requests: int = 10_000, keep: bool = True) -> None:
         """The learner answers, until nothing is asked any more, and what came is kept, where it is time for that."""
@@ -127,8 +127,8 @@ class DistributorBench:
             self.now_s += 1e-3
             self.round()
             requests -= 1
-        if keep and self.desk._unkept.is_pending:
-            self.desk._persist()
+        if keep and self.desk.retention.flush.is_pending:
+            self.desk.save()
 
     def grain(self, name: str, parcel: Patch, number: int) -> bool:
         """Whether a robot that asks for a grain gets it."""
@@ -160,7 +160,7 @@ def test_a_version_that_a_slow_robot_is_fetching_stays_until_it_has_it(counter: 
         counter.full(version)
         counter.answer()
     assert counter.grain("slow", first, first.info.block_count - 1)
-    assert len(counter.desk._catalogue.patches) == 3, "that one, and as many as are kept"
+    assert len(counter.desk.index.patches) == 3, "that one, and as many as are kept"
     counter.now_s += 2 * DOWNLOAD_TIMEOUT_S
     counter.full(12)
     counter.answer()
@@ -244,18 +244,18 @@ def test_a_version_is_kept_when_that_is_due_and_no_later(
     counter.full(1)
     counter.answer()
     desk, waits = counter.desk, list[float]()
-    desk._unkept.received(1)
+    desk.retention.flush.received(1)
     counter.now_s += FLUSH_DELAY_S - 0.1
 
-    def take_in(wait_s: float) -> None:
+    def wait(wait_s: float) -> None:
         waits.append(wait_s)
         counter.now_s += wait_s
-        if len(waits) == 3:
-            desk._stopping.set()
 
-    monkeypatch.setattr(desk, "_take_in", take_in)
-    desk._run()
-    assert waits == pytest.approx([0.0, 0.1, STALL_TIMEOUT_S]) and not desk._unkept.is_pending
+    monkeypatch.setattr(desk, "process_message", wait)
+    wait_s = 0.0
+    for _ in range(3):
+        wait_s = desk.step(wait_s)
+    assert waits == pytest.approx([0.0, 0.1, STALL_TIMEOUT_S]) and not desk.retention.flush.is_pending
 
 
 def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(counter: DistributorBench) -> None:
@@ -284,8 +284,8 @@ def test_versions_that_follow_upon_each_other_are_written_together_unless_they_a
         counter.offer(version, state, full_patch(state, version))
         counter.answer(keep=False)
         counter.run_for(0.1)
-        assert counter.desk._unkept.pending_bytes <= FLUSH_BYTES + FLUSH_DELAY_S / 0.1 * state.size_bytes
-        assert len(counter.desk._catalogue.patches) <= 2 + PRUNE_INTERVAL_S / 0.1 + 1
+        assert counter.desk.retention.flush.pending_bytes <= FLUSH_BYTES + FLUSH_DELAY_S / 0.1 * state.size_bytes
+        assert len(counter.desk.index.patches) <= 2 + PRUNE_INTERVAL_S / 0.1 + 1
     last_s = counter.now_s - 0.1
     counter.run_for(2.0)
     from_the_first_s = FLUSH_DEADLINE_S + 0.1
@@ -306,8 +306,8 @@ def test_a_disk_that_was_full_is_tried_again_later(counter: DistributorBench, mo
         counter.full(2)
         counter.answer()
     assert counter.shelf.load().complete_versions() == [1] and counter.offered("one")[0] == 2
-    assert counter.desk._unkept.due_s(0.0) == pytest.approx(FLUSH_RETRY_S)
-    counter.desk._persist()
+    assert counter.desk.retention.flush.due_s(0.0) == pytest.approx(FLUSH_RETRY_S)
+    counter.desk.save()
     assert counter.shelf.load().complete_versions() == [1, 2]
 
 
@@ -334,7 +334,7 @@ def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
         counter.offer(version, newer, parcel)
         counter.answer(keep=False)
         calls.append(len(looked))
-        counter.desk._persist()
+        counter.desk.save()
         state = newer
         counter.desk.on_peer_closed("one")
     assert calls[0] == calls[1]
@@ -361,7 +361,7 @@ def test_the_link_of_a_robot_that_says_nothing_is_not_filled_with_news(counter: 
     publish(10, 11)
     assert told() == [1, 2, 9, 10]
     counter.now_s += UNANSWERED_TIMEOUT_S
-    counter.desk._tell_overdue()
+    counter.desk.announcer.notify_overdue()
     assert told() == [1, 2, 9, 10, 11], "it may not want what it was offered"
     publish(12)
     counter.desk.on_message("slow", WeightsApplied(robot="slow", version=11, seconds=0.1), None)
@@ -374,7 +374,7 @@ def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter
     assert counter.asked, "the first is on its way"
     counter.full(2)
     counter.answer()
-    assert counter.desk.version == 2 and counter.desk._fetcher.targets == ()
+    assert counter.desk.version == 2 and counter.desk.download.fetcher.targets == ()
 
 
 def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_latecomers(
@@ -387,7 +387,7 @@ def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_la
     counter.offer(2, newer, parcel, full_patch(newer, 2))
     assert counter.asked[0].parcel == parcel.info.id, "robots that have the first wait for it"
     counter.answer()
-    assert sorted(info.codec for info in counter.desk._catalogue.patch_infos() if info.version == 2) == [
+    assert sorted(info.codec for info in counter.desk.index.patch_infos() if info.version == 2) == [
         "delta",
         "full",
     ]
@@ -455,7 +455,7 @@ def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up
     counter: DistributorBench,
 ) -> None:
     def tables() -> list[int]:
-        return sorted(info.version for info in counter.desk._catalogue.patch_infos() if info.codec == TENSOR_TABLE)
+        return sorted(info.version for info in counter.desk.index.patch_infos() if info.codec == TENSOR_TABLE)
 
     for version in range(1, 8):
         state = many(version)
@@ -464,7 +464,7 @@ def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up
         counter.answer()
         found, offer = counter.offered("one")
         assert found == version and [info.version for info in offer.parcels if info.codec == TENSOR_TABLE] == [version]
-    assert tables() == counter.desk._catalogue.complete_versions() and len(tables()) == 2, "as many as are kept"
+    assert tables() == counter.desk.index.complete_versions() and len(tables()) == 2, "as many as are kept"
     again = DistributorBench(counter.shelf.folder, counter.signer)
     assert again.offered("one")[0] == 7
     kept = newest_version(VersionStore(counter.shelf.folder).load())
@@ -484,9 +484,7 @@ def test_while_an_older_version_is_ordered_what_is_kept_does_not_grow(counter: D
         state = newer
     assert counter.desk.version == 1
     assert (
-        len(counter.desk._catalogue.patches)
-        == len(list(counter.shelf.folder.glob("*.parcel")))
-        <= MAX_VERSIONS_BEHIND + 4
+        len(counter.desk.index.patches) == len(list(counter.shelf.folder.glob("*.parcel"))) <= MAX_VERSIONS_BEHIND + 4
     )
 
 
@@ -535,10 +533,10 @@ def test_of_an_order_for_what_is_not_there_it_is_told_once(
     for version in (2, 3):
         counter.full(version)
         counter.answer()
-    assert caplog.text.count("weights.order_ignored version=77") == 1
+    assert caplog.text.count("weights.pin_ignored version=77") == 1
     counter.shelf.set_pin(counter.signer.sign(order(78, serial=2)))
     counter.desk.poll_pin()
-    assert caplog.text.count("weights.order_ignored version=78") == 1
+    assert caplog.text.count("weights.pin_ignored version=78") == 1
 
 
 def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: DistributorBench) -> None:
@@ -562,7 +560,7 @@ def test_what_has_rotted_on_the_disk_is_handed_to_nobody_and_fetched_anew(counte
         file.seek(10)
         file.write(bytes([parcel.payload[10] ^ 1]))
     assert not again.grain("one", parcel, 0), "not what was described"
-    again.desk._collect()
+    again.desk.collect_patches()
     again.round()
     assert again.asked, "the learner has it still"
     again.answer()

@@ -180,7 +180,7 @@ def test_small_changes_travel_as_differences_and_a_latecomer_follows_the_chain(s
                 state["w"][version * 7 :: 1000] += 1
                 expected = state["w"].copy()
                 publish(publisher, dict(state), version, one)
-            codecs = [info.codec for info in site.gateway._weights._desks["learner"]._catalogue.patch_infos()]
+            codecs = [info.codec for info in site.gateway.weights.distributor("learner").index.patch_infos()]
             assert codecs.count("full") == 1 and codecs.count("delta") == 10
             with WeightsRobot(site, "late") as late:
                 until(lambda: late.acts_with(11), "the latecomer has it")
@@ -270,7 +270,7 @@ def test_a_gateway_that_starts_again_hears_with_which_version_each_robot_acts(si
         publish(publisher, weights(1), 1, robot)
         assert publisher.wait_until_stored(120)
     with site.serving():
-        until(lambda: site.gateway._weights.scalars().get("staleness_s/one") == 0, "the robot says it again")
+        until(lambda: site.gateway.weights.scalars().get("staleness_s/one") == 0, "the robot says it again")
 
 
 def test_a_learner_may_publish_a_rounded_form_alone(site: WeightsSite) -> None:
@@ -349,7 +349,7 @@ def test_the_learner_hears_how_far_the_slowest_robot_is_behind(site: WeightsSite
                     until(lambda: one.acts_with(1), "the first acts")
             until(lambda: publisher.versions_ahead == 2, "one is behind")
             until(lambda: one.acts_with(3) and publisher.versions_ahead == 0, "and caught up")
-            scalars = site.gateway._weights.scalars()
+            scalars = site.gateway.weights.scalars()
             assert scalars["staleness_s/one"] == 0 and 0 < scalars["staleness_s/one/up_to_30"] <= 1
         one.client.close()
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from user_sys.codec import Array
-from user_sys.gateway.weights import MAX_VERSIONS_BEHIND, SendMessage, WeightsDistributor
+from user_sys.gateway.announcer import SendMessage
+from user_sys.gateway.weights import MAX_VERSIONS_BEHIND, WeightsDistributor
 from user_sys.messages import (
     Precision,
     PublisherEpoch,
@@ -91,16 +92,18 @@ class PatchSite:
                 self._deliver(*self.words.popleft())
             self.receiver.step()
             for desk in self.desks:
-                if not desk._inbox.empty():
-                    desk._take_in(0.0)
-                desk._collect()
-                desk._fetcher.send_requests()
+                if desk.has_messages:
+                    desk.process_message(0.0)
+                desk.collect_patches()
+                desk.download.fetcher.send_requests()
             self.now_s += 0.01
-            if not self.words and all(desk._inbox.empty() and not desk._fetcher.targets for desk in self.desks):
+            if not self.words and all(
+                not desk.has_messages and not desk.download.fetcher.targets for desk in self.desks
+            ):
                 break
         for desk in self.desks:
-            if desk._unkept.is_pending:
-                desk._persist()
+            if desk.retention.flush.is_pending:
+                desk.save()
         if self.words:
             self.settle()
 
@@ -236,8 +239,8 @@ def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versi
     site.publish()
     site.catch_up()
     desk = site.desks[0]
-    assert len(desk._catalogue.complete_versions()) == 2
-    assert sorted(info.codec for info in desk._catalogue.patch_infos()) == ["full", "parts", "parts"]
+    assert len(desk.index.complete_versions()) == 2
+    assert sorted(info.codec for info in desk.index.patch_infos()) == ["full", "parts", "parts"]
     assert sorted(info.codec for info in site.offers[-1].parcels) == ["full", "parts"]
     assert len(site.publisher.server.index.patches) == 2
 
@@ -258,7 +261,7 @@ def test_parts_that_are_being_fetched_stay_until_they_are_there(tmp_path: Path) 
     """By whoever is behind a slow link: a newer version has others, of which it would have to fetch all."""
     site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 4)
     site.publish(4)
-    parts = next(info for info in site.desks[0]._catalogue.patch_infos() if info.version == 3)
+    parts = next(info for info in site.desks[0].index.patch_infos() if info.version == 3)
     assert parts.codec == "parts" and parts.block_count > 3
 
     def gets(grain: int) -> tuple[bool, bool]:
@@ -311,7 +314,7 @@ class DistantSite(PatchSite):
             while self.under_way and self.under_way[0][0] <= self.now_s:
                 self._deliver(*self.under_way.popleft()[1])
             self.receiver.step()
-            self.desks[0]._go_on(0.0)
+            self.desks[0].step(0.0)
             self.now_s += 0.01
 
 

@@ -109,10 +109,10 @@ def test_a_robot_behind_a_relay_is_the_relays_business(tmp_path: Path) -> None:
 
 def take_in(desk: WeightsDistributor) -> None:
     """What the desk's thread would do; it does not run here."""
-    while not desk._inbox.empty():
-        desk._take_in(0.0)
-        desk._collect()
-    desk._fetcher.send_requests()
+    while desk.has_messages:
+        desk.process_message(0.0)
+        desk.collect_patches()
+    desk.download.fetcher.send_requests()
 
 
 def test_a_relay_is_at_every_learners_desk_and_hears_whose_weights_they_are(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_relay_is_at_every_learners_desk_and_hears_whose_weights_they_are(tmp_
         manifest, parcel = build_manifest(state, number, 1, 0, (0.0, 0.0)), full_patch(state, number)
         offer = WeightsOffer(manifests=(signer.sign(manifest),), parcels=(parcel.info,), signer=signer.public_key)
         hall.sent.clear()
-        desk = hall.desks._desks[name]
+        desk = hall.desks.distributor(name)
         desk.on_message(name, offer, None)
         take_in(desk)
         desk.on_message(name, WeightsBlocks(parcel=parcel.info.id, first=0), parcel.payload)

@@ -17,7 +17,8 @@ import pytest
 from msgspec.structs import replace
 
 from user_sys.codec import Array
-from user_sys.gateway.weights import SendMessage, WeightsDistributor
+from user_sys.gateway.announcer import SendMessage
+from user_sys.gateway.weights import WeightsDistributor
 from user_sys.messages import (
     NO_VERSION,
     Precision,
@@ -222,7 +223,7 @@ class WeightsSimulation:
         self.publisher.on_message(Envelope(message, payload))
 
     def _to_relay(self, message: AnyMessage, payload: Payload | None) -> None:
-        if isinstance(message, WeightsOffer) and (message.greeting or not self.desks[1]._learner):
+        if isinstance(message, WeightsOffer) and (message.greeting or not self.desks[1].has_learner):
             self.desks[1].on_learner_opened("learner")
         self.desks[1].on_message("learner", message, payload)
 
@@ -257,9 +258,9 @@ class WeightsSimulation:
             self.now_s = max(self.now_s + 1e-4, until_s)
 
     def _work(self, desk: WeightsDistributor) -> float:
-        wait_s = desk._go_on(0.0)
-        while not desk._inbox.empty():
-            wait_s = desk._go_on(0.0)
+        wait_s = desk.step(0.0)
+        while desk.has_messages:
+            wait_s = desk.step(0.0)
         return wait_s
 
     def train(self) -> None:
@@ -341,7 +342,7 @@ def check(folder: Path, seed: int, trouble: bool) -> None:
         assert robot.receiver.loaded.state.digest == sent.digest
     for desk in world.desks:
         most = 60 + 4 * OFFER_PIN_S * len(world.forms) / world.period_s
-        assert len(desk._catalogue.patches) < most, "what nobody will want is given up"
+        assert len(desk.index.patches) < most, "what nobody will want is given up"
 
 
 @pytest.mark.parametrize("trouble", [False, True])

@@ -163,7 +163,7 @@ class Runtime:
         return SimpleNamespace(
             Thread=lambda target, name, daemon, args=(): _Thread(self, name, functools.partial(target, *args)),
             Event=lambda: _Event(self),
-            Condition=lambda: _Condition(self),
+            Condition=lambda lock=None: _Condition(self),
             Lock=lambda: _Lock(self),
             get_ident=lambda: -1,
         )

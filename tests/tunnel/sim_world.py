@@ -222,10 +222,12 @@ class Cloud(SimMachine):
         self.server = found = server.TunnelServer(
             "tcp://sim", KeyPair("gateway", "secret"), Ring(), self, LIMITS, unix_ns=world.runtime.time_ns
         )
-        found._router = Router(world.network)
-        found._floods = SimpleNamespace(heard=lambda frames: None, admit=lambda *_: None, dismiss=lambda _: None)
-        found._gate = SimpleNamespace(authenticate=lambda: None, watch=lambda: None)
-        found._wakeup = SimWakeup()
+        authenticator = SimpleNamespace(answer_zap_requests=lambda: None, process_monitor_events=lambda: None)
+        quota_guard = SimpleNamespace(
+            on_message=lambda frames: None, authorize=lambda *_: None, deauthorize=lambda _: None
+        )
+        self.sockets = server.ServerSockets(Router(world.network), authenticator, quota_guard, SimWakeup())  # type: ignore[arg-type]
+        found.attach(self.sockets)
         self.committer = ingest.ChunkIngester(writer, self._answer, found.release, CONFIG)
         self.committer.start()
         self._next_tick_s = 0.0
@@ -236,18 +238,18 @@ class Cloud(SimMachine):
         super().stop()
 
     def _serve(self) -> float:
-        """What `TunnelServer._serve` does between two polls."""
+        """One iteration of the server's loop, without the poll."""
         now_s = self.world.runtime.now_s
-        self.server._receive()
-        retry_s = self.server._flush()
+        self.server.receive()
+        retry_s = self.server.flush()
         if now_s >= self._next_tick_s:
-            self.server._tick()
+            self.server.tick()
             self._next_tick_s = now_s + server.TICK_S
         self.world.network.sweep()
         require(self.server.counters["malformed"] == 0, "the gateway found an honest edge malformed")
         bound = 2 * len(EDGES) * (WINDOW.window_bytes + CHUNK_BYTES)
         require(self.committer.queued_bytes <= bound, "the committer's queue is beyond its bound")
-        return 0.0 if self.server._router._readable() else retry_s
+        return 0.0 if self.sockets.has_message() else retry_s
 
     # The handler
 
@@ -255,7 +257,7 @@ class Cloud(SimMachine):
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
-        self._resumed[peer.session] = self.server._sessions[peer.session].resume_state.acked_sequence
+        self._resumed[peer.session] = self.server.sessions.resume_state(peer.name).acked_sequence
         self.world.tell(f"gateway opened {peer.name}, which resumes after {self._resumed[peer.session]}")
 
     def on_peer_closed(self, peer: Peer, reason: str) -> None:

@@ -16,7 +16,7 @@ from tunnel_kit import QUICK, RecordingHandler, hello, prepare, until
 from user_sys.errors import WireError
 from user_sys.messages import WeightsBlocks, WeightsRequest
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.connection import Connection
+from user_sys.tunnel.connection import ChannelReader, Connection
 from user_sys.tunnel.keys import Keyring, new_keypair
 from user_sys.tunnel.protocol import Channel
 from user_sys.tunnel.server import TunnelServer
@@ -25,7 +25,7 @@ PARCEL = b"p" * 32
 MORE_THAN_A_WINDOW = 3 * QUICK.weights.window_messages
 KEEPING = """
 import ctypes
-from user_sys.tunnel.sockets import keep_freed_memory
+from user_sys.tunnel.sockets import retain_freed_memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -33,7 +33,7 @@ class Info(ctypes.Structure):
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes, libc.mallinfo2.restype = ctypes.c_void_p, [ctypes.c_void_p], Info
-assert keep_freed_memory()
+assert retain_freed_memory()
 libc.free(libc.malloc(8 << 20))
 print(libc.mallinfo2().fordblks)
 """
@@ -80,7 +80,7 @@ def tunnels_thread_held_up(client: TunnelClient, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patched:
         patched.setattr(Connection, "wait", wait)
-        client._wakeup.set()
+        client.channels.wakeup.set()
         assert held.wait(120)
         try:
             yield
@@ -109,23 +109,24 @@ def test_weights_are_asked_for_and_come_although_the_tunnels_thread_is_busy(
 def test_weights_for_which_nobody_waits_are_taken_in_by_the_tunnels_thread(ends: ConnectionPair) -> None:
     assert ends.client.receive_weights(0.01) is None  # somebody did, once
     ends.give(0)
-    until(lambda: len(ends.client._readers[Channel.WEIGHTS].inbox), "it is taken in")
+    until(lambda: len(ends.client.channels.readers[Channel.WEIGHTS].inbox), "the message is in the inbox")
     assert first_of(ends.client) == 0
 
 
-def test_weights_are_read_although_sending_has_swallowed_the_news_of_them(ends: ConnectionPair) -> None:
-    ends.client._readers[Channel.WEIGHTS]._ident = -1  # a thread that waits, and whose file descriptor stays silent
+def test_message_is_read_after_a_send_has_cleared_its_event(
+    ends: ConnectionPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChannelReader, "is_reading", True)  # as if a thread polled a descriptor without an event
     ends.give(0)
-    until(lambda: len(ends.client._readers[Channel.WEIGHTS].inbox), "it is taken in")
+    until(lambda: len(ends.client.channels.readers[Channel.WEIGHTS].inbox), "the message is in the inbox")
 
 
 def test_who_waits_for_weights_gets_those_of_the_next_session(ends: ConnectionPair) -> None:
     found: list[object] = []
     waiting = threading.Thread(target=lambda: found.append(ends.client.receive_weights(120)))
     waiting.start()
-    until(lambda: ends.client._readers[Channel.WEIGHTS]._ident, "it waits")
-    ends.client._verdict = WireError("something malformed came")
-    ends.client._wakeup.set()
+    until(lambda: ends.client.channels.readers[Channel.WEIGHTS].is_reading, "the thread waits")
+    ends.client.loop.fail(WireError("a malformed message"))
     until(lambda: len(ends.handler.opened) == 2, "another session")
     ends.give(0)
     waiting.join(120)

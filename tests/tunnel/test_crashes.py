@@ -20,7 +20,7 @@ from user_sys.messages import RobotStatus
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair
 
-LIVES = Path(__file__).with_name("edge_lives.py")
+LIVES = Path(__file__).with_name("edge_processes.py")
 
 
 def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tunnel_kit import prepare, serving, stored, until
 from user_sys.edge import session
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource
+from user_sys.tunnel import client as client_module
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.connection import Connection
 
@@ -85,17 +87,18 @@ def test_a_session_that_ends_while_its_link_is_down_delivers_once_that_is_back(
 ) -> None:
     prepare(tmp_path)
     waits = threading.Event()
-    handshake, drain = TunnelClient._handshake, TunnelClient.drain
+    drain = TunnelClient.drain
 
-    def late(client: TunnelClient, link: Connection) -> None:
-        assert waits.wait(120)
-        handshake(client, link)
+    class LateConnection(Connection):
+        def __init__(self, *args: Any) -> None:
+            assert waits.wait(120)
+            super().__init__(*args)
 
     def said(client: TunnelClient, timeout_s: float) -> int:
         waits.set()
         return drain(client, timeout_s)
 
-    monkeypatch.setattr(TunnelClient, "_handshake", late)
+    monkeypatch.setattr(client_module, "Connection", LateConnection)
     monkeypatch.setattr(TunnelClient, "drain", said)
     monkeypatch.setattr(session, "DRAIN_DEADLINE_S", 120.0)
     with serving(tmp_path) as site, Outbox.open(tmp_path / "outbox") as outbox:

@@ -36,14 +36,14 @@ LIMITS = ChannelLimits(window_messages=8, window_bytes=1000, queue_messages=16)
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
 def test_limits_with_which_nothing_could_ever_be_sent_are_refused(key: str, value: float) -> None:
     kind = ChannelLimits if hasattr(ChannelLimits, key) else TunnelLimits
-    with pytest.raises(ConfigError, match=f"{key} is .*; it must be above 0, and finite"):
+    with pytest.raises(ConfigError, match=f"{key} is .*; it must be finite and above 0"):
         kind(**{key: value})
 
 
 def test_a_bandwidth_and_a_pause_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="bytes_per_s is -1; 0 is without a limit"):
+    with pytest.raises(ConfigError, match="bytes_per_s is -1; it must be finite and at least 0"):
         ChannelLimits(bytes_per_s=-1)
-    with pytest.raises(ConfigError, match="backoff_min_s is 2; it must lie between 0 and backoff_max_s, which is 1"):
+    with pytest.raises(ConfigError, match="backoff_min_s is 2; it must be between 0 and backoff_max_s, 1"):
         TunnelLimits(backoff_min_s=2.0, backoff_max_s=1.0)
 
 

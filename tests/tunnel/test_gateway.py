@@ -43,9 +43,10 @@ from user_sys.messages import (
 )
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
-from user_sys.tunnel.connection import ChannelSocket
+from user_sys.tunnel.connection import ChannelReader, ChannelSocket
 from user_sys.tunnel.endpoint import unix_socket_endpoint
 from user_sys.tunnel.flow_control import KeyedTokenBucket
+from user_sys.tunnel.keys import load_keypair
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES, TunnelLimits
 from user_sys.tunnel.protocol import Envelope
 
@@ -184,9 +185,8 @@ def test_a_session_that_asks_twice_has_one_token_and_its_successor_a_newer_one(r
 @pytest.mark.parametrize("giving_back", [True, False])
 def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_back: bool) -> None:
     now = [100.0]
-    with serving(run) as site:
-        assert site.gateway is not None
-        site.gateway._turns = KeyedTokenBucket(LEASE_BURST, LEASE_REFILL_S, lambda: now[0])
+    lease_limit = KeyedTokenBucket(LEASE_BURST, LEASE_REFILL_S, lambda: now[0])
+    with serving(run, lease_limit=lease_limit) as site:
         rogue, honest = site.client("panda-0"), site.client("panda-1")
         tokens: list[int] = []
 
@@ -205,9 +205,7 @@ def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_ba
             return refused
 
         refused = ask(40)
-        assert (
-            len(tokens) == LEASE_BURST and refused == ["panda-0 was leased too often just now; ask again in 0.5 s"] * 30
-        )
+        assert len(tokens) == LEASE_BURST and refused == ["too many new leases of panda-0; retry in 0.5 s"] * 30
         honest.send(LeaseRequest(robot="panda-1", holder="h"))
         assert isinstance(honest.receive(120), LeaseGrant)
         now[0] += LEASE_REFILL_S
@@ -297,18 +295,19 @@ def test_every_episode_report_reaches_the_console(run: Path) -> None:
 
 def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_read, second_taken = threading.Event(), threading.Event()
-    take_in = TunnelClient._take_in
+    put = ChannelReader.put
 
-    def hold_up_the_first(client: TunnelClient, line: ChannelSocket, envelope: Envelope, charge: int) -> None:
-        if envelope.message == reports[0] and client is console:
+    def delay_the_first(reader: ChannelReader, envelope: Envelope, socket: ChannelSocket, charge: int) -> int:
+        if envelope.message == reports[0]:
             first_read.set()
             second_taken.wait(1.0)  # the other thread's chance to overtake
-        take_in(client, line, envelope, charge)
-        if envelope.message == reports[1] and client is console:
+        released = put(reader, envelope, socket, charge)
+        if envelope.message == reports[1]:
             second_taken.set()
+        return released
 
     reports = [episode_report(number) for number in range(2)]
-    monkeypatch.setattr(TunnelClient, "_take_in", hold_up_the_first)
+    monkeypatch.setattr(ChannelReader, "put", delay_the_first)
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         received: list[object] = []
@@ -329,7 +328,7 @@ def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=0), b"0"), "sent")
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=1), b"1"), "sent")
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=2), b"2"), "sent")
-        until(lambda: not robot._shown, "the gateway has the third")
+        until(lambda: robot.channels.previews_in_flight == 0, "the gateway has the third")
         first = console.receive_preview(120)
         assert first is not None and (first[0].step, bytes(first[1])) == (0, b"0")
         second = console.receive_preview(120)
@@ -349,17 +348,15 @@ def test_a_robots_spec_is_what_the_registry_says(run: Path) -> None:
     with serving(run) as site:
         action = ArraySpec(name="action", labels=("x",), units=("m",), low=(0.0,), high=(1.0,))
         spec = RobotSpec(model="panda", rate_hz=10.0, observation=(), action=action)
-        client = site.client("panda-0")
-        client.close()
         assert site.gateway is not None
         with TunnelClient(
             site.address.endpoint,
-            client._keys,
+            load_keypair(run / "keys" / "panda-0.key"),
             site.address.public_key,
             Hello(protocol=PROTOCOL_VERSION, role="robot", name="panda-0", spec=spec),
         ) as robot:
             robot.wait_open(120)
-            registry = site.gateway._registry
+            registry = site.gateway.resources.registry
             until(lambda: registry.snapshot() and registry.record("panda-0").embodiment == spec.embodiment, "announced")
 
 
@@ -372,7 +369,7 @@ def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeyp
         outbox.sync()
         assert robot.drain(120) == 0
         full.set()
-        monkeypatch.setattr(site.gateway._writer, "flush", _full_while(full, site.gateway._writer.flush))  # type: ignore[union-attr]
+        monkeypatch.setattr(StoreWriter, "flush", _full_while(full, StoreWriter.flush))
         for index in range(20, 40):
             outbox.append(chunk(index))
         until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["disk_needed_bytes"] > 0, "people see it")  # type: ignore[attr-defined]
@@ -385,10 +382,10 @@ def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeyp
 
 
 def _full_while(full: threading.Event, flush):  # type: ignore[no-untyped-def]
-    def attempt() -> object:
+    def attempt(writer: StoreWriter) -> object:
         if full.is_set():
             raise StoreFull("no space left on device")
-        return flush()
+        return flush(writer)
 
     return attempt
 

@@ -165,18 +165,17 @@ def test_a_robot_that_ignores_its_window_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as site:
         flood = site.client("panda-1")
         stop_committing(site)
-        flood._outlets[Channel.EXPERIENCE].add_credit(CreditGrant(messages=1 << 40, size_bytes=1 << 40))  # by nobody
+        no_limit = CreditGrant(messages=1 << 40, size_bytes=1 << 40)  # the gateway has not sent this
+        flood.channels.send_queues[Channel.EXPERIENCE].add_credit(no_limit)
         packet = chunk(0, robot="panda-1")
         for sequence in range(CONFIG.tunnel.experience.window_messages + 1):
-            flood._queue(Envelope(ChunkOffer(sequence=sequence, episode="e", index=sequence), packet))
+            flood.channels.queue(Envelope(ChunkOffer(sequence=sequence, episode="e", index=sequence), packet))
         until(lambda: flood.state is TunnelState.REFUSED, "refused")
         assert "window" in flood.reason
         assert stored(tmp_path) == []
 
 
 def stop_committing(site: GatewaySite) -> None:
-    """A store that takes nothing any more."""
+    """Ends the ingestion of chunks, while the gateway runs on."""
     assert site.gateway is not None
-    committer = site.gateway._committer
-    committer._stopping.set()
-    until(lambda: not any(thread.is_alive() for thread in committer._threads), "the committer stands still")
+    site.gateway.store.ingester.close()

@@ -151,7 +151,7 @@ def test_leases_orders_and_reports_pass_in_both_directions(tmp_path: Path) -> No
         robot = far.robot("far-0")
         robot.wait_open(120)
         assert cloud.gateway is not None
-        passages = far.relay._passages  # a request is not kept until the way is open
+        passages = far.relay.upstream_sessions  # a lost connection drops a request
         until(lambda: passages and passages["far-0"].client.state is TunnelState.OPEN, "its way to the cloud is open")
         robot.send(LeaseRequest(robot="far-0", holder="edge of far-0"))
         grant = robot.receive(120)
@@ -278,7 +278,7 @@ def test_a_cloud_that_starts_again_hears_with_which_version_a_robot_behind_a_rel
 
 def _acting(cloud: GatewaySite, robot: str) -> bool:
     assert cloud.gateway is not None
-    return f"staleness_s/{robot}" in cloud.gateway._weights.scalars()
+    return f"staleness_s/{robot}" in cloud.gateway.weights.scalars()
 
 
 def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> None:
@@ -345,11 +345,11 @@ def test_a_relay_fetches_the_weights_of_robots_that_come_and_no_others(tmp_path:
             publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
             assert publisher.wait_until_stored(120)
         until(lambda: panda.poll() == 10, "its learner's weights are here")
-        until(lambda: second in far.relay._later, "the other learner's are offered")
-        assert far.relay._weights.learners_with_weights() == {"learner"}
+        until(lambda: second in far.relay.weights.deferred_offers, "the other learner's are offered")
+        assert far.relay.weights.router.learners_with_weights() == {"learner"}
         arm = StoredReader(far.robot("far-1", spec=ARM), tmp_path)
         until(lambda: arm.poll() == 20, "a robot came that they are for")
-        assert panda.poll() == 10 and not far.relay._later
+        assert panda.poll() == 10 and not far.relay.weights.deferred_offers
 
 
 def _learner(cloud: GatewaySite, name: str, spec: RobotSpec) -> TunnelClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import threading
@@ -31,11 +32,12 @@ from user_sys.messages import (
     Welcome,
 )
 from user_sys.tunnel import connection
-from user_sys.tunnel.client import TunnelClient, TunnelState
-from user_sys.tunnel.connection import ChannelSocket
+from user_sys.tunnel.client import TunnelClient, TunnelState, TunnelStatus
+from user_sys.tunnel.connection import ChannelReader, ChannelSocket
 from user_sys.tunnel.endpoint import unix_socket_endpoint
 from user_sys.tunnel.flow_control import SendQueue
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import Channel, Envelope, Payload, decode_envelope, encode_envelope, new_session_id
 from user_sys.tunnel.server import TunnelServer
 
@@ -51,17 +53,17 @@ class SessionBench:
         self.clients: list[TunnelClient] = []
         self.server = self.serve()
 
-    def serve(self, endpoint: str = "tcp://127.0.0.1:0") -> TunnelServer:
-        server = TunnelServer(endpoint, self.server_keys, self.ring, self.handler, QUICK)
+    def serve(self, endpoint: str = "tcp://127.0.0.1:0", limits: TunnelLimits = QUICK) -> TunnelServer:
+        server = TunnelServer(endpoint, self.server_keys, self.ring, self.handler, limits)
         server.start()
         return server
 
     def dial(self, name: str, keys: KeyPair | None = None, server_key: str = "", **claims: object) -> TunnelClient:
-        outbox = claims.pop("outbox", None)
+        outbox, limits = claims.pop("outbox", None), claims.pop("limits", QUICK)
         greeting = hello(name, **claims)  # type: ignore[arg-type]
         server_key = server_key or self.server_keys.public
         client = TunnelClient(
-            self.server.endpoint, keys or self.keys[name], server_key, greeting, outbox=outbox, limits=QUICK  # type: ignore[arg-type]
+            self.server.endpoint, keys or self.keys[name], server_key, greeting, outbox=outbox, limits=limits  # type: ignore[arg-type]
         )  # fmt: skip
         self.clients.append(client)
         client.start()
@@ -234,11 +236,10 @@ def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: SessionBen
 
 
 def test_a_silent_client_is_found_by_its_heartbeat(bench: SessionBench) -> None:
-    client = bench.open("panda-0")
-    until(lambda: bench.server.peers(), "open")
-    bench.server._limits = replace(QUICK, dead_after_s=1.0)
-    client._limits = replace(QUICK, heartbeat_s=600.0)  # a client that falls silent
-    until(lambda: bench.handler.closed, "the silence is seen")
+    bench.server.close()
+    bench.server = bench.serve(limits=replace(QUICK, dead_after_s=1.0))
+    bench.open("panda-0", limits=replace(QUICK, heartbeat_s=600.0))
+    until(lambda: bench.handler.closed, "the session is closed")
     assert "silent" in bench.handler.closed[0][1]
 
 
@@ -278,8 +279,8 @@ def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: Sess
     bench.server.close()
     client = TunnelClient(endpoint, bench.keys["panda-0"], bench.server_keys.public, hello("panda-0"), limits=QUICK)
     with client:
-        until(lambda: "nothing listens there" in client.reason, "it says what is wrong")
-        with pytest.raises(LinkDown, match="nothing listens there"):
+        until(lambda: "no gateway listens there" in client.reason, "it says what is wrong")
+        with pytest.raises(LinkDown, match="no gateway listens there"):
             client.wait_open(0.2)
     assert client.state is TunnelState.CLOSED
     client.close()
@@ -300,9 +301,9 @@ def test_messages_that_are_sent_at_once_are_among_those_whose_wait_is_told(bench
     client = bench.open("panda-0")
     for count in range(5):
         assert client.send(MetricsReport(node="panda-0", count=count, scalars={}))
-    gauges = client._outlets[Channel.CONTROL].metrics
-    until(lambda: gauges.sent == gauges.queue_latency.count == 5, "all five are counted")
-    assert client.scalars()["control/wait_p99_ms"] > 0
+    metrics = client.channels.send_queues[Channel.CONTROL].metrics
+    until(lambda: metrics.sent == metrics.queue_latency.count == 5, "all five are counted")
+    assert client.scalars()["control/queue_p99_ms"] > 0
 
 
 def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_there_is_none(
@@ -342,8 +343,8 @@ def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_wel
             outbox.append(chunk(index))
         until(lambda: len(bench.handler.messages) == 3, "all arrive")
         client.close()
-        bench.server._memory["panda-0"].stream = outbox.stream  # as if ChunkAck(1) had been sent and lost
-        bench.server._memory["panda-0"].acked_sequence = 1
+        state = bench.server.sessions.resume_state("panda-0")
+        state.stream, state.acked_sequence = outbox.stream, 1  # as if ChunkAck(1) had been sent and lost
         again = bench.open("panda-0", outbox=outbox)
         until(lambda: len(bench.handler.messages) == 4, "only the last comes again")
         assert len(outbox) == 1
@@ -357,7 +358,8 @@ def test_an_order_that_overlaps_with_the_loss_of_the_link_is_not_kept(
 
     def while_the_link_is_lost(line: ChannelSocket, envelope: Envelope) -> bool:
         bench.server.close()
-        until(lambda: client.state is not TunnelState.OPEN and not client._outlets[Channel.CONTROL]._queue, "the loss")
+        queue = client.channels.send_queues[Channel.CONTROL]
+        until(lambda: client.state is not TunnelState.OPEN and not len(queue), "the loss")
         return False
 
     with monkeypatch.context() as patched:
@@ -374,10 +376,11 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(
 ) -> None:
     """A thread that has read a grant is held up until the client would have opened another session."""
     client = bench.open("panda-0")
+    client.receive(0.01)  # makes the grace time below count
     great = CreditGrant(messages=10**6, size_bytes=10**9)
     frames = [zmq.Frame(bytes(encode_envelope(Envelope(great))[0]))]
     is_read, is_open_again = threading.Event(), threading.Event()
-    receive, grant, enter = connection.receive_frames, SendQueue.add_credit, TunnelClient._enter
+    receive, grant, enter = connection.receive_frames, SendQueue.add_credit, TunnelStatus.transition_to
 
     def read(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         if threading.current_thread() is late and not is_read.is_set():
@@ -390,31 +393,32 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(
             is_open_again.wait(1.0)  # the client's chance to go on
         grant(outlet, given)
 
-    def watch(client: TunnelClient, state: TunnelState, reason: str = "") -> None:
-        enter(client, state, reason)
+    def watch(status: TunnelStatus, state: TunnelState, reason: str = "") -> None:
+        enter(status, state, reason)
         if state is TunnelState.OPEN:
             is_open_again.set()
 
     monkeypatch.setattr(connection, "receive_frames", read)
     monkeypatch.setattr(SendQueue, "add_credit", hold_up)
-    monkeypatch.setattr(TunnelClient, "_enter", watch)
-    client._readers[Channel.CONTROL]._left_s = float("inf")  # as if a thread were always there that reads
+    monkeypatch.setattr(TunnelStatus, "transition_to", watch)
+    monkeypatch.setattr(connection, "READER_GRACE_S", math.inf)  # as if a thread always read the socket
     late = threading.Thread(target=lambda: client.receive(0.0))
     late.start()
     assert is_read.wait(120)
-    client._verdict = WireError("something malformed came")
-    client._wakeup.set()
+    client.loop.fail(WireError("a malformed message"))
     late.join(120)
     assert is_open_again.wait(120)
-    assert client._outlets[Channel.CONTROL].credit._may_messages <= QUICK.control.window_messages
+    assert client.channels.send_queues[Channel.CONTROL].credit.granted_messages <= QUICK.control.window_messages
 
 
-def test_a_message_is_read_although_sending_has_swallowed_the_news_of_it(bench: SessionBench) -> None:
+def test_message_is_read_after_a_send_has_cleared_its_event(
+    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = bench.open("panda-0")
-    client._readers[Channel.CONTROL]._ident = -1  # a thread that waits, and whose file descriptor stays silent
+    monkeypatch.setattr(ChannelReader, "is_reading", True)  # as if a thread polled a descriptor without an event
     until(lambda: bench.server.peers(), "open")
     assert bench.server.send("panda-0", StopRun(reason="now"))
-    until(lambda: len(client._readers[Channel.CONTROL].inbox), "it is taken in")
+    until(lambda: len(client.channels.readers[Channel.CONTROL].inbox), "the message is in the inbox")
 
 
 def test_receiving_from_a_closed_client_brings_nothing(bench: SessionBench) -> None:
@@ -443,4 +447,4 @@ def test_a_picture_that_was_not_taken_does_not_stop_the_next(bench: SessionBench
     client = bench.dial("panda-0")
     picture = Preview(robot="panda-0", camera="front", step=0)
     client.close()
-    assert not client.send_preview(picture, b"jpeg") and not client._shown
+    assert not client.send_preview(picture, b"jpeg") and client.channels.previews_in_flight == 0

@@ -46,8 +46,7 @@ def test_a_seed_is_one_run() -> None:
     assert first == second
 
 
-def rewind_to_the_start(uplink: ChunkSender) -> None:
-    ChunkSender.__init__(uplink, uplink.source, uplink._settle)
+RESUME = ChunkSender.resume
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def rewind_to_the_start(uplink: ChunkSender) -> None:
     [
         (StoreWriter, "sync", lambda writer, ticket=None: None, "not in the store"),
         (IngestedChunks, "has", lambda known, episode, index: False, "twice"),
-        (ChunkSender, "rewind", lambda uplink, resume_after: rewind_to_the_start(uplink), "resent"),
+        (ChunkSender, "resume", lambda sender, resume_after: RESUME(sender, -1), "resent"),
         (ReceiveWindow, "release", lambda window, messages, size_bytes: False, "not at rest"),
     ],
     ids=["acknowledged before it is synced", "no deduplication", "the resume position is dropped",

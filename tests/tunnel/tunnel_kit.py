@@ -25,6 +25,7 @@ from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.flow_control import KeyedTokenBucket
 from user_sys.tunnel.keys import KeyPair, Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import AnyMessage, Payload
@@ -114,10 +115,13 @@ class GatewaySite:
 
 @contextmanager
 def serving(
-    run: Path, config: GatewayConfig = CONFIG, probes: Mapping[str, Probe] = MappingProxyType({})
+    run: Path,
+    config: GatewayConfig = CONFIG,
+    probes: Mapping[str, Probe] = MappingProxyType({}),
+    lease_limit: KeyedTokenBucket | None = None,
 ) -> Iterator[GatewaySite]:
     """A gateway in a thread of this process, whose computer has the devices that `probes` find."""
-    gateway, stop, failures = Gateway(config, run, probes), threading.Event(), []
+    gateway, stop, failures = Gateway(config, run, probes, lease_limit), threading.Event(), []
 
     def serve() -> None:
         try:

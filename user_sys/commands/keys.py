@@ -1,4 +1,4 @@
-"""``user-sys keys``: makes key pairs, and says which are let in. Imports nothing heavy until a command runs."""
+"""``user-sys keys``: creates key pairs, and edits the keyring of a gateway. It imports heavy modules lazily."""
 
 from __future__ import annotations
 
@@ -21,38 +21,36 @@ _EPILOG = """\
 On the robot's computer:   user-sys keys new panda-0
 On the gateway's computer: user-sys keys new gateway
                            user-sys keys allow panda-0 --role robot --public='KEY'
-A key holds characters that mean something to a shell: keep it in single quotes, or copy FOLDER/panda-0.pub and leave
---public away. FOLDER/NAME.key stays where it was made. A running gateway sees every change at once.
+A key has characters with a meaning in a shell: put it in single quotes, or copy FOLDER/panda-0.pub and omit --public.
+Never copy FOLDER/NAME.key to another computer. A running gateway applies every change at once.
 
-A new key without an outage: on the robot's computer `keys rotate panda-0`, on the gateway's what that prints, and on
-the robot's again `keys rotate panda-0 --finish`.
+To replace a key without an outage, run `keys rotate panda-0` on the robot's computer, then the printed command on the
+gateway's, then `keys rotate panda-0 --finish` on the robot's.
 """
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the verb ``keys`` to a program's subparsers; ``run`` carries it out."""
+    """Adds the verb ``keys`` to a program's subparsers; `run` executes it."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "keys",
-        help="make keys, and say which a gateway lets in",
+        help="create keys, and edit the keys that a gateway allows",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="keys_verb", metavar="COMMAND", required=True)
-    _add_named(verbs, "new", "make a key pair: FOLDER/NAME.key and FOLDER/NAME.pub")
-    allow = _add_named(verbs, "allow", "let a public key in under a name and a role")
+    _add_named(verbs, "new", "create a key pair: FOLDER/NAME.key and FOLDER/NAME.pub")
+    allow = _add_named(verbs, "allow", "allow a public key for a name and a role")
     allow.add_argument("--role", required=True, choices=ROLES)
     allow.add_argument("--public", metavar="KEY", help="the public key; by default the one in FOLDER/NAME.pub")
-    allow.add_argument("--robots", nargs="+", default=[], metavar="ROBOT", help="of a relay: those it may speak for")
-    _add_named(verbs, "revoke", "shut a name out, at once")
-    rotate = _add_named(verbs, "rotate", "give a name a new key; the old one is let in for a while longer")
-    rotate.add_argument("--public", metavar="KEY", help="the new public key, where the private one is elsewhere")
-    rotate.add_argument(
-        "--finish", action="store_true", help="use the new key from now on, on the computer that has it"
-    )
+    allow.add_argument("--robots", nargs="+", default=[], metavar="ROBOT", help="the robots of a relay")
+    _add_named(verbs, "revoke", "revoke the key of a name at once")
+    rotate = _add_named(verbs, "rotate", "replace the key of a name; the old one stays allowed for an overlap")
+    rotate.add_argument("--public", metavar="KEY", help="the new public key, if the private one is on another computer")
+    rotate.add_argument("--finish", action="store_true", help="switch to the new key, on the computer that has it")
     rotate.add_argument(
         "--overlap", type=_duration_s, default=OVERLAP_S, metavar="TIME", help="e.g. 30min, 24h, 7d (default: 24h)"
     )
-    listing = verbs.add_parser("list", help="show who is let in")
+    listing = verbs.add_parser("list", help="list the allowed keys")
     listing.add_argument("--json", action="store_true", help="print JSON")
     _add_folder(listing)
     return parser
@@ -66,11 +64,11 @@ def _add_named(verbs: Any, verb: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where keys are kept (default: keys)")
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="folder of the keys (default: keys)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out the command in `args`. Raises ConfigError or RunError, which tell what to mend."""
+    """Executes the command in `args`. Raises ConfigError or RunError."""
     from user_sys.tunnel.keys import Keyring
 
     ring = Keyring(args.folder)
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return _allow(ring, args)
     if args.keys_verb == "revoke":
         ring.revoke(args.name)
-        return _print_line(f"{args.name} is shut out")
+        return _print_line(f"{args.name} is revoked")
     if args.keys_verb == "rotate":
         return _rotate(ring, args)
     return _list(ring, args.json)
@@ -108,40 +106,42 @@ def _allow(ring: Keyring, args: argparse.Namespace) -> int:
 
     public = args.public or load_public_key(args.folder / f"{validate_name(args.name)}.pub")
     entry = ring.allow(public, args.name, args.role, robots=args.robots)
-    beside = f" for {', '.join(entry.robots)}" if entry.robots else ""
-    return _print_line(f"{entry.name} is let in as {entry.role}{beside}: {entry.public}")
+    robots = f" for {', '.join(entry.robots)}" if entry.robots else ""
+    return _print_line(f"{entry.name} is allowed as {entry.role}{robots}: {entry.public}")
 
 
 def _rotate(ring: Keyring, args: argparse.Namespace) -> int:
-    """Three places to be: where key and ring are, where only the private key is, where only the ring is."""
+    """Rotates a key in a folder with the key and the keyring, with the private key only, or with the keyring only."""
     from user_sys.errors import ConfigError
     from user_sys.tunnel.keys import fingerprint, promote_keypair, stage_keypair
 
     folder, name = args.folder, args.name
     if args.finish:
         keys = promote_keypair(folder, name)
-        return _print_line(f"{name} has the key {fingerprint(keys.public)} from now on")
+        return _print_line(f"{name} now uses the key {fingerprint(keys.public)}")
     has_key = (folder / f"{name}.key").exists()
     former = next((entry for entry in ring.list() if entry.name == name), None)
     if former is None and args.public:
-        raise ConfigError(f"{name!r} is not allowed in {folder}: `user-sys keys allow` lets a new key in there")
+        raise ConfigError(f"{name!r} is not in the keyring of {folder}; add it with `user-sys keys allow`")
     if former is None and not has_key:
-        raise ConfigError(f"{name!r} has no key in {folder} and is not allowed there: there is nothing to rotate")
+        raise ConfigError(f"{folder} has neither a key nor a keyring entry of {name!r} to rotate")
     if former is None:
         keys = stage_keypair(folder, name)
         return _print_line(
-            f"{name} has a new key in {folder}, which is not used yet. On the gateway's computer:\n"
+            f"{folder} has a new key of {name}, not in use yet. Run on the gateway's computer:\n"
             f"  user-sys keys rotate {name} --public='{keys.public}'\n"
-            f"and then here:\n  user-sys keys rotate {name} --finish --folder {folder}"
+            f"and then on this computer:\n  user-sys keys rotate {name} --finish --folder {folder}"
         )
     if not has_key and not args.public:
-        raise ConfigError(f"the private key of {name} is elsewhere: rotate it there, and give its new --public here")
+        raise ConfigError(
+            f"{folder} lacks the private key of {name}: rotate it on its computer, and pass the new key with --public"
+        )
     public = args.public or stage_keypair(folder, name).public
     ring.allow(public, name, former.role, robots=former.robots, overlap_s=args.overlap)
     if not args.public:
         promote_keypair(folder, name)
     return _print_line(
-        f"{name} is let in by its new key {fingerprint(public)}, and by the old one for {args.overlap:g} s more"
+        f"{name} is allowed by its new key {fingerprint(public)}, and by the old one for {args.overlap:g} s"
     )
 
 
@@ -155,13 +155,15 @@ def _duration_s(text: str) -> float:
 def _list(ring: Keyring, as_json: bool) -> int:
     entries = ring.list()
     for name in ring.unreadable:
-        sys.stderr.write(f"{ring.folder / name} is damaged and lets nobody in: allow its peer again, or delete it\n")
+        sys.stderr.write(
+            f"{ring.folder / name} is damaged, so its peer is not allowed: allow it again, or delete the file\n"
+        )
     if as_json:
         import msgspec
 
         return _print_line(msgspec.json.encode(entries).decode())
     if not entries:
-        return _print_line(f"nobody is let in by {ring.folder}")
+        return _print_line(f"{ring.folder} has no keys")
     from rich.console import Console
     from rich.table import Table
 
@@ -172,9 +174,9 @@ def _list(ring: Keyring, as_json: bool) -> int:
     for entry in entries:
         table.add_row(entry.name, entry.role, fingerprint(entry.public))
         if entry.robots:
-            notes.append(f"{entry.name} speaks for {', '.join(entry.robots)}")
+            notes.append(f"{entry.name} is a relay for {', '.join(entry.robots)}")
         if ring.find(entry.former):
             until = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.former_until_unix_s))
-            notes.append(f"{entry.name} is let in by its former key too, {fingerprint(entry.former)}, until {until}")
+            notes.append(f"{entry.name}: the previous key {fingerprint(entry.former)} is allowed until {until}")
     Console().print(table)
     return _print_line("\n".join(notes)) if notes else 0

@@ -1,4 +1,4 @@
-"""The cloud's side of the tunnel: takes in experience, keeps leases, hands on weights and what people say and see."""
+"""The gateway: ingests experience, grants leases, and distributes weights, operator commands and reports."""
 
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.gateway import Gateway

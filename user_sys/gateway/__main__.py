@@ -1,4 +1,4 @@
-"""``python -m user_sys.gateway --run DIR``: the gateway's process. SIGTERM ends it cleanly."""
+"""``python -m user_sys.gateway --run DIR``: the gateway's process. SIGTERM stops it cleanly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("user_sys.gateway")
 
 
 class _RunFile(msgspec.Struct, frozen=True):
-    """The part of a run's ``config.yaml`` that concerns the gateway."""
+    """The gateway's part of a run's ``config.yaml``."""
 
     gateway: GatewayConfig = GatewayConfig()
 
@@ -37,7 +37,7 @@ def _config(path: Path) -> GatewayConfig:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; returns 2 with a line in the log when it cannot."""
+    """Serves until SIGTERM or SIGINT. Returns 2 and logs the reason if it cannot."""
     parser = argparse.ArgumentParser(prog="python -m user_sys.gateway", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's folder")
     args = parser.parse_args(argv)
@@ -45,15 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     try:
-        config, said = _config(args.run / "config.yaml"), ""
+        config, logged = _config(args.run / "config.yaml"), ""
         while not stop.is_set():
             try:
                 Gateway(config, args.run).run(stop)
                 return 0
             except StoreFull as error:
-                if str(error) != said:
-                    said = str(error)
-                    logger.error("gateway.disk_full %s", said)
+                if str(error) != logged:
+                    logged = str(error)
+                    logger.error("gateway.disk_full %s", logged)
                 stop.wait(config.retry_s)
     except (UserSysError, HalError) as error:
         logger.error("gateway.failed %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""What can be set about a gateway."""
+"""The settings of a gateway."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class GatewayConfig:
     """The gateway's settings.
 
     Attributes:
-        endpoint: where it listens; port 0 takes a free one at the first start and the same one ever after.
-        lease_ttl_s: a session that is silent for longer loses its robot.
-        commit_bytes: at most so much is written for one sync, so that an acknowledgement is never far away.
-        weights_kept: versions kept on disk, for a person to go back to: old ones further apart than new ones.
-        report_s: how often it reports to the consoles.
-        retry_s: pause before it tries a full disk again.
-        retention: how large the store may become, and what is given up then.
-        upkeep_s: how often the store's size is looked at and deleted episodes are compacted away.
+        endpoint: the address on which it listens. Port 0 selects a free port at the first start; later starts reuse it.
+        lease_ttl_s: a session that is silent for longer loses its lease.
+        commit_bytes: the most bytes of one sync, which bounds the delay of acknowledgements.
+        weights_kept: number of weight versions on disk, to which a person can return; old ones are further apart.
+        report_s: interval of reports to the consoles.
+        retry_s: pause before it retries a write to a full disk.
+        retention: the size limit of the store, and the rules of deletion.
+        upkeep_s: interval of size checks and compaction of the store.
     """
 
     endpoint: str = "tcp://127.0.0.1:0"

@@ -1,13 +1,11 @@
-"""One robot's way through a relay: a session of its own with the cloud, and the chunks that are on their way.
+"""``user-sys relay``: a gateway for the robots of one site, which fetches weights once for all of them.
 
-``user-sys relay``: a gateway for the robots of one site, which passes on what they say and fetches weights once.
+For each local robot, the relay opens an upstream session to the cloud's gateway under the robot's name. So leases,
+acknowledgements and refusals are the cloud's. The cloud's keyring lists the robots for which the relay's key may open
+sessions; the relay's keyring binds each local key to its robot.
 
-Each robot that comes in has a session of its own upstream, under its own name, so that leases, acknowledgements and
-refusals are the cloud's. The cloud's ring says for which robots the relay's key may speak; the relay's ring, which key
-belongs to which of them: a neighbour cannot write as another, and a relay not for another site's robots.
-
-An acknowledgement reaches a robot when the cloud has the chunk on its disk. The relay keeps nothing but weights: it may
-be killed at any time.
+A robot gets an acknowledgement when the cloud has stored the chunk. The relay stores only weights, so it may be killed
+at any time.
 """
 
 from __future__ import annotations
@@ -57,35 +55,40 @@ from user_sys.robot_records import LEARNER, is_learner_name
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.endpoint import check_connect_endpoint, check_listen_endpoint
-from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.protocol import AnyMessage, Envelope, Payload
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import TunnelServer
 from user_sys.tunnel.session import Peer
 
 logger = logging.getLogger(__name__)
 
 RECEIVE_TIMEOUT_S = 0.2
+TICK_S = 0.05
+REPORT_S = 1.0
+STATUS_POLL_S = 0.5
+UPSTREAM_CLOSE_S = 10.0
+MAX_PENDING_REQUESTS = 4096  # patches that were requested, also those that never came
 
 
 class LocalServer(Protocol):
-    """The relay's own server, as far as a passage needs it. Any thread may call it."""
+    """The part of the relay's `TunnelServer` that upstream sessions use. Any thread may call it."""
 
     def send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
         """See `TunnelServer.send`."""
 
     def reply(self, peer: Peer, message: AnyMessage) -> bool:
-        """See `TunnelServer.answer`."""
+        """See `TunnelServer.reply`."""
 
     def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
         """See `TunnelServer.release`."""
 
 
 class ForwardBuffer:
-    """A `ChunkSource` in memory: what a robot has sent and the cloud has not acknowledged yet.
+    """A `ChunkSource` in memory: a robot's chunks that the cloud has not acknowledged yet. Any thread may call it.
 
-    It holds no more than the robot's window lets through, and nothing is lost with it: the robot keeps every chunk in
-    its own outbox until the acknowledgement, which comes from the cloud's disk, has reached it. Any thread may call it.
+    The robot's credit bounds it. The robot keeps each chunk in its outbox until the cloud's acknowledgement arrives, so
+    a lost buffer loses no chunk.
     """
 
     def __init__(self, peer: Peer, stream: str, server: LocalServer) -> None:
@@ -93,15 +96,15 @@ class ForwardBuffer:
         self._peer, self._server = peer, server
         self._lock = threading.Lock()
         self._chunks: deque[PendingChunk] = deque()
-        self._appended: Callable[[], None] | None = None
+        self._on_append: Callable[[], None] | None = None
 
     def put(self, offer: ChunkOffer, packet: Payload) -> None:
-        """Takes a chunk over from the robot; never blocks."""
+        """Appends a chunk; never blocks."""
         with self._lock:
             self._chunks.append(PendingChunk(offer.sequence, offer.episode, offer.index, packet))
-            appended = self._appended
-        if appended is not None:
-            appended()
+            on_append = self._on_append
+        if on_append is not None:
+            on_append()
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -116,7 +119,7 @@ class ForwardBuffer:
             return next((chunk for chunk in self._chunks if chunk.sequence > after_sequence), None)
 
     def acknowledge(self, sequence: int) -> None:
-        """The cloud has them on its disk: the robot is told, and may send as much again."""
+        """Passes the cloud's acknowledgement to the robot, and returns its credit."""
         with self._lock:
             done = [chunk for chunk in self._chunks if chunk.sequence <= sequence]
             for _ in done:
@@ -130,89 +133,164 @@ class ForwardBuffer:
 
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
         with self._lock:
-            self._appended = on_append
+            self._on_append = on_append
 
 
 class UpstreamSession:
-    """Speaks upstream for one robot from its session's start here to its end. Any thread may call it."""
+    """The session of one robot with the cloud, for the lifetime of its local session. Any thread may call it."""
 
     def __init__(
         self, client: TunnelClient, buffer: ForwardBuffer, server: LocalServer, previous: UpstreamSession | None
     ) -> None:
-        """`before` is the robot's former passage: this one dials when that one has hung up."""
+        """`previous` is the robot's last upstream session: this one connects after it has closed."""
         self.client, self.buffer = client, buffer
-        self._server, self._before = server, previous
-        self._acts: WeightsApplied | None = None
-        self._over = threading.Event()
+        self._server, self._previous = server, previous
+        self._weights_applied: WeightsApplied | None = None
+        self._stopping = threading.Event()
         name = client.hello.name
-        self._thread = threading.Thread(target=self._run, name=f"passage-{name}", daemon=True)
-        self._stops = threading.Thread(target=self._pass_stops, name=f"e-stop-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"upstream-{name}", daemon=True)
+        self._stop_thread = threading.Thread(target=self._forward_stops, name=f"e-stop-{name}", daemon=True)
 
     @property
     def refusal_reason(self) -> str:
-        """Why the cloud will not have this robot; empty while it may yet, or does."""
+        """Why the cloud refuses this robot; empty if it does not."""
         return self.client.reason if self.client.state is TunnelState.REFUSED else ""
 
     def forward_weights_applied(self, message: WeightsApplied) -> None:
-        """Passes on with which version the robot acts; again whenever the session upstream has begun anew."""
-        self._acts = message
+        """Forwards the robot's weight version, and repeats it after each reconnect."""
+        self._weights_applied = message
         self.client.send(message)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Has the session upstream end soon; does not wait for that."""
-        self._over.set()
+        """Ends the session soon; does not block."""
+        self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the end."""
+        """Blocks until the session has ended."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
-            if self._before is not None:
-                self._before.join(2 * RECEIVE_TIMEOUT_S + 5.0)
-                self._before = None
+            if self._previous is not None:
+                self._previous.join(2 * RECEIVE_TIMEOUT_S + 5.0)
+                self._previous = None
             lost = 0
             with self.client:
-                self._stops.start()
-                while not self._over.is_set():
+                self._stop_thread.start()
+                while not self._stopping.is_set():
                     message = self.client.receive(RECEIVE_TIMEOUT_S)
                     if self.client.state is TunnelState.OPEN and self.client.counters["lost"] != lost:
                         lost = self.client.counters["lost"]
-                        self._say_again()
+                        self._resend_weights_applied()
                     if message is not None:
                         self._server.send(self.client.hello.name, message)
         except TunnelError as error:
-            logger.error("passage.failed robot=%s: %s", self.client.hello.name, error)
+            logger.error("relay.upstream_failed robot=%s: %s", self.client.hello.name, error)
 
-    def _pass_stops(self) -> None:
-        """E-stops wait for nothing else that comes down."""
-        while not self._over.is_set():
+    def _forward_stops(self) -> None:
+        """Forwards e-stops in a thread of their own, so that other messages do not delay them."""
+        while not self._stopping.is_set():
             message = self.client.receive_stop(RECEIVE_TIMEOUT_S)
             if message is not None:
                 self._server.send(self.client.hello.name, message)
 
-    def _say_again(self) -> None:
-        if self._acts is not None:
-            self.client.send(self._acts)
+    def _resend_weights_applied(self) -> None:
+        if self._weights_applied is not None:
+            self.client.send(self._weights_applied)
 
 
-TICK_S = 0.05
-REPORT_S = 1.0
-STATUS_POLL_S = 0.5
-GATEWAY_KEY_NAME = "gateway"  # the cloud's name among the keys
-UPSTREAM_CLOSE_S = 10.0
-MAX_PENDING_REQUESTS = 4096  # parcels under way, or that nothing came of
+class RelayedWeights:
+    """Fetches the weights of the local robots' learners from the cloud, once, and distributes them to the robots.
+
+    To the `WeightsRouter` of the relay, the cloud stands for every learner. One thread calls the methods, except
+    `send`, which the router's threads call.
+
+    Attributes:
+        deferred_offers: by learner, the newest offer without a local robot of its embodiment.
+    """
+
+    def __init__(self, folder: Path, kept: int, server: TunnelServer, uplink: TunnelClient) -> None:
+        """Raises OSError."""
+        self.router = WeightsRouter(folder, self.send, kept, self._robots)
+        self.deferred_offers: dict[str, WeightsOffer] = {}
+        self._server, self._uplink = server, uplink
+        self._pins: dict[str, SignedRecord] = {}  # by learner, the newest pin that is on disk
+        self._learner_by_patch: dict[bytes, str] = {}  # of requested patches
+        self._requests_lock = threading.Lock()
+        self._offering: set[str] = set()  # learners that the cloud has offered since the start
+
+    def _robots(self) -> list[Peer]:
+        return list(self._server.peers("robot"))
+
+    def send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
+        """Sends a message of the router: to a local robot, or a request for a learner to the cloud."""
+        if isinstance(message, WeightsRequest):
+            self._add_request(message.parcel, name)
+            return self._uplink.send_weights(message)
+        if isinstance(message, WeightsOfferRequest | WeightsProgress | WeightsReceived):
+            return False
+        return self._server.send(name, message, payload)
+
+    def _add_request(self, patch: bytes, learner: str) -> None:
+        with self._requests_lock:
+            while len(self._learner_by_patch) >= MAX_PENDING_REQUESTS and patch not in self._learner_by_patch:
+                del self._learner_by_patch[next(iter(self._learner_by_patch))]
+            self._learner_by_patch[patch] = learner
+
+    def receive(self, timeout_s: float) -> None:
+        """Processes the next message of the cloud, and deferred offers for which a robot has connected."""
+        envelope = self._uplink.receive_weights(timeout_s)
+        match envelope.message if envelope is not None else None:
+            case WeightsOffer() as offer:
+                self._on_offer(offer.learner or LEARNER, offer)
+            case WeightsBlocks() | WeightsGone() as message if learner := self._learner_by_patch.get(message.parcel):
+                self.router.on_message(learner, message, envelope.payload if envelope else None)
+        for learner, offer in list(self.deferred_offers.items()):
+            if self._has_robots(learner, offer.embodiment):
+                self._on_offer(learner, offer)
+
+    def _on_offer(self, learner: str, offer: WeightsOffer) -> None:
+        if not is_learner_name(learner):
+            logger.error("relay.invalid_learner name=%r", learner)
+            return
+        if not self._has_robots(learner, offer.embodiment):
+            if learner in self.deferred_offers or len(self.deferred_offers) < MAX_LEARNERS:
+                self.deferred_offers[learner] = offer
+            return
+        self.deferred_offers.pop(learner, None)
+        if offer.greeting or learner not in self._offering:  # requests of an earlier connection get no reply
+            self.router.on_learner_opened(learner, offer.embodiment)
+        self._offering.add(learner)
+        if offer.order is not None and offer.order != self._pins.get(learner):
+            self._set_pin(learner, offer.order)
+        self.router.on_message(learner, offer, None)
+
+    def _has_robots(self, learner: str, embodiment: str) -> bool:
+        """Whether a robot of this learner is connected, or was: then the relay has stored its weights."""
+        embodiments = {"" if peer.spec is None else peer.spec.embodiment for peer in self._robots()}
+        without_spec = learner == LEARNER and "" in embodiments  # robots without a spec belong to the first learner
+        has_weights = learner in self.router.learners_with_weights()
+        return not embodiment or embodiment in embodiments or without_spec or has_weights
+
+    def _set_pin(self, learner: str, pin: SignedRecord) -> None:
+        try:
+            self.router.set_pin(learner, pin)
+            self._pins[learner] = pin
+        except OSError as error:  # the next offer repeats it
+            logger.error("relay.pin_write_failed: %s", error)
 
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """Attributes:
-    name: the relay's in the cloud's ring; its key pair is ``NAME.key``, here and upstream.
-    endpoint: where it listens for the robots of its site.
-    weights_kept: versions kept on disk.
+    """The relay's settings.
+
+    Attributes:
+        name: the relay's name in the cloud's keyring; its key pair is ``NAME.key``, here and upstream.
+        endpoint: the address on which it listens for the robots of its site.
+        weights_kept: number of weight versions on disk.
     """
 
     name: str = "relay"
@@ -228,7 +306,7 @@ class Relay:
     """Serves one site; see `run`."""
 
     def __init__(
-        self, config: RelayConfig, folder: Path, keys: KeyPair, ring: Keyring, upstream: str, upstream_key: str
+        self, config: RelayConfig, folder: Path, keys: KeyPair, keyring: Keyring, upstream: str, upstream_key: str
     ) -> None:
         """Raises OSError: `folder` cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,215 +314,150 @@ class Relay:
         self._upstream, self._upstream_key = upstream, upstream_key
         self._audit = AuditLog(folder / AUDIT_FILE)
         self.server = TunnelServer(
-            config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
+            config.endpoint, keys, keyring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
         )
-        self._orders: dict[str, SignedRecord] = {}  # of each learner, that were taken down
-        self._later: dict[str, WeightsOffer] = {}  # the newest of learners for whose robots none has come yet
-        self._asked: dict[bytes, str] = {}  # parcels that were asked for, and for which learner
-        self._noting = threading.Lock()  # the desks' threads ask
-        self._offered: set[str] = set()  # the learners whose weights the cloud has offered since the start
-        self._weights = WeightsRouter(folder / "weights", self._send, config.weights_kept, self._robots)
         self.uplink = self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=config.name))
+        self.weights = RelayedWeights(folder / "weights", config.weights_kept, self.server, self.uplink)
+        self.upstream_sessions: dict[str, UpstreamSession] = {}  # by robot
         self._hellos: dict[str, Hello] = {}
-        self._passages: dict[str, UpstreamSession] = {}
 
     def run(self, stop: threading.Event) -> None:
         """Serves until `stop` is set. Blocks.
 
         Raises:
             RunError: the port is in use.
-            Refused: the cloud does not let this relay in.
-            TunnelError: a part of it broke down.
+            SessionRefused: the cloud refuses this relay.
+            TunnelError: a part of the relay failed.
         """
         next_report = 0.0
+        router = self.weights.router
         try:
             self.server.start()
-            self._weights.start()
+            router.start()
             self.uplink.start()
             while not stop.is_set():
-                self._take_weights(self.uplink.receive_weights(TICK_S))
-                self._take_later()
-                self.uplink.receive(0.0)  # what concerns the run reaches each robot by a session of its own
+                self.weights.receive(TICK_S)
+                self.uplink.receive(0.0)  # dropped: each robot gets messages about the run in its upstream session
                 if self.uplink.state is TunnelState.REFUSED:
                     raise SessionRefused(self.uplink.reason)
-                for part in (self.server, self._weights):
+                for part in (self.server, router):
                     if part.failure is not None:
                         raise part.failure
                 if time.monotonic() >= next_report:
                     next_report = time.monotonic() + REPORT_S
-                    self._weights.poll_pin()
+                    router.poll_pin()
                     self._audit.flush()
                     self.uplink.send(self._report())
         finally:
             self._close()
 
     def _cloud_unix_ns(self) -> int:
-        """The cloud's clock, as far as it is known, is the one by which this site's robots date what they record."""
+        """The cloud's clock if it is known: the robots of this site date their records by it."""
         clock = self.uplink.clock
         return time.time_ns() if clock is None else clock.gateway_unix_ns(time.monotonic_ns())
 
     def _close(self) -> None:
         self.server.close()
-        passages = tuple(self._passages.values())
-        for passage in passages:
-            passage.stop()
-        for passage in passages:
-            passage.join(UPSTREAM_CLOSE_S)
+        sessions = tuple(self.upstream_sessions.values())
+        for session in sessions:
+            session.stop()
+        for session in sessions:
+            session.join(UPSTREAM_CLOSE_S)
         self.uplink.close()
-        if self._weights.started:
-            self._weights.close()
+        if self.weights.router.started:
+            self.weights.router.close()
         self._audit.close()
 
-    def _client(self, hello: Hello, transit: ForwardBuffer | None = None) -> TunnelClient:
+    def _client(self, hello: Hello, buffer: ForwardBuffer | None = None) -> TunnelClient:
         return TunnelClient(
-            self._upstream, self._keys, self._upstream_key, hello, outbox=transit, limits=self._config.tunnel
+            self._upstream, self._keys, self._upstream_key, hello, outbox=buffer, limits=self._config.tunnel
         )
-
-    def _robots(self) -> list[Peer]:
-        return list(self.server.peers("robot"))
-
-    def _send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
-        """To a robot of this site; or what a desk asks of its learner, in whose place the cloud's gateway is here."""
-        if isinstance(message, WeightsRequest):
-            self._note(message.parcel, name)
-            return self.uplink.send_weights(message)
-        if isinstance(message, WeightsOfferRequest | WeightsProgress | WeightsReceived):
-            return False
-        return self.server.send(name, message, payload)
-
-    def _note(self, parcel: bytes, learner: str) -> None:
-        """Which desk a parcel is for, that was asked for now."""
-        with self._noting:
-            while len(self._asked) >= MAX_PENDING_REQUESTS and parcel not in self._asked:
-                del self._asked[next(iter(self._asked))]
-            self._asked[parcel] = learner
-
-    def _take_weights(self, envelope: Envelope | None) -> None:
-        match envelope.message if envelope is not None else None:
-            case WeightsOffer() as offer:
-                self._take_offer(offer.learner or LEARNER, offer)
-            case WeightsBlocks() | WeightsGone() as message if learner := self._asked.get(message.parcel):
-                self._weights.on_message(learner, message, envelope.payload if envelope else None)
-
-    def _take_offer(self, learner: str, offer: WeightsOffer) -> None:
-        if not is_learner_name(learner):
-            logger.error("relay.no_learner name=%r", learner)
-            return
-        if not self._needs(learner, offer.embodiment):
-            if learner in self._later or len(self._later) < MAX_LEARNERS:
-                self._later[learner] = offer
-            return
-        self._later.pop(learner, None)
-        if offer.greeting or learner not in self._offered:  # what was asked for over an earlier link will not come
-            self._weights.on_learner_opened(learner, offer.embodiment)
-        self._offered.add(learner)
-        if offer.order is not None and offer.order != self._orders.get(learner):
-            self._take_order(learner, offer.order)
-        self._weights.on_message(learner, offer, None)
-
-    def _needs(self, learner: str, embodiment: str) -> bool:
-        """Whether a robot that a learner learns for is here, or was: its weights lie on the disk."""
-        here = {"" if peer.spec is None else peer.spec.embodiment for peer in self._robots()}
-        unsaid = learner == LEARNER and "" in here  # the first learner's robots need not say what they are
-        return not embodiment or embodiment in here or unsaid or learner in self._weights.learners_with_weights()
-
-    def _take_later(self) -> None:
-        """Takes what was offered before the first robot came that it is for."""
-        for learner, offer in list(self._later.items()):
-            if self._needs(learner, offer.embodiment):
-                self._take_offer(learner, offer)
-
-    def _take_order(self, learner: str, order: SignedRecord) -> None:
-        try:
-            self._weights.set_pin(learner, order)
-            self._orders[learner] = order
-        except OSError as error:  # it comes again with the next offer
-            logger.error("relay.order_not_kept: %s", error)
 
     def _report(self) -> MetricsReport:
         scalars = {
             "robots": float(len(self.server.peers("robot"))),
-            **self._weights.scalars(),
+            **self.weights.router.scalars(),
             **self.server.scalars(),
         }
         return MetricsReport(node=self._config.name, count=0, scalars=scalars)
 
-    # What the tunnel hands over (its thread; see TunnelHandler)
+    # Methods of TunnelHandler, in the server's thread
 
     def refusal_reason(self, hello: Hello) -> str:
         if hello.role != "robot":
-            return f"a relay lets robots in; a {hello.role} connects to the cloud itself"
+            return f"a relay accepts only robots; connect the {hello.role} to the cloud's gateway"
         self._hellos[hello.name] = hello
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
         hello = self._hellos.pop(peer.name)
-        transit = ForwardBuffer(peer, hello.stream, self.server)
-        passage = UpstreamSession(self._client(hello, transit), transit, self.server, self._passages.get(peer.name))
-        self._passages[peer.name] = passage
-        passage.start()
-        self._weights.on_peer_opened(peer)
+        buffer = ForwardBuffer(peer, hello.stream, self.server)
+        previous = self.upstream_sessions.get(peer.name)
+        session = UpstreamSession(self._client(hello, buffer), buffer, self.server, previous)
+        self.upstream_sessions[peer.name] = session
+        session.start()
+        self.weights.router.on_peer_opened(peer)
 
     def on_peer_closed(self, peer: Peer, reason: str) -> None:
-        self._passages[peer.name].stop()
-        self._weights.on_peer_closed(peer.name)
+        self.upstream_sessions[peer.name].stop()
+        self.weights.router.on_peer_closed(peer.name)
 
     def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
-        passage = self._passages[peer.name]
-        if passage.refusal_reason:
-            raise WireError(passage.refusal_reason)
+        session = self.upstream_sessions[peer.name]
+        if session.refusal_reason:
+            raise WireError(session.refusal_reason)
         match message:
             case ChunkOffer() if payload is not None:
-                passage.buffer.put(message, payload)
+                session.buffer.put(message, payload)
             case Preview() if payload is not None:
                 self.server.send(peer.name, PreviewAck(robot=message.robot, camera=message.camera))
-                passage.client.send_preview(message, bytes(payload))
+                session.client.send_preview(message, bytes(payload))
             case WeightsRequest():
-                self._weights.on_message(peer.name, message, None)
+                self.weights.router.on_message(peer.name, message, None)
             case WeightsApplied():
-                self._weights.on_message(peer.name, message, None)
-                passage.forward_weights_applied(message)
+                self.weights.router.on_message(peer.name, message, None)
+                session.forward_weights_applied(message)
             case LeaseRequest() | LeaseRelease() | OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport():
-                passage.client.send(message)
+                session.client.send(message)
 
 
 def relay_main(args: Namespace) -> int:
     """``user-sys relay CONFIG --connect tcp://HOST:PORT``: serves a site until SIGTERM or Ctrl-C.
 
     Raises:
-        ConfigError, RunError: what cannot work, in one line.
+        ConfigError, RunError: a setting or the machine does not allow it.
     """
     config = load(RelayConfig, args.config, args.overrides)
     check_connect_endpoint(args.connect)
     keys = load_keypair(args.keys / f"{config.name}.key")
-    upstream_key = load_public_key(args.keys / f"{GATEWAY_KEY_NAME}.pub")
+    upstream_key = load_public_key(args.keys / f"{GATEWAY_NAME}.pub")
     relay = Relay(config, args.folder, keys, Keyring(args.keys), args.connect, upstream_key)
     stop = threading.Event()
     stop_on_signals(stop)
     console = Console()
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     threading.Thread(
-        target=_print_changes, args=(relay, config, args.connect, say, stop), name="tell", daemon=True
+        target=_print_changes, args=(relay, config, args.connect, print_line, stop), name="status", daemon=True
     ).start()
     relay.run(stop)
     return 0
 
 
 def _print_changes(
-    relay: Relay, config: RelayConfig, upstream: str, say: Callable[[str], None], stop: threading.Event
+    relay: Relay, config: RelayConfig, upstream: str, print_line: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Says in plain words what changes."""
-    link, robots = TunnelState.IDLE, frozenset[str]()
-    say(f"{config.name}: listening on {config.endpoint} for the robots of this site")
+    """Prints changes of the connection and of the connected robots."""
+    printed, robots = TunnelState.IDLE, frozenset[str]()
+    print_line(f"{config.name}: listening on {config.endpoint} for the robots of this site")
     while not stop.wait(STATUS_POLL_S):
-        state, now = relay.uplink.state, frozenset(peer.name for peer in relay.server.peers())
-        if state is not link and state in (TunnelState.OPEN, TunnelState.LOST):
-            link = state
-            away = f"{upstream} is out of reach ({relay.uplink.reason}); robots go on and keep what they record"
-            say(f"{config.name}: {f'connected to {upstream}' if state is TunnelState.OPEN else away}")
-        for name in sorted(now ^ robots):
-            say(f"{config.name}: {name} {'came in' if name in now else 'has left'}")
-        robots = now
+        state, connected = relay.uplink.state, frozenset(peer.name for peer in relay.server.peers())
+        if state is not printed and state in (TunnelState.OPEN, TunnelState.LOST):
+            printed = state
+            lost = f"no connection to {upstream} ({relay.uplink.reason}); robots continue and record to their outboxes"
+            print_line(f"{config.name}: {f'connected to {upstream}' if state is TunnelState.OPEN else lost}")
+        for name in sorted(connected ^ robots):
+            print_line(f"{config.name}: {name} {'connected' if name in connected else 'disconnected'}")
+        robots = connected

@@ -1,9 +1,7 @@
-"""What people order of robots, on its way to the audit log: one entry an order, with the robot's answer.
+"""Validates the reports of peers, and writes operator commands to the audit log.
 
-What a robot reports about itself, bounded before people and programs use it.
-
-A report with a value that no robot can have is left out. A metric that is not finite, or one too many, is left out of
-its report. What is left out is counted and logged sparingly; the session goes on.
+The gateway drops a report with an impossible value, and metrics that are not finite or too many. It counts and logs
+them at a limited rate; the session continues.
 """
 
 from __future__ import annotations
@@ -27,16 +25,30 @@ from user_sys.tunnel.session import RateLimitedLog
 REPLY_TIMEOUT_S = 5.0
 MAX_PENDING = 1024
 ACCEPTED_OUTCOME = "done"
-
 MAX_PRESSES = 256
 
-_Key = tuple[str, str, str, int]  # robot, person, order, press of the e-stop
+MAX_COUNT = 1 << 53
+MAX_STEPS = 10_000_000  # of an episode
+MAX_HZ = 10_000.0
+MAX_VALUE = 1e15
+MAX_METRICS = 256  # names of one robot, in the lifetime of a gateway
+MAX_DEVICES = 256  # names of one peer, in the lifetime of a gateway
+MAX_DEVICE_FIELDS = 64
+MAX_NAME_CHARS = 256
+MAX_TEXT_CHARS = 1000
+
+_AUTHORITIES = frozenset(str(state) for state in ControlState)
+_PHASES = frozenset(phase.name.lower() for phase in Phase)
+_SOURCES = frozenset(str(source) for source in EpisodeSource)
+
+Report = RobotStatus | EpisodeReport | MetricsReport
+_Key = tuple[str, str, str, int]  # robot, person, command, press of the e-stop
 
 
 class OperatorAudit:
-    """Any thread may call it. A person's ``drive`` inputs are no orders here: taking over and handing back are.
+    """Writes one audit entry for each operator command, with the robot's reply. Any thread may call it.
 
-    The repeats of one press of the e-stop are one order, with an entry for each new outcome.
+    It ignores ``drive`` inputs. Repeats of one press of the e-stop are one command, with an entry for each new outcome.
     """
 
     def __init__(self, audit: AuditSink, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,15 +58,15 @@ class OperatorAudit:
         self._presses: dict[_Key, str] = {}  # the last outcome
         self._authority: dict[str, tuple[str, str]] = {}
 
-    def on_command(self, order: OperatorCommand, address: str) -> None:
-        """An order came from a console at `address`, which may name the person's own."""
-        if order.order == "drive":
+    def on_command(self, command: OperatorCommand, address: str) -> None:
+        """A console at `address` sent a command, which may contain the address of the person's browser."""
+        if command.order == "drive":
             return
-        key, address = (order.robot, order.operator, order.order, order.press), order.address or address
+        key, address = (command.robot, command.operator, command.order, command.press), command.address or address
         with self._lock:
-            if follows := len(self._pending) < MAX_PENDING:
+            if awaits_reply := len(self._pending) < MAX_PENDING:
                 self._pending.setdefault(key, (self._clock(), address))
-        if not follows:
+        if not awaits_reply:
             self._write(key, address, "passed on")
 
     def on_reply(self, reply: OperatorReply) -> None:
@@ -66,7 +78,7 @@ class OperatorAudit:
             self._write(key, address, ACCEPTED_OUTCOME if reply.accepted else f"refused: {reply.reason}")
 
     def on_status(self, status: RobotStatus) -> None:
-        """Audits a change of who drives a robot, or stopped it, also by a device or program beside the robot."""
+        """Audits a change of the control authority over a robot, also by a device at the robot."""
         now = (status.authority, status.operator)
         if now == self._authority.get(status.robot, ("policy", "")):
             return
@@ -74,7 +86,7 @@ class OperatorAudit:
         self._audit(AuditEntry(event="authority", robot=status.robot, person=status.operator, order=status.authority))
 
     def expire(self) -> None:
-        """Audits the orders that no robot has answered within `REPLY_TIMEOUT_S`."""
+        """Audits the commands without a reply within `REPLY_TIMEOUT_S`."""
         now = self._clock()
         with self._lock:
             late = {
@@ -99,28 +111,11 @@ class OperatorAudit:
         )
 
 
-MAX_COUNT = 1 << 53
-MAX_STEPS = 10_000_000  # of an episode
-MAX_HZ = 10_000.0
-MAX_VALUE = 1e15
-MAX_METRICS = 256  # names of one robot, in a gateway's life
-MAX_DEVICES = 256  # names of one peer, in a gateway's life
-MAX_DEVICE_FIELDS = 64
-MAX_NAME_CHARS = 256
-MAX_TEXT_CHARS = 1000
-
-_AUTHORITIES = frozenset(str(state) for state in ControlState)
-_PHASES = frozenset(phase.name.lower() for phase in Phase)
-_SOURCES = frozenset(str(source) for source in EpisodeSource)
-
-Report = RobotStatus | EpisodeReport | MetricsReport
-
-
 class ReportValidator:
-    """One thread calls it.
+    """Drops impossible values from the reports of peers. One thread calls it.
 
     Attributes:
-        rejected: reports and values that were left out.
+        rejected: the number of dropped reports and values.
     """
 
     def __init__(self) -> None:
@@ -130,7 +125,7 @@ class ReportValidator:
         self._log = RateLimitedLog()
 
     def validate(self, report: Report, role: Role) -> Report | None:
-        """The report without what is out of bounds; None if nothing is left. A learner may report any metric."""
+        """The report without invalid values; None if nothing remains. A learner may report any metric."""
         match report:
             case RobotStatus():
                 return self._unless(_status_error(report), report.robot, report)
@@ -140,7 +135,7 @@ class ReportValidator:
                 return report if role == "learner" else self._metrics(report)
 
     def validate_devices(self, peer: str, records: Iterable[ResourceRecord]) -> tuple[ResourceRecord, ...]:
-        """Those of `records` that can be devices of a computer, named after it. Robots report themselves."""
+        """The valid devices in `records`: of a device kind, and named after the peer's computer."""
         names, found = self._devices.setdefault(peer, set()), []
         for record in records:
             if record.name not in names and (len(names) >= MAX_DEVICES or not _is_device(record)):

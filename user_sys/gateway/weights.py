@@ -1,11 +1,7 @@
-"""When versions of weights that came are written to the disk, which takes time from whatever runs beside it.
+"""The weights of one learner on their way to the robots: fetched once, stored on disk, sent at each robot's own rate.
 
-The robots of a desk: each is told of a new version as soon as it can hear of it, and no link is filled with news.
-
-Weights on their way from the learner to the robots: fetched once, kept on disk, handed to each at its own pace.
-
-The desk is a receiver that applies nothing, and a server that computes nothing: it knows parcels by their id, and what
-they are for. Each robot asks for what it lacks when it has room for it, so a slow one holds up nobody.
+The gateway computes no weights and applies none: it handles patches by their ids. Each robot requests the blocks that
+it lacks, so a slow robot delays no other.
 """
 
 from __future__ import annotations
@@ -15,16 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
 
 from user_sys.errors import TunnelError, WireError
+from user_sys.gateway.announcer import Announcer, RunPin, SendMessage
 from user_sys.messages import (
     NO_VERSION,
     PatchInfo,
-    PinnedVersion,
     Precision,
     SignedRecord,
     WeightsApplied,
@@ -42,49 +38,52 @@ from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.weights.distribution import (
     ActiveDownloads,
     DownloadTargets,
-    OfferThrottle,
-    PrefetchPlanner,
-    StalenessHistogram,
-    build_offer,
     is_corrupt,
     read_blocks,
 )
 from user_sys.weights.fetcher import STALL_TIMEOUT_S, PatchFetcher
 from user_sys.weights.patches import Patch, VersionIndex, cheapest_path, find_table, reachable_versions, thin_versions
-from user_sys.weights.signing import verifier_from_public_key
 from user_sys.weights.version_store import VersionStore
 
-FLUSH_DELAY_S = 0.5  # after the last version, and after the last write at the earliest
-FLUSH_DEADLINE_S = 5.0  # while one follows upon the other, so long after the first that is not there
-FLUSH_BYTES = 8 << 20  # where so much waits, as soon as the last write allows
-FLUSH_RETRY_S = 5.0  # after the disk was full
+logger = logging.getLogger(__name__)
+
+FLUSH_DELAY_S = 0.5  # after the last version, and the least time between two writes
+FLUSH_DEADLINE_S = 5.0  # after the first unwritten version, while new ones arrive
+FLUSH_BYTES = 8 << 20  # this much is written as soon as the last write allows
+FLUSH_RETRY_S = 5.0  # after a failed write
+WEIGHTS_STOP_TIMEOUT_S = 30.0
+PRUNE_INTERVAL_S = 0.5
+INBOX_POLL_S = 0.25
+MAX_VERSIONS_BEHIND = 32  # deltas from older versions are dropped
+MAX_INBOX = 4096
+
+Manifests = dict[Precision, tuple[WeightsManifest, SignedRecord]]
 
 
 class FlushScheduler:
-    """One thread calls it, but for `invalidated`.
+    """Decides when received versions are written to disk. One thread calls it, except `invalidated`.
 
     Attributes:
-        is_pending: something is not on the disk.
-        pending_bytes: so many, of what came.
+        is_pending: some data is not on disk.
+        pending_bytes: received and not written.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.is_pending, self.pending_bytes = False, 0
         self._clock = clock
-        self._since_s = self._last_s = self._earliest_s = 0.0
+        self._first_s = self._last_s = self._earliest_s = 0.0
 
     def received(self, size_bytes: int) -> None:
         self._last_s = self._clock()
-        self._since_s = self._since_s if self.is_pending else self._last_s
+        self._first_s = self._first_s if self.is_pending else self._last_s
         self.pending_bytes += size_bytes
         self.is_pending = True
 
     def invalidated(self) -> None:
-        """What was on the disk is there no more."""
+        """Data on disk is damaged and must be written again."""
         self.is_pending = True
 
     def flush_started(self) -> None:
-        """What has come so far is being written."""
         self.is_pending, self.pending_bytes = False, 0
 
     def flush_finished(self) -> None:
@@ -94,146 +93,261 @@ class FlushScheduler:
         self.is_pending, self._earliest_s = True, self._clock() + FLUSH_RETRY_S
 
     def due_s(self, idle_s: float) -> float:
-        """In how many seconds it is to be written; `idle_s` where nothing waits."""
+        """Seconds until the next write; `idle_s` if nothing is pending."""
         if not self.is_pending:
             return idle_s
-        soon_s = min(self._last_s + FLUSH_DELAY_S, self._since_s + FLUSH_DEADLINE_S)
+        soon_s = min(self._last_s + FLUSH_DELAY_S, self._first_s + FLUSH_DEADLINE_S)
         at_s = self._earliest_s if self.pending_bytes >= FLUSH_BYTES else max(self._earliest_s, soon_s)
         return at_s - self._clock()
 
 
-@dataclass
-class _Subscriber:
-    """`last_applied` is what it said when something may be sent ahead to it, with an offer."""
+class LearnerConnection:
+    """Sends messages to the learner while it is connected."""
 
-    throttle: OfferThrottle = field(default_factory=OfferThrottle)
-    last_applied: WeightsApplied | None = None
+    def __init__(self, send: SendMessage) -> None:
+        self.name = ""
+        self._send = send
+        self._last_progress: WeightsProgress | None = None
+
+    def on_opened(self, name: str) -> None:
+        self.name, self._last_progress = name, None
+
+    def on_closed(self, name: str) -> None:
+        self.name = "" if name == self.name else self.name
+
+    def request_offer(self) -> None:
+        self._send(self.name, WeightsOfferRequest(), None)
+
+    def request_blocks(self, patch: bytes, first: int, count: int) -> bool:
+        request = WeightsRequest(parcel=patch, first=first, count=count)
+        return bool(self.name) and self._send(self.name, request, None)
+
+    def send_progress(self, progress: WeightsProgress) -> None:
+        """Sends the progress of the robots if it has changed."""
+        if self.name and progress != self._last_progress and self._send(self.name, progress, None):
+            self._last_progress = progress
+
+    def confirm(self, version: int) -> None:
+        """Reports that `version` is on disk."""
+        if self.name:
+            self._send(self.name, WeightsReceived(version=version), None)
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What all robots are to hear of a version, and what follows at once."""
+class PatchDownload:
+    """Fetches the patches of the learner's newest offer.
 
-    offer: WeightsOffer
-    prefetch: PrefetchPlanner
+    Patches that lead the robots from the stored versions to the new one come first. Patches that late joiners need use
+    the remaining bandwidth and are fetched to their end: newer ones might never complete.
 
-
-class Subscribers:
-    """One thread at a time calls it.
-
-    Args:
-        tell: sends an offer.
-        hand_out: answers a request that a robot did not have to make.
+    Attributes:
+        fetcher: requests the blocks.
+        path_ids: the patches that lead to the fetched version, stored or not.
     """
 
-    def __init__(
-        self,
-        send_offer: Callable[[str, WeightsOffer], object],
-        send_blocks: Callable[[str, WeightsRequest], object],
-        clock: Callable[[], float],
-    ) -> None:
-        self._tell, self._hand_out, self._clock = send_offer, send_blocks, clock
-        self._robots: dict[str, _Subscriber] = {}
+    def __init__(self, index: VersionIndex, learner: LearnerConnection, clock: Callable[[], float]) -> None:
+        self.fetcher = PatchFetcher(learner.request_blocks, clock)
+        self.path_ids: set[bytes] = set()
+        self._index, self._learner = index, learner
+        self._offer: tuple[WeightsOffer, Manifests] | None = None
+        self._late_joiner_ids: set[bytes] = set()  # of patches in transfer
 
-    def add(self, name: str, news: Announcement | None) -> None:
-        """A robot's session has begun."""
-        self._robots[name] = robot = _Subscriber()
-        if news is not None:
-            robot.throttle.on_offer_sent(self._clock())
-            self._tell(name, replace(news.offer, greeting=True))
+    @property
+    def awaited(self) -> list[PatchInfo]:
+        """The patches in transfer that lead robots to a newer version."""
+        return [info for info in self.fetcher.targets if info.id not in self._late_joiner_ids]
 
-    def remove(self, name: str) -> None:
-        self._robots.pop(name, None)
+    def set_offer(self, offer: WeightsOffer, manifests: Manifests) -> None:
+        self._offer = offer, manifests
 
-    def announce(self, news: Announcement) -> None:
-        for name, robot in self._robots.items():
-            robot.throttle.is_pending = True
-            if robot.throttle.is_due(self._clock()):
-                self._inform(name, robot, news)
+    def clear_offer(self) -> None:
+        self._offer = None
 
-    def on_message(self, name: str, applied: WeightsApplied | None = None) -> None:
-        """A robot has said something: it is to be told the news, where it is `has_pending`."""
-        if (robot := self._robots.get(name)) is not None:
-            robot.throttle.on_peer_message()
-            robot.last_applied = applied or robot.last_applied
+    def on_blocks(self, blocks: WeightsBlocks, payload: Payload) -> None:
+        self.fetcher.receive_blocks(blocks.parcel, blocks.first, memoryview(payload))
+        if self.fetcher.is_unrecoverable(blocks.parcel):
+            logger.error("weights.patch_damaged peer=%s: every transfer of a patch is damaged", self._learner.name)
+            self.on_gone(blocks.parcel)
 
-    def has_pending(self, name: str) -> bool:
-        return name in self._robots and self._robots[name].throttle.is_pending
+    def on_gone(self, patch: bytes) -> None:
+        """The learner does not have an offered patch. Other patches may lead to the version."""
+        was_awaited = any(info.id == patch for info in self.awaited)
+        self.fetcher.remove_patch(patch)
+        if self._offer is not None:
+            offer, manifests = self._offer
+            remaining = tuple(info for info in offer.parcels if info.id != patch)
+            self._offer = replace(offer, parcels=remaining), manifests
+            self.select_patches(was_awaited)
 
-    def overdue_robots(self) -> list[str]:
-        """The robots that are to be told the news although they say nothing."""
-        return [name for name, robot in self._robots.items() if robot.throttle.is_due(self._clock())]
+    def select_patches(self, must_switch: bool = False) -> None:
+        """Switches to the newest offer if its patches arrive before those in transfer.
 
-    def notify(self, name: str, news: Announcement) -> None:
-        if (robot := self._robots.get(name)) is not None:
-            self._inform(name, robot, news)
+        Args:
+            must_switch: the patches in transfer no longer lead to their version.
+        """
+        if self._offer is None:
+            return
+        offer, manifests = self._offer
+        for_robots, for_late_joiners = self._paths(offer, manifests)
+        stored, awaited = self._index.patches, self.awaited
+        needed = [info for patch, info in for_robots.items() if patch not in stored]
+        extra = [info for patch, info in for_late_joiners.items() if patch not in stored and patch not in for_robots]
+        bytes_after_switch = self._missing_bytes(needed) + self.fetcher.wasted_bytes(awaited, needed)
+        if awaited and not must_switch and self._missing_bytes(awaited) <= bytes_after_switch:
+            return
+        self.path_ids = for_robots.keys() | for_late_joiners.keys()
+        if extra:
+            extra = [info for info in self.fetcher.targets if info.id in self._late_joiner_ids] or extra
+        self._late_joiner_ids = {info.id for info in extra} - {info.id for info in needed}
+        targets = [*needed, *(info for info in extra if info.id in self._late_joiner_ids)]
+        try:
+            self.fetcher.set_targets(targets, {info.id for info in offer.parcels})
+        except WireError as error:
+            logger.error("weights.refused peer=%s: %s", self._learner.name, error)
+            self._offer = None
 
-    def _inform(self, name: str, robot: _Subscriber, news: Announcement) -> None:
-        requests = news.prefetch.requests(robot.last_applied) if robot.last_applied is not None else ()
-        robot.last_applied = None
-        robot.throttle.on_offer_sent(self._clock())
-        self._tell(name, replace(news.offer, ahead=requests))
-        for request in requests:
-            self._hand_out(name, request)
+    def _missing_bytes(self, infos: list[PatchInfo]) -> int:
+        return sum(map(self.fetcher.missing_bytes, infos))
+
+    def _paths(
+        self, offer: WeightsOffer, manifests: Manifests
+    ) -> tuple[dict[bytes, PatchInfo], dict[bytes, PatchInfo]]:
+        """The patches that lead robots with stored versions to the offered one, and those for late joiners."""
+        stored = self._index.patch_infos()
+        for_robots, for_late_joiners = dict[bytes, PatchInfo](), dict[bytes, PatchInfo]()
+        for precision, (manifest, _) in manifests.items():
+            if not manifest.has_tensors and (table := find_table(offer.parcels, manifest)) is not None:
+                for_robots[table.id] = table
+            reachable = reachable_versions(stored, precision)
+            known = [m for (of, _), (m, _) in self._index.manifests.items() if of == precision]
+            held = {m.version: m.digest for m in known if m.version in reachable and m.life == manifest.life}
+            for patches, bases in ((for_robots, held), (for_late_joiners, {})):
+                path = cheapest_path([*stored, *offer.parcels], precision, manifest.version, bases)
+                patches |= {info.id: info for info in (path.patches if path else ())}
+        return for_robots, for_late_joiners
+
+    def pop_completed(self) -> list[Patch]:
+        """The patches that are complete; removes them from the fetcher."""
+        completed = [info for info in self.fetcher.targets if not self.fetcher.missing_bytes(info)]
+        if not completed:
+            return []
+        patches = [Patch(info, self.fetcher.payload(info).toreadonly()) for info in completed]
+        self.fetcher.drop(completed)
+        return patches
 
 
-logger = logging.getLogger(__name__)
+class PatchRetention:
+    """Decides which patches stay in memory and on disk, and writes them to the version store.
 
-WEIGHTS_STOP_TIMEOUT_S = 30.0
-PRUNE_INTERVAL_S = 0.5
-MAX_VERSIONS_BEHIND = 32  # versions: to receivers that are further behind no differences lead
-MAX_INBOX = 4096
-_NO_PIN = PinnedVersion(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
+    Args:
+        kept: how many versions stay on disk; recent ones lie close together, old ones far apart.
+    """
 
-SendMessage = Callable[[str, AnyMessage, Payload | None], bool]
+    def __init__(self, store: VersionStore, index: VersionIndex, kept: int, clock: Callable[[], float]) -> None:
+        self.downloads, self.targets = ActiveDownloads(kept, clock), DownloadTargets(kept, clock)
+        self.flush = FlushScheduler(clock)
+        self._store, self._index, self._kept, self._clock = store, index, kept, clock
+        self._stored_versions = set(index.complete_versions())  # a version may be replaced before it is written
+        self._read_ids = set(index.patches)  # patches in mapped files, which may change on disk
+        self._next_prune_s = 0.0
+
+    def begin_run(self) -> None:
+        self._stored_versions = set()
+        self.targets = DownloadTargets(self._kept, self._clock)
+
+    def add(self, patches: list[Patch]) -> None:
+        self._index.patches |= {patch.info.id: patch for patch in patches}
+        self.downloads.add_offered([patch.info for patch in patches])
+        self.flush.received(sum(patch.info.size_bytes for patch in patches))
+
+    def is_corrupt(self, request: WeightsRequest) -> bool:
+        """Whether the requested blocks have changed on disk since they were read."""
+        return request.parcel in self._read_ids and is_corrupt(self._index, request)
+
+    def drop_corrupt(self, patch: bytes) -> bool:
+        """Drops a patch whose file has changed. Returns False if it was dropped before."""
+        if (dropped := self._index.patches.pop(patch, None)) is None:
+            return False
+        logger.error("weights.damaged version=%d: its file has changed since it was read", dropped.info.version)
+        self._read_ids.discard(patch)
+        self._store.mark_corrupt(patch)
+        self.flush.invalidated()
+        return True
+
+    @property
+    def is_prune_due(self) -> bool:
+        return self._clock() >= self._next_prune_s
+
+    def prune(self, in_use: set[int], path_ids: set[bytes]) -> None:
+        """Drops patches that no robot needs any more.
+
+        Args:
+            in_use: versions that stay in any case.
+            path_ids: patches that stay in any case.
+        """
+        self._index.retain(*self._needed(in_use), self.downloads.pinned_ids() | path_ids | self.targets.pinned_ids())
+        self._next_prune_s = self._clock() + PRUNE_INTERVAL_S
+
+    def _needed(self, in_use: set[int]) -> tuple[set[int], int]:
+        """The versions that stay, and the oldest version from which deltas stay."""
+        versions = self._index.complete_versions()
+        newest = max(versions, default=NO_VERSION)
+        candidates = [version for version in versions if version in self._stored_versions or version == newest]
+        kept = {*thin_versions(candidates, self._kept), *in_use, *self.targets.versions()}
+        return kept, newest - MAX_VERSIONS_BEHIND
+
+    def snapshot(self, in_use: set[int]) -> VersionIndex:
+        """The versions and patches to write. Patches that no robot has requested yet are left out."""
+        snapshot = VersionIndex(dict(self._index.manifests), dict(self._index.patches))
+        snapshot.retain(*self._needed(in_use), self.downloads.requested_ids())
+        self.flush.flush_started()
+        return snapshot
+
+    def save(self, snapshot: VersionIndex, signer: bytes) -> bool:
+        """Writes a snapshot. Returns False if the disk failed: a restarted gateway then has an older version."""
+        try:
+            self._store.save(snapshot, signer)
+        except OSError as error:
+            newest = max(snapshot.complete_versions(), default=NO_VERSION)
+            logger.error("weights.write_failed version=%d: %s", newest, error)
+            self.flush.flush_failed()
+            return False
+        self._stored_versions = set(snapshot.complete_versions())
+        self.flush.flush_finished()
+        return True
 
 
 @dataclass(frozen=True)
 class _LearnerMessage:
-    """An offer or grains; or None for a new connection."""
+    """A message of the learner; None for a new connection."""
 
     message: WeightsOffer | WeightsBlocks | WeightsGone | None
     payload: Payload | None = None
 
 
 class WeightsDistributor:
-    """Its public methods never block, save `close`, and may be called from any thread.
+    """Fetches, stores and distributes the weights of one learner, in a thread.
+
+    Any thread may call its public methods. They do not block, except `close`; `step` and its parts are for the thread
+    or for a simulation without one.
 
     Args:
-        kept: how many versions stay on disk, for a person to go back to; the newest lie close, older ones far apart.
         send: queues a message for a peer, see `TunnelServer.send`.
+        kept: how many versions stay on disk, so that a person can return to one; see `PatchRetention`.
     """
 
     def __init__(
-        self, shelf: VersionStore, send: SendMessage, kept: int = 8, clock: Callable[[], float] = time.monotonic
+        self, store: VersionStore, send: SendMessage, kept: int = 8, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Opens what is on disk. Raises OSError."""
+        """Reads the versions on disk. Raises OSError."""
         self.failure: BaseException | None = None
-        self._shelf, self._send, self._kept, self._clock = shelf, send, max(1, kept), clock
-        self._catalogue = shelf.load()
-        self._read = set(self._catalogue.patches)  # from a disk, where they may rot
-        self._lost = False  # one of them did, and the learner may have it still
-        self._signer = shelf.learner_public_key()
-        self._unreadable = ""  # what was wrong with the order, as it was told
-        self._numbers = next((m.run for m, _ in self._catalogue.manifests.values()), b"")  # the run whose they are
-        self._order, self._ordered = self._read_order()
-        self._ignored: PinnedVersion | None = None  # an order of which it was told that it cannot be obeyed
-        self._target = self._due(self._catalogue.complete_versions())
-        self._announced: tuple[bytes, int, tuple[Precision, ...], int] = (self._numbers, NO_VERSION, (), -1)
-        self._audience = Subscribers(lambda name, offer: self._send(name, offer, None), self._hand_out, clock)
-        self._learner = ""
-        self._told: WeightsProgress | None = None  # to the learner that is connected
-        self._staleness = StalenessHistogram()
-        self._offered: tuple[WeightsOffer, dict[Precision, tuple[WeightsManifest, SignedRecord]]] | None = None
-        self._fetcher = PatchFetcher(self._ask, clock)
-        self._ways: set[bytes] = set()  # parcels that lead to the version that is under way, here or not
-        self._spare: set[bytes] = set()  # parcels on their way here that only latecomers need
-        self._begun, self._aims = ActiveDownloads(self._kept, clock), DownloadTargets(self._kept, clock)
-        self._unkept = FlushScheduler(clock)
-        self._stored = set(
-            self._catalogue.complete_versions()
-        )  # on the disk; one that a newer one overtakes never gets there
-        self._next_tidy_s = 0.0
+        self.index = store.load()
+        self._pin = RunPin(store, next((m.run for m, _ in self.index.manifests.values()), b""))
+        self._learner = LearnerConnection(send)
+        self.download = PatchDownload(self.index, self._learner, clock)
+        self.retention = PatchRetention(store, self.index, max(1, kept), clock)
+        self.announcer = Announcer(self.index, self._pin, send, self._send_blocks, clock)
+        self._send = send
+        self._corrupt_dropped = False
         self._inbox: queue.Queue[_LearnerMessage] = queue.Queue(MAX_INBOX)
         self._lock = threading.RLock()
         self._stopping = threading.Event()
@@ -241,15 +355,22 @@ class WeightsDistributor:
 
     @property
     def version(self) -> int:
-        """The version that robots should act with; -1 before the first."""
-        return self._target
+        """The version that robots should use; -1 before the first."""
+        return self.announcer.target
+
+    @property
+    def has_learner(self) -> bool:
+        """Whether the learner is connected."""
+        return bool(self._learner.name)
 
     def scalars(self) -> dict[str, float]:
-        """For the metrics; takes a sample of every robot's staleness."""
+        """Metrics; takes a sample of every robot's staleness."""
         with self._lock:
-            self._staleness.sample(self._clock())
-            return {"weights_version": float(self._target), "weights_damaged": float(self._fetcher.damaged_blocks),
-                    **self._staleness.scalars()}  # fmt: skip
+            return {
+                "weights_version": float(self.version),
+                "weights_damaged": float(self.download.fetcher.damaged_blocks),
+                **self.announcer.sampled_scalars(),
+            }
 
     def start(self) -> None:
         self._thread.start()
@@ -259,34 +380,32 @@ class WeightsDistributor:
         return self._thread.ident is not None
 
     def close(self) -> None:
-        """Keeps the newest version and ends. Raises TunnelError when the disk takes longer than
-        `WEIGHTS_STOP_TIMEOUT_S`.
-        """
+        """Writes the newest version and ends. Raises TunnelError if the disk takes over `WEIGHTS_STOP_TIMEOUT_S`."""
         self._stopping.set()
         self._thread.join(WEIGHTS_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise TunnelError(f"the weights thread did not end within {WEIGHTS_STOP_TIMEOUT_S} s: the disk is stuck")
 
-    # What the tunnel hands over
+    # Events of the tunnel
 
     def on_learner_opened(self, name: str) -> None:
         with self._lock:
-            self._learner, self._told = name, None
+            self._learner.on_opened(name)
         self._put(_LearnerMessage(None))
-        self._send(name, WeightsOfferRequest(), None)
+        self._learner.request_offer()
         with self._lock:
-            self._tell_progress()  # what was said last may have been lost with its former connection
+            self._send_progress()  # the last report may be lost with the earlier connection
 
     def on_robot_opened(self, name: str) -> None:
         with self._lock:
-            self._audience.add(name, self._news())
+            self.announcer.subscribers.add(name, self.announcer.announcement())
 
     def on_peer_closed(self, name: str) -> None:
         with self._lock:
-            self._audience.remove(name)
-            self._staleness.remove(name)
-            self._learner = "" if name == self._learner else self._learner
-            self._tell_progress()
+            self.announcer.subscribers.remove(name)
+            self.announcer.staleness.remove(name)
+            self._learner.on_closed(name)
+            self._send_progress()
 
     def on_message(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """A message of the weights channel from the peer called `name`."""
@@ -295,349 +414,174 @@ class WeightsDistributor:
                 self._put(_LearnerMessage(message, payload))
             case WeightsRequest():
                 with self._lock:
-                    self._audience.on_message(name)
-                self._hand_out(name, message)
-                self._tell_if_behind(name)
+                    self.announcer.subscribers.on_message(name)
+                self._send_blocks(name, message)
+                with self._lock:
+                    self.announcer.notify_if_pending(name)
             case WeightsApplied():
                 with self._lock:
-                    self._audience.on_message(name, message)
-                    self._staleness.set_version(name, message.version)
-                    self._tell_progress()
-                self._tell_if_behind(name)
+                    self.announcer.subscribers.on_message(name, message)
+                    self.announcer.staleness.set_version(name, message.version)
+                    self._send_progress()
+                with self._lock:
+                    self.announcer.notify_if_pending(name)
 
-    def has_patch(self, parcel: bytes) -> bool:
-        return parcel in self._catalogue.patches
+    def has_patch(self, patch: bytes) -> bool:
+        return patch in self.index.patches
 
     def poll_pin(self) -> None:
-        """Obeys an order that a person left on the shelf since the last look."""
-        order, ordered = self._read_order()
-        if ordered.serial < 0 or (ordered.run == self._ordered.run and ordered.serial <= self._ordered.serial):
+        """Applies a pin that a person has set since the last poll."""
+        newer = self._pin.read_newer()
+        if newer is None:
             return
-        logger.warning("weights.ordered version=%d by=%r: %s", ordered.version, ordered.by, ordered.reason)
         with self._lock:
-            self._order, self._ordered = order, ordered
+            self._pin.signed, self._pin.pinned = newer
             self._announce()
 
-    def _hand_out(self, name: str, request: WeightsRequest) -> None:
+    def _announce(self) -> None:
+        if self.announcer.announce():
+            self._send_progress()
+
+    def _send_progress(self) -> None:
+        self._learner.send_progress(self.announcer.progress())
+
+    def _send_blocks(self, name: str, request: WeightsRequest) -> None:
         with self._lock:
-            known = self._catalogue.patches.get(request.parcel)
-            if known is None:
-                self._aims.on_missing(name, self._target, partial(self._tell, name))
+            patch, retention = self.index.patches.get(request.parcel), self.retention
+            if patch is None:
+                retention.targets.on_missing(name, self.version, partial(self.announcer.notify, name))
                 self._send(name, WeightsGone(parcel=request.parcel), None)
                 return
-            self._aims.on_request(name, known.info, self._target)
-            self._begun.on_request(name, request, known.info)
-        if request.parcel in self._read and is_corrupt(self._catalogue, request):
-            self._lose(request.parcel)
-        for found, content in read_blocks(self._catalogue, request):
-            self._send(name, found, content)
-
-    def _lose(self, parcel: bytes) -> None:
-        """Drops what has rotted on the disk."""
-        with self._lock:
-            if (lost := self._catalogue.patches.pop(parcel, None)) is None:
-                return
-            logger.error("weights.damaged version=%d: its file has changed since it was read", lost.info.version)
-            self._read.discard(parcel)
-            self._shelf.mark_corrupt(parcel)
-            self._announce()
-            self._lost = True
-            self._unkept.invalidated()
+            retention.targets.on_request(name, patch.info, self.version)
+            retention.downloads.on_request(name, request, patch.info)
+        if self.retention.is_corrupt(request):
+            with self._lock:
+                if self.retention.drop_corrupt(request.parcel):
+                    self._announce()
+                    self._corrupt_dropped = True
+        for reply, content in read_blocks(self.index, request):
+            self._send(name, reply, content)
 
     def _put(self, item: _LearnerMessage) -> None:
         try:
             self._inbox.put_nowait(item)
-        except queue.Full:  # grains are asked for again, an offer comes with the next version
+        except queue.Full:  # blocks are requested again, and an offer comes with the next version
             logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
 
-    def _read_order(self) -> tuple[SignedRecord | None, PinnedVersion]:
-        """An order by another key than the versions are signed with is none: robots refuse whatever comes with it."""
-        try:
-            signed = self._shelf.read_pin() if self._signer else None
-            return signed, _NO_PIN if signed is None else verifier_from_public_key(self._signer).verify(
-                signed, PinnedVersion
-            )
-        except (OSError, WireError) as error:
-            if str(error) != self._unreadable:
-                self._unreadable = str(error)
-                logger.warning("weights.order_unreadable: %s", error)
-            return None, _NO_PIN
-
-    # Telling the robots
-
-    def _announce(self) -> None:
-        """Tells every robot what it should act with, when that has changed."""
-        versions = self._catalogue.complete_versions()
-        pinned = self._pinned
-        if pinned != NO_VERSION and pinned not in versions and self._ordered != self._ignored:
-            self._ignored = self._ordered
-            logger.warning("weights.order_ignored version=%d: it is not kept; there are %s", pinned, versions)
-        self._target = self._due(versions)
-        forms = tuple(self._catalogue.complete_precisions(self._target))
-        state = self._numbers, self._target, forms, self._ordered.serial
-        if state == self._announced:
-            return
-        self._announced = state
-        self._staleness.set_newest(self._target, self._clock())
-        if (news := self._news()) is not None:
-            self._audience.announce(news)
-        self._tell_progress()
-
-    @property
-    def _pinned(self) -> int:
-        """The version of this run that is ordered; `NO_VERSION` where none is."""
-        return self._ordered.version if self._ordered.run == self._numbers else NO_VERSION
-
-    def _due(self, versions: list[int]) -> int:
-        """The one of `versions` with which robots are to act."""
-        pinned = self._pinned
-        return pinned if pinned in versions else max(versions, default=NO_VERSION)
-
-    def _news(self) -> Announcement | None:
-        """What robots are told to act with; None before the first version."""
-        if self._target == NO_VERSION:
-            return None
-        forms, free = self._catalogue.complete_precisions(self._target), (NO_VERSION, self._target)
-        offer = build_offer(
-            [self._catalogue.manifests[form, self._target][1] for form in forms],
-            self._catalogue.patch_infos(),
-            forms,
-            self._target,
-            signer=self._signer,
-            pin=self._order if self._ordered.run == self._numbers and self._pinned in free else None,
-        )
-        return Announcement(offer, PrefetchPlanner(self._catalogue, self._target))
-
-    def _tell_if_behind(self, name: str) -> None:
-        with self._lock:
-            if self._audience.has_pending(name):
-                self._tell(name)
-
-    def _tell_overdue(self) -> None:
-        with self._lock:
-            if (names := self._audience.overdue_robots()) and (news := self._news()) is not None:
-                for name in names:
-                    self._audience.notify(name, news)
-
-    def _tell(self, name: str) -> tuple[PatchInfo, ...]:
-        """Has a robot hear of the newest; returns what leads there."""
-        if (news := self._news()) is None:
-            return ()
-        self._audience.notify(name, news)
-        return news.offer.parcels
-
-    def _tell_progress(self) -> None:
-        ordered = self._target if self._target == self._pinned else NO_VERSION
-        progress = WeightsProgress(oldest=self._staleness.oldest_in_use, ordered=ordered)
-        if self._learner and progress != self._told and self._send(self._learner, progress, None):
-            self._told = progress
-
-    # The thread: fetches from the learner and keeps
+    # The thread
 
     def _run(self) -> None:
         wait_s = 0.0
         try:
             while not self._stopping.is_set():
-                wait_s = self._go_on(wait_s)
-            if self._unkept.is_pending:
-                self._persist()
+                wait_s = self.step(wait_s)
+            if self.retention.flush.is_pending:
+                self.save()
         except Exception as error:
             logger.exception("weights.failed")
             self.failure = error
 
-    def _go_on(self, wait_s: float) -> float:
-        """Waits for something to do, so long at most, and does it; returns how long it may wait the next time."""
-        self._take_in(wait_s)
-        self._collect()
-        self._tell_overdue()
-        if self._unkept.due_s(STALL_TIMEOUT_S) <= 0:
-            self._persist()
-        return max(0.0, min(self._fetcher.send_requests(), self._unkept.due_s(STALL_TIMEOUT_S)))
+    def step(self, wait_s: float) -> float:
+        """Processes the next message, for which it waits at most `wait_s`. Returns how long the next step may wait."""
+        self.process_message(wait_s)
+        self.collect_patches()
+        with self._lock:
+            self.announcer.notify_overdue()
+        flush = self.retention.flush
+        if flush.due_s(STALL_TIMEOUT_S) <= 0:
+            self.save()
+        return max(0.0, min(self.download.fetcher.send_requests(), flush.due_s(STALL_TIMEOUT_S)))
 
-    def _take_in(self, wait_s: float) -> None:
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages of the learner wait for `process_message`."""
+        return not self._inbox.empty()
+
+    def process_message(self, wait_s: float) -> None:
+        """Processes the next message of the learner, if one arrives within `wait_s`."""
         try:
-            item = self._inbox.get(timeout=min(wait_s, 0.25))
+            item = self._inbox.get(timeout=min(wait_s, INBOX_POLL_S))
         except queue.Empty:
             return
         match item.message:
             case None:
-                self._fetcher.reset_requests()
+                self.download.fetcher.reset_requests()
             case WeightsOffer() as offer:
-                self._consider(offer)
-            case WeightsBlocks() as grains if item.payload is not None:
-                self._fetcher.receive_blocks(grains.parcel, grains.first, memoryview(item.payload))
-                if self._fetcher.is_unrecoverable(grains.parcel):
-                    logger.error("weights.given_up peer=%s: a parcel comes damaged again and again", self._learner)
-                    self._give_up(grains.parcel)
-            case WeightsGone(parcel=parcel):
-                self._give_up(parcel)
+                self._on_offer(offer)
+            case WeightsBlocks() as blocks if item.payload is not None:
+                self.download.on_blocks(blocks, item.payload)
+            case WeightsGone(parcel=patch):
+                self.download.on_gone(patch)
 
-    def _give_up(self, gone: bytes) -> None:
-        """A parcel that was offered is not to be had from the learner: the version may be reached by others."""
-        lost = any(info.id == gone for info in self._awaited)
-        self._fetcher.remove_patch(gone)
-        if self._offered is not None:
-            offer, manifests = self._offered
-            left = tuple(info for info in offer.parcels if info.id != gone)
-            self._offered = replace(offer, parcels=left), manifests
-            self._turn(lost)
-
-    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
-        request = WeightsRequest(parcel=parcel, first=first, count=count)
-        return bool(self._learner) and self._send(self._learner, request, None)
-
-    def _consider(self, offer: WeightsOffer) -> None:
+    def _on_offer(self, offer: WeightsOffer) -> None:
         try:
             manifests = [(decode_record(signed.body, WeightsManifest), signed) for signed in offer.manifests]
-            self._offered = offer, {manifest.form: (manifest, signed) for manifest, signed in manifests}
+            self.download.set_offer(offer, {manifest.form: (manifest, signed) for manifest, signed in manifests})
             with self._lock:
-                self._signer = offer.signer
-                self._begin_anew([manifest for manifest, _ in manifests])
-                self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
+                self._pin.signer = offer.signer
+                self._check_run([manifest for manifest, _ in manifests])
+                self.index.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
                 self._announce()
-            self._turn()
-            if not self._awaited and not self._unkept.is_pending:
+            self.download.select_patches()
+            if not self.download.awaited and not self.retention.flush.is_pending:
                 self._confirm(max((manifest.version for manifest, _ in manifests), default=NO_VERSION))
         except WireError as error:
-            logger.error("weights.refused peer=%s: %s", self._learner, error)
-            self._offered = None
+            logger.error("weights.refused peer=%s: %s", self._learner.name, error)
+            self.download.clear_offer()
 
-    def _begin_anew(self, offered: list[WeightsManifest]) -> None:
-        """Forgets what is of other numbers than these: a relay may live through many runs.
+    def _check_run(self, offered: list[WeightsManifest]) -> None:
+        """Drops the versions of an earlier run: a relay may outlive many runs.
 
-        The same run's numbers begin anew where a learner has lost its checkpoints, or the newest of them.
+        A learner that has lost its newest checkpoints begins the version numbers of its run again.
         """
         if not offered:
             return
         first = offered[0]
-        here = [m for (form, _), (m, _) in self._catalogue.manifests.items() if form == first.form]
-        lost = any(m.life < first.life and m.version >= first.version and m.digest != first.digest for m in here)
-        if first.run == self._numbers and not lost:
+        stored = [m for (precision, _), (m, _) in self.index.manifests.items() if precision == first.form]
+        restarted = any(m.life < first.life and m.version >= first.version and m.digest != first.digest for m in stored)
+        if first.run == self._pin.run and not restarted:
             return
-        if self._catalogue.manifests:
-            logger.warning("weights.another_run version=%d: what is kept of another one goes", first.version)
-        self._numbers, self._catalogue, self._stored = first.run, VersionIndex(), set()
-        self._aims = DownloadTargets(self._kept, self._clock)
-        self._fetcher.set_targets([])
-        self._order, self._ordered = self._read_order()  # this run's may be there already
-        if self._ordered.run != first.run:
-            self._withdraw_order()
+        if self.index.manifests:
+            logger.warning("weights.another_run version=%d: the stored versions are dropped", first.version)
+        self.index.manifests.clear()
+        self.index.patches.clear()
+        self.retention.begin_run()
+        self.download.fetcher.set_targets([])
+        self._pin.begin_run(first.run)
 
-    def _withdraw_order(self) -> None:
-        self._order, self._ordered = None, _NO_PIN
-        try:
-            self._shelf.clear_pin()
-        except OSError as error:
-            logger.error("weights.order_not_withdrawn: %s", error)
-
-    def _turn(self, lost: bool = False) -> None:
-        """Turns to the newest offer, where that is here before what is under way to our robots.
-
-        What latecomers need comes in what time that leaves, and to its end: a newer one might never get there.
-
-        Args:
-            lost: what is under way does not lead to its version any more.
-        """
-        if self._offered is None:
+    def collect_patches(self) -> None:
+        """Takes over complete patches, and announces a version as soon as its patches are complete."""
+        if self._corrupt_dropped:
+            self._corrupt_dropped = False
+            self.download.select_patches()  # the learner may still have the dropped patch
+        patches = self.download.pop_completed()
+        if not patches:
             return
-        offer, manifests = self._offered
-        leading, latecomers = self._leading(offer, manifests)
-        ours = self._catalogue.patches
-        needed = [info for parcel, info in leading.items() if parcel not in ours]
-        spare = [info for parcel, info in latecomers.items() if parcel not in ours and parcel not in leading]
-        until_ours = self._left(needed) + self._fetcher.wasted_bytes(self._awaited, needed)
-        if self._awaited and not lost and self._left(self._awaited) <= until_ours:
-            return
-        self._ways = leading.keys() | latecomers.keys()
-        if spare:
-            spare = [info for info in self._fetcher.targets if info.id in self._spare] or spare
-        self._spare = {info.id for info in spare} - {info.id for info in needed}
-        try:
-            self._fetcher.set_targets(
-                [*needed, *(info for info in spare if info.id in self._spare)], {info.id for info in offer.parcels}
-            )
-        except WireError as error:
-            logger.error("weights.refused peer=%s: %s", self._learner, error)
-            self._offered = None
-
-    @property
-    def _awaited(self) -> list[PatchInfo]:
-        """What is under way and leads our robots to a newer version."""
-        return [info for info in self._fetcher.targets if info.id not in self._spare]
-
-    def _left(self, infos: list[PatchInfo]) -> int:
-        return sum(map(self._fetcher.missing_bytes, infos))
-
-    def _leading(
-        self, offer: WeightsOffer, manifests: dict[Precision, tuple[WeightsManifest, SignedRecord]]
-    ) -> tuple[dict[bytes, PatchInfo], dict[bytes, PatchInfo]]:
-        """What leads our robots to the version, and what leads latecomers there; what is here already, too."""
-        ours = self._catalogue.patch_infos()
-        robots, latecomers = dict[bytes, PatchInfo](), dict[bytes, PatchInfo]()
-        for form, (manifest, _) in manifests.items():
-            if not manifest.has_tensors and (table := find_table(offer.parcels, manifest)) is not None:
-                robots[table.id] = table
-            ready = reachable_versions(ours, form)
-            known = [m for (of, _), (m, _) in self._catalogue.manifests.items() if of == form]
-            held = {m.version: m.digest for m in known if m.version in ready and m.life == manifest.life}
-            for found, bases in ((robots, held), (latecomers, {})):
-                way = cheapest_path([*ours, *offer.parcels], form, manifest.version, bases)
-                found |= {info.id: info for info in (way.patches if way else ())}
-        return robots, latecomers
-
-    def _collect(self) -> None:
-        """Takes over what is complete; tells the robots as soon as there is a way to a newer version."""
-        if self._lost:
-            self._lost = False
-            self._turn()
-        done = [info for info in self._fetcher.targets if not self._fetcher.missing_bytes(info)]
-        if not done:
-            return
-        fresh = [Patch(info, self._fetcher.payload(info).toreadonly()) for info in done]
-        self._fetcher.drop(done)
         with self._lock:
-            self._catalogue.patches |= {parcel.info.id: parcel for parcel in fresh}
-            self._begun.add_offered(done)
+            self.retention.add(patches)
             self._announce()
-            self._unkept.received(sum(info.size_bytes for info in done))
-            if self._clock() >= self._next_tidy_s:
-                self._tidy()
-        if not self._awaited:
-            self._turn()
+            if self.retention.is_prune_due:
+                self._prune()
+        if not self.download.awaited:
+            self.download.select_patches()
 
-    def _tidy(self) -> None:
-        """Gives up what nobody will want any more."""
-        self.poll_pin()  # before what it names is given up
+    def _in_use(self) -> set[int]:
+        return {self.version, self._pin.version}
+
+    def _prune(self) -> None:
+        self.poll_pin()  # before the pinned version is dropped
         with self._lock:
-            self._catalogue.retain(*self._needed(), self._begun.pinned_ids() | self._ways | self._aims.pinned_ids())
-        self._next_tidy_s = self._clock() + PRUNE_INTERVAL_S
+            self.retention.prune(self._in_use(), self.download.path_ids)
 
-    def _needed(self) -> tuple[set[int], int]:
-        """The versions that stay, and the oldest from which differences lead on."""
-        versions = self._catalogue.complete_versions()
-        newest = max(versions, default=NO_VERSION)
-        choice = [version for version in versions if version in self._stored or version == newest]
-        kept = {*thin_versions(choice, self._kept), self._target, self._pinned, *self._aims.versions()}
-        return kept, newest - MAX_VERSIONS_BEHIND
-
-    def _persist(self) -> None:
-        self._tidy()
+    def save(self) -> None:
+        """Writes the versions to disk, and confirms the newest to the learner."""
+        self._prune()
         with self._lock:
-            snapshot = VersionIndex(dict(self._catalogue.manifests), dict(self._catalogue.patches))
-            snapshot.retain(*self._needed(), self._begun.requested_ids())  # what was but offered is gone before long
-            self._unkept.flush_started()
-        newest = max(snapshot.complete_versions(), default=NO_VERSION)
-        try:
-            self._shelf.save(snapshot, self._signer)
-        except OSError as error:  # robots have it all the same; a gateway that restarts now has an older one
-            logger.error("weights.not_kept version=%d: %s", newest, error)
-            self._unkept.flush_failed()
-            return
-        self._stored = set(snapshot.complete_versions())
-        self._unkept.flush_finished()
-        self._confirm(newest)
+            snapshot = self.retention.snapshot(self._in_use())
+        if self.retention.save(snapshot, self._pin.signer):
+            self._confirm(max(snapshot.complete_versions(), default=NO_VERSION))
 
     def _confirm(self, version: int) -> None:
-        """Tells the learner that a version is on disk; again when it offers that again: this may have been lost."""
-        if self._learner and version in self._catalogue.complete_versions():
-            self._send(self._learner, WeightsReceived(version=version), None)
+        """Confirms a stored version to the learner, also repeatedly: an earlier confirmation may be lost."""
+        if version in self.index.complete_versions():
+            self._learner.confirm(version)

@@ -30,7 +30,6 @@ from hal.ray_nodes import ROBOT_RESOURCE_PREFIX, make_bundles
 from hal.resource import Health, Kind, ResourceRecord, ResourceRequest, local_node
 from user_sys.compose import resource_probes
 from user_sys.errors import RunError
-from user_sys.gateway.gateway import is_loopback
 from user_sys.run.allocation import (
     TAKEN_BY_ANOTHER_RUN,
     LocalAllocation,
@@ -45,6 +44,7 @@ from user_sys.run.allocation import (
 )
 from user_sys.run.config import RunConfig
 from user_sys.run.topology import LOOPBACK
+from user_sys.tunnel.endpoint import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,4 @@
-"""Pauses between attempts, spread so that many clients of a gateway that starts again do not come at once.
-
-One attempt at a connection: three sockets to one port that live and die together.
-
-Lets the thread that waits for a message read the connection itself: two thread switches fewer on the way.
-
-Experience on its way up: chunks from a durable source, sent in order while there is credit, kept until settled.
-"""
+"""The client's side of a session: four sockets to one port, their readers, and the sender of chunks."""
 
 from __future__ import annotations
 
@@ -52,11 +45,22 @@ from user_sys.tunnel.sockets import (
     silence_s,
 )
 
+ZAP_DENIED = 400
+READER_GRACE_S = 0.1  # a thread that has received once is expected to return within this time
+READER_POLL_S = 0.25
+_DISCONNECT_REASONS = {
+    int(zmq.EVENT_CLOSED): "no gateway listens there",
+    int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake failed: check the gateway's public key",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the handshake failed: another program listens there",
+}
+_MONITORED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_DISCONNECT_REASONS)
+
 
 class Backoff:
-    """Exponential with full jitter: a pause is drawn evenly from zero to a bound that doubles with each failure.
+    """Exponential backoff with full jitter: a pause is uniform between zero and a bound that doubles with each failure.
 
-    Of many clients that lost the same gateway at the same moment, each instant of a round then sees an equal share
+    The reconnects of many clients that lost one gateway at the same time are thus spread evenly
     (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
     """
 
@@ -66,30 +70,20 @@ class Backoff:
         self.bound_s = min_s
 
     def next_s(self) -> float:
-        """The next pause; its successor's bound is twice as large."""
+        """The next pause. Doubles the bound of the one after it."""
         pause_s = self._rng.uniform(0.0, self.bound_s)
         self.bound_s = min(2 * self.bound_s, self._max_s)
         return pause_s
 
     def reset(self) -> None:
-        """A connection has proved itself: the next failure is a first one."""
+        """Resets the bound after a session that lasted."""
         self.bound_s = self._min_s
 
 
-ZAP_DENIED = 400
-_DISCONNECT_REASONS = {
-    int(zmq.EVENT_CLOSED): "nothing listens there",
-    int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake failed: is the gateway's public key right?",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the handshake failed: no gateway of ours listens there",
-}
-_MONITORED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_DISCONNECT_REASONS)
-
-
 class ZmqContexts:
-    """libzmq's threads: one for control and e-stops, since encrypting a megabyte takes a millisecond; one for bulk.
+    """libzmq's I/O threads: one for control and e-stops, one for bulk, whose encryption takes 1 ms for a megabyte.
 
-    The bulk thread is a batch job to the kernel: when it becomes ready it does not displace a thread that runs.
+    The bulk thread uses SCHED_BATCH, so that it does not preempt a running thread when it wakes.
     """
 
     def __init__(self) -> None:
@@ -102,41 +96,46 @@ class ZmqContexts:
         return self._control if channel in (Channel.CONTROL, Channel.STOP) else self._bulk
 
     def close(self) -> None:
-        """All sockets must be closed before."""
+        """Ends the threads. All sockets must be closed."""
         self._control.term()
         self._bulk.term()
 
 
 class ChannelSocket:
-    """One channel's connection. Any thread may call it: a lock sees to it that one at a time uses the socket.
+    """The connection of one channel. Any thread may call it; a lock serializes access to the socket.
 
-    Whoever has used the socket must read it empty, or tell somebody who will (`has_message`): its file descriptor may
-    then stay silent about a message that is there.
+    The socket's descriptor is edge-triggered. So a thread that has used the socket must check `has_message`, and then
+    read the socket empty or wake the thread that reads it.
     """
 
     def __init__(
-        self, socket: ZmqSocket, outlet: SendQueue, window: ChannelLimits, limits: TunnelLimits, channel: Channel
-    ):
-        self.socket, self.channel, self.send_queue = socket, channel, outlet
-        self.receive_window = ReceiveWindow(window)
+        self,
+        socket: ZmqSocket,
+        send_queue: SendQueue,
+        channel_limits: ChannelLimits,
+        limits: TunnelLimits,
+        channel: Channel,
+    ) -> None:
+        self.socket, self.channel, self.send_queue = socket, channel, send_queue
+        self.receive_window = ReceiveWindow(channel_limits)
         self._limits = limits
         self._lock = threading.Lock()
         self._closed = False
-        self._descriptor = -1  # of the connection itself, known with its first message
+        self._descriptor = -1  # of the connection itself; its first message shows it
         self.fd = int(socket.getsockopt(zmq.FD))
 
     def send(self, envelope: Envelope) -> bool:
-        """Past queue and credit, for what is free of it; False when libzmq is full."""
+        """Sends a message that needs no credit, past the queue. Returns False if libzmq is full."""
         with self._lock:
             return not self._closed and self._send_frames(encode_envelope(envelope))
 
     def try_send_now(self, envelope: Envelope) -> bool:
-        """As `SendQueue.send_now`."""
+        """As `SendQueue.try_send_now`."""
         with self._lock:
             return not self._closed and self.send_queue.try_send_now(envelope, self._send_frames)
 
     def flush(self) -> bool:
-        """Sends what is queued and may go, and a grant that is due; True when libzmq can take no more."""
+        """Sends a due grant and the queued messages that may be sent. Returns True if libzmq accepts no more."""
         with self._lock:
             if self._closed:
                 return False
@@ -146,14 +145,14 @@ class ChannelSocket:
             return self.send_queue.flush(self._send_frames)
 
     def send_chunk(self, envelope: Envelope) -> bool:
-        """Past the queue, for which the outlet's `may_send` has said yes; False when libzmq is full."""
+        """Sends past the queue, after `send_queue.can_send` has returned True. Returns False if libzmq is full."""
         with self._lock:
             return not self._closed and self.send_queue.send(encode_envelope(envelope), self._send_frames)
 
     def receive(self) -> tuple[Envelope, int] | None:
-        """The next message and what it was charged, without waiting, or None. Raises WireError.
+        """The next message and its charge, or None; does not block. Raises WireError.
 
-        Who takes it in gives its charge back to the window; what is free of credit was charged nothing.
+        After processing the message, the caller returns the charge with `release`. Messages without credit have none.
         """
         with self._lock:
             frames = None if self._closed else receive_frames(self.socket)
@@ -165,9 +164,9 @@ class ChannelSocket:
                 enlarge_send_buffer(self._descriptor)
         parts: list[Payload] = [frame.buffer for frame in frames]
         envelope = decode_envelope(self.channel, parts, self._limits)
-        size, gauges = credit_cost_bytes(parts), self.send_queue.metrics
-        gauges.received += 1
-        gauges.received_bytes += size
+        size, metrics = credit_cost_bytes(parts), self.send_queue.metrics
+        metrics.received += 1
+        metrics.received_bytes += size
         if isinstance(envelope.message, CREDIT_EXEMPT):
             if isinstance(envelope.message, CreditGrant):
                 self.send_queue.add_credit(envelope.message)
@@ -176,12 +175,12 @@ class ChannelSocket:
         return envelope, size
 
     def release(self, charge: int) -> bool:
-        """A message was taken in. Returns whether a grant is due, which goes with the next flush."""
+        """Returns the charge of a processed message. Returns whether a grant is due, which the next flush sends."""
         return charge > 0 and self.receive_window.release(1, charge)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything came on the connection, whole messages or not."""
+        """Seconds since the last received bytes, of complete messages or not."""
         return silence_s(self._descriptor)
 
     @property
@@ -200,10 +199,10 @@ class ChannelSocket:
 
 
 class Connection:
-    """Four CURVE connections under one fresh session. One thread calls it; its lines may be used by others.
+    """The four CURVE sockets of one session. One thread calls it; other threads may use its channel sockets.
 
-    libzmq's own reconnecting is off: a link that has lost one connection is closed, and the client opens another, so
-    that nothing sent under one session is ever delivered under the next.
+    libzmq does not reconnect. If one socket fails, the client closes all four and opens a new session, so that no
+    message of a session is delivered under the next one.
     """
 
     def __init__(
@@ -223,9 +222,9 @@ class Connection:
         self._stuck_after_s = limits.stuck_after_s
         self._poll = select.poll()
         self._poll.register(wakeup.fileno(), select.POLLIN)
-        self._elsewhere: Collection[Channel] = ()
+        self._read_elsewhere: Collection[Channel] = ()
         session = new_session_id()
-        for channel, window in channel_limits(limits).items():
+        for channel, bounds in channel_limits(limits).items():
             socket = contexts.for_channel(channel).socket(zmq.DEALER)
             configure_socket(socket, limits, channel)
             socket.curve_publickey = keys.public.encode()
@@ -234,83 +233,78 @@ class Connection:
             socket.setsockopt(zmq.ROUTING_ID, channel.value + session)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._watch(socket.get_monitor_socket(_MONITORED_EVENTS))
-            self.sockets[channel] = ChannelSocket(socket, send_queues[channel], window, limits, channel)
+            self.sockets[channel] = ChannelSocket(socket, send_queues[channel], bounds, limits, channel)
             self._poll.register(self.sockets[channel].fd, select.POLLIN)
             enable_ipv6(socket, endpoint)
             socket.connect(endpoint)
 
     def _watch(self, monitor: ZmqSocket) -> None:
-        """From the first `readable` on its file descriptor tells of what comes."""
-        has_message(monitor)
+        has_message(monitor)  # arms the descriptor, which is edge-triggered
         descriptor = int(monitor.getsockopt(zmq.FD))
         self._monitors[descriptor] = monitor
         self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float, read_elsewhere: Collection[Channel] = ()) -> None:
-        """Blocks until something may have arrived, the wake-up is set, or the timeout is over.
+        """Blocks until a message may have arrived, the wake-up is set, or the timeout ends.
 
         Args:
-            elsewhere: the channels whose lines other threads read: what comes there ends no wait here.
+            read_elsewhere: channels that other threads read; their messages do not end this wait.
 
         Raises:
-            Refused: the gateway does not know our key.
+            SessionRefused: the gateway does not allow our key.
             LinkDown: a connection has ended.
         """
-        self._leave_to_others(read_elsewhere)
-        pending = any(line.has_message for channel, line in self.sockets.items() if channel not in read_elsewhere)
-        timeout_s = 0.0 if pending else max(0.0, timeout_s)
+        self._poll_except(read_elsewhere)
+        is_readable = any(s.has_message for channel, s in self.sockets.items() if channel not in read_elsewhere)
+        timeout_s = 0.0 if is_readable else max(0.0, timeout_s)
         for descriptor, _ in self._poll.poll(math.ceil(1e3 * timeout_s)):
             if descriptor == self._wakeup.fileno():
                 self._wakeup.clear()
             elif (monitor := self._monitors.get(descriptor)) is not None and has_message(monitor):
-                self._raise_end(monitor)
+                self._raise_disconnected(monitor)
 
-    def _leave_to_others(self, elsewhere: Collection[Channel]) -> None:
-        for channel, line in self.sockets.items():
-            if channel in elsewhere and channel not in self._elsewhere:
-                self._poll.unregister(line.fd)
-            elif channel in self._elsewhere and channel not in elsewhere:
-                self._poll.register(line.fd, select.POLLIN)
-        self._elsewhere = elsewhere
+    def _poll_except(self, read_elsewhere: Collection[Channel]) -> None:
+        for channel, socket in self.sockets.items():
+            if channel in read_elsewhere and channel not in self._read_elsewhere:
+                self._poll.unregister(socket.fd)
+            elif channel in self._read_elsewhere and channel not in read_elsewhere:
+                self._poll.register(socket.fd, select.POLLIN)
+        self._read_elsewhere = read_elsewhere
 
     def flush(self) -> bool:
-        """Sends what is queued on each channel, control first; True when libzmq can take no more."""
-        return any([line.flush() for line in self.sockets.values()])
+        """Sends the queues of all channels, control first. Returns True if libzmq accepts no more."""
+        return any([socket.flush() for socket in self.sockets.values()])
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Shows the gateway that each connection carries what we send.
+        """Sends a heartbeat on each channel.
 
         Raises:
-            LinkDown: nothing has come on another than control for `stuck_after_s`; the client judges control.
+            LinkDown: a channel other than control was silent for `stuck_after_s`; the client checks control.
         """
-        for channel, line in self.sockets.items():
-            line.send(Envelope(heartbeat))  # a full pipe is a beat of its own
-            if channel is not Channel.CONTROL and (silent_s := line.silent_s) > self._stuck_after_s:
+        for channel, socket in self.sockets.items():
+            socket.send(Envelope(heartbeat))  # if the pipe is full, other bytes show that the channel is alive
+            if channel is not Channel.CONTROL and (silent_s := socket.silent_s) > self._stuck_after_s:
                 raise LinkDown(
                     f"{self.endpoint}: the {channel.name.lower()} connection was silent for {silent_s:.1f} s"
                 )
 
-    def _raise_end(self, monitor: ZmqSocket) -> None:
+    def _raise_disconnected(self, monitor: ZmqSocket) -> None:
         event = recv_monitor_message(monitor)
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and event["value"] == ZAP_DENIED:
             raise SessionRefused(f"{self.endpoint} does not allow this key; run `user-sys keys allow` there")
         raise LinkDown(f"{self.endpoint}: {_DISCONNECT_REASONS.get(int(event['event']), 'the handshake failed')}")
 
     def close(self, linger_ms: int = 0) -> None:
-        """Drops the connections and what is in their pipes; the control channel has `farewell_ms` to empty its own."""
-        for channel, line in self.sockets.items():
-            line.close(linger_ms if channel is Channel.CONTROL else 0)
+        """Closes the sockets and drops their unsent messages; only control gets `linger_ms` to send its own."""
+        for channel, socket in self.sockets.items():
+            socket.close(linger_ms if channel is Channel.CONTROL else 0)
         for monitor in self._monitors.values():
             monitor.close(0)
 
 
-READER_GRACE_S = 0.1  # a thread that has waited once is expected back for so long
-READER_POLL_S = 0.25
-
-
 @dataclass(frozen=True, eq=False)
 class ReceivedMessage:
-    """A message in the inbox; taking it gives its charge back to the line that it came on."""
+    """A message in the inbox. The thread that gets it releases its charge to the socket that received it."""
 
     envelope: Envelope
     socket: ChannelSocket
@@ -318,124 +312,125 @@ class ReceivedMessage:
 
 
 class ChannelReader:
-    """An inbox whose waiting thread reads the line of one channel while one is attached.
+    """The inbox of one channel. A thread that waits for a message reads the attached socket itself.
 
-    One thread at a time waits for the line; others that wait are served from what it reads. While nobody waits, and
-    nobody has waited within `READER_GRACE_S`, whoever attached the line must read it (`drain`).
+    This saves two thread switches for each message. One thread at a time polls the socket; other waiting threads get
+    their messages from the inbox. If no thread polls, and none did within `READER_GRACE_S`, the thread that attached
+    the socket must read it with `drain`.
 
     Args:
-        take_in: reads a line empty into the inbox; never raises.
+        read_available: reads a socket empty and puts its messages into this inbox; must not raise.
     """
 
     def __init__(self, capacity: int, read_available: Callable[[ChannelSocket], None]) -> None:
         self.inbox: CoalescingQueue[ReceivedMessage] = CoalescingQueue(capacity)
-        self._take_in = read_available
-        self._draining = threading.Lock()  # whoever reads a message also takes it in, before the next is read
-        self._line: ChannelSocket | None = None
-        self._turn, self._polling = threading.Lock(), threading.Lock()
+        self._read_available = read_available
+        self._draining = threading.Lock()  # keeps messages in order: one thread reads and queues at a time
+        self._socket: ChannelSocket | None = None
+        self._reading, self._polling = threading.Lock(), threading.Lock()
         self._attached = threading.Condition()
-        self._ident = 0
-        self._left_s = float("-inf")
+        self._reader_ident = 0
+        self._last_read_s = float("-inf")
         self._wakeup = Wakeup()
         self._poll: select.poll | None = None
         self._polled: ChannelSocket | None = None
 
     @property
     def is_reading(self) -> bool:
-        """Whether a thread reads the line, or has done so just now."""
-        return self._ident != 0 or time.monotonic() - self._left_s < READER_GRACE_S
+        """Whether a thread reads the socket, or did so within `READER_GRACE_S`."""
+        return self._reader_ident != 0 or time.monotonic() - self._last_read_s < READER_GRACE_S
 
-    def attach(self, line: ChannelSocket) -> None:
+    def attach(self, socket: ChannelSocket) -> None:
         with self._attached:
-            self._line = line
+            self._socket = socket
             self._attached.notify_all()
 
     def detach(self) -> None:
-        """Nobody uses the line's file descriptor any more when this returns."""
-        self._line = None
+        """Detaches the socket. After the return, no thread polls its descriptor."""
+        self._socket = None
         self._wakeup.set()
         with self._polling:
             return
 
     def wait_idle(self) -> None:
-        """What other threads have read of a line that was detached and closed is taken in when this returns."""
+        """Blocks until other threads have processed the messages that they read before the socket was closed."""
         with self._draining:
             return
 
-    def drain(self, line: ChannelSocket) -> None:
-        """Takes in what has arrived on `line`, in its order, whichever threads read it."""
+    def drain(self, socket: ChannelSocket) -> None:
+        """Reads and queues the messages that have arrived, in order."""
         with self._draining:
-            self._take_in(line)
+            self._read_available(socket)
 
-    def put(self, envelope: Envelope, line: ChannelSocket, charge: int) -> int:
-        """Keeps a message until it is taken; returns what of its charge is to be given back at once.
+    def put(self, envelope: Envelope, socket: ChannelSocket, charge: int) -> int:
+        """Queues a message. Returns the part of its charge to release now.
 
-        A state may be replaced by its successor before anybody takes it: only other messages wait at their own charge.
+        A state message is released now, because its successor may replace it in the queue.
         """
         key = coalescing_key(envelope.message)
-        kept = ReceivedMessage(envelope, line, charge if key is None else 0)
-        if not self.inbox.put(kept, key):
+        message = ReceivedMessage(envelope, socket, charge if key is None else 0)
+        if not self.inbox.put(message, key):
             return charge
-        if self._ident not in (0, threading.get_ident()):
+        if self._reader_ident not in (0, threading.get_ident()):
             self._wakeup.set()
-        return charge - kept.charge
+        return charge - message.charge
 
     def get(self, timeout_s: float) -> ReceivedMessage | None:
         """The oldest message, or None after `timeout_s`."""
         if timeout_s <= 0:
-            if self._line is not None and not len(self.inbox):
-                self.drain(self._line)
+            if self._socket is not None and not len(self.inbox):
+                self.drain(self._socket)
             return self.inbox.get_nowait()
         deadline = time.monotonic() + timeout_s
-        if not self._turn.acquire(blocking=False):
+        if not self._reading.acquire(blocking=False):
             return self.inbox.get(timeout_s)
         try:
-            self._ident = threading.get_ident()
+            self._reader_ident = threading.get_ident()
             return self._read(deadline)
         finally:
-            self._left_s = time.monotonic()
-            self._ident = 0
-            self._turn.release()
+            self._last_read_s = time.monotonic()
+            self._reader_ident = 0
+            self._reading.release()
 
     def _read(self, deadline: float) -> ReceivedMessage | None:
         while (item := self.inbox.get_nowait()) is None:
-            line = self._line
-            if line is not None:
-                self.drain(line)
+            socket = self._socket
+            if socket is not None:
+                self.drain(socket)
                 if len(self.inbox):
                     continue
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
-            self._wait(line, min(remaining_s, READER_POLL_S))
+            self._wait(socket, min(remaining_s, READER_POLL_S))
         return item
 
-    def _wait(self, line: ChannelSocket | None, timeout_s: float) -> None:
-        """Until something may have come, or the line has changed. Without a line no file descriptor is touched."""
-        if line is None:
+    def _wait(self, socket: ChannelSocket | None, timeout_s: float) -> None:
+        """Blocks until a message may have arrived or the socket has changed. Without a socket it polls nothing."""
+        if socket is None:
             with self._attached:
-                if self._line is None:
+                if self._socket is None:
                     self._attached.wait(timeout_s)
             return
         with self._polling:
-            if self._line is not line:
-                return  # detached: its file descriptor may be another's by now
-            if self._polled is not line or self._poll is None:
-                self._poll, self._polled = select.poll(), line
+            if self._socket is not socket:
+                return  # detached: another file may use its descriptor now
+            if self._polled is not socket or self._poll is None:
+                self._poll, self._polled = select.poll(), socket
                 self._poll.register(self._wakeup.fileno(), select.POLLIN)
-                self._poll.register(line.fd, select.POLLIN)
+                self._poll.register(socket.fd, select.POLLIN)
             if self._wakeup.fileno() in dict(self._poll.poll(1e3 * timeout_s)):
                 self._wakeup.clear()
 
     def close(self) -> None:
-        """A thread that waits goes on waiting, for what will not come, until its time is over."""
+        """Detaches the socket. A waiting thread still waits for the rest of its timeout."""
         self.detach()
         self._wakeup.close()
 
 
 @dataclass(frozen=True)
 class PendingChunk:
-    """A chunk that no acknowledgement has covered yet."""
+    """A chunk that is not acknowledged yet."""
 
     sequence: int
     episode: str
@@ -444,16 +439,16 @@ class PendingChunk:
 
 
 class ChunkSource(Protocol):
-    """Where chunks wait. Called from the tunnel's thread.
+    """A source of durable chunks. The tunnel's thread calls it.
 
     Attributes:
-        stream: names this source for good; within a stream no sequence number is ever given twice.
+        stream: a permanent name of this source. Sequence numbers are unique in a stream.
     """
 
     stream: str
 
     def __len__(self) -> int:
-        """Durable chunks that are not acknowledged. Any thread may ask."""
+        """The number of durable chunks that are not acknowledged. Any thread may call it."""
 
     def pending(self, after_sequence: int) -> Iterator[PendingChunk]:
         """Durable chunks with a greater sequence, in order."""
@@ -462,52 +457,52 @@ class ChunkSource(Protocol):
         """All chunks up to and including `sequence` are durable at the gateway, or set aside."""
 
     def set_aside(self, sequence: int, reason: str) -> None:
-        """The gateway will never take this chunk: keep it where a person finds it."""
+        """The gateway will never accept this chunk: store it in a place for a person to find."""
 
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
-        """Calls `appended` from any thread whenever a chunk has become durable; None ends that."""
+        """Sets the callback that runs, in any thread, after a chunk has become durable; None removes it."""
 
 
 class ChunkSender:
-    """Sends a source's chunks. One thread calls it.
+    """Sends the chunks of a source. One thread calls it.
 
     Args:
-        on_reply: takes the time from sending a chunk to its durable acknowledgement.
+        ack_latency: records the time from sending a chunk to its durable acknowledgement.
     """
 
-    def __init__(self, source: ChunkSource, settle: LatencyHistogram) -> None:
+    def __init__(self, source: ChunkSource, ack_latency: LatencyHistogram) -> None:
         self.source = source
-        self._settle = settle
-        self._under_way: deque[tuple[int, float]] = deque()
+        self._ack_latency = ack_latency
+        self._in_flight: deque[tuple[int, float]] = deque()  # sequence, time of sending
         self._sent = -1
 
     def resume(self, resume_after: int) -> None:
-        """A new session: chunks up to `resume_after` are durable there, everything else is sent again."""
-        self._under_way.clear()
+        """Starts a new session: chunks up to `resume_after` are durable, all later ones are sent again."""
+        self._in_flight.clear()
         self._sent = -1
         if resume_after >= 0:
             self.source.acknowledge(resume_after)
 
-    def send_pending(self, line: ChannelSocket) -> bool:
-        """Sends what credit and bandwidth allow; True when libzmq can take no more."""
-        if not line.send_queue.can_send():
+    def send_pending(self, socket: ChannelSocket) -> bool:
+        """Sends chunks while credit and bandwidth allow. Returns True if libzmq accepts no more."""
+        if not socket.send_queue.can_send():
             return False
         for chunk in self.source.pending(self._sent):
             offer = ChunkOffer(sequence=chunk.sequence, episode=chunk.episode, index=chunk.index)
-            if not line.send_chunk(Envelope(offer, chunk.packet)):
+            if not socket.send_chunk(Envelope(offer, chunk.packet)):
                 return True
             self._sent = chunk.sequence
-            self._under_way.append((chunk.sequence, time.monotonic()))
-            if not line.send_queue.can_send():
+            self._in_flight.append((chunk.sequence, time.monotonic()))
+            if not socket.send_queue.can_send():
                 return False
         return False
 
-    def on_reply(self, answer: ChunkAck | ChunkRefusal) -> None:
-        """Takes the gateway's answer. A refused chunk is set aside, and goes with the next acknowledgement."""
-        if isinstance(answer, ChunkRefusal):
-            self.source.set_aside(answer.sequence, answer.reason)
+    def on_reply(self, reply: ChunkAck | ChunkRefusal) -> None:
+        """Handles the gateway's reply. A refused chunk is set aside; the next acknowledgement covers it."""
+        if isinstance(reply, ChunkRefusal):
+            self.source.set_aside(reply.sequence, reply.reason)
             return
         now = time.monotonic()
-        while self._under_way and self._under_way[0][0] <= answer.sequence:
-            self._settle.add(now - self._under_way.popleft()[1])
-        self.source.acknowledge(min(answer.sequence, self._sent))
+        while self._in_flight and self._in_flight[0][0] <= reply.sequence:
+            self._ack_latency.add(now - self._in_flight.popleft()[1])
+        self.source.acknowledge(min(reply.sequence, self._sent))

@@ -1,10 +1,7 @@
-"""The short way between a gateway and the peers on its own machine: a Unix socket beside its TCP port.
+"""Endpoints: validation, binding of a gateway's port, and the Unix socket for peers on the gateway's machine.
 
-Both ends derive the socket's path from the port and the gateway's public key, so that nothing has to be configured, and
-an endpoint that leads through a proxy or to another machine is never short-cut. CURVE and the ring of keys apply as on
-TCP: the path is a convenience, not a credential.
-
-Opens a gateway's port: TCP, and beside it on loopback a Unix socket for peers on the same machine.
+Both ends derive the path of the Unix socket from the port and the gateway's public key, so it needs no configuration.
+An endpoint on another machine or behind a proxy has another path. CURVE and the keyring apply as on TCP.
 """
 
 from __future__ import annotations
@@ -30,30 +27,39 @@ from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.sockets import ZAP_DOMAIN, ZmqSocket, configure_socket, duplicate_socket, enable_ipv6
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+BIND_TIMEOUT_S = 3.0
+BIND_RETRY_S = 0.1
 MAX_SOCKET_PATH_BYTES = 107
 UNIX_SEND_BUFFER_BYTES = 4 << 20
 _TCP = re.compile(r"tcp://(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):(\d{1,5})")
-_LISTENING_FLAG = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
+_LISTENING_FLAG = "00010000"  # __SO_ACCEPTCON in the flags of /proc/net/unix
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether `endpoint` is reachable from this machine only."""
+    return urlsplit(endpoint).hostname in LOOPBACK_HOSTS
 
 
 def check_connect_endpoint(endpoint: str, given_as: str = "--connect") -> None:
-    """Raises ConfigError unless an edge or a relay can dial `endpoint`."""
+    """Raises ConfigError unless a client can connect to `endpoint`."""
     if _port(endpoint) in (None, 0):
         raise ConfigError(
-            f"{given_as} {endpoint}: expected tcp://HOST:PORT, {_hint(endpoint) or 'as the run says at its start'}"
+            f"{given_as} {endpoint}: expected tcp://HOST:PORT, {_hint(endpoint) or 'as the run prints at its start'}"
         )
 
 
 def check_listen_endpoint(endpoint: str) -> None:
-    """Raises ConfigError where no gateway or relay could listen on `endpoint`, which was configured."""
+    """Raises ConfigError unless a gateway or relay can listen on the configured `endpoint`."""
     if _port(endpoint) is None:
-        hint = _hint(endpoint) or "such as tcp://0.0.0.0:5555; port 0 takes a free one"
+        hint = _hint(endpoint) or "such as tcp://0.0.0.0:5555; port 0 selects a free port"
         raise ConfigError(f"endpoint: {endpoint}: expected tcp://ADDRESS:PORT, {hint}")
 
 
 def _port(endpoint: str) -> int | None:
-    """None where it is not ``tcp://HOST:PORT``."""
+    """The port of ``tcp://HOST:PORT``; None for another string."""
     found = _TCP.fullmatch(endpoint)
     if found is None or int(found[2]) >= 1 << 16 or (found[1].startswith("[") and not _is_ipv6(found[1][1:-1])):
         return None
@@ -73,7 +79,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 def unix_socket_endpoint(endpoint: str, public_key: str) -> str | None:
-    """The Unix socket of the gateway with `public_key` that listens on TCP `endpoint`; None where it has none."""
+    """The Unix socket of the gateway with `public_key` on TCP `endpoint`; None if the endpoint has none."""
     url = urlsplit(endpoint)
     if url.scheme != "tcp" or not url.port:
         return None
@@ -83,18 +89,18 @@ def unix_socket_endpoint(endpoint: str, public_key: str) -> str | None:
 
 
 def prefer_unix_socket(endpoint: str, public_key: str) -> str:
-    """`endpoint`, or the Unix socket of its gateway when that is here and somebody listens."""
-    if urlsplit(endpoint).hostname not in LOOPBACK_HOSTS:
+    """The Unix socket of a gateway that listens on this machine; otherwise `endpoint`."""
+    if not is_loopback(endpoint):
         return endpoint
     local = unix_socket_endpoint(endpoint, public_key)
     return local if local is not None and _is_listening(local.removeprefix("ipc://")) else endpoint
 
 
 def enlarge_send_buffer(descriptor: int) -> None:
-    """Lets libzmq's Unix socket `descriptor` hold messages that its other end has not read yet; TCP does so by itself.
+    """Enlarges the send buffer of libzmq's Unix socket `descriptor`; has no effect on TCP.
 
-    Otherwise it holds a fifth of a megabyte: both ends then wait for each other several times a message. The kernel may
-    allow less than `UNIX_SEND_BUFFER_BYTES`.
+    The default of 0.2 MB makes both ends wait for each other several times in a message. The kernel may allow less than
+    `UNIX_SEND_BUFFER_BYTES`.
     """
     connection = duplicate_socket(descriptor)
     if connection is not None:
@@ -104,9 +110,9 @@ def enlarge_send_buffer(descriptor: int) -> None:
 
 
 def _is_listening(path: str) -> bool:
-    """Whether a process of this user listens on `path`; a killed one leaves its socket behind.
+    """Whether a process of this user listens on `path`. A killed process leaves its socket file.
 
-    Asked of the kernel, because a connection that only looks would be a failed handshake to the gateway.
+    This reads /proc, because a test connection would be a failed handshake at the gateway.
     """
     try:
         found = os.lstat(path)
@@ -118,17 +124,11 @@ def _is_listening(path: str) -> bool:
     return any(line.endswith(f" {path}") and line.split()[3] == _LISTENING_FLAG for line in sockets)
 
 
-logger = logging.getLogger(__name__)
-
-BIND_TIMEOUT_S = 3.0
-BIND_RETRY_S = 0.1
-
-
 def configure_router(router: ZmqSocket, keys: KeyPair, limits: TunnelLimits) -> None:
-    """Makes `router` a CURVE server that asks ZAP about every key.
+    """Makes `router` a CURVE server that authenticates every key through ZAP.
 
-    A connection with the routing id of a living one takes over from it: otherwise libzmq never reads it, and never
-    frees what it has sent, not even when it is gone. Nobody can do that to a session, whose id is 16 random bytes.
+    A new connection with the routing id of a live one replaces it. Without ROUTER_HANDOVER libzmq never reads the new
+    one and never frees its bytes. A peer cannot replace a session this way: session ids are 16 random bytes.
     """
     configure_socket(router, limits)
     router.curve_server = True
@@ -140,13 +140,13 @@ def configure_router(router: ZmqSocket, keys: KeyPair, limits: TunnelLimits) -> 
 
 
 def bind_endpoint(router: ZmqSocket, endpoint: str, public_key: str) -> str:
-    """Listens on `endpoint` and returns it with the port that was chosen. Blocks for `BIND_TIMEOUT_S` at most.
+    """Listens on `endpoint` and returns it with the selected port. Blocks for at most `BIND_TIMEOUT_S`.
 
     Raises:
         RunError: the port is in use, or the address is not one of this machine.
     """
     enable_ipv6(router, endpoint)
-    deadline = time.monotonic() + BIND_TIMEOUT_S  # a predecessor that was killed may still be dying
+    deadline = time.monotonic() + BIND_TIMEOUT_S  # a killed predecessor may hold the port a little longer
     while True:
         try:
             router.bind(endpoint)
@@ -164,7 +164,7 @@ def bind_endpoint(router: ZmqSocket, endpoint: str, public_key: str) -> str:
 
 
 def remove_unix_socket(endpoint: str, public_key: str) -> None:
-    """Called while the port is bound still: afterwards the socket may be a successor's. libzmq leaves it behind."""
+    """Removes the socket file, which libzmq leaves. Call it while the port is bound: later it may be a successor's."""
     if (local := unix_socket_endpoint(endpoint, public_key)) is not None:
         with contextlib.suppress(OSError):
             Path(local.removeprefix("ipc://")).unlink()
@@ -178,4 +178,4 @@ def _bind_unix_socket(router: ZmqSocket, endpoint: str, public_key: str) -> None
         make_runtime_folder()
         router.bind(local)
     except (OSError, LeaseError, zmq.ZMQError) as error:
-        logger.warning("tunnel.no_local_socket path=%s: %s; local peers take TCP", local, error)
+        logger.warning("tunnel.unix_socket_failed path=%s: %s; local peers use TCP", local, error)

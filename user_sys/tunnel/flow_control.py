@@ -1,17 +1,8 @@
-"""What goes over a channel, counted, and how long it took: bounded in memory whatever passes.
+"""Flow control of one channel: credit, bandwidth limits, bounded send queues, and their metrics.
 
-Flow control of one direction of one channel: the receiver grants, the sender spends.
-
-A grant says how many messages and bytes may have been sent since the session began, all in all (as QUIC's MAX_DATA,
-RFC 9000 §4.1): a grant that is repeated changes nothing, and a newer one contains the older.
-
-How often a peer may ask for something: a rate with a burst.
-
-A bounded queue between threads in which state is coalesced and events are not.
-
-One channel's way out at one end: a bounded queue, the peer's credit, and a bandwidth limit.
-
-Newest wins where messages are states (`wire.coalescing_key`).
+The receiver grants credit and the sender consumes it. A grant names the total number of messages and bytes that the
+sender may have sent since the session began (as QUIC's MAX_DATA, RFC 9000 §4.1). A repeated grant changes nothing, and
+a newer grant includes the older.
 """
 
 from __future__ import annotations
@@ -31,11 +22,18 @@ from user_sys.tunnel.protocol import Envelope, Payload, coalescing_key, credit_c
 
 BUCKETS_PER_OCTAVE = 2
 FIRST_BUCKET_S = 1e-6
-BUCKETS = 56  # from a microsecond to three minutes in steps of 41%; the last one takes all that is longer
+BUCKETS = 56  # from a microsecond to three minutes in steps of 41%; the last bucket holds all longer durations
+BANDWIDTH_BURST_S = 0.25
+MIN_BURST_BYTES = 64 << 10
+GRANTS_PER_WINDOW = 4
+
+Item = TypeVar("Item")
+SendFrames = Callable[[list[Payload]], bool]
+"""Passes the frames of a message to libzmq without blocking. Returns False if libzmq accepts no more."""
 
 
 class LatencyHistogram:
-    """Durations in buckets of logarithmic width. One thread adds; any may read, and sees a recent state."""
+    """Durations in buckets of logarithmic width. One thread adds; any thread may read a recent state."""
 
     def __init__(self) -> None:
         self.counts = [0] * BUCKETS
@@ -51,19 +49,23 @@ class LatencyHistogram:
         return sum(self.counts)
 
     def quantile_s(self, fraction: float) -> float:
-        """The least bucket bound that `share` of all durations do not exceed; 0 where there are none."""
-        left = fraction * self.count
+        """The smallest bucket bound that `fraction` of all durations do not exceed; 0 without durations."""
+        remaining = fraction * self.count
         for at, count in enumerate(self.counts):
-            left -= count
-            if left <= 0 and count:
+            remaining -= count
+            if remaining <= 0 and count:
                 return min(FIRST_BUCKET_S * 2 ** (at / BUCKETS_PER_OCTAVE), self.max_s)
         return 0.0
 
 
 @dataclass
 class ChannelMetrics:
-    """One channel at one end. `queue_latency`: from the order to send until libzmq has it; `ack_latency`: from then to
-    the answer.
+    """Counters and latencies of one channel at one end.
+
+    Attributes:
+        rejected: messages that found the send queue full.
+        queue_latency: from the send call until libzmq has the message.
+        ack_latency: from sending a chunk to its durable acknowledgement.
     """
 
     sent: int = 0
@@ -75,40 +77,35 @@ class ChannelMetrics:
     ack_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
 
     def scalars(self, channel: str) -> dict[str, float]:
-        """For metrics: ``<channel>/sent`` and so on; durations in milliseconds, where there were any."""
-        found: dict[str, float] = {
+        """The metrics ``<channel>/sent`` and so on. Latencies are in milliseconds and appear after the first one."""
+        scalars: dict[str, float] = {
             f"{channel}/sent": self.sent,
             f"{channel}/sent_bytes": self.sent_bytes,
             f"{channel}/received": self.received,
             f"{channel}/received_bytes": self.received_bytes,
-            f"{channel}/refused": self.rejected,
+            f"{channel}/rejected": self.rejected,
         }
-        for name, histogram in (("wait", self.queue_latency), ("settle", self.ack_latency)):
+        for name, histogram in (("queue", self.queue_latency), ("ack", self.ack_latency)):
             if histogram.count:
-                found[f"{channel}/{name}_p50_ms"] = 1e3 * histogram.quantile_s(0.5)
-                found[f"{channel}/{name}_p99_ms"] = 1e3 * histogram.quantile_s(0.99)
-        return found
-
-
-BURST_S = 0.25
-MIN_BURST_BYTES = 64 << 10
-GRANTS_PER_WINDOW = 4
+                scalars[f"{channel}/{name}_p50_ms"] = 1e3 * histogram.quantile_s(0.5)
+                scalars[f"{channel}/{name}_p99_ms"] = 1e3 * histogram.quantile_s(0.99)
+        return scalars
 
 
 class SendCredit:
-    """The sender's side. One thread at a time."""
+    """The sender's side of flow control. One thread at a time may call it."""
 
     def __init__(self) -> None:
-        self._may_messages = self._may_bytes = 0
+        self.granted_messages = self.granted_bytes = 0
         self.sent_messages = self.sent_bytes = 0
 
     def grant(self, grant: CreditGrant) -> None:
-        self._may_messages = max(self._may_messages, grant.messages)
-        self._may_bytes = max(self._may_bytes, grant.size_bytes)
+        self.granted_messages = max(self.granted_messages, grant.messages)
+        self.granted_bytes = max(self.granted_bytes, grant.size_bytes)
 
     def is_available(self) -> bool:
-        """Whether one more message, of whatever size, may be sent."""
-        return self.sent_messages < self._may_messages and self.sent_bytes < self._may_bytes
+        """Whether one more message of any size may be sent."""
+        return self.sent_messages < self.granted_messages and self.sent_bytes < self.granted_bytes
 
     def consume(self, size_bytes: int) -> None:
         self.sent_messages += 1
@@ -116,76 +113,76 @@ class SendCredit:
 
 
 class ReceiveWindow:
-    """The receiver's side: what came and what was taken in. Any thread may call it."""
+    """The receiver's side of flow control. Any thread may call it. Its pairs are (messages, bytes)."""
 
     def __init__(self, limits: ChannelLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        self._came = [0, 0]
-        self._taken = [0, 0]
+        self._received = [0, 0]
+        self._released = [0, 0]
         self._granted = [0, 0]
 
     @property
     def unreleased_bytes(self) -> int:
-        """What has come and is not taken in."""
-        return self._came[1] - self._taken[1]
+        """The bytes of received messages that are not released yet."""
+        return self._received[1] - self._released[1]
 
     def charge(self, size_bytes: int) -> None:
-        """A message has come. Raises WireError when its sender had no credit for it."""
+        """Counts a received message. Raises WireError if its sender had no credit for it."""
         with self._lock:
-            if self._came[0] >= self._granted[0] or self._came[1] >= self._granted[1]:
+            if self._received[0] >= self._granted[0] or self._received[1] >= self._granted[1]:
                 raise WireError(f"sent more than its window of {self._limits.window_messages} messages allows")
-            self._came[0] += 1
-            self._came[1] += size_bytes
+            self._received[0] += 1
+            self._received[1] += size_bytes
 
     def release(self, messages: int, size_bytes: int) -> bool:
-        """So much was taken in. Returns whether a grant is due."""
+        """Returns credit for processed messages. Returns whether a grant is due."""
         with self._lock:
-            self._taken[0] += messages
-            self._taken[1] += size_bytes
+            self._released[0] += messages
+            self._released[1] += size_bytes
         return self.is_grant_due
 
     @property
     def is_grant_due(self) -> bool:
-        """Whether a grant should be sent: at first, and whenever a fourth of the window has become free."""
-        limits = self._limits
+        """Whether to send a grant: at the start, and each time a quarter of the window is free again."""
+        limits, released, granted = self._limits, self._released, self._granted
         return (
-            GRANTS_PER_WINDOW * (self._taken[0] + limits.window_messages - self._granted[0]) >= limits.window_messages
-            or GRANTS_PER_WINDOW * (self._taken[1] + limits.window_bytes - self._granted[1]) >= limits.window_bytes
+            GRANTS_PER_WINDOW * (released[0] + limits.window_messages - granted[0]) >= limits.window_messages
+            or GRANTS_PER_WINDOW * (released[1] + limits.window_bytes - granted[1]) >= limits.window_bytes
         )
 
     def next_grant(self) -> CreditGrant | None:
-        """The grant to be sent now, or None."""
+        """The grant to send now, or None."""
         if not self.is_grant_due:
             return None
         with self._lock:
-            messages, size = self._taken
+            messages, size = self._released
         return CreditGrant(
             messages=messages + self._limits.window_messages, size_bytes=size + self._limits.window_bytes
         )
 
     def mark_granted(self, grant: CreditGrant) -> None:
-        """The grant is on its way."""
+        """Records that libzmq has the grant."""
         with self._lock:
             self._granted = [grant.messages, grant.size_bytes]
 
 
 class TokenBucket:
-    """A bandwidth limit that lets a message of any size pass and makes the next ones wait for it."""
+    """A bandwidth limit: a message of any size passes at once, and later messages wait for its share of time."""
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._clock = bytes_per_s, clock
-        self._burst = max(BURST_S * bytes_per_s, MIN_BURST_BYTES)
+        self._burst = max(BANDWIDTH_BURST_S * bytes_per_s, MIN_BURST_BYTES)
         self._tokens, self._at = self._burst, clock()
 
     def wait_s(self) -> float:
-        """Seconds until the next message may go; 0 is now."""
+        """Seconds until the next message may be sent; 0 if it may be sent now."""
         if self._rate <= 0:
             return 0.0
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + self._rate * (now - self._at))
         self._at = now
-        return -self._tokens / self._rate if self._tokens < -1 else 0.0  # a byte is no debt
+        return -self._tokens / self._rate if self._tokens < -1 else 0.0  # rounding leaves up to a byte of debt
 
     def consume(self, size_bytes: int) -> None:
         if self._rate > 0:
@@ -193,31 +190,30 @@ class TokenBucket:
 
 
 class KeyedTokenBucket:
-    """Each name has `at_once` turns, and gets one back every `every_s`. One thread at a time calls it."""
+    """A request rate limit: each name has `burst` tokens and regains one every `refill_s`.
+
+    One thread at a time may call it.
+    """
 
     def __init__(self, burst: int, refill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds that only grow."""
-        self._at_once, self._every_s, self._clock = burst, refill_s, clock
-        self._all_back_s: dict[str, float] = {}
+        """`clock` returns seconds and must be monotonic."""
+        self._burst, self._refill_s, self._clock = burst, refill_s, clock
+        self._full_at_s: dict[str, float] = {}
 
     def wait_s(self, name: str) -> float:
-        """Seconds until `name` has a turn; 0 where it has one."""
-        owed_s = self._all_back_s.get(name, 0.0) - self._clock()
-        return max(0.0, owed_s - (self._at_once - 1) * self._every_s)
+        """Seconds until `name` has a token; 0 if it has one now."""
+        debt_s = self._full_at_s.get(name, 0.0) - self._clock()
+        return max(0.0, debt_s - (self._burst - 1) * self._refill_s)
 
     def consume(self, name: str) -> None:
-        """Uses a turn up, which there must be."""
-        self._all_back_s[name] = max(self._all_back_s.get(name, 0.0), self._clock()) + self._every_s
-
-
-Item = TypeVar("Item")
+        """Takes one token of `name`; the caller checks `wait_s` first."""
+        self._full_at_s[name] = max(self._full_at_s.get(name, 0.0), self._clock()) + self._refill_s
 
 
 class CoalescingQueue(Generic[Item]):
-    """First in, first out, except that an item with a key replaces a waiting one with the same key: newest wins.
+    """A bounded FIFO queue between threads. An item with a key replaces the queued item of the same key.
 
-    Never holds more than `capacity` items; an item that finds it full is refused and counted, never lost silently.
-    Any thread may call it; only `get` blocks.
+    A full queue rejects and counts an item; it never drops one silently. Any thread may call it; only `get` blocks.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -232,7 +228,7 @@ class CoalescingQueue(Generic[Item]):
         return len(self._items)
 
     def put(self, item: Item, key: Hashable = None) -> bool:
-        """Adds `item` at the end; False when the mailbox is full."""
+        """Appends `item`. Returns False if the queue is full."""
         with self._changed:
             if key is not None:
                 self._items.pop(key, None)
@@ -253,14 +249,14 @@ class CoalescingQueue(Generic[Item]):
             return self._items.popitem(last=False)[1] if self._items else None
 
     def peek(self) -> Item | None:
-        """The oldest item, left where it is. Only for a thread that alone takes."""
+        """The oldest item, which stays in the queue. Only for the one thread that removes items."""
         if not self._items:
             return None
         with self._changed:
             return next(iter(self._items.values())) if self._items else None
 
     def discard(self, item: Item) -> None:
-        """Removes `item` if it is still there: what a thread calls when the item that it peeked at is away."""
+        """Removes `item` if the queue still holds it. A thread calls it after it has sent a peeked item."""
         with self._changed:
             for key, present in self._items.items():
                 if present is item:
@@ -268,7 +264,7 @@ class CoalescingQueue(Generic[Item]):
                     return
 
     def remove_matching(self, predicate: Callable[[Item], bool]) -> int:
-        """Removes the items that are unwanted and says how many they were."""
+        """Removes the items for which `predicate` is true. Returns their number."""
         with self._changed:
             keys = [key for key, item in self._items.items() if predicate(item)]
             for key in keys:
@@ -276,7 +272,7 @@ class CoalescingQueue(Generic[Item]):
             return len(keys)
 
     def get(self, timeout_s: float) -> Item | None:
-        """Removes and returns the oldest item, waiting for one at most `timeout_s`."""
+        """Removes and returns the oldest item. Blocks for at most `timeout_s`, then returns None."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._waiting += 1
@@ -288,18 +284,18 @@ class CoalescingQueue(Generic[Item]):
             return self._items.popitem(last=False)[1] if self._items else None
 
 
-SendFrames = Callable[[list[Payload]], bool]
-"""Hands the frames of a message to libzmq without waiting; False when it can take no more."""
-
-
 @dataclass(frozen=True, eq=False)
 class _QueuedEnvelope:
     envelope: Envelope
-    at_s: float
+    queued_s: float
 
 
 class SendQueue:
-    """`put` and `remove_matching` may be called from any thread, everything else from one at a time."""
+    """The send side of one channel at one end: a bounded queue, the peer's credit, and a bandwidth limit.
+
+    A state message replaces its queued predecessor (`protocol.coalescing_key`). Any thread may call `put` and
+    `remove_matching`; one thread at a time may call the other methods.
+    """
 
     def __init__(self, limits: ChannelLimits, metrics: ChannelMetrics | None = None) -> None:
         self.metrics = metrics or ChannelMetrics()
@@ -311,7 +307,7 @@ class SendQueue:
         return len(self._queue)
 
     def put(self, envelope: Envelope) -> bool:
-        """Queues a message; False, and counted, when the queue is full."""
+        """Queues a message. If the queue is full, counts it as rejected and returns False."""
         queued = _QueuedEnvelope(envelope, time.monotonic())
         if self._queue.put(queued, coalescing_key(envelope.message)):
             return True
@@ -319,11 +315,11 @@ class SendQueue:
         return False
 
     def remove_matching(self, predicate: Callable[[Envelope], bool]) -> int:
-        """Removes queued messages and says how many they were."""
+        """Removes the queued messages for which `predicate` is true. Returns their number."""
         return self._queue.remove_matching(lambda queued: predicate(queued.envelope))
 
     def reset_credit(self) -> None:
-        """A new session: no credit yet."""
+        """Starts a new session without credit."""
         self.credit = SendCredit()
 
     def add_credit(self, grant: CreditGrant) -> None:
@@ -333,11 +329,11 @@ class SendQueue:
         return self.credit.is_available() and self._bucket.wait_s() <= 0
 
     def bandwidth_wait_s(self) -> float:
-        """When the bandwidth limit lets the next message pass; infinite where it is not what holds back."""
+        """Seconds until the bandwidth limit allows a message; infinite if the limit does not delay messages now."""
         return self._bucket.wait_s() or math.inf
 
     def send(self, frames: list[Payload], send: SendFrames) -> bool:
-        """Sends a message past the queue, for which `can_send` has said yes; False when libzmq is full."""
+        """Sends a message past the queue, after `can_send` has returned True. Returns False if libzmq is full."""
         if not send(frames):
             return False
         size = credit_cost_bytes(frames)
@@ -348,20 +344,20 @@ class SendQueue:
         return True
 
     def try_send_now(self, envelope: Envelope, send: SendFrames) -> bool:
-        """Sends at once if nothing is queued before it and credit and bandwidth allow; False leaves it to the queue."""
+        """Sends now if the queue is empty and credit and bandwidth allow. Returns False if the caller must queue."""
         if len(self._queue) or not self.can_send():
             return False
-        asked_s = time.monotonic()
+        started_s = time.monotonic()
         if not self.send(encode_envelope(envelope), send):
             return False
-        self.metrics.queue_latency.add(time.monotonic() - asked_s)
+        self.metrics.queue_latency.add(time.monotonic() - started_s)
         return True
 
     def flush(self, send: SendFrames) -> bool:
-        """Sends what waits as far as credit and bandwidth reach; True when libzmq can take no more."""
+        """Sends queued messages while credit and bandwidth allow. Returns True if libzmq accepts no more."""
         while (queued := self._queue.peek()) is not None and self.can_send():
             if not self.send(encode_envelope(queued.envelope), send):
                 return True
             self._queue.discard(queued)
-            self.metrics.queue_latency.add(time.monotonic() - queued.at_s)
+            self.metrics.queue_latency.add(time.monotonic() - queued.queued_s)
         return False

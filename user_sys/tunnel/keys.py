@@ -1,10 +1,10 @@
-"""CURVE key pairs, and the ring of public keys that a gateway lets in.
+"""CURVE key pairs, and the keyring of public keys that a gateway allows.
 
-A key pair is two files: ``<name>.key`` (private; mode 0600, refused when others can read it) and ``<name>.pub`` (one
-line, public). A ring is a folder ``allowed/`` with one JSON file a peer, which binds a public key to a name and a role.
-Every write replaces a file atomically, so that a ring may change while a gateway reads it.
+A key pair is two files: ``<name>.key`` (private; mode 0600, refused if others can read it) and ``<name>.pub`` (one
+line, public). A keyring is a folder ``allowed/`` with one JSON file for each peer, which binds a public key to a name
+and a role. Every write replaces a file atomically, so a keyring may change while a gateway reads it.
 
-A key is rotated without an outage: for a while the ring lets in both the new key and the one before it.
+Key rotation causes no outage: the keyring allows the new and the previous key for an overlap.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from user_sys.errors import ConfigError, RunError
 
 Role = Literal["robot", "learner", "console", "relay"]
 ROLES: tuple[Role, ...] = get_args(Role)
+GATEWAY_NAME = "gateway"  # of every gateway, in key files and messages
 KEY_CHARS = 40
 MAX_FILE_BYTES = 4096
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -45,11 +46,11 @@ class KeyPair:
 
 
 class AuthorizedKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a ring: who holds `public`, and what it may do.
+    """One entry of a keyring: the name and role that `public` authenticates.
 
     Attributes:
-        robots: of a relay: those for which it may speak.
-        former, former_until_unix_s: the key before this one, let in until then.
+        robots: the robots for which a relay may open sessions.
+        former, former_until_unix_s: the previous key, and the time until which it is allowed.
     """
 
     public: str
@@ -67,7 +68,7 @@ class AuthorizedKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_keypair() -> KeyPair:
-    """A fresh pair. A public key that begins with a dash is drawn again: a command line would take it for an option."""
+    """A new pair. Its public key does not begin with a dash, which a command line would parse as an option."""
     while True:
         public, secret = zmq.curve_keypair()
         if not public.startswith(b"-"):
@@ -75,35 +76,35 @@ def new_keypair() -> KeyPair:
 
 
 def fingerprint(public: str) -> str:
-    """A public key in short, for people and logs: 16 hexadecimal digits of its BLAKE2b."""
+    """A short form of a public key for people and logs: 16 hexadecimal digits of its BLAKE2b."""
     digits = hashlib.blake2b(public.encode(), digest_size=8).hexdigest()
     return "-".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
 def validate_name(name: str) -> str:
-    """Returns `name`; raises ConfigError unless it is safe as a file name and on the wire."""
+    """Returns `name`. Raises ConfigError unless it is safe as a file name and in messages."""
     if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(
-            f"{name[:80]!r} is not a name: use letters, digits, '.', '_', '-', starting with the first two"
+            f"{name[:80]!r} is not a name: use letters, digits, '.', '_', '-', and start with a letter or digit"
         )
     return name
 
 
 def validate_public_key(public: str) -> str:
-    """Returns `public`; raises ConfigError unless it is a CURVE public key in Z85."""
+    """Returns `public`. Raises ConfigError unless it is a CURVE public key in Z85."""
     try:
         decoded = z85.decode(public.encode("ascii")) if len(public) == KEY_CHARS else b""
-    except (ValueError, KeyError, UnicodeEncodeError, struct.error):  # the last for groups beyond 32 bits
+    except (ValueError, KeyError, UnicodeEncodeError, struct.error):  # struct.error: a group beyond 32 bits
         decoded = b""
     if len(decoded) != 32:
         raise ConfigError(
-            f"{public[:60]!r} is not a public key: {KEY_CHARS} Z85 characters, as `user-sys keys new` prints"
+            f"{public[:60]!r} is not a public key: expected {KEY_CHARS} Z85 characters, as `user-sys keys new` prints"
         )
     return public
 
 
 def save_keypair(keys: KeyPair, folder: Path, name: str) -> None:
-    """Writes ``<name>.key`` (0600) and ``<name>.pub`` into `folder`, which is made when missing."""
+    """Writes ``<name>.key`` (0600) and ``<name>.pub`` into `folder`; creates the folder if it is missing."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = msgspec.json.encode({"public": keys.public, "secret": keys.secret})
     replace_durably(folder / f"{validate_name(name)}.key", private + b"\n", PRIVATE_FILE_MODE)
@@ -114,7 +115,7 @@ def load_keypair(path: Path) -> KeyPair:
     """The key pair in a ``.key`` file.
 
     Raises:
-        RunError: there is no such file, others can read it, or it holds no key pair: half written, or mixed of two.
+        RunError: the file is missing, others can read it, or it does not hold a matching key pair.
     """
     try:
         with path.open("rb") as stream:
@@ -123,7 +124,7 @@ def load_keypair(path: Path) -> KeyPair:
     except OSError as error:
         raise RunError(f"no private key at {path} ({error.strerror}); make one with `user-sys keys new`") from None
     if mode & 0o077:
-        raise RunError(f"{path} can be read by others (mode {mode:04o}); run `chmod 600 {path}` and consider a new key")
+        raise RunError(f"others can read {path} (mode {mode:04o}); run `chmod 600 {path}` and consider a new key")
     try:
         keys = msgspec.json.decode(content, type=KeyPair)
         validate_public_key(keys.public)
@@ -131,12 +132,12 @@ def load_keypair(path: Path) -> KeyPair:
     except (*DECODE_ERRORS, ConfigError):
         raise RunError(f"{path} holds no key pair; make one with `user-sys keys new`") from None
     if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
-        raise RunError(f"{path} holds two halves that do not belong together; make a new key with `user-sys keys new`")
+        raise RunError(f"{path} holds halves of two different keys; make a new key with `user-sys keys new`")
     return keys
 
 
 def stage_keypair(folder: Path, name: str) -> KeyPair:
-    """The pair that is to follow ``<name>.key``: the one in ``<name>.next.key``, made where it is missing."""
+    """The successor of ``<name>.key``, in ``<name>.next.key``; generated if it is missing."""
     path = folder / f"{validate_name(name)}.next.key"
     if not path.exists():
         save_keypair(new_keypair(), folder, f"{name}.next")
@@ -144,10 +145,10 @@ def stage_keypair(folder: Path, name: str) -> KeyPair:
 
 
 def promote_keypair(folder: Path, name: str) -> KeyPair:
-    """Puts the staged pair in the place of ``<name>.key``. Raises RunError where none is staged."""
+    """Replaces ``<name>.key`` with the staged pair. Raises RunError if none is staged."""
     path = folder / f"{validate_name(name)}.next.key"
     if not path.exists():
-        raise RunError(f"there is no {path}; `user-sys keys rotate {name}` makes it")
+        raise RunError(f"{path} does not exist; `user-sys keys rotate {name}` creates it")
     keys = load_keypair(path)
     save_keypair(keys, folder, name)
     for staged in (path, path.with_suffix(".pub")):
@@ -156,7 +157,7 @@ def promote_keypair(folder: Path, name: str) -> KeyPair:
 
 
 def load_public_key(path: Path) -> str:
-    """The public key in a ``.pub`` file; raises RunError when there is none, which says how to come by it."""
+    """The public key in a ``.pub`` file. Raises RunError if the file is missing or damaged."""
     try:
         with path.open("rb") as stream:
             return validate_public_key(stream.read(MAX_FILE_BYTES).decode("ascii", "replace").strip())
@@ -170,9 +171,9 @@ def load_public_key(path: Path) -> str:
 
 
 class Keyring:
-    """The public keys that a gateway lets in. Any thread may call it; changes by other processes are seen.
+    """The public keys that a gateway allows. Any thread may call it.
 
-    `find` answers from memory; `refresh` looks at the folder and costs one directory listing.
+    `find` reads memory only; `refresh` reads changes of other processes and costs one directory listing.
     """
 
     def __init__(self, folder: Path, unix_s: Callable[[], float] = time.time) -> None:
@@ -185,21 +186,21 @@ class Keyring:
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """Files in the ring that hold no entry; whom they name is not let in."""
+        """Damaged files of the keyring; their peers are not allowed."""
         return self._unreadable
 
     def allow(
         self, public: str, name: str, role: Role, *, robots: Sequence[str] = (), overlap_s: float = 0.0
     ) -> AuthorizedKey:
-        """Lets `public` in as `name`; a key that `name` had before is out once `overlap_s` have passed.
+        """Allows `public` for `name`. A previous key of `name` stays allowed for `overlap_s`.
 
         Raises:
             ConfigError: a bad argument, or a key that belongs to another name.
         """
         if role not in ROLES:
-            raise ConfigError(f"{role!r} is not a role; there are {', '.join(ROLES)}")
+            raise ConfigError(f"{role!r} is not a role; use one of {', '.join(ROLES)}")
         if bool(robots) != (role == "relay"):
-            raise ConfigError("a relay, and nothing else, is allowed together with the robots that it speaks for")
+            raise ConfigError(f"role {role!r} with robots {list(robots)}: a relay needs robots, other roles take none")
         entry = AuthorizedKey(
             public=validate_public_key(public),
             name=validate_name(name),
@@ -208,44 +209,44 @@ class Keyring:
         )
         for other in self.list():
             if other.name == name:
-                entry = self._succeed(other, entry, overlap_s)
+                entry = self._replace(other, entry, overlap_s)
             elif public in (other.public, other.former):
-                raise ConfigError(f"this key already belongs to {other.name!r}; every peer has a key of its own")
+                raise ConfigError(f"this key already belongs to {other.name!r}; create one key for each peer")
         replace_durably(self.folder / f"{name}.json", msgspec.json.encode(entry) + b"\n")
         self.refresh()
         return entry
 
-    def _succeed(self, before: AuthorizedKey, entry: AuthorizedKey, overlap_s: float) -> AuthorizedKey:
-        if before.public == entry.public:
-            former, until = before.former, before.former_until_unix_s
+    def _replace(self, previous: AuthorizedKey, entry: AuthorizedKey, overlap_s: float) -> AuthorizedKey:
+        if previous.public == entry.public:
+            former, until = previous.former, previous.former_until_unix_s
         else:
-            former, until = (before.public, self._unix_s() + overlap_s) if overlap_s > 0 else ("", 0.0)
+            former, until = (previous.public, self._unix_s() + overlap_s) if overlap_s > 0 else ("", 0.0)
         return msgspec.structs.replace(entry, former=former, former_until_unix_s=until)
 
     def revoke(self, name: str) -> None:
-        """Shuts `name` out, for good on return. Raises ConfigError when it was not in."""
+        """Revokes the key of `name`, durably on return. Raises ConfigError if `name` is not allowed."""
         try:
             (self.folder / f"{validate_name(name)}.json").unlink()
             sync_folder(self.folder)
         except FileNotFoundError:
-            raise ConfigError(f"{name!r} is not allowed; allowed are {[e.name for e in self.list()]}") from None
+            raise ConfigError(f"{name!r} is not in the keyring; it has {[e.name for e in self.list()]}") from None
         self.refresh()
 
     def list(self) -> tuple[AuthorizedKey, ...]:
-        """All entries, by name."""
+        """All entries, sorted by name."""
         self.refresh()
         with self._lock:
             return tuple(sorted({e.name: e for e in self._by_key.values()}.values(), key=lambda entry: entry.name))
 
     def find(self, public: str) -> AuthorizedKey | None:
-        """The entry that lets a public key in, as of the last `refresh`."""
+        """The entry that allows a public key, as of the last `refresh`."""
         entry = self._by_key.get(public)
         if entry is None or (public != entry.public and self._unix_s() >= entry.former_until_unix_s):
             return None
         return entry
 
     def refresh(self) -> bool:
-        """Reads the folder again if it changed; True if it did."""
+        """Reads the folder again if it changed. Returns whether it changed."""
         with self._lock:
             seen = tuple(sorted(self._signatures()))
             if seen == self._seen:
@@ -266,7 +267,7 @@ class Keyring:
                 if item.name.endswith(".json") and not item.name.startswith("."):
                     try:
                         status = item.stat()
-                    except FileNotFoundError:  # revoked between the listing and the look
+                    except FileNotFoundError:  # revoked after the listing
                         continue
                     yield item.name, status.st_ino, status.st_mtime_ns
 

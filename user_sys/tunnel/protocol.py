@@ -1,10 +1,8 @@
-"""The states of a tunnel at both of its ends, and every transition that is allowed; docs/tunnel.md draws them.
+"""The tunnel's protocol: session states, channels, permissions of each role, and messages as frames.
 
-The tunnel's wire: channels, who may say what, and messages as frames.
-
-A client opens four connections (DEALER) to one port (ROUTER), one a channel. Their routing ids are the channel's
-letter and 16 random bytes that the four share: the session. A message is one msgpack frame; those in `WITH_PAYLOAD`
-are followed by exactly one frame of bulk bytes. docs/tunnel.md describes a session from its first byte to its last.
+A client opens one connection (DEALER) for each of four channels to one port (ROUTER). Their routing ids are the
+channel's letter and 16 random bytes that the four share: the session id. A message is one msgpack frame; a message in
+`WITH_PAYLOAD` has one more frame of bulk bytes. docs/tunnel.md describes a session and draws the states.
 """
 
 from __future__ import annotations
@@ -59,20 +57,20 @@ from user_sys.tunnel.limits import TunnelLimits
 
 
 class TunnelState(enum.Enum):
-    """A client's tunnel."""
+    """State of a client's tunnel."""
 
     IDLE = "idle"  # not started
-    CONNECTING = "connecting"  # dials, shows its key, says Hello on each channel
-    OPEN = "open"  # welcome on all channels
-    LOST = "lost"  # waits before it dials again
-    REFUSED = "refused"  # the gateway will never have us; a person must act
+    CONNECTING = "connecting"  # connects, authenticates, sends Hello on each channel
+    OPEN = "open"  # all channels are welcomed
+    LOST = "lost"  # pauses before it connects again
+    REFUSED = "refused"  # the gateway refuses this client for good; a person must act
     CLOSED = "closed"
 
 
 class SessionState(enum.Enum):
-    """A session as the gateway sees it."""
+    """State of a session at the gateway."""
 
-    HANDSHAKE = "greeted"  # Hello on the control channel was accepted; the other channels are awaited
+    HANDSHAKE = "handshake"  # Hello on the control channel was accepted; the other channels follow
     OPEN = "open"
     ENDED = "ended"
 
@@ -95,14 +93,14 @@ StateT = TypeVar("StateT", bound=enum.Enum)
 
 
 class StateMachine(Generic[StateT]):
-    """Holds a state and lets it change only as its table says. The caller sees to locking."""
+    """Holds a state and allows only the transitions of its table. The caller provides locking."""
 
     def __init__(self, name: str, initial: StateT, table: Mapping[StateT, frozenset[StateT]]) -> None:
         self.state = initial
         self._name, self._table = name, table
 
     def transition_to(self, state: StateT) -> None:
-        """Raises TunnelError when the table knows no way from the present state to `state`."""
+        """Raises TunnelError if the table does not allow the transition."""
         if state not in self._table[self.state]:
             raise TunnelError(f"{self._name} cannot go from {self.state.value} to {state.value}")
         self.state = state
@@ -117,17 +115,17 @@ MAX_PARTS = 2
 
 
 class Channel(enum.Enum):
-    """In the order of their priority; the value is the first byte of a connection's routing id."""
+    """The channels in order of priority. The value is the first byte of a connection's routing id."""
 
     CONTROL = b"c"
-    STOP = b"s"  # e-stops and their confirmations, behind nothing else
+    STOP = b"s"  # only e-stops and their confirmations, so that no other message delays them
     WEIGHTS = b"w"
     EXPERIENCE = b"e"
 
 
 @dataclass(frozen=True, eq=False)
 class Envelope:
-    """A message and the payload that its type asks for."""
+    """A message and the payload that its type requires."""
 
     message: AnyMessage
     payload: Payload | None = None
@@ -135,11 +133,11 @@ class Envelope:
 
 WITH_PAYLOAD = (ChunkOffer, Preview, WeightsBlocks)
 WEIGHTS_TRANSFER = (WeightsOfferRequest, WeightsOffer, WeightsRequest, WeightsBlocks, WeightsGone, WeightsProgress)
-"""Offers, requests and parcels of weights; said anew in each session."""
+"""The transfer of weights; each session starts it again."""
 CREDIT_EXEMPT = (Hello, Welcome, Refusal, Heartbeat, CreditGrant)
-"""Needs no credit: the session lives by them, and none of them waits in a queue."""
+"""Messages that maintain the session: they need no credit and bypass the queues."""
 DROPPED_ON_DISCONNECT = (OperatorCommand, PreviewRequest, LeaseRequest, LeaseRelease, Preview)
-"""Worth nothing, or dangerous, when they arrive late: never kept over a lost connection."""
+"""Messages that are useless or dangerous when late: a lost connection drops them."""
 
 ALLOWED_MESSAGES: dict[Role, tuple[type[Message], ...]] = {
     "robot": (
@@ -178,7 +176,7 @@ def new_session_id() -> bytes:
 
 
 def channel_of(message: AnyMessage) -> Channel:
-    """The channel that a message travels on. Hello, Welcome, Refusal and Grant go on all; their sender says which."""
+    """The channel of a message. Hello, Welcome, Refusal, Heartbeat and CreditGrant use every channel."""
     if isinstance(message, OperatorCommand | OperatorReply) and message.order == E_STOP:
         return Channel.STOP
     return _CHANNEL_OF.get(type(message), Channel.CONTROL)
@@ -191,13 +189,13 @@ _COALESCING_KEYS: dict[type[Message], Callable[[Any], Hashable]] = {
     ),
     PreviewRequest: lambda request: ("watch", request.robot),
     Preview: lambda preview: ("preview", preview.robot, preview.camera),
-    WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a greeting says more than the newest
+    WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a later offer lacks the greeting flag
     **{kind: type for kind in (WeightsProgress, ChunkAck)},
 }
 
 
 def coalescing_key(message: AnyMessage) -> Hashable:
-    """Equal for messages of which only the newest matters; None where each one does."""
+    """A key that is equal for messages of which only the newest matters; None if every message matters."""
     key = _COALESCING_KEYS.get(type(message))
     return None if key is None else key(message)
 
@@ -212,12 +210,12 @@ def decode_envelope(channel: Channel, frames: list[Payload], limits: TunnelLimit
     """The message in `frames`; the payload shares memory with its frame.
 
     Raises:
-        WireError: no message of this channel, too long, or with a wrong number of frames.
+        WireError: not a message of this channel, too long, or a wrong number of frames.
     """
     if not 1 <= len(frames) <= MAX_PARTS:
-        raise WireError(f"a message of {len(frames)} frames; allowed are 1 to {MAX_PARTS}")
+        raise WireError(f"a message has {len(frames)} frames; the limit is {MAX_PARTS}")
     if len(frames[0]) > limits.max_record_bytes:
-        raise WireError(f"a record of {len(frames[0])} bytes; the limit is {limits.max_record_bytes}")
+        raise WireError(f"a record has {len(frames[0])} bytes; the limit is {limits.max_record_bytes}")
     try:
         message = _DECODERS[channel].decode(frames[0])
     except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError, HalError) as error:
@@ -225,17 +223,17 @@ def decode_envelope(channel: Channel, frames: list[Payload], limits: TunnelLimit
     if not isinstance(message, CREDIT_EXEMPT) and channel_of(message) is not channel:
         raise WireError(f"not a message of the {channel.name.lower()} channel: {type(message).__name__}")
     if isinstance(message, WITH_PAYLOAD) != (len(frames) == MAX_PARTS):
-        raise WireError(f"{type(message).__name__} came with {len(frames) - 1} payload frames")
+        raise WireError(f"{type(message).__name__} with {len(frames) - 1} payload frames")
     return Envelope(message, frames[1] if len(frames) == MAX_PARTS else None)
 
 
 def credit_cost_bytes(frames: list[Payload]) -> int:
-    """What a message costs in flow control: the bytes of its payload, or where it has none, of its record."""
+    """The cost of a message in flow control: the bytes of its payload, or of its record if it has no payload."""
     return len(frames[-1])
 
 
 def hello_protocol_version(frame: Payload) -> int | None:
-    """The version in a Hello that does not decode otherwise, or None: other versions may have other fields."""
+    """The protocol version in a Hello of any version, whose other fields may differ; None if it is not a Hello."""
     try:
         return msgspec.msgpack.decode(frame, type=_HelloVersion).protocol
     except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError):

@@ -1,16 +1,13 @@
-"""What a TCP connection may receive, enforced by the kernel: nothing of this process need run for it to hold.
+"""Limits the bytes of incomplete messages that a TCP connection can make libzmq hold.
 
-A packet filter on the connection (classic BPF, which needs no permission) drops segments that begin at or beyond a
-sequence number. Their sender keeps them and sends them again, less and less often, until the bound was raised.
+libzmq limits the size of a frame and the number of queued messages, but not the frames of one message. It holds them
+until the last one arrives: a message of a million empty frames takes 64 MB, and an endless one takes all memory.
 
-Ends connections that send on and on without ever completing a message.
-
-libzmq bounds a frame and the messages that wait, but not the frames of one message: it keeps them, unseen, until the
-last has come, so that one message of a million empty frames takes 64 MB and an endless one takes everything. The kernel
-counts what each TCP connection has received; what is not of messages that were handed on is unfinished. Each connection
-gets a quota from the kernel (`quota`), so that no more can come than it may have unfinished, however late this process
-looks; whoever reaches it is ended. All that are not part of a session share a bound as well. Unix sockets are not
-counted: they lie in a folder of this user.
+So each connection has a quota of bytes that it may receive beyond its delivered messages. A packet filter on the socket
+(classic BPF, no permission needed) enforces it in the kernel, also while this process does not run: the filter drops
+segments that begin at or beyond a sequence number, and their sender retransmits them until the quota is raised. A
+connection that reaches its quota is shut down. All connections without a session share one more limit. Unix sockets are
+not counted: they are in a private folder of the user.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import zmq
 from user_sys.tunnel.sockets import CLOSED_SOCKET_ERRNOS, duplicate_socket, open_tcp_state
 
 SEGMENT_BYTES = 64 << 10
-"""By so much a connection may exceed its quota: the segment that begins just before it."""
+"""The most that a connection can exceed its quota: the last segment begins just before the limit."""
 _TCP_SAVE_SYN, _TCP_SAVED_SYN = 27, 28  # linux/tcp.h, since Linux 4.3
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _SYN_BYTES = 256
@@ -39,11 +36,20 @@ _LOAD_BYTE, _LOAD_WORD, _LOAD_LENGTH, _TO_INDEX = 0x30, 0x20, 0x80, 0x07  # linu
 _AND, _SHIFT_RIGHT, _SUBTRACT, _SUBTRACT_INDEX = 0x54, 0x74, 0x14, 0x1C
 _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x15, 0x35, 0x06
 _ALL, _NONE = 0xFFFFFFFF, 0
-_SEQUENCE_AT, _HEADER_LENGTH_AT = 4, 12  # in the TCP header, where the filter's view of a segment begins
+_SEQUENCE_AT, _HEADER_LENGTH_AT = 4, 12  # in the TCP header, at which the filter's view of a segment begins
+
+CHECK_INTERVAL_S = 0.1
+UNENFORCED_CHECK_INTERVAL_S = 0.005
+"""Interval for connections without a packet filter: an attacker on the same machine sends 5 MB in this time."""
+SESSION_SLACK_BYTES = 1 << 20
+HELLO_SLACK_BYTES = 64 << 10  # the CURVE handshake needs one
+UNAUTHENTICATED_BYTES = 8 << 20
+FRAME_OVERHEAD_BYTES = 64  # ZMTP and CURVE add 35 to 42 bytes to a frame
+RENEWAL_FRACTION = 0.25  # of a limit: after so many delivered bytes, the quota is raised
 
 
 def save_syn(listener: socket.socket) -> bool:
-    """From now on `initial_sequence` is known of connections to `listener`. False where the kernel cannot do that."""
+    """Makes `initial_sequence` available for later connections to `listener`. Returns False if the kernel cannot."""
     try:
         listener.setsockopt(socket.IPPROTO_TCP, _TCP_SAVE_SYN, 1)
     except OSError as error:
@@ -56,8 +62,8 @@ def save_syn(listener: socket.socket) -> bool:
 def initial_sequence(connection: socket.socket) -> int | None:
     """The TCP sequence number of the first byte that `connection` receives.
 
-    None where its beginning was not kept: its listener did not `save_syn`, it was accepted by a SYN cookie, it
-    was asked for already, or it is no TCP connection.
+    None if the kernel has no saved SYN: the listener has no `save_syn`, a SYN cookie accepted the connection, the SYN
+    was read before, or it is not a TCP connection.
     """
     try:
         syn = connection.getsockopt(socket.IPPROTO_TCP, _TCP_SAVED_SYN, _SYN_BYTES)
@@ -75,8 +81,9 @@ def initial_sequence(connection: socket.socket) -> int | None:
 
 
 def limit_receive_sequence(connection: socket.socket, sequence: int) -> bool:
-    """From now on `connection` receives no bytes in segments that begin at `sequence` or beyond; replaces the former
-    bound. False, and then no bound at all, where the kernel does not allow it or the connection is gone.
+    """Drops received segments that begin at `sequence` or beyond; replaces the previous limit.
+
+    Returns False, and removes every limit, if the kernel does not allow it or the connection is closed.
     """
     program = b"".join(
         _INSTRUCTION.pack(*instruction)
@@ -87,10 +94,10 @@ def limit_receive_sequence(connection: socket.socket, sequence: int) -> bool:
             (_TO_INDEX, 0, 0, 0),
             (_LOAD_LENGTH, 0, 0, 0),
             (_SUBTRACT_INDEX, 0, 0, 0),
-            (_IF_EQUAL, 3, 0, 0),  # acknowledgements and the end carry no bytes: they pass
+            (_IF_EQUAL, 3, 0, 0),  # segments without data pass: acknowledgements and the end of the stream
             (_LOAD_WORD, 0, 0, _SEQUENCE_AT),
             (_SUBTRACT, 0, 0, sequence & _ALL),
-            (_IF_AT_LEAST, 0, 1, 1 << 31),  # before it, in the arithmetic of sequence numbers (RFC 9293 §3.4)
+            (_IF_AT_LEAST, 0, 1, 1 << 31),  # before the limit, in sequence number arithmetic (RFC 9293 §3.4)
             (_RETURN, 0, 0, _ALL),
             (_RETURN, 0, 0, _NONE),
         )
@@ -113,30 +120,20 @@ def _set_socket_option(connection: socket.socket, option: int, operand: bytes) -
     return True
 
 
-CHECK_INTERVAL_S = 0.1
-UNENFORCED_CHECK_INTERVAL_S = 0.005
-"""Between looks at connections that the kernel does not hold: an attacker on this very machine sends 5 MB meanwhile."""
-SESSION_SLACK_BYTES = 1 << 20
-HELLO_SLACK_BYTES = 64 << 10  # the CURVE handshake takes one
-UNAUTHENTICATED_BYTES = 8 << 20
-FRAME_OVERHEAD_BYTES = 64  # ZMTP and CURVE add 35 to 42 to a frame
-RENEWAL_FRACTION = 0.25  # of a limit: when so much of it was handed on, the quota is raised
-
-
 @dataclass(eq=False)
 class _WatchedConnection:
     """A connection.
 
     Attributes:
-        initial_sequence: the TCP sequence number of its first byte; None where the kernel does not hold it.
-        limit_bytes: how many bytes it may have unfinished.
-        delivered_bytes: how many bytes of those that it has received belonged to messages that were handed on.
-        quota_bytes: how many bytes the kernel lets it receive in all.
-        session: of which it is a part.
+        initial_sequence: the TCP sequence number of its first byte; None without a packet filter.
+        limit_bytes: the most bytes of incomplete messages.
+        delivered_bytes: the received bytes of delivered messages.
+        quota_bytes: the total that the kernel lets it receive.
+        session: the id of its session, or empty.
         announced: whether libzmq has reported it.
         address: of its peer.
-        delivered_any: whether a message of it was handed on, or it has been part of a session.
-        is_shut_down: it was ended here, and libzmq is about to report that.
+        delivered_any: whether it has delivered a message or has been part of a session.
+        is_shut_down: the guard has shut it down, and libzmq will report that.
     """
 
     initial_sequence: int | None
@@ -154,9 +151,9 @@ class ReceiveQuotaGuard:
     """Watches the connections of one ROUTER. One thread calls it.
 
     Args:
-        record_bytes: the most that a connection may have unfinished that is not part of a session.
-        message_bytes: the most that one of a session may have unfinished.
-        strangers_bytes: the most that all together may have unfinished that are not part of a session.
+        record_bytes: the most bytes of incomplete messages of a connection without a session.
+        message_bytes: the same of a connection in a session.
+        unauthenticated_bytes: the same of all connections without a session together.
 
     Attributes:
         check_interval_s: how often to call `check`.
@@ -165,36 +162,40 @@ class ReceiveQuotaGuard:
     def __init__(
         self, record_bytes: int, message_bytes: int, unauthenticated_bytes: int = UNAUTHENTICATED_BYTES
     ) -> None:
-        self._strangers_bytes = unauthenticated_bytes
-        self._stranger_bytes, self._member_bytes = record_bytes + HELLO_SLACK_BYTES, message_bytes + SESSION_SLACK_BYTES
+        self._total_unauthenticated_bytes = unauthenticated_bytes
+        self._unauthenticated_bytes = record_bytes + HELLO_SLACK_BYTES
+        self._session_bytes = message_bytes + SESSION_SLACK_BYTES
         self._watched: dict[int, _WatchedConnection] = {}
         self._next_check_s = 0.0
         self.check_interval_s = CHECK_INTERVAL_S
 
     def on_listening(self, descriptor: int) -> None:
-        """libzmq listens on `descriptor`. A connection that came before this is looked at often, but not held."""
+        """libzmq listens on `descriptor`. Earlier connections have no packet filter and are checked more often."""
         if (listener := duplicate_socket(descriptor)) is not None:
             with listener:
                 save_syn(listener)
 
     def on_accepted(self, descriptor: int) -> None:
-        """libzmq has a new connection. It may have had the number before."""
-        known = self._watched.get(descriptor)
-        if known is not None and not known.announced:
-            known.announced = True
+        """libzmq has a new connection, possibly with the descriptor of an earlier one."""
+        watched = self._watched.get(descriptor)
+        if watched is not None and not watched.announced:
+            watched.announced = True
             return
         self._watch(descriptor)
 
     def on_disconnected(self, descriptor: int) -> str | None:
-        """libzmq has given up a connection. Returns the address of one that never sent a whole message, empty if that
-        is unknown; None for others."""
+        """libzmq has closed a connection.
+
+        Returns the address of a connection that never delivered a message, empty if the address is unknown; None for
+        other connections.
+        """
         watched = self._watched.pop(descriptor, None)
         if watched is None:
             return ""
         return None if watched.delivered_any or watched.is_shut_down else watched.address
 
     def on_message(self, frames: Sequence[zmq.Frame]) -> None:
-        """A whole message was handed on, its routing id first."""
+        """Counts a complete message, whose first frame is its routing id."""
         descriptor = int(frames[-1].get(zmq.SRCFD))
         watched = self._watched.get(descriptor)
         if watched is None:
@@ -205,62 +206,67 @@ class ReceiveQuotaGuard:
             self._renew(descriptor, watched)
 
     def authorize(self, descriptor: int, session: bytes) -> None:
-        """A connection has become part of a session."""
-        if descriptor not in self._watched:  # libzmq's threads may be late in reporting it
+        """Gives a connection the limit of a session."""
+        if descriptor not in self._watched:  # libzmq's threads may report it later
             self._watch(descriptor, announced=False)
         if (watched := self._watched.get(descriptor)) is not None:
-            watched.delivered_any, watched.session, watched.limit_bytes = True, session, self._member_bytes
+            watched.delivered_any, watched.session, watched.limit_bytes = True, session, self._session_bytes
             self._renew(descriptor, watched)
 
     def deauthorize(self, session: bytes) -> None:
-        """A session is over; its connections may live on for a while."""
+        """Ends the limit of a session, whose connections may stay open for a while."""
         for descriptor, watched in list(self._watched.items()):
             if watched.session == session:
-                watched.session, watched.limit_bytes = b"", self._stranger_bytes
+                watched.session, watched.limit_bytes = b"", self._unauthenticated_bytes
                 self._renew(descriptor, watched)
 
     def check(self, is_drained: Callable[[], bool]) -> list[str]:
-        """Breaks the connections that exceed their limit; returns their peers' addresses.
+        """Shuts down the connections that exceed their limit. Returns the addresses of their peers.
 
-        Does nothing if it did something just now.
+        Has no effect within `check_interval_s` of the last check. If connections without a session exceed their common
+        limit, the largest are shut down, and complete messages that wait for delivery count too.
 
-        `quiet` says whether nothing complete waits to be handed on. What has come is measured before it is asked, so
-        that no message counts as unfinished which was completed meanwhile. Where strangers exceed their common bound,
-        what waits complete counts too, and those that have most are broken.
+        Args:
+            is_drained: whether no complete message waits for delivery. It is called after the bytes are measured, so
+                that a message that completes in between does not count as incomplete.
         """
         now = time.monotonic()
         if now < self._next_check_s:
             return []
-        held = all(watched.initial_sequence is not None for watched in self._watched.values())
-        self.check_interval_s = CHECK_INTERVAL_S if held else UNENFORCED_CHECK_INTERVAL_S
+        enforced = all(watched.initial_sequence is not None for watched in self._watched.values())
+        self.check_interval_s = CHECK_INTERVAL_S if enforced else UNENFORCED_CHECK_INTERVAL_S
         self._next_check_s = now + self.check_interval_s
-        unfinished = {
-            d: self._unfinished(d, watched) for d, watched in self._watched.items() if not watched.is_shut_down
+        incomplete = {
+            d: self._incomplete_bytes(d, watched) for d, watched in self._watched.items() if not watched.is_shut_down
         }
-        endless = [d for d, size in unfinished.items() if size > self._watched[d].limit_bytes]
-        broken = {*self._greediest(unfinished), *(endless if endless and is_drained() else ())}
-        for descriptor in broken:
+        over_limit = [d for d, size in incomplete.items() if size > self._watched[d].limit_bytes]
+        descriptors = {*self._largest_unauthenticated(incomplete), *(over_limit if over_limit and is_drained() else ())}
+        for descriptor in descriptors:
             self._watched[descriptor].is_shut_down = True
             _shut_down(descriptor)
-        return [self._watched[descriptor].address for descriptor in broken]
+        return [self._watched[descriptor].address for descriptor in descriptors]
 
-    def _greediest(self, unfinished: dict[int, int]) -> list[int]:
-        """Of those that are not part of a session, the ones without which they keep their common bound."""
-        strangers = sorted((size, d) for d, size in unfinished.items() if not self._watched[d].session)
-        excess, found = sum(size for size, _ in strangers) - self._strangers_bytes, list[int]()
+    def _largest_unauthenticated(self, incomplete: dict[int, int]) -> list[int]:
+        """The largest connections without a session; the others together are within the common limit."""
+        sizes = sorted((size, d) for d, size in incomplete.items() if not self._watched[d].session)
+        excess, largest = sum(size for size, _ in sizes) - self._total_unauthenticated_bytes, list[int]()
         while excess > 0:
-            size, descriptor = strangers.pop()
+            size, descriptor = sizes.pop()
             excess -= size
-            found.append(descriptor)
-        return found
+            largest.append(descriptor)
+        return largest
 
     def _watch(self, descriptor: int, announced: bool = True) -> None:
         self._watched.pop(descriptor, None)
         with open_tcp_state(descriptor) as found:
             if found is None:
                 return
+            connection = found[0]
             watched = _WatchedConnection(
-                initial_sequence(found[0]), self._stranger_bytes, announced=announced, address=_peer_address(found[0])
+                initial_sequence(connection),
+                self._unauthenticated_bytes,
+                announced=announced,
+                address=_peer_address(connection),
             )
         self._watched[descriptor] = watched
         self._renew(descriptor, watched)
@@ -268,9 +274,9 @@ class ReceiveQuotaGuard:
             self.check_interval_s, self._next_check_s = UNENFORCED_CHECK_INTERVAL_S, 0.0
 
     def _renew(self, descriptor: int, watched: _WatchedConnection) -> None:
-        """Lets a connection receive its limit beyond what was handed on."""
+        """Raises the quota of a connection to its limit beyond the delivered bytes."""
         with open_tcp_state(descriptor) as found:
-            if found is None:  # libzmq is about to report that it is gone
+            if found is None:  # closed; libzmq will report it
                 return
             connection, state = found
             watched.delivered_bytes = min(watched.delivered_bytes, state.received_bytes)
@@ -280,13 +286,13 @@ class ReceiveQuotaGuard:
             ):
                 watched.initial_sequence = None
 
-    def _unfinished(self, descriptor: int, watched: _WatchedConnection) -> int:
-        """How many bytes of a connection libzmq has read and not handed on."""
+    def _incomplete_bytes(self, descriptor: int, watched: _WatchedConnection) -> int:
+        """The bytes of a connection that libzmq has read and not delivered."""
         with open_tcp_state(descriptor) as found:
             if found is None:
                 return 0
             state = found[1]
-        if state.received_bytes >= watched.quota_bytes:  # it may be held although something was handed on since
+        if state.received_bytes >= watched.quota_bytes:  # the filter may stop it although messages were delivered since
             self._renew(descriptor, watched)
         return state.received_bytes - state.unread_bytes - watched.delivered_bytes
 

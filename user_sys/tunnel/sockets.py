@@ -1,11 +1,4 @@
-"""What a thread may ask of the scheduler without any permission.
-
-What the C library does with memory that was freed.
-
-What the kernel knows of a TCP connection: what has come, and how long ago.
-
-libzmq's sockets as the tunnel uses them: never waiting, bounded, and woken from other threads.
-"""
+"""Non-blocking, bounded ZeroMQ sockets, the kernel's state of their TCP connections, and settings of their threads."""
 
 from __future__ import annotations
 
@@ -16,7 +9,6 @@ import fcntl
 import os
 import platform
 import socket
-import socket as sockets
 import struct
 import sys
 import termios
@@ -31,18 +23,41 @@ import zmq
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import MAX_PARTS, Channel, Payload
 
+ZmqSocket: TypeAlias = "zmq.Socket[bytes]"
+
+ZAP_DOMAIN = b"user-sys"
+ZERO_COPY_BYTES = 64 << 10  # a copy of a smaller frame costs less than a reference to it
+TRAFFIC_CLASS = {  # DSCP EF, EF, AF11, CS1
+    Channel.CONTROL: 0xB8,
+    Channel.STOP: 0xB8,
+    Channel.WEIGHTS: 0x28,
+    Channel.EXPERIENCE: 0x20,
+}
+_POLLIN, _MORE = int(zmq.POLLIN), zmq.DONTWAIT | zmq.SNDMORE  # enum arithmetic takes longer than a socket call
+
 TIME_SLICE_NS = 100_000
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-_SCHED_ATTR = struct.Struct(
-    "IIQiIQQQ"
-)  # struct sched_attr, version 0: size, policy, flags, nice, priority, runtime, ...
+# struct sched_attr, version 0: size, policy, flags, nice, priority, runtime, deadline, period
+_SCHED_ATTR = struct.Struct("IIQiIQQQ")
+
+MMAP_THRESHOLD_BYTES = 32 << 20  # glibc raises its threshold to this after the first freed block of that size
+TRIM_THRESHOLD_BYTES = 16 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+CLOSED_SOCKET_ERRNOS = (errno.EBADF, errno.ENOTSOCK, errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.ENOTCONN, errno.EINVAL)
+"""Errors of a descriptor that libzmq has closed, or that is not a TCP connection."""
+_TCP_INFO_BYTES = 136  # struct tcp_info, linux/tcp.h, since Linux 4.1
+_LAST_RECEIVED = struct.Struct("<I")  # tcpi_last_data_recv
+_LAST_RECEIVED_AT = 52
+_BYTES_RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received
+_BYTES_RECEIVED_AT = 128
 
 
 def request_short_time_slice() -> bool:
-    """Asks for a short time slice for the calling thread, so that it runs soon after it wakes beside busy ones.
+    """Requests a short time slice for the calling thread, so that it runs soon after it wakes on a busy machine.
 
-    Its share of the processor stays what it is. Linux honours it from 6.12 on (EEVDF's custom slices); elsewhere this
-    does nothing. Returns whether the request was made.
+    Its share of the processor does not change. Linux honours the request from 6.12 on (EEVDF's custom slices); other
+    systems ignore it. Returns whether the system call succeeded.
     """
     number = _SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
     if number is None:
@@ -51,38 +66,26 @@ def request_short_time_slice() -> bool:
     return bool(ctypes.CDLL(None).syscall(number, threading.get_native_id(), attributes, 0) == 0)
 
 
-MMAP_THRESHOLD_BYTES = 32 << 20  # glibc comes to this by itself, with the first block of as much that is freed
-TRIM_THRESHOLD_BYTES = 16 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
 def retain_freed_memory() -> bool:
-    """Has the process keep up to `TRIM_THRESHOLD_BYTES` of freed memory for each of its heaps, instead of some 100 kB.
+    """Lets each heap of the process retain up to `TRIM_THRESHOLD_BYTES` of freed memory; the default is about 100 kB.
 
-    Messages of bulk are allocated by libzmq's thread and freed by whoever reads them. Otherwise their memory goes back
-    to the kernel several times in each push of weights, and to be given it anew takes a tenth of the time that
-    decrypting does. Only glibc can be asked; elsewhere this does nothing. Returns whether it was asked.
+    libzmq's thread allocates bulk messages and the reading thread frees them. By default their memory returns to the
+    kernel several times in each push of weights, which costs a tenth of the decryption time. Only glibc has this
+    setting. Returns whether it was applied.
     """
-    ask = getattr(ctypes.CDLL(None), "mallopt", None)
-    if ask is None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
         return False
-    return bool(ask(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and ask(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))
-
-
-CLOSED_SOCKET_ERRNOS = (errno.EBADF, errno.ENOTSOCK, errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.ENOTCONN, errno.EINVAL)
-"""How a descriptor of libzmq's fails that was closed meanwhile, or that is no TCP connection."""
-_TCP_INFO_BYTES = 136  # struct tcp_info, linux/tcp.h, since Linux 4.1
-_LAST_RECEIVED = struct.Struct("<I")  # tcpi_last_data_recv
-_LAST_RECEIVED_AT = 52
-_BYTES_RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received
-_BYTES_RECEIVED_AT = 128
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))
 
 
 @dataclass(frozen=True)
 class TcpState:
-    """`silent_s` counts from the last bytes that came, or from the connection's beginning.
+    """State of a TCP connection.
 
-    Of `received_bytes`, this process has still to read `unread_bytes`.
+    Attributes:
+        unread_bytes: the part of `received_bytes` that this process has not read yet.
+        silent_s: time since the last received bytes, or since the connection was made.
     """
 
     received_bytes: int
@@ -91,7 +94,7 @@ class TcpState:
 
 
 def read_tcp_state(connection: socket.socket) -> TcpState | None:
-    """None for what is no TCP connection, or none any more."""
+    """The state of a TCP connection; None for another socket or a closed one."""
     unread = array.array("i", [0])
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -108,17 +111,18 @@ def read_tcp_state(connection: socket.socket) -> TcpState | None:
 
 
 def duplicate_socket(descriptor: int) -> socket.socket | None:
-    """The connection under a descriptor of ours, since libzmq may close its own at any moment; None when it has.
+    """The socket of `descriptor` under a new descriptor; None if it is closed.
 
-    By then the number may be that of another file: nothing of it is kept, or a lock would stay and a pipe not end.
+    libzmq may close its descriptor at any time, and another file may then reuse the number. If that file is not a
+    socket, the copy is closed again, so that locks and pipes of the file are not kept open.
     """
-    own = -1
+    copy = -1
     try:
-        own = os.dup(descriptor)
-        return socket.socket(fileno=own)
+        copy = os.dup(descriptor)
+        return socket.socket(fileno=copy)
     except OSError as error:
-        if own >= 0:
-            os.close(own)
+        if copy >= 0:
+            os.close(copy)
         if error.errno in CLOSED_SOCKET_ERRNOS:
             return None
         raise
@@ -126,7 +130,7 @@ def duplicate_socket(descriptor: int) -> socket.socket | None:
 
 @contextmanager
 def open_tcp_state(descriptor: int) -> Iterator[tuple[socket.socket, TcpState] | None]:
-    """libzmq's TCP connection `descriptor` and its state, while the block lasts; None for anything else."""
+    """Yields libzmq's TCP connection `descriptor` and its state; None for anything else."""
     connection = duplicate_socket(descriptor)
     if connection is None:
         yield None
@@ -137,30 +141,17 @@ def open_tcp_state(descriptor: int) -> Iterator[tuple[socket.socket, TcpState] |
 
 
 def silence_s(descriptor: int) -> float:
-    """Seconds since anything came on libzmq's connection `descriptor`, whole messages or not.
+    """Seconds since the last bytes, of complete messages or not, on libzmq's connection `descriptor`.
 
-    Zero for a Unix socket, between whose ends nothing can be lost, and for what is closed, which libzmq notices.
+    Zero for a Unix socket, which loses no bytes, and for a closed connection, which libzmq reports.
     """
     with open_tcp_state(descriptor) as found:
         return 0.0 if found is None else found[1].silent_s
 
 
-ZmqSocket: TypeAlias = "zmq.Socket[bytes]"
-
-ZAP_DOMAIN = b"user-sys"
-ZERO_COPY_BYTES = 64 << 10  # handing over a smaller frame costs more than copying it
-_POLLIN, _MORE = int(zmq.POLLIN), zmq.DONTWAIT | zmq.SNDMORE  # computing with flags takes longer than a call
-TRAFFIC_CLASS = {  # DSCP EF, EF, AF11, CS1
-    Channel.CONTROL: 0xB8,
-    Channel.STOP: 0xB8,
-    Channel.WEIGHTS: 0x28,
-    Channel.EXPERIENCE: 0x20,
-}
-
-
 def receive_frames(socket: ZmqSocket) -> list[zmq.Frame] | None:
-    """The next message's frames without waiting, or None. Frames beyond `MAX_PARTS` + 2 are dropped as they come."""
-    if not has_message(socket):  # asking costs less than an exception
+    """The frames of the next message, or None; does not block. Drops frames beyond `MAX_PARTS` + 2."""
+    if not has_message(socket):  # the check costs less than an exception
         return None
     frame = socket.recv(zmq.DONTWAIT, copy=False)
     frames = [frame]
@@ -172,7 +163,7 @@ def receive_frames(socket: ZmqSocket) -> list[zmq.Frame] | None:
 
 
 def send_frames(socket: ZmqSocket, frames: list[Payload]) -> bool:
-    """Hands a message to libzmq without waiting; False when the peer is gone or its pipe is full."""
+    """Passes a message to libzmq without blocking. Returns False if the peer is gone or its pipe is full."""
     *head, last = frames
     try:
         for frame in head:
@@ -186,15 +177,15 @@ def send_frames(socket: ZmqSocket, frames: list[Payload]) -> bool:
 
 
 def has_message(socket: ZmqSocket) -> bool:
-    """Whether a message waits. Asked after any other call on the socket, whose file descriptor tells each news once."""
+    """Whether a message is available. Call it after any other call on the socket: its descriptor is edge-triggered."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def configure_socket(socket: ZmqSocket, limits: TunnelLimits, channel: Channel | None = None) -> None:
-    """Bounds and liveness that both ends share; a client says which channel it is for.
+    """Sets the limits and timeouts that both ends share; a client passes its channel.
 
-    A half-open TCP connection is found by the kernel: an idle one within 30 s, one with unacknowledged bytes within
-    `stuck_after_s`. Routers and Wi-Fi that honour DSCP let control overtake bulk.
+    The kernel detects a half-open TCP connection: within 30 s if it is idle, and within `stuck_after_s` if it has
+    unacknowledged bytes. Routers and Wi-Fi that honour DSCP let control overtake bulk.
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
@@ -211,21 +202,21 @@ def configure_socket(socket: ZmqSocket, limits: TunnelLimits, channel: Channel |
 
 
 def enable_ipv6(socket: ZmqSocket, endpoint: str) -> None:
-    """Lets `socket` dial or listen on IPv6 where `endpoint` says so, by an address in brackets.
+    """Enables IPv6 if `endpoint` has an address in brackets.
 
-    Not always: libzmq would then look for no other address of a name, and call IPv4 peers by mapped addresses.
+    With IPv6 enabled, libzmq would resolve names to IPv6 only and report IPv4 peers under mapped addresses.
     """
     socket.setsockopt(zmq.IPV6, int(endpoint.startswith("tcp://[")))
 
 
 class Wakeup:
-    """Interrupts another thread's poll: `set` from any thread, poll `fileno` for reading, then `clear`.
+    """Interrupts the poll of another thread: any thread calls `set`; the polling thread polls `fileno` and `clear`s it.
 
-    After `close`, `set` does nothing.
+    After `close`, `set` has no effect.
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = sockets.socketpair()
+        self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._lock = threading.Lock()
@@ -240,14 +231,14 @@ class Wakeup:
                 return
             try:
                 self._writer.send(b"\0")
-            except BlockingIOError:  # full of wake-ups already: the thread will wake
+            except BlockingIOError:  # the pair is full of wake-ups, so the thread will wake
                 return
 
     def clear(self) -> None:
         try:
             while len(self._reader.recv(4096)) == 4096:
                 pass
-        except BlockingIOError:  # nobody called: a poll may wake for another reason
+        except BlockingIOError:  # empty: the poll returned for another reason
             return
 
     def close(self) -> None:
