@@ -456,29 +456,30 @@ def health(run: Path) -> dict[str, str]:
     return {record.name: record.health.value for record in read_registry(run)}
 
 
-def test_an_order_that_no_robot_answers_is_audited_as_such() -> None:
-    now, entries = [0.0], []
-    orders = OperatorAudit(lambda event, **facts: entries.append((event, facts)), lambda: now[0])
-    orders.on_command(OperatorCommand(robot="panda-0", operator="ana", order="e-stop"), "10.0.0.9")
-    orders.on_command(OperatorCommand(robot="panda-0", operator="ana", order="drive"), "10.0.0.9")
-    orders.expire()
+def test_command_without_a_reply_is_audited_after_the_timeout() -> None:
+    now, entries = [0.0], list[AuditEntry]()
+    audit = OperatorAudit(entries.append, lambda: now[0])
+    audit.on_command(OperatorCommand(robot="panda-0", operator="ana", order="e-stop"), "10.0.0.9")
+    audit.on_command(OperatorCommand(robot="panda-0", operator="ana", order="drive"), "10.0.0.9")
+    audit.expire()
     assert entries == []
     now[0] = REPLY_TIMEOUT_S + 0.1
-    orders.expire()
-    ((event, facts),) = entries
-    assert event == "order" and facts["outcome"] == f"no answer within {REPLY_TIMEOUT_S:g} s"
-    assert (facts["person"], facts["address"], facts["order"]) == ("ana", "10.0.0.9", "e-stop")
+    audit.expire()
+    (entry,) = entries
+    assert entry.event == "order" and entry.outcome == f"no answer within {REPLY_TIMEOUT_S:g} s"
+    assert (entry.person, entry.address, entry.order) == ("ana", "10.0.0.9", "e-stop")
 
 
-def test_the_repeats_of_an_e_stop_are_audited_once_an_outcome() -> None:
-    entries: list[object] = []
-    orders = OperatorAudit(lambda event, **facts: entries.append((facts["outcome"], facts["address"])))
+def test_repeats_of_an_e_stop_are_audited_once_for_each_outcome() -> None:
+    entries: list[AuditEntry] = []
+    audit = OperatorAudit(entries.append)
     press = OperatorCommand(robot="panda-0", operator="ana", order="e-stop", press=7, address="10.0.0.9")
     reply = OperatorReply(robot="panda-0", operator="ana", order="e-stop", accepted=False, reason="away", press=7)
     for accepted in (False, False, True, True):
-        orders.on_command(press, "")
-        orders.on_reply(msgspec.structs.replace(reply, accepted=accepted))
-    assert entries == [("refused: away", "10.0.0.9"), ("done", "10.0.0.9")]
+        audit.on_command(press, "")
+        audit.on_reply(msgspec.structs.replace(reply, accepted=accepted))
+    outcomes = [(entry.outcome, entry.address) for entry in entries]
+    assert outcomes == [("refused: away", "10.0.0.9"), ("done", "10.0.0.9")]
 
 
 def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:
