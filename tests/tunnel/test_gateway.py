@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
-from hal.audit import read_audit_log
+from hal.audit import AuditEntry, read_audit_log
 from hal.discovery import ScheduledProbe
 from hal.errors import LeaseError
 from hal.lease import LeaseTable
