@@ -40,13 +40,13 @@ from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.episode import decode_chunk
 from user_sys.errors import RunError
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import last_log_message
 from user_sys.messages import PROTOCOL_VERSION, Hello, PreviewRequest, RobotStatus, StopRun
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
-from user_sys.run.topology import GATEWAY
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
@@ -148,7 +148,7 @@ def _process(argv: tuple[str, ...], log: Path) -> Iterator[subprocess.Popen[byte
 @contextmanager
 def _client(name: str, keys: Path, endpoint: str) -> Iterator[TunnelClient]:
     hello = Hello(protocol=PROTOCOL_VERSION, role="learner" if name == LEARNER else "console", name=name)
-    pair, gateway = load_keypair(keys / f"{name}.key"), load_public_key(keys / f"{GATEWAY}.pub")
+    pair, gateway = load_keypair(keys / f"{name}.key"), load_public_key(keys / f"{GATEWAY_NAME}.pub")
     with TunnelClient(endpoint, pair, gateway, hello) as client:
         client.wait_open(LEAVE_S)
         yield client

@@ -80,7 +80,7 @@ def _stage_rows(title: str, pushes: Sequence[Mapping[str, float]]) -> list[Row]:
 
 
 def small_change_rows(name: str, make: Callable[[], Pair]) -> list[Row]:
-    """A push of what changed: its size against a full parcel, and its time; both versions in turn."""
+    """A push of what changed: its size against a full patch, and its time; both versions in turn."""
     with pushing(make) as pushes, pushes.robot(ROBOT) as robot:
         pushes.seconds([ROBOT], [robot])
         times = [1e3 * pushes.seconds([ROBOT], [robot]) for _ in range(8)]

@@ -146,12 +146,12 @@ class _Gateway:
         for request in ahead:
             self._answer(name, request)
 
-    def offer(self, state: TensorSet, parcel: Patch) -> WeightsOffer:
+    def offer(self, state: TensorSet, patch: Patch) -> WeightsOffer:
         """Adds the next version to the index: the patch is announced under this version's number."""
         self.version += 1
-        base = NO_VERSION if parcel.info.base == NO_VERSION else self.version - 1
-        info = with_fields(parcel.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
-        self.catalogue.patches = {info.id: Patch(info, parcel.payload)}
+        base = NO_VERSION if patch.info.base == NO_VERSION else self.version - 1
+        info = with_fields(patch.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
+        self.catalogue.patches = {info.id: Patch(info, patch.payload)}
         manifest = build_manifest(state, self.version, 0, 0, (0.0, 0.0))
         signed = self.signer.sign(manifest)
         self.catalogue.manifests = {("exact", self.version): (manifest, signed)}
@@ -199,7 +199,7 @@ def _told(pipe: Connection) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a full parcel and of a difference, its codec, and the seconds of making it; of a full one alone 0."""
+    """Bytes of a full patch and of a difference, its codec, and the seconds of making it; of a full one alone 0."""
 
     full_bytes: int
     delta_bytes: int

@@ -1,7 +1,7 @@
 """The cost of pushes to the learner's step (goal 11), with the governor.
 
-The learner is real (RLPD's update on random batches, one thread), its envoy too; the gateway and a robot are processes
-of their own, as in a run.
+The learner (RLPD's update on random batches, one thread) and its publisher are real; the gateway and a robot are
+processes of their own, as in a run.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def step_rows() -> list[Row]:
             ("after every step, governor off", GovernorConfig(enabled=False), 0.0, PAIRS, None),
             ("once a second", GovernorConfig(), 1.0, MANY_PAIRS, 1 / 1.01),
         ):
-            with fleet.envoy(config) as envoy:
-                rows += _row(fleet, envoy, title, every_s, pairs, target)
-        with fleet.envoy(GovernorConfig()) as envoy:
-            plot(fleet, envoy)
+            with fleet.publisher(config) as publisher:
+                rows += _row(fleet, publisher, title, every_s, pairs, target)
+        with fleet.publisher(GovernorConfig()) as publisher:
+            plot(fleet, publisher)
     return rows
 
 
@@ -97,7 +97,7 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def envoy(self, config: GovernorConfig) -> PublisherClient:
+    def publisher(self, config: GovernorConfig) -> PublisherClient:
         keys, hello = self.run / "keys", Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
         setup = PublisherSettings(
             endpoint=self.address.endpoint,
@@ -109,16 +109,16 @@ class Fleet:
         )
         return PublisherClient(setup, print)
 
-    def step(self, envoy: PublisherClient, push: bool) -> float:
+    def step(self, publisher: PublisherClient, push: bool) -> float:
         """Seconds of one update as the learner makes it, including its publishing."""
         self.steps += 1
         started = time.perf_counter()
         self.algorithm.update(self.batch)
-        if push and not envoy.is_busy:
+        if push and not publisher.is_busy:
             self.version += 1
-            envoy.publish(self.algorithm.policy_snapshot(), self.version, self.version)
+            publisher.publish(self.algorithm.policy_snapshot(), self.version, self.version)
         taken_s = time.perf_counter() - started
-        envoy.observe(taken_s)
+        publisher.observe(taken_s)
         return taken_s
 
 
@@ -147,7 +147,7 @@ def act(run: Path, address: GatewayAddress) -> None:
 
 
 def _row(
-    fleet: Fleet, envoy: PublisherClient, title: str, every_s: float, pairs: int, target: float | None
+    fleet: Fleet, publisher: PublisherClient, title: str, every_s: float, pairs: int, target: float | None
 ) -> list[Row]:
     next_s = 0.0
 
@@ -159,15 +159,15 @@ def _row(
         return True
 
     for _ in range(SETTLING_PAIRS):
-        half(fleet, envoy, lambda: False)
-        half(fleet, envoy, due)
+        half(fleet, publisher, lambda: False)
+        half(fleet, publisher, due)
     idle, pushing = list[Half](), list[Half]()
-    published, steps = envoy.published, fleet.steps
+    published, steps = publisher.published, fleet.steps
     for pair in range(pairs):
         for push in (pair % 2 == 0, pair % 2 == 1):
-            (pushing if push else idle).append(half(fleet, envoy, due if push else lambda: False))
+            (pushing if push else idle).append(half(fleet, publisher, due if push else lambda: False))
     name = f"a push {title}; bound: without pushes"
-    pushed = 2 * (envoy.published - published) / (fleet.steps - steps)
+    pushed = 2 * (publisher.published - published) / (fleet.steps - steps)
     share = None if every_s else pushed
     return [
         Row(11, f"share of steps with a push, a push {title}", "", pushed, None, None),
@@ -207,22 +207,22 @@ class Half:
     process_ms: float
 
 
-def half(fleet: Fleet, envoy: PublisherClient, due: Callable[[], bool]) -> Half:
+def half(fleet: Fleet, publisher: PublisherClient, due: Callable[[], bool]) -> Half:
     """`STEPS` steps, after the push in progress has arrived and `BEFORE_S` of the same have passed."""
-    envoy.wait_until_stored(10)
+    publisher.wait_until_stored(10)
     before_s = time.monotonic() + BEFORE_S
     while time.monotonic() < before_s or fleet.steps % PERIOD:
-        fleet.step(envoy, due())
+        fleet.step(publisher, due())
     process_s, wall, own = time.process_time(), list[float](), list[float]()
     for _ in range(STEPS // PERIOD):
-        own_s, wall_s = time.thread_time(), sum(fleet.step(envoy, due()) for _ in range(PERIOD))
+        own_s, wall_s = time.thread_time(), sum(fleet.step(publisher, due()) for _ in range(PERIOD))
         wall.append(wall_s / PERIOD)
         own.append((time.thread_time() - own_s) / PERIOD)
     process_ms = 1e3 * (time.process_time() - process_s) / STEPS
     return Half(1e3 * statistics.median(wall), 1e3 * statistics.median(own), process_ms)
 
 
-def plot(fleet: Fleet, envoy: PublisherClient) -> None:
+def plot(fleet: Fleet, publisher: PublisherClient) -> None:
     """The governor's decisions over half a minute: a learner that pushes for ten seconds of every fifteen."""
     import matplotlib
 
@@ -231,8 +231,8 @@ def plot(fleet: Fleet, envoy: PublisherClient) -> None:
 
     started, times, shares_left = time.monotonic(), [], []
     while (now := time.monotonic() - started) < GOVERNED_S:
-        times.append((now, 1e3 * fleet.step(envoy, push=now % 15 >= 5)))
-        shares_left.append(envoy.scalars().get("governor/share", 1.0))
+        times.append((now, 1e3 * fleet.step(publisher, push=now % 15 >= 5)))
+        shares_left.append(publisher.scalars().get("governor/share", 1.0))
     figure, (steps, shares) = plt.subplots(2, 1, sharex=True, figsize=(9, 5), layout="constrained")
     steps.plot(*zip(*times, strict=True), ".", markersize=2, color="0.5")
     steps.set_ylabel("learner's step, ms")

@@ -28,11 +28,12 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.status import read_session_report
 from user_sys.episode import Chunk, EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, OperatorReply, RobotStatus, StopRun
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
-from user_sys.run.topology import GATEWAY, LOOPBACK, policy_process
+from user_sys.run.topology import LOOPBACK, policy_process
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
@@ -98,7 +99,7 @@ class Site:
     def client(self, name: str) -> TunnelClient:
         hello = Hello(protocol=PROTOCOL_VERSION, role="learner" if name == LEARNER else "console", name=name)
         keys = load_keypair(self.folder.keys / f"{name}.key")
-        gateway_key = load_public_key(self.folder.keys / f"{GATEWAY}.pub")
+        gateway_key = load_public_key(self.folder.keys / f"{GATEWAY_NAME}.pub")
         client = self._stack.enter_context(TunnelClient(self.card.endpoint, keys, gateway_key, hello))
         client.wait_open(END_S)
         return client

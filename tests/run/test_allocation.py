@@ -158,13 +158,13 @@ def test_robot_quarantined_in_any_run_is_not_selected(tmp_path: Path) -> None:
 
 
 def test_computer_without_site_gets_the_common_site_of_its_robots() -> None:
-    card = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
+    gpu_record = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
     at_lab, at_hall = robot("a", node="desk"), robot("b", "hall", node="desk")
     config = run_of(
         "a", "b", resources=(ResourceRequestConfig(kind="robot", colocate="cell", colocate_by="site"), PAIR[1])
     )
-    assert chosen(config, available_resources(config, [card, at_lab])) == ["a"]
-    assert "not near each other" in why(config, available_resources(config, [card, at_lab, at_hall]))
+    assert chosen(config, available_resources(config, [gpu_record, at_lab])) == ["a"]
+    assert "not near each other" in why(config, available_resources(config, [gpu_record, at_lab, at_hall]))
 
 
 def test_labels_of_the_file_override_those_of_the_node() -> None:

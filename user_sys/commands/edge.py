@@ -33,6 +33,7 @@ from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import RobotProcesses, write_process_configs
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.process_exit import EXIT_DEADLINE_S, exit_now
 from user_sys.tunnel.endpoint import check_connect_endpoint
@@ -44,7 +45,6 @@ POLL_S = 0.5
 ROBOT_RETRY_S = 5.0
 SESSION_STOP_LEAD_S = 1.0
 DEMONSTRATION_COUNT_FILE = "demonstrations"  # the number of recorded ones
-GATEWAY = "gateway"
 PrintLine = Callable[[str], None]
 
 
@@ -136,7 +136,7 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
                 f"robot {robot.name}: link: `user-sys edge` uses a real network; an emulated link is for the robots of "
                 f"`user-sys train`. Remove the key"
             )
-    load_public_key(keys / f"{GATEWAY}.pub")
+    load_public_key(keys / f"{GATEWAY_NAME}.pub")
     if config.policy.location == "server":
         load_public_key(keys / f"{POLICY_NODE}.pub")
     for robot in config.robots:

@@ -19,6 +19,7 @@ from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.errors import RunError, UserSysError
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.learner.checkpoint import exclusive_writer
 from user_sys.learner.config import CPU, training_device, training_stream
 from user_sys.learner.learner import Learner
@@ -30,7 +31,6 @@ from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records, wait_for_robot_record
 from user_sys.run.config import RunConfig, RunFolder, open_run_folder
 from user_sys.run.metrics import MetricsWriter
-from user_sys.run.topology import GATEWAY
 from user_sys.store.store import StoreReader
 from user_sys.tunnel.keys import load_public_key
 from user_sys.weights.signing import run_id_of
@@ -78,7 +78,7 @@ def _publisher_settings(
     return PublisherSettings(
         endpoint=endpoint,
         tunnel_key=str(folder.keys / f"{name}.key"),
-        gateway_key=load_public_key(folder.keys / f"{GATEWAY}.pub"),
+        gateway_key=load_public_key(folder.keys / f"{GATEWAY_NAME}.pub"),
         hello=Hello(protocol=PROTOCOL_VERSION, role="learner", name=name, spec=spec),
         signing_folder=str(folder.keys),
         publish=config.learner.publish,

@@ -21,6 +21,7 @@ from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.edge.driver_client import WAITING_LOG_PREFIX
 from user_sys.edge.local_estop import with_local_estop
 from user_sys.errors import RunError, WireError
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.logs import last_log_message
 from user_sys.messages import (
     PROTOCOL_VERSION,
@@ -50,7 +51,6 @@ from user_sys.run.prepare import (
 from user_sys.run.processes import RunProcesses
 from user_sys.run.progress import ProgressDisplay, ProgressTracker, previous_elapsed_s, previous_episodes
 from user_sys.run.report import RunSummary, link_latest
-from user_sys.run.topology import GATEWAY
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
 
@@ -399,9 +399,9 @@ class RunSupervisor:
             leaving = processes.still_running(leaving)
         if self.progress.disk_warning:
             display.print_line(f"not everything could be written: {self.progress.disk_warning}")
-        others = [name for name in processes.names if name != GATEWAY]
+        others = [name for name in processes.names if name != GATEWAY_NAME]
         processes.cluster.stop(*others, within_s=self._left_s(PROCESS_DEADLINE_S))
-        processes.cluster.stop(GATEWAY, within_s=self._left_s(GATEWAY_DEADLINE_S))
+        processes.cluster.stop(GATEWAY_NAME, within_s=self._left_s(GATEWAY_DEADLINE_S))
 
 
 def _console_server(hub: ConsoleHub, config: ConsoleConfig, audit: AuditLog) -> ConsoleServer | None:
@@ -415,4 +415,6 @@ def _console_server(hub: ConsoleHub, config: ConsoleConfig, audit: AuditLog) -> 
 def _console_client(folder: RunFolder, metadata: RunMetadata) -> TunnelClient:
     keys = load_keypair(folder.keys / f"{CONSOLE}.key")
     hello = Hello(protocol=PROTOCOL_VERSION, role="console", name=CONSOLE)
-    return TunnelClient(local_endpoint(metadata.endpoint), keys, load_public_key(folder.keys / f"{GATEWAY}.pub"), hello)
+    return TunnelClient(
+        local_endpoint(metadata.endpoint), keys, load_public_key(folder.keys / f"{GATEWAY_NAME}.pub"), hello
+    )

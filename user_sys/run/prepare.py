@@ -20,6 +20,7 @@ from user_sys.edge.demonstrations import check_demonstrable
 from user_sys.edge.robot_processes import write_process_configs
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import RunError
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.inference.remote_policy import action_timeout_s
 from user_sys.learner.checkpoint import (
@@ -39,7 +40,7 @@ from user_sys.run.config import (
     open_run_folder,
     require_no_run,
 )
-from user_sys.run.topology import GATEWAY, LOOPBACK
+from user_sys.run.topology import LOOPBACK
 from user_sys.tunnel.endpoint import is_loopback
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 
@@ -128,7 +129,7 @@ def print_join_instructions(folder: RunFolder, metadata: RunMetadata, console: C
     """Prints how robots on other computers connect."""
     ring = Keyring(folder.keys)
     allowed = ", ".join(entry.name for entry in ring.list() if entry.role not in ("learner", "console"))
-    public = load_public_key(folder.keys / f"{GATEWAY}.pub")
+    public = load_public_key(folder.keys / f"{GATEWAY_NAME}.pub")
     _, _, port = metadata.endpoint.rpartition(":")
     is_wildcard = local_endpoint(metadata.endpoint) != metadata.endpoint
     reached = f"tcp://{local_node()}:{port}" if is_wildcard else metadata.endpoint
@@ -208,12 +209,12 @@ def require_keys(endpoint: str, keys: Path | None) -> None:
     Args:
         keys: the folder of keys; None for a run's own, which is created with the run.
     """
-    if is_loopback(endpoint) or (keys is not None and (keys / f"{GATEWAY}.key").exists()):
+    if is_loopback(endpoint) or (keys is not None and (keys / f"{GATEWAY_NAME}.key").exists()):
         return
     folder = keys or Path("keys")
     raise RunError(
         f"gateway.endpoint: {endpoint} can be reached from other computers, and the gateway has no key there: make one "
-        f"with `user-sys keys new {GATEWAY} --folder {folder}` and give --keys {folder}"
+        f"with `user-sys keys new {GATEWAY_NAME} --folder {folder}` and give --keys {folder}"
     )
 
 
@@ -257,7 +258,7 @@ def _create_keys(config: RunConfig, folder: RunFolder) -> None:
     ring = Keyring(folder.keys)
     roles: dict[str, Role] = {LEARNER: "learner", CONSOLE: "console"}
     roles |= {robot.name: "robot" for robot in config.robots}
-    _create_key(folder, GATEWAY)
+    _create_key(folder, GATEWAY_NAME)
     if config.policy.is_started_by_run:
         _create_key(folder, POLICY_NODE)
     elif config.policy.location == "server" and config.robots:

@@ -15,6 +15,7 @@ from hal.ray_nodes import ray_resources
 from hal.resource import visible_devices_env
 from user_sys.compose import resource_probes
 from user_sys.errors import RunError
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.logs import last_log_message
 from user_sys.robot_records import (
@@ -28,7 +29,6 @@ from user_sys.run.cluster_allocation import Allocation, ClusterAllocation
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata
 from user_sys.run.prepare import allow_learner, local_endpoint
 from user_sys.run.topology import (
-    GATEWAY,
     LOOPBACK,
     ProcessSlot,
     ProcessSpec,
@@ -292,7 +292,7 @@ class RunProcesses:
 
     @property
     def _vital(self) -> set[str]:
-        return {GATEWAY, *self.names_of(*self.learners), *self.policy_server.process_names}
+        return {GATEWAY_NAME, *self.names_of(*self.learners), *self.policy_server.process_names}
 
     def are_learners_done(self, statuses: Mapping[str, ProcessStatus]) -> bool:
         learners = [statuses[name] for name in self.learners if name in statuses]

@@ -10,11 +10,11 @@ from hal.ray_cluster import PlacementSlot
 from hal.ray_nodes import ROBOT_CLAIM, ROBOT_RESOURCE_PREFIX
 from user_sys.compose import Device, emulated_link_command
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
+from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.robot_records import learner_folder, learner_process_name
 from user_sys.run.config import RunConfig, RunFolder
 
-GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"
 SHARE_OF_COMPUTER = 0.01  # of the resource that stands for a computer: binds a process to it, and counts no cores
 
@@ -42,7 +42,9 @@ def topology(
     """
     local = {local_resource: SHARE_OF_COMPUTER}
     folder = RunFolder(folder.path.resolve())  # Ray nodes have working directories of their own
-    gateway = ProcessSpec(GATEWAY, module_argv("user_sys.gateway", "--run", folder.path), local, folder.log(GATEWAY))
+    gateway = ProcessSpec(
+        GATEWAY_NAME, module_argv("user_sys.gateway", "--run", folder.path), local, folder.log(GATEWAY_NAME)
+    )
     edges = []
     for robot in config.robots:
         state = folder.edge(robot.name)
