@@ -40,7 +40,6 @@ from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.episode import decode_chunk
 from user_sys.errors import RunError
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import last_log_message
 from user_sys.messages import PROTOCOL_VERSION, Hello, PreviewRequest, RobotStatus, StopRun
@@ -50,7 +49,7 @@ from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.signing import new_signer
 

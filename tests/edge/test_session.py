@@ -28,7 +28,6 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.status import read_session_report
 from user_sys.episode import Chunk, EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, OperatorReply, RobotStatus, StopRun
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunConfig, create_run_folder
@@ -38,7 +37,7 @@ from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.flow_control import MIN_BURST_BYTES
-from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.signing import new_signer

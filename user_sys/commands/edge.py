@@ -33,11 +33,10 @@ from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import RobotProcesses, write_process_configs
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.process_exit import EXIT_DEADLINE_S, exit_now
 from user_sys.tunnel.endpoint import check_connect_endpoint
-from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.receiver import ReceiverConfig
 

@@ -19,7 +19,6 @@ from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.errors import RunError, UserSysError
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.learner.checkpoint import exclusive_writer
 from user_sys.learner.config import CPU, training_device, training_stream
 from user_sys.learner.learner import Learner
@@ -32,7 +31,7 @@ from user_sys.robot_records import LEARNER, assign_learners, learner_folder, rea
 from user_sys.run.config import RunConfig, RunFolder, open_run_folder
 from user_sys.run.metrics import MetricsWriter
 from user_sys.store.store import StoreReader
-from user_sys.tunnel.keys import load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, load_public_key
 from user_sys.weights.signing import run_id_of
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.edge.driver_client import WAITING_LOG_PREFIX
 from user_sys.edge.local_estop import with_local_estop
 from user_sys.errors import RunError, WireError
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.logs import last_log_message
 from user_sys.messages import (
     PROTOCOL_VERSION,
@@ -52,7 +51,7 @@ from user_sys.run.processes import RunProcesses
 from user_sys.run.progress import ProgressDisplay, ProgressTracker, previous_elapsed_s, previous_episodes
 from user_sys.run.report import RunSummary, link_latest
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 
 if TYPE_CHECKING:
     from user_sys.console.server import ConsoleServer

@@ -20,7 +20,6 @@ from user_sys.edge.demonstrations import check_demonstrable
 from user_sys.edge.robot_processes import write_process_configs
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import RunError
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.inference.remote_policy import action_timeout_s
 from user_sys.learner.checkpoint import (
@@ -42,7 +41,7 @@ from user_sys.run.config import (
 )
 from user_sys.run.topology import LOOPBACK
 from user_sys.tunnel.endpoint import is_loopback
-from user_sys.tunnel.keys import Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from hal.ray_nodes import ray_resources
 from hal.resource import visible_devices_env
 from user_sys.compose import resource_probes
 from user_sys.errors import RunError
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.logs import last_log_message
 from user_sys.robot_records import (
@@ -38,6 +37,7 @@ from user_sys.run.topology import (
     policy_process,
     topology,
 )
+from user_sys.tunnel.keys import GATEWAY_NAME
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from hal.ray_cluster import PlacementSlot
 from hal.ray_nodes import ROBOT_CLAIM, ROBOT_RESOURCE_PREFIX
 from user_sys.compose import Device, emulated_link_command
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
-from user_sys.gateway.gateway import GATEWAY_NAME
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.robot_records import learner_folder, learner_process_name
 from user_sys.run.config import RunConfig, RunFolder
+from user_sys.tunnel.keys import GATEWAY_NAME
 
 LOOPBACK = "127.0.0.1"
 SHARE_OF_COMPUTER = 0.01  # of the resource that stands for a computer: binds a process to it, and counts no cores
