@@ -105,8 +105,8 @@ MISTAKES = {
     "no public key at keys/gateway.pub": (LEFT, "tcp://localhost:5555"),
     "--connect 10.0.0.2:5555: expected tcp://HOST:PORT": (LEFT, "10.0.0.2:5555"),
     "--connect tcp://10.0.0.2:99999: expected tcp://HOST:PORT": (LEFT, "tcp://10.0.0.2:99999"),
-    "this computer has nothing to drive": (NO_ROBOTS, "tcp://localhost:5555"),
-    "policy.location: server: this computer does not see the run's folder": (AT_SITE, "tcp://localhost:5555"),
+    "robots: the list is empty; add the robots of this computer": (NO_ROBOTS, "tcp://localhost:5555"),
+    "policy.location: server: this computer cannot read the address": (AT_SITE, "tcp://localhost:5555"),
 }
 
 

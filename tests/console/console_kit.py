@@ -21,7 +21,7 @@ from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Pre
 
 PERIOD_S = 0.05
 SPEC = RobotSpec(
-    model="desk-arm",
+    model="simulated-arm",
     rate_hz=10.0,
     observation=(),
     action=ArraySpec(
@@ -71,7 +71,7 @@ class SimulatedRun:
         self._watched_until_s = 0.0
         self._lock = threading.Lock()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="desk")
+        self._thread = threading.Thread(target=self._live, name="simulated")
 
     def start(self) -> SimulatedRun:
         self._thread.start()
@@ -166,15 +166,15 @@ def until(true: Callable[[], object], seconds: float = 60.0) -> None:
 
 def main() -> None:
     """``python console_kit.py PORT``: serves a simulated run until SIGTERM, for tests that kill it."""
-    desk = SimulatedRun().start()
-    server = ConsoleServer(desk.hub, port=int(sys.argv[1]), token="desk")
+    simulated = SimulatedRun().start()
+    server = ConsoleServer(simulated.hub, port=int(sys.argv[1]), token="simulated")
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     sys.stdout.write(f"{server.start()}\n")
     sys.stdout.flush()
     ended.wait()
     server.stop()
-    desk.close()
+    simulated.close()
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def desk() -> Iterator[SimulatedRun]:
-    desk = SimulatedRun().start()
-    yield desk
-    desk.close()
+def simulated() -> Iterator[SimulatedRun]:
+    simulated = SimulatedRun().start()
+    yield simulated
+    simulated.close()
 
 
 @pytest.fixture
-def url(desk: SimulatedRun) -> Iterator[str]:
-    server = ConsoleServer(desk.hub)
+def url(simulated: SimulatedRun) -> Iterator[str]:
+    server = ConsoleServer(simulated.hub)
     yield server.start()
     server.stop()
 
@@ -84,8 +84,8 @@ def badge(page: Any, state: str) -> str:
     return str(page.wait_for_selector(f".badge[data-state={state}]").inner_text())
 
 
-def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, desk: SimulatedRun) -> None:
-    desk.learn(120)
+def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, simulated: SimulatedRun) -> None:
+    simulated.learn(120)
     page.wait_for_selector("canvas[aria-label*=front]")
     page.wait_for_selector("canvas[aria-label*=wrist]")
     assert "token" not in page.url
@@ -97,20 +97,20 @@ def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, desk: Simulat
     assert badge(page, "you") == "YOU"
     page.keyboard.down("w")
     page.keyboard.press("g")
-    until(lambda: desk.authority.twist()[0] > 0.5 and desk.authority.twist()[3] == -1)
+    until(lambda: simulated.authority.twist()[0] > 0.5 and simulated.authority.twist()[3] == -1)
     assert page.locator("[data-code=KeyW]").get_attribute("class") == "lit"
     picture(page, "you")
     page.keyboard.up("w")
-    until(lambda: not desk.authority.twist()[:3].any())
-    inputs = len(desk.orders("drive"))
-    until(lambda: len(desk.orders("drive")) > inputs + 10)  # the heartbeat continues without a key
+    until(lambda: not simulated.authority.twist()[:3].any())
+    inputs = len(simulated.orders("drive"))
+    until(lambda: len(simulated.orders("drive")) > inputs + 10)  # the heartbeat continues without a key
 
     page.keyboard.press("h")
     assert badge(page, "policy") == "POLICY"
-    assert desk.authority.audit[-1].cause == "hand-back"
+    assert simulated.authority.audit[-1].cause == "hand-back"
 
 
-def test_space_stops_from_any_state_until_re_arm(page: Any, desk: SimulatedRun) -> None:
+def test_space_stops_from_any_state_until_re_arm(page: Any, simulated: SimulatedRun) -> None:
     page.get_by_role("button", name="Take over").click()  # Space must not click the focused button
     badge(page, "you")
     page.keyboard.press("Space")
@@ -122,28 +122,28 @@ def test_space_stops_from_any_state_until_re_arm(page: Any, desk: SimulatedRun) 
     assert badge(page, "hold") == "HOLD"
     page.get_by_role("button", name="Hand back").click()
     badge(page, "policy")
-    assert [t.cause for t in desk.authority.audit] == ["take-over", "e-stop", "re-arm", "hand-back"]
+    assert [t.cause for t in simulated.authority.audit] == ["take-over", "e-stop", "re-arm", "hand-back"]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "silent"])
-def test_hidden_page_holds_until_a_new_key_press(page: Any, desk: SimulatedRun, told: bool) -> None:
+def test_hidden_page_holds_until_a_new_key_press(page: Any, simulated: SimulatedRun, told: bool) -> None:
     page.keyboard.press("t")
     badge(page, "you")
     tell = "document.dispatchEvent(new Event('visibilitychange'))" if told else ""
     page.evaluate(f"Object.defineProperty(document, 'hidden', {{value: true, configurable: true}}); {tell}")
     if told:
         badge(page, "hold")
-    with desk.clock.running():
+    with simulated.clock.running():
         badge(page, "hold")
     picture(page, "hold")
     page.evaluate(f"Object.defineProperty(document, 'hidden', {{value: false}}); {tell}")
     page.keyboard.down("a")
     badge(page, "you")
     page.keyboard.up("a")
-    assert [t.cause for t in desk.authority.audit] == ["take-over", "release" if told else "silence", "take-over"]
+    assert [t.cause for t in simulated.authority.audit] == ["take-over", "release" if told else "silence", "take-over"]
 
 
-def test_second_page_cannot_drive_the_robot(page: Any, browser: Any, url: str, desk: SimulatedRun) -> None:
+def test_second_page_cannot_drive_the_robot(page: Any, browser: Any, url: str, simulated: SimulatedRun) -> None:
     page.fill("#operator", "alice")
     page.keyboard.press("Enter")
     page.keyboard.press("t")
@@ -160,8 +160,8 @@ def test_second_page_cannot_drive_the_robot(page: Any, browser: Any, url: str, d
     context.close()
 
 
-def test_e_stop_repeats_until_confirmed_across_a_reload(page: Any, desk: SimulatedRun) -> None:
-    desk.away = True
+def test_e_stop_repeats_until_confirmed_across_a_reload(page: Any, simulated: SimulatedRun) -> None:
+    simulated.away = True
     page.keyboard.press("Space")
     assert badge(page, "stopping") == "STOPPING …"
     page.wait_for_selector(".badge:text-is('NOT CONFIRMED')")
@@ -169,44 +169,44 @@ def test_e_stop_repeats_until_confirmed_across_a_reload(page: Any, desk: Simulat
     picture(page, "not-confirmed")
     page.reload()
     page.wait_for_selector(".badge:text-is('NOT CONFIRMED')")
-    desk.away = False
+    simulated.away = False
     assert badge(page, "stopped") == "STOPPED"
     page.wait_for_selector("#events li:has-text('e-stop confirmed by its driver')")
     page.wait_for_selector("#alarm", state="hidden")
-    assert len({order.press for order in desk.orders("e-stop")}) == 1
+    assert len({order.press for order in simulated.orders("e-stop")}) == 1
 
 
-def test_unconfirmed_e_stop_ends_by_cancel_only(page: Any, desk: SimulatedRun) -> None:
-    desk.away = True
+def test_unconfirmed_e_stop_ends_by_cancel_only(page: Any, simulated: SimulatedRun) -> None:
+    simulated.away = True
     page.get_by_role("button", name="E-STOP", exact=True).click()
     page.get_by_role("button", name="Cancel the stop").click()
     badge(page, "policy")
     page.wait_for_selector("#alarm", state="hidden")
-    desk.away = False
+    simulated.away = False
     page.keyboard.press("o")
-    until(lambda: desk.orders("success"))
-    assert not desk.orders("e-stop")
+    until(lambda: simulated.orders("success"))
+    assert not simulated.orders("e-stop")
 
 
-def test_labels_and_reset_have_keys(page: Any, desk: SimulatedRun) -> None:
+def test_labels_and_reset_have_keys(page: Any, simulated: SimulatedRun) -> None:
     for key, order in (("o", "success"), ("x", "failure"), ("Backspace", "reset")):
         page.keyboard.press(key)
-        until(lambda order=order: desk.orders(order))
+        until(lambda order=order: simulated.orders(order))
         page.wait_for_selector(f"#events li:has-text('{order}')")
 
 
-def test_typing_a_name_sends_no_orders(page: Any, desk: SimulatedRun) -> None:
+def test_typing_a_name_sends_no_orders(page: Any, simulated: SimulatedRun) -> None:
     page.click("#operator")
     page.keyboard.type("thox")
     page.keyboard.press("Enter")
     page.keyboard.press("t")
-    until(lambda: desk.authority.operator == "thox")
-    assert not desk.orders("success") and not desk.orders("hand-back")
+    until(lambda: simulated.authority.operator == "thox")
+    assert not simulated.orders("success") and not simulated.orders("hand-back")
 
 
-def test_page_fits_a_narrow_window(page: Any, desk: SimulatedRun) -> None:
-    desk.hub.restore_history(episodes=120, env_steps=123_456, interventions=3, elapsed_s=3700.0)
-    desk.hub.update(MetricsReport(node="learner", count=20_000, scalars={"training_s": 3599.0}))
+def test_page_fits_a_narrow_window(page: Any, simulated: SimulatedRun) -> None:
+    simulated.hub.restore_history(episodes=120, env_steps=123_456, interventions=3, elapsed_s=3700.0)
+    simulated.hub.update(MetricsReport(node="learner", count=20_000, scalars={"training_s": 3599.0}))
     page.wait_for_selector("#p-trained:text-is('59:59 / 5:00')")
     for width in (1280, 1024, 600):
         page.set_viewport_size({"width": width, "height": 600})
@@ -214,8 +214,8 @@ def test_page_fits_a_narrow_window(page: Any, desk: SimulatedRun) -> None:
 
 
 @pytest.mark.parametrize("page", [PHONE], indirect=True)
-def test_touch_input_drives(page: Any, desk: SimulatedRun) -> None:
-    desk.learn(60)
+def test_touch_input_drives(page: Any, simulated: SimulatedRun) -> None:
+    simulated.learn(60)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     page.get_by_role("button", name="Take over").click()
     badge(page, "you")
@@ -223,17 +223,17 @@ def test_touch_input_drives(page: Any, desk: SimulatedRun) -> None:
     page.locator("[data-code=KeyR]").scroll_into_view_if_needed()
     page.locator("[data-code=KeyR]").hover()
     page.mouse.down()
-    until(lambda: desk.authority.twist()[2] > 0)
+    until(lambda: simulated.authority.twist()[2] > 0)
     picture(page, "phone-drive")
     page.mouse.up()
-    until(lambda: not desk.authority.twist().any())
+    until(lambda: not simulated.authority.twist().any())
 
 
-def test_page_shows_the_warning(page: Any, desk: SimulatedRun) -> None:
-    desk.hub.set_warning("waiting for disk space in runs/x/store: needs 5 MB, 0 MB free")
+def test_page_shows_the_warning(page: Any, simulated: SimulatedRun) -> None:
+    simulated.hub.set_warning("waiting for disk space in runs/x/store: needs 5 MB, 0 MB free")
     page.wait_for_selector("#warning:not([hidden])")
     assert "waiting for disk space in runs/x/store" in page.inner_text("#warning")
-    desk.hub.set_warning("")
+    simulated.hub.set_warning("")
     page.wait_for_selector("#warning", state="hidden")
 
 
@@ -260,9 +260,9 @@ class FarDesk:
 
 @pytest.fixture
 def far_desk() -> Iterator[FarDesk]:
-    desk = FarDesk()
-    yield desk
-    desk.kill()
+    simulated = FarDesk()
+    yield simulated
+    simulated.kill()
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from user_sys.errors import ConfigError, RunError
 class Site:
     """A running console and ways to reach it."""
 
-    def __init__(self, desk: SimulatedRun, url: str) -> None:
+    def __init__(self, simulated: SimulatedRun, url: str) -> None:
         parts = urlsplit(url)
-        self.desk, self.url = desk, url
+        self.simulated, self.url = simulated, url
         self.host = parts.netloc
         self.token = parse_qs(parts.query)["token"][0]
 
@@ -118,13 +118,13 @@ def stop(socket: ClientConnection, operator: str = "bob", robot: str = "panda-0"
 
 
 def serve(log: AuditLog | None = None) -> Iterator[Site]:
-    desk = SimulatedRun().start()
-    server = ConsoleServer(desk.hub, audit=log.write if log else discard_audit_event)
+    simulated = SimulatedRun().start()
+    server = ConsoleServer(simulated.hub, audit=log.write if log else discard_audit_event)
     try:
-        yield Site(desk, server.start())
+        yield Site(simulated, server.start())
     finally:
         server.stop()
-        desk.close()
+        simulated.close()
 
 
 def test_address_opens_the_page_and_sets_a_cookie(door: Site) -> None:
@@ -194,11 +194,11 @@ def test_operator_takes_over_drives_and_hands_back(site: Site) -> None:
             "type": "reply", "robot": "panda-0", "order": "take-over", "accepted": True, "reason": "",
         }  # fmt: skip
         alice.say(type="drive", robot="panda-0", move=[1, 0, -0.5], gripper=-1)
-        until(lambda: site.desk.orders("drive"))
-        assert site.desk.orders("drive")[0].twist == (1.0, 0.0, -0.5, -1.0)
-        until(lambda: site.desk.authority.twist()[0] == 1.0)
+        until(lambda: site.simulated.orders("drive"))
+        assert site.simulated.orders("drive")[0].twist == (1.0, 0.0, -0.5, -1.0)
+        until(lambda: site.simulated.authority.twist()[0] == 1.0)
         assert alice.order("hand-back")["accepted"]
-    assert site.desk.authority.state == "policy"
+    assert site.simulated.authority.state == "policy"
 
 
 def test_second_page_gets_the_drivers_name(site: Site) -> None:
@@ -217,14 +217,14 @@ def test_closed_page_holds_the_robot_at_once(site: Site, way: str) -> None:
     with site.page("alice") as alice:
         alice.order("take-over")
         alice.say(type="drive", robot="panda-0", move=[1, 0, 0], gripper=0)
-        until(lambda: site.desk.orders("drive"))
+        until(lambda: site.simulated.orders("drive"))
         if way == "cut":
             alice.socket.socket.shutdown(socket.SHUT_RDWR)
         if way == "hidden":
             alice.say(type="look", on=False)
-            until(lambda: site.desk.authority.state == "hold")
-    until(lambda: site.desk.authority.state == "hold")
-    assert [t.cause for t in site.desk.authority.audit] == ["take-over", "release"]
+            until(lambda: site.simulated.authority.state == "hold")
+    until(lambda: site.simulated.authority.state == "hold")
+    assert [t.cause for t in site.simulated.authority.audit] == ["take-over", "release"]
     with site.page("bob") as bob:
         assert bob.order("take-over")["accepted"]
 
@@ -235,8 +235,8 @@ def test_closing_a_watching_page_releases_nothing(site: Site) -> None:
         with site.page("bob") as bob:
             bob.hear("state")
         alice.hear("state")
-    until(lambda: site.desk.orders("release"))
-    assert [order.operator for order in site.desk.orders("release")] == ["alice"]
+    until(lambda: site.simulated.orders("release"))
+    assert [order.operator for order in site.simulated.orders("release")] == ["alice"]
 
 
 def test_flooding_page_is_closed_and_its_e_stop_passes(site: Site) -> None:
@@ -245,7 +245,7 @@ def test_flooding_page_is_closed_and_its_e_stop_passes(site: Site) -> None:
             eve.say(type="order", robot="panda-0", order="reset")
         assert "60 messages a second" in eve.closed()
         assert stop(stops, "eve")["confirmed"]
-        assert len(site.desk.orders("reset")) < 10 * MAX_MESSAGES_HZ
+        assert len(site.simulated.orders("reset")) < 10 * MAX_MESSAGES_HZ
     with site.page("alice") as alice:
         assert alice.order("re-arm")["accepted"]
 
@@ -255,18 +255,18 @@ def test_flood_of_e_stops_does_not_delay_other_pages(site: Site) -> None:
         for press in range(2000):
             flood.send(json.dumps({"type": "stop", "operator": "eve", "presses": {"panda-0": press + 100}}))
         assert stop(stops, "bob")["confirmed"]
-        assert len(site.desk.orders("e-stop")) < 500
+        assert len(site.simulated.orders("e-stop")) < 500
 
 
 def test_unsent_e_stop_is_reported_unconfirmed(site: Site) -> None:
     with site.stops() as stops:
-        site.desk.away = True
+        site.simulated.away = True
         answer = stop(stops)
         assert not answer["confirmed"] and "no connection to the gateway" in answer["reason"]
         assert "no robot" in stop(stops, robot="panda-9")["reason"]
-        site.desk.away = False
+        site.simulated.away = False
         assert stop(stops)["confirmed"]
-        assert [order.press for order in site.desk.orders("e-stop")] == [7]
+        assert [order.press for order in site.simulated.orders("e-stop")] == [7]
 
 
 def test_sign_ins_refusals_and_addresses_are_audited(tmp_path: Path) -> None:
@@ -278,15 +278,15 @@ def test_sign_ins_refusals_and_addresses_are_audited(tmp_path: Path) -> None:
         for _ in range(5):
             assert httpx.get(f"http://{site.host}/", trust_env=False, timeout=60).status_code == 401
         for order in ("e-stop", "re-arm"):
-            (given,) = site.desk.orders(order)
+            (given,) = site.simulated.orders(order)
             assert (given.operator, given.address) == ("ana", "127.0.0.1")
     log.close()
-    told = [(e.event, e.person, e.address, e.count) for e in read_audit_log(tmp_path / "audit.jsonl")]
-    assert [each for each in told if each[0] == "refused"] == [
+    reply = [(e.event, e.person, e.address, e.count) for e in read_audit_log(tmp_path / "audit.jsonl")]
+    assert [each for each in reply if each[0] == "refused"] == [
         ("refused", "", "127.0.0.1", 1),
         ("refused", "", "127.0.0.1", 4),
     ]
-    assert [each for each in told if each[0] != "refused"] == [
+    assert [each for each in reply if each[0] != "refused"] == [
         ("sign-in", "ana", "127.0.0.1", 1),
         ("sign-out", "ana", "127.0.0.1", 1),
     ]
@@ -299,7 +299,7 @@ def test_page_names_are_unique(site: Site) -> None:
 
 
 def test_state_reaches_the_page(site: Site) -> None:
-    site.desk.learn(30)
+    site.simulated.learn(30)
     with site.page("alice") as alice:
         until(lambda: alice.hear("state")["view"]["robots"][0]["status"] is not None)
         view = alice.hear("state")["view"]
@@ -311,9 +311,11 @@ def test_state_reaches_the_page(site: Site) -> None:
 def test_picture_follows_an_acknowledgement_and_the_newest_wins(site: Site) -> None:
     with site.page("alice") as alice:
         until(lambda: alice.hear("state") and len(alice.pictures) == 2)
-        newest = site.desk.hub.preview("panda-0", "front")
+        newest = site.simulated.hub.preview("panda-0", "front")
         assert newest is not None
-        until(lambda: alice.hear("state") and site.desk.hub.preview("panda-0", "front").serial > newest.serial + 20)  # type: ignore[union-attr]
+        until(
+            lambda: alice.hear("state") and site.simulated.hub.preview("panda-0", "front").serial > newest.serial + 20
+        )  # type: ignore[union-attr]
         assert len(alice.pictures) == 2  # later pictures are not sent before an acknowledgement
         alice.say(type="seen", pictures=[["panda-0", "front"]])
         until(lambda: alice.hear("state") and len(alice.pictures) == 3)
@@ -322,15 +324,15 @@ def test_picture_follows_an_acknowledgement_and_the_newest_wins(site: Site) -> N
 
 
 def test_previews_are_requested_for_visible_pages_only(site: Site) -> None:
-    assert not site.desk.sent
+    assert not site.simulated.sent
     with site.page("alice") as alice:
-        until(lambda: alice.hear("state") and site.desk.sent)
+        until(lambda: alice.hear("state") and site.simulated.sent)
         alice.say(type="look", on=False)
         alice.order("success")
-        asked = len(site.desk.sent)
+        asked = len(site.simulated.sent)
         for _ in range(6):  # a hidden page still gets the state
             alice.hear("state")
-        assert len(site.desk.sent) == asked
+        assert len(site.simulated.sent) == asked
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,7 @@ def test_invalid_message_closes_the_page_with_a_reason(door: Site, text: str | b
     with door.page("alice") as alice:
         alice.socket.send(text)
         assert alice.closed()
-    assert not [m for m in door.desk.sent if hasattr(m, "order")]
+    assert not [m for m in door.simulated.sent if hasattr(m, "order")]
 
 
 def test_order_before_the_name_closes_the_page(door: Site) -> None:
@@ -400,12 +402,12 @@ def test_number_of_pages_is_bounded(site: Site) -> None:
 def test_port_in_use_names_the_option(door: Site) -> None:
     port = int(door.host.rpartition(":")[2])
     with pytest.raises(RunError, match=r"--console\.port"):
-        ConsoleServer(door.desk.hub, port=port).start()
+        ConsoleServer(door.simulated.hub, port=port).start()
 
 
 def test_other_hosts_are_refused(door: Site) -> None:
     with pytest.raises(ConfigError, match="SSH"):
-        ConsoleServer(door.desk.hub, host="0.0.0.0")
+        ConsoleServer(door.simulated.hub, host="0.0.0.0")
 
 
 @pytest.mark.parametrize("text", ['{"type":"stop","operator":"","presses":{}}', '{"type":"hello"}', "[]", b"x"])
@@ -418,16 +420,16 @@ def test_invalid_message_closes_the_e_stop_socket(door: Site, text: str | bytes)
 
 
 def test_stop_closes_pages_and_frees_the_port() -> None:
-    desk = SimulatedRun().start()
-    server = ConsoleServer(desk.hub)
-    site = Site(desk, server.start())
+    simulated = SimulatedRun().start()
+    server = ConsoleServer(simulated.hub)
+    site = Site(simulated, server.start())
     try:
         with site.page("alice") as alice:
             server.stop()
             alice.closed()
         server.stop()
-        again = ConsoleServer(desk.hub, port=int(site.host.rpartition(":")[2]))
+        again = ConsoleServer(simulated.hub, port=int(site.host.rpartition(":")[2]))
         assert again.start().startswith(f"http://{site.host}/")
         again.stop()
     finally:
-        desk.close()
+        simulated.close()

@@ -74,8 +74,8 @@ def test_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) ->
 def test_remote_robot_is_shown_before_it_reports(hub: ConsoleHub, clock: Clock) -> None:
     hub.add_robot("far-0")
     clock.now_s += 60
-    (guest,) = [robot for robot in hub.view().robots if robot.name == "far-0"]
-    assert guest.status is None and guest.silent_s == 60
+    (remote,) = [robot for robot in hub.view().robots if robot.name == "far-0"]
+    assert remote.status is None and remote.silent_s == 60
     hub.update(status(robot="far-0"))
     assert hub.view().robots[1].silent_s == 0
     clock.now_s += 90
@@ -237,13 +237,13 @@ def test_preview_request_goes_to_each_robot(hub: ConsoleHub, sent: list[Any]) ->
 
 
 def test_listener_gets_messages_until_it_unsubscribes(hub: ConsoleHub) -> None:
-    heard: list[Any] = []
-    end = hub.subscribe(heard.append)
+    received: list[Any] = []
+    end = hub.subscribe(received.append)
     hub.update(status())
     hub.update_preview(Preview(robot="panda-0", camera="front", step=0), jpeg(0))
     end()
     hub.update(status())
-    assert len(heard) == 2
+    assert len(received) == 2
 
 
 def test_threads_may_update_and_read_at_once(hub: ConsoleHub) -> None:

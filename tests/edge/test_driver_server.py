@@ -30,7 +30,7 @@ from user_sys.edge.environment import RobotEnvironment, TimeStep
 PERIOD_NS = 100_000_000
 
 
-class Homing(FakeTask):
+class MovingTask(FakeTask):
     """A reset in which the robot moves until it is stopped."""
 
     def __init__(self) -> None:
@@ -52,12 +52,12 @@ class Site:
         self.now_ns = 10**12
         clock = lambda: self.now_ns  # noqa: E731
         self.robot = RecordingRobot(clock=clock)
-        self.homing = Homing()
+        self.moving_task = MovingTask()
         self.driver = RobotEnvironment(self.robot, FakeTask(), SafetyKernel(self.robot.spec, clock=clock))
-        station = RobotSetup(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
+        setup = RobotSetup(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
         self.lease_ns = 0
         self.server = DriverServer(
-            self.driver, station, Fence(None), driver_endpoint("fake-0"), clock, lease_clock=lambda: self.lease_ns
+            self.driver, setup, Fence(None), driver_endpoint("fake-0"), clock, lease_clock=lambda: self.lease_ns
         )
         self.client, self.anyone = DriverClient("fake-0", token=1), DriverClient("fake-0")
 
@@ -89,16 +89,16 @@ def site(runtime: Path) -> Iterator[Site]:
 
 
 def test_silent_session_is_held_after_two_control_periods(site: Site) -> None:
-    tick = site.client.step(RIGHT)
-    assert tick.held_periods == 0 and tick.observation["observation.state"][4] > 0
+    time_step = site.client.step(RIGHT)
+    assert time_step.held_periods == 0 and time_step.observation["observation.state"][4] > 0
     for _ in range(9):
         assert site.pass_ns(2 * PERIOD_NS // 10) == []
     assert site.pass_ns(2 * PERIOD_NS // 10 - 1) == []
     assert site.pass_ns(1) == [StopLevel.HOLD]
     assert site.pass_ns(PERIOD_NS - 1) == [StopLevel.HOLD]
     assert site.pass_ns(1) == [StopLevel.HOLD] * 2, "and in each control period from then on"
-    tick = site.client.step(STILL)
-    assert tick.held_periods == 2 and tick.observation["observation.state"][4:].tolist() == [0, 0, 0]
+    time_step = site.client.step(STILL)
+    assert time_step.held_periods == 2 and time_step.observation["observation.state"][4:].tolist() == [0, 0, 0]
     assert site.client.step(STILL).held_periods == 0
 
 
@@ -128,7 +128,7 @@ def test_real_time_robot_holds_within_two_periods_of_its_last_command(slow_to_se
 def test_watchdog_of_a_standing_robot_counts_from_the_reply(slow_to_see: Site) -> None:
     site = slow_to_see
     site.client.hold()
-    assert site.pass_ns(2 * PERIOD_NS - 1) == [StopLevel.HOLD], "the one that was asked for"
+    assert site.pass_ns(2 * PERIOD_NS - 1) == [StopLevel.HOLD], "the requested hold"
     assert site.pass_ns(1) == [StopLevel.HOLD] * 2
 
 
@@ -153,13 +153,13 @@ def test_frozen_camera_holds_the_robot_within_the_next_period(slow_to_see: Site)
 
 def during(site: Site, call: Callable[[], TimeStep]) -> tuple[threading.Thread, list[TimeStep]]:
     """A real-time control period in progress, which lasts until the clock advances."""
-    ticks: list[TimeStep] = []
+    time_steps: list[TimeStep] = []
     site.client.real_time = True
     before = len(site.robot.commands)
-    driving = threading.Thread(target=lambda: ticks.append(call()))
+    driving = threading.Thread(target=lambda: time_steps.append(call()))
     driving.start()
     until(lambda: len(site.robot.commands) > before, "the period has begun")
-    return driving, ticks
+    return driving, time_steps
 
 
 def test_real_time_robot_follows_the_clock_for_every_session(site: Site) -> None:
@@ -177,23 +177,23 @@ def test_real_time_robot_follows_the_clock_for_every_session(site: Site) -> None
 
 
 def test_e_stop_is_executed_during_a_control_period(site: Site) -> None:
-    driving, ticks = during(site, lambda: site.client.step(RIGHT))
+    driving, time_steps = during(site, lambda: site.client.step(RIGHT))
     site.anyone.emergency_stop("ada")
-    assert not ticks and driving.is_alive()
+    assert not time_steps and driving.is_alive()
     assert site.robot.stops and set(site.robot.stops) == {StopLevel.SAFE}
     site.now_ns += PERIOD_NS
     driving.join(60)
     site.client.real_time = False
-    tick = site.client.hold()
-    assert tick.stopped and tick.safety_reasons == SafetyReason.ESTOP
-    tick = site.client.step(RIGHT)
-    assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
+    time_step = site.client.hold()
+    assert time_step.stopped and time_step.safety_reasons == SafetyReason.ESTOP
+    time_step = site.client.step(RIGHT)
+    assert time_step.stopped and time_step.applied is None and len(site.robot.commands) == 1
 
 
 def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:
     """A reset in progress, which lasts until the robot is stopped; and its result."""
     ended: list[Any] = []
-    site.driver.task = site.homing
+    site.driver.task = site.moving_task
 
     def reset() -> None:
         try:
@@ -203,7 +203,7 @@ def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:
 
     thread = threading.Thread(target=reset)
     thread.start()
-    assert site.homing.under_way.wait(END_S)
+    assert site.moving_task.under_way.wait(END_S)
     return thread, ended
 
 
@@ -212,8 +212,8 @@ def test_e_stop_is_executed_during_a_reset(site: Site) -> None:
     site.anyone.emergency_stop("ada")
     assert site.robot.stops and set(site.robot.stops) == {StopLevel.SAFE}
     thread.join(END_S)
-    (tick,) = ended
-    assert tick.stopped and site.robot.commands == []
+    (time_step,) = ended
+    assert time_step.stopped and site.robot.commands == []
     assert site.client.step(RIGHT).applied is None
 
 
@@ -264,8 +264,8 @@ def test_press_of_another_program_stops_the_robot_in_the_next_period(site: Site,
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared)
     assert site.client.step(RIGHT).applied is not None
     EstopLatch(shared).press(new_emergency_stop("ada", "from another terminal"))
-    tick = site.client.step(RIGHT)
-    assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
+    time_step = site.client.step(RIGHT)
+    assert time_step.stopped and time_step.applied is None and len(site.robot.commands) == 1
     assert site.client.rearm("ada") and EstopLatch(shared).read() is None
     site.robot.stops.clear()
     EstopLatch(shared).press(new_emergency_stop("ada", "while the session is silent"))
@@ -273,17 +273,17 @@ def test_press_of_another_program_stops_the_robot_in_the_next_period(site: Site,
 
 
 def test_other_requests_wait_for_the_end_of_the_control_period(site: Site) -> None:
-    driving, ticks = during(site, lambda: site.client.step(RIGHT))
-    heard: list[Any] = []
-    asking = threading.Thread(target=lambda: heard.append(site.anyone.describe()))
-    asking.start()
+    driving, time_steps = during(site, lambda: site.client.step(RIGHT))
+    replies: list[Any] = []
+    requesting = threading.Thread(target=lambda: replies.append(site.anyone.describe()))
+    requesting.start()
     site.now_ns += PERIOD_NS - 1
-    asking.join(0.2)
-    assert not ticks and not heard
+    requesting.join(0.2)
+    assert not time_steps and not replies
     site.now_ns += 1
     driving.join(60)
-    asking.join(60)
-    assert len(ticks) == len(heard) == 1
+    requesting.join(60)
+    assert len(time_steps) == len(replies) == 1
 
 
 def test_request_with_an_older_token_is_refused_and_counted(site: Site) -> None:
@@ -298,8 +298,8 @@ def test_expired_lease_holds_the_robot_until_renewal(site: Site) -> None:
     site.client.token, site.client.lease_until_ns = 2, 100
     assert site.client.step(RIGHT).applied is not None
     site.lease_ns = 100
-    tick = site.client.step(RIGHT)
-    assert tick.applied is None and len(site.robot.commands) == 1 and site.robot.stops[-1] is StopLevel.HOLD
+    time_step = site.client.step(RIGHT)
+    assert time_step.applied is None and len(site.robot.commands) == 1 and site.robot.stops[-1] is StopLevel.HOLD
     with pytest.raises(HalError, match="the lease of fake-0 has expired"):
         site.client.reset(0)
     site.anyone.renew_lease(2, 200)
@@ -326,8 +326,8 @@ def test_reset_accepts_renewals_and_ends_with_the_lease(site: Site) -> None:
     thread, ended = resetting(site)
     site.anyone.renew_lease(2, 200)
     site.lease_ns = 150
-    site.homing.under_way.clear()
-    assert site.homing.under_way.wait(END_S) and thread.is_alive()
+    site.moving_task.under_way.clear()
+    assert site.moving_task.under_way.wait(END_S) and thread.is_alive()
     site.lease_ns = 200
     thread.join(END_S)
     (error,) = ended

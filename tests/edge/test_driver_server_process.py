@@ -70,7 +70,7 @@ def test_frames_carry_their_capture_times(tmp_path: Path) -> None:
     config = RobotConfig(name="fake-0", driver="fake", frame_stride=1, options={"cameras": ["front"], "image_size": 16})
     started_ns = time.monotonic_ns()
     with driver_process(tmp_path, config), session(1) as client:
-        frames = [tick.frames["front"] for tick in (client.reset(seed=0), client.step(STILL))]
+        frames = [time_step.frames["front"] for time_step in (client.reset(seed=0), client.step(STILL))]
     assert all(frame.image.shape == (16, 16, 3) for frame in frames)
     assert started_ns < frames[0].t_capture_ns < frames[1].t_capture_ns < time.monotonic_ns()
 
@@ -90,13 +90,15 @@ def test_invalid_action_is_refused(driver: NodeProcess) -> None:
     with session(1) as client:
         before = client.reset(seed=0).observation
         for action in (np.full(4, np.nan, np.float32), np.zeros(3, np.float32), np.zeros(4, np.float64)):
-            tick = client.step(action)
-            assert tick.applied is None and tick.safety_reasons
-            np.testing.assert_array_equal(tick.observation["observation.environment_state"][3:], before[
+            time_step = client.step(action)
+            assert time_step.applied is None and time_step.safety_reasons
+            np.testing.assert_array_equal(time_step.observation["observation.environment_state"][3:], before[
                 "observation.environment_state"][3:])  # fmt: skip
-        tick = client.step(np.full(4, 9, np.float32))
+        time_step = client.step(np.full(4, 9, np.float32))
         assert (
-            tick.safety_reasons & SafetyReason.BOUND and tick.applied is not None and tick.applied.max() <= 0.1 + 1e-6
+            time_step.safety_reasons & SafetyReason.BOUND
+            and time_step.applied is not None
+            and time_step.applied.max() <= 0.1 + 1e-6
         )
 
 
@@ -106,9 +108,9 @@ def test_silent_session_is_held(driver: NodeProcess) -> None:
         driver.wait_for_log("watchdog.hold")  # before the first command
         client.step(RIGHT)
         driver.wait_for_log("watchdog.hold", times=2)
-        tick = client.step(STILL)
-        assert tick.held_periods >= 1
-        assert tick.observation["observation.state"][4:].tolist() == [0, 0, 0]
+        time_step = client.step(STILL)
+        assert time_step.held_periods >= 1
+        assert time_step.observation["observation.state"][4:].tolist() == [0, 0, 0]
 
 
 SESSION = """
@@ -147,7 +149,10 @@ def test_killed_session_is_held_until_its_successor_attaches(
         driver.wait_for_log("watchdog.hold", times=before + 1)
         if number is signal.SIGSTOP:
             process.send_signal(signal.SIGCONT)
-            until(lambda: any(line.isdigit() and int(line) for line in out.read_text().split()[-20:]), "it is told")
+            until(
+                lambda: any(line.isdigit() and int(line) for line in out.read_text().split()[-20:]),
+                "the hold is printed",
+            )
         with session(2) as successor:
             assert successor.step(STILL).applied is not None
 
@@ -167,8 +172,8 @@ def test_e_stop_survives_a_restart_until_a_person_re_arms(tmp_path: Path) -> Non
         with session(1, real_time=True) as client, DriverClient("fake-0") as anyone:
             anyone.emergency_stop("ada")
             assert (tmp_path / "e-stop.json").exists()
-            tick = client.hold()
-            assert tick.stopped and tick.safety_reasons == SafetyReason.ESTOP
+            time_step = client.hold()
+            assert time_step.stopped and time_step.safety_reasons == SafetyReason.ESTOP
         assert running.end() == 0
     with driver_process(tmp_path, FAKE), session(1) as client:
         still = client.reset(seed=4).observation["observation.state"][:3]
@@ -262,17 +267,17 @@ def _described(driver: DriverClient) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"rate_hzz": 5}, "unknown option 'rate_hzz'; did you mean 'rate_hz'?"),
         ({"faults": {"drop_out": 5}}, "did you mean 'drop_out_at'?"),
     ],
 )
-def test_invalid_option_is_logged_in_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_option_is_logged_in_one_line(options: dict[str, Any], output: str, tmp_path: Path) -> None:
     with driver_process(tmp_path, RobotConfig(name="fake-0", driver="fake", options=options)) as running:
         assert running.process.wait(END_S) == EXIT_FATAL
         (line,) = error_lines(running.log)
-        assert said in line
+        assert output in line
 
 
 def test_lost_robot_ends_the_process_after_the_reply(tmp_path: Path) -> None:
@@ -310,8 +315,8 @@ def test_simulated_robot_is_held_too(tmp_path: Path) -> None:
             for _ in range(3):
                 assert client.step(np.array([0.04, 0, 0, 0.08], np.float32)).applied is not None
             time.sleep(5 * PERIOD_S)
-            tick = client.hold()
-            return tick if tick.held_periods >= 3 else None
+            time_step = client.hold()
+            return time_step if time_step.held_periods >= 3 else None
 
         speed = until(held_in_motion, "it is held").observation["observation.state"][17:20]
         assert "watchdog.hold" in running.log and np.abs(speed).max() < 0.02

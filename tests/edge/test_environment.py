@@ -54,9 +54,9 @@ def test_invalid_action_never_reaches_the_robot(
     driver: RobotEnvironment, robot: RecordingRobot, action: np.ndarray, reason: SafetyReason
 ) -> None:
     before = robot.position
-    tick = driver.step(action)
+    time_step = driver.step(action)
     assert robot.commands == [] and robot.stops == [StopLevel.HOLD]
-    assert tick.applied is None and tick.safety_reasons == reason
+    assert time_step.applied is None and time_step.safety_reasons == reason
     np.testing.assert_array_equal(robot.position, before)
     assert driver.step(STILL).safety_reasons == 0
 
@@ -69,12 +69,12 @@ def test_applied_actions_are_within_every_limit(actions: list[tuple[float, ...]]
     driver.reset(seed)
     for wanted in actions:
         asked, was = np.array(wanted, np.float32), robot.position
-        tick = driver.step(asked)
+        time_step = driver.step(asked)
         (got,) = robot.commands[-1:]
         assert ((got >= np.float32(robot.spec.action.low)) & (got <= np.float32(robot.spec.action.high))).all()
         assert (np.abs(was + got[:3]) <= HALF_RANGE_M + 1e-6).all()
-        assert (tick.safety_reasons != 0) == (not np.array_equal(got, asked))
-        np.testing.assert_array_equal(tick.applied, got)
+        assert (time_step.safety_reasons != 0) == (not np.array_equal(got, asked))
+        np.testing.assert_array_equal(time_step.applied, got)
     driver.close()
 
 
@@ -91,8 +91,8 @@ def test_e_stop_survives_the_driver_until_a_person_re_arms(tmp_path: Path) -> No
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=latch))
     driver.connect()
     before = robot.position
-    for tick in (driver.reset(seed=3), driver.step(RIGHT), driver.hold()):
-        assert tick.stopped and tick.applied is None
+    for time_step in (driver.reset(seed=3), driver.step(RIGHT), driver.hold()):
+        assert time_step.stopped and time_step.applied is None
     assert robot.commands == []
     np.testing.assert_array_equal(robot.position, before)
     with pytest.raises(SpecError, match="name of a person"):
@@ -100,8 +100,8 @@ def test_e_stop_survives_the_driver_until_a_person_re_arms(tmp_path: Path) -> No
     assert driver.step(RIGHT).stopped
 
     driver.kernel.rearm("ada")
-    tick = driver.step(RIGHT)
-    assert not tick.stopped and len(robot.commands) == 1 and EstopLatch(latch).read() is None
+    time_step = driver.step(RIGHT)
+    assert not time_step.stopped and len(robot.commands) == 1 and EstopLatch(latch).read() is None
     driver.close()
 
 
@@ -140,8 +140,8 @@ def test_delayed_driver_observes_again_before_an_action() -> None:
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
     driver.connect()
     now_ns[0] += 10_000_000_000  # on a busy machine, or after a slow disk
-    tick = driver.step(RIGHT)
-    assert tick.safety_reasons == 0 and robot.stops == [] and len(robot.commands) == 1
+    time_step = driver.step(RIGHT)
+    assert time_step.safety_reasons == 0 and robot.stops == [] and len(robot.commands) == 1
     driver.close()
 
 
@@ -166,8 +166,8 @@ def test_robots_own_stop_button_latches_until_release_and_re_arm() -> None:
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
     driver.connect()
     robot.pressed = True
-    tick = driver.step(RIGHT)
-    assert (tick.applied, tick.safety_reasons, tick.stopped) == (None, SafetyReason.ESTOP, True)
+    time_step = driver.step(RIGHT)
+    assert (time_step.applied, time_step.safety_reasons, time_step.stopped) == (None, SafetyReason.ESTOP, True)
     assert robot.stops == [StopLevel.SAFE]
     assert driver.kernel.latched_estop is not None and "door" in driver.kernel.latched_estop.why
     driver.kernel.rearm("Ada")
@@ -261,7 +261,7 @@ def test_frame_stride_applies_except_in_real_time() -> None:
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), cameras, frame_stride=3)
     driver.connect()
     ticks = [driver.reset(seed=0), *(driver.step(STILL) for _ in range(6))]
-    assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, False, True]
+    assert [bool(time_step.frames) for time_step in ticks] == [True, False, False, True, False, False, True]
     assert ticks[0].frames["front"].image.shape == (16, 16, 3)
     driver.real_time = True
     assert all(driver.step(STILL).frames for _ in range(3))
@@ -333,7 +333,7 @@ def test_frame_is_returned_once_and_again_after_a_reset() -> None:
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [SlowCamera(robot)])
     driver.connect()
     ticks = [driver.reset(seed=0), *(driver.step(STILL) for _ in range(4)), driver.reset(seed=1)]
-    assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, True]
+    assert [bool(time_step.frames) for time_step in ticks] == [True, False, False, True, False, True]
     driver.close()
 
 
@@ -344,7 +344,7 @@ def test_reset_is_repeatable_and_is_no_step(driver: RobotEnvironment, robot: Rec
     assert robot.commands == []
 
 
-class Stubborn(FakeCamera):
+class UnclosableCamera(FakeCamera):
     """A camera that fails to close."""
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ class Stubborn(FakeCamera):
 
 def test_failed_close_of_a_camera_closes_the_other_devices() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=16))
-    cameras = [Stubborn(robot, spec) for spec in robot.spec.cameras]
+    cameras = [UnclosableCamera(robot, spec) for spec in robot.spec.cameras]
     hand = FakeTeleoperator([TeleopInput(STILL, engaged=False)])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), cameras, teleoperators=[hand])
     driver.connect()
@@ -365,7 +365,7 @@ def test_failed_close_of_a_camera_closes_the_other_devices() -> None:
             device()
 
 
-class Unplugged(FakeTeleoperator):
+class UnpluggedDevice(FakeTeleoperator):
     """A device that fails to read and to close."""
 
     def read(self) -> TeleopInput:
@@ -377,7 +377,7 @@ class Unplugged(FakeTeleoperator):
 
 def test_lost_input_device_is_removed() -> None:
     robot = RecordingRobot()
-    hand = Unplugged([TeleopInput(STILL, engaged=False)])
+    hand = UnpluggedDevice([TeleopInput(STILL, engaged=False)])
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[hand])
     driver.connect()
     assert driver.step(RIGHT).local_input is None and len(robot.commands) == 1

@@ -50,7 +50,7 @@ def test_periods_follow_a_grid_without_catching_up() -> None:
 
 
 def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
-    station = make_robot_setup(RobotSetupRequest("arm-0", "reach", {}))
+    setup = make_robot_setup(RobotSetupRequest("arm-0", "reach", {}))
     for driver, real_time, paced in (
         ("ur", True, True),
         ("ur", None, True),
@@ -59,7 +59,7 @@ def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
         ("fake", True, False),
         ("fake", None, False),
     ):
-        with open_local_environment(station, RobotConfig(name="arm-0", driver=driver, real_time=real_time)) as found:
+        with open_local_environment(setup, RobotConfig(name="arm-0", driver=driver, real_time=real_time)) as found:
             assert found.real_time is paced
             assert found.reset(0).observation
 
@@ -81,41 +81,41 @@ def watched() -> tuple[RecordingRobot, RobotSetup]:
 
 def test_locked_robot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_sys.edge.local_environment, "LOCK_TIMEOUT_S", 0.0)
-    robot, station = watched()
+    robot, setup = watched()
     with robot_lock("arm-0", "for run demo", simulated=False):
-        with pytest.raises(LeaseHeld, match="by pid .* for run demo"), open_local_environment(station, REAL):
+        with pytest.raises(LeaseHeld, match="by pid .* for run demo"), open_local_environment(setup, REAL):
             robot.command(STILL)
-        with open_local_environment(station, SIMULATED) as driver:
+        with open_local_environment(setup, SIMULATED) as driver:
             assert driver.step(STILL).applied is not None, "another simulation of the same name is another robot"
-    with open_local_environment(station, REAL):
+    with open_local_environment(setup, REAL):
         assert driver_process_of("arm-0")
     assert not driver_process_of("arm-0")
 
 
 def test_latched_robot_is_refused() -> None:
-    robot, station = watched()
+    robot, setup = watched()
     EstopLatch(robot_files("arm-0", simulated=False).latch_path).press(new_emergency_stop("ada", "smoke"))
     with pytest.raises(EmergencyStopped, match="stopped by ada: re-arm it at the console .* `user-sys rearm arm-0`"):
-        with open_local_environment(station, REAL):
+        with open_local_environment(setup, REAL):
             robot.command(STILL)
     assert robot.commands == [] and not driver_process_of("arm-0")
 
 
 def test_robots_own_stop_ends_the_work_and_stays() -> None:
-    robot, station = watched()
+    robot, setup = watched()
     with (
         pytest.raises(EmergencyStopped, match="person must re-arm it"),
-        open_local_environment(station, REAL) as driver,
+        open_local_environment(setup, REAL) as driver,
     ):
         raise_if_stopped(driver.step(STILL), None)
         driver.kernel.emergency_stop("the button at the door")
         raise_if_stopped(driver.step(STILL), None)
-    with pytest.raises(EmergencyStopped, match="button at the door"), open_local_environment(station, REAL):
+    with pytest.raises(EmergencyStopped, match="button at the door"), open_local_environment(setup, REAL):
         robot.command(STILL)
     assert len(robot.commands) == 1
 
 
-class Homing(FakeTask):
+class PressedTask(FakeTask):
     """A reset during which a person presses the e-stop."""
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
@@ -128,13 +128,13 @@ class Homing(FakeTask):
 
 def test_press_of_another_program_ends_the_reset() -> None:
     robot = RecordingRobot()
-    with open_local_environment(RobotSetup("arm-0", robot, Homing()), REAL) as driver:
-        tick = driver.reset(0)
-        assert tick.stopped and robot.stops and set(robot.stops) == {StopLevel.SAFE}
+    with open_local_environment(RobotSetup("arm-0", robot, PressedTask()), REAL) as driver:
+        time_step = driver.reset(0)
+        assert time_step.stopped and robot.stops and set(robot.stops) == {StopLevel.SAFE}
         assert driver.hold().stopped and set(robot.stops) == {StopLevel.SAFE}
 
 
-class Awaited(RecordingRobot):
+class PressedOnConnect(RecordingRobot):
     """A robot whose e-stop is pressed during the connection."""
 
     def connect(self) -> None:
@@ -145,7 +145,7 @@ class Awaited(RecordingRobot):
 
 
 def test_press_during_the_connection_stops_the_robot() -> None:
-    robot = Awaited()
+    robot = PressedOnConnect()
     with open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL) as driver:
         assert driver.reset(0).stopped and set(robot.stops) == {StopLevel.SAFE}
 

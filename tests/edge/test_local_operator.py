@@ -100,8 +100,8 @@ def test_keyboard_input_reaches_the_session_and_its_loss_is_ignored(tmp_path: Pa
         session.attach()
         assert session.hold().local_input is None
         os.write(keys, PRESSED_SPACE_AND_W)
-        told = until(lambda: session.hold().local_input, "the key is felt")
-        assert told.engaged and told.target is None and told.twist.tolist() == [0.5, 0, 0, 0]
+        reported = until(lambda: session.hold().local_input, "the key press arrives")
+        assert reported.engaged and reported.target is None and reported.twist.tolist() == [0.5, 0, 0, 0]
         os.close(keys)
         until(lambda: session.hold().local_input is None, "the keyboard is let go")
         assert session.hold().applied is None

@@ -29,56 +29,56 @@ class Bench:
         self.recorder = Recorder(
             self.robot.spec, "fake-0", "reach", "go", self.packets.append, RecorderConfig(chunk_steps=3)
         )
-        self.heard: list[tuple[TimeStep, SelectedAction | None]] = []
+        self.notified: list[tuple[TimeStep, SelectedAction | None]] = []
 
     @property
     def chunks(self) -> list[Chunk]:
         return [decode_chunk(packet) for packet in self.packets]
 
-    def run(self, pilot: ScriptedAgent, seed: int = 3) -> EpisodeResult:
+    def run(self, agent: ScriptedAgent, seed: int = 3) -> EpisodeResult:
         return run_episode(
             self.driver,
-            pilot,
+            agent,
             self.recorder,
             source=EpisodeSource.DEMO,
             seed=seed,
-            listeners=[lambda tick, decision: self.heard.append((tick, decision))],
+            listeners=[lambda time_step, selected: self.notified.append((time_step, selected))],
         )
 
 
 def test_episode_is_recorded_to_its_end() -> None:
     bench = Bench()
-    summary = bench.run(ScriptedAgent(fake_expert, bench.task.max_steps))
-    assert (summary.success, summary.episode_return, summary.policy_version) == (True, 1.0, -1)
-    assert summary.steps == summary.intervention_steps == len(bench.robot.commands) == len(bench.heard)
-    assert sum(chunk.header.steps for chunk in bench.chunks) == summary.steps
-    assert bench.chunks[-1].header.end == EpisodeEnd(steps=summary.steps, success=True)
-    assert {chunk.header.episode for chunk in bench.chunks} == {summary.episode}
+    result = bench.run(ScriptedAgent(fake_expert, bench.task.max_steps))
+    assert (result.success, result.episode_return, result.policy_version) == (True, 1.0, -1)
+    assert result.steps == result.intervention_steps == len(bench.robot.commands) == len(bench.notified)
+    assert sum(chunk.header.steps for chunk in bench.chunks) == result.steps
+    assert bench.chunks[-1].header.end == EpisodeEnd(steps=result.steps, success=True)
+    assert {chunk.header.episode for chunk in bench.chunks} == {result.episode}
     assert {(chunk.header.source, chunk.header.seed) for chunk in bench.chunks} == {(EpisodeSource.DEMO, 3)}
     assert all((chunk.columns["phase"] == Phase.TELEOP).all() for chunk in bench.chunks)
 
 
 def test_episode_beyond_the_step_limit_fails() -> None:
     bench = Bench()
-    summary = bench.run(ScriptedAgent(lambda arrays: STILL, max_steps=7))
-    assert (summary.steps, summary.success, summary.episode_return) == (7, False, 0.0)
+    result = bench.run(ScriptedAgent(lambda arrays: STILL, max_steps=7))
+    assert (result.steps, result.success, result.episode_return) == (7, False, 0.0)
     assert bench.chunks[-1].columns["truncated"].tolist() == [True]
     assert not bench.chunks[-1].columns["terminated"].any()
 
 
 def test_period_without_an_action_holds_and_is_no_step() -> None:
     class Hesitant(ScriptedAgent):
-        asked = 0
+        calls = 0
 
-        def select_action(self, tick: TimeStep) -> SelectedAction | None:
-            self.asked += 1
-            return None if self.asked % 2 else super().select_action(tick)
+        def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+            self.calls += 1
+            return None if self.calls % 2 else super().select_action(time_step)
 
     bench = Bench()
-    summary = bench.run(Hesitant(lambda arrays: STILL, max_steps=4))
-    assert summary.steps == len(bench.robot.commands) == 4
+    result = bench.run(Hesitant(lambda arrays: STILL, max_steps=4))
+    assert result.steps == len(bench.robot.commands) == 4
     assert bench.robot.stops == [StopLevel.HOLD] * 4
-    assert [decision is None for _, decision in bench.heard] == [True, False] * 4
+    assert [selected is None for _, selected in bench.notified] == [True, False] * 4
     assert sum(chunk.header.steps for chunk in bench.chunks) == 4
 
 
@@ -88,8 +88,8 @@ def test_refused_action_truncates_the_episode() -> None:
     def spoiled(arrays: object) -> np.ndarray:
         return STILL if len(bench.robot.commands) < 2 else np.full(4, np.nan, np.float32)
 
-    summary = bench.run(ScriptedAgent(spoiled, max_steps=10))
-    assert (summary.steps, summary.success) == (3, None)
+    result = bench.run(ScriptedAgent(spoiled, max_steps=10))
+    assert (result.steps, result.success) == (3, None)
     assert len(bench.robot.commands) == 2
     assert bench.chunks[-1].header.end == EpisodeEnd(steps=3, success=None)
 
@@ -104,11 +104,11 @@ def test_lost_robot_leaves_the_episode_open() -> None:
 
 def test_frame_before_a_hold_is_recorded_with_the_next_step() -> None:
     class Waiting(ScriptedAgent):
-        asked = 0
+        calls = 0
 
-        def select_action(self, tick: TimeStep) -> SelectedAction | None:
-            self.asked += 1
-            return None if self.asked <= 2 else super().select_action(tick)
+        def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+            self.calls += 1
+            return None if self.calls <= 2 else super().select_action(time_step)
 
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     camera = FakeCamera(robot, robot.spec.cameras[0])

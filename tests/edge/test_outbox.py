@@ -40,13 +40,13 @@ def test_unacknowledged_chunks_survive_a_restart_in_order(tmp_path: Path) -> Non
 
 def test_unsynced_chunk_is_not_pending(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
-        heard: list[int] = []
-        outbox.set_on_append(lambda: heard.append(len(outbox)))
+        appended: list[int] = []
+        outbox.set_on_append(lambda: appended.append(len(outbox)))
         for index in range(3):
             outbox.append(packet(index), sync=False)
-        assert len(outbox) == 0 and heard == []
+        assert len(outbox) == 0 and appended == []
         outbox.sync()
-        assert indexes(outbox) == [0, 1, 2] and heard == [3]
+        assert indexes(outbox) == [0, 1, 2] and appended == [3]
 
 
 def test_chunk_is_read_twice_alike(tmp_path: Path) -> None:

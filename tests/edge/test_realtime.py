@@ -50,8 +50,10 @@ print(policies == ([os.SCHED_OTHER] * 2 if refused else granted))
 
 
 def test_control_loop_gets_realtime_without_its_later_threads() -> None:
-    said = subprocess.run([sys.executable, "-c", CONTROL_LOOP], capture_output=True, text=True, timeout=60, check=True)
-    assert said.stdout == "True\n"
+    output = subprocess.run(
+        [sys.executable, "-c", CONTROL_LOOP], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert output.stdout == "True\n"
 
 
 REFUSED = """
@@ -67,6 +69,6 @@ print(enable_realtime([4095]))
 
 
 def test_refusal_names_its_fix() -> None:
-    said = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=300, check=True)
-    assert "CPUs [4095]" in said.stdout
-    assert "LimitRTPRIO" in said.stdout and "LimitMEMLOCK" in said.stdout
+    output = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=300, check=True)
+    assert "CPUs [4095]" in output.stdout
+    assert "LimitRTPRIO" in output.stdout and "LimitMEMLOCK" in output.stdout

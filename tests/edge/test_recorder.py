@@ -47,8 +47,8 @@ class Stage:
         for step in range(steps):
             decision = SelectedAction(action, Phase.POLICY, policy_version=step, log_prob=-float(step))
             ticks.append(self.driver.step(action))
-            verdict = last if last and step == steps - 1 else task_outcome(ticks[-1], late=False)
-            self.recorder.record(ticks[-2], decision, ticks[-1], verdict)
+            outcome = last if last and step == steps - 1 else task_outcome(ticks[-1], late=False)
+            self.recorder.record(ticks[-2], decision, ticks[-1], outcome)
         return ticks
 
 
@@ -69,7 +69,7 @@ def test_episode_is_recorded_in_consecutive_chunks() -> None:
         return np.concatenate([chunk.columns[name] for chunk in stage.chunks])
 
     for name in ("observation.state", "observation.environment_state"):
-        np.testing.assert_array_equal(column(name), [tick.observation[name] for tick in ticks[:-1]])
+        np.testing.assert_array_equal(column(name), [time_step.observation[name] for time_step in ticks[:-1]])
         np.testing.assert_array_equal(stage.chunks[-1].final[name], ticks[-1].observation[name])
     np.testing.assert_array_equal(column("policy_version"), range(25))
     np.testing.assert_array_equal(column("truncated"), [False] * 24 + [True])
@@ -94,10 +94,10 @@ def test_images_are_recorded_as_jpeg() -> None:
     assert [bool(n) for n in lengths] == [True, False] * 5
     assert sum(lengths) == len(data)
     begin = 0
-    for length, tick in zip(lengths, ticks, strict=False):
+    for length, time_step in zip(lengths, ticks, strict=False):
         if length:
             picture = simplejpeg.decode_jpeg(data[begin : begin + length])
-            assert np.abs(picture.astype(int) - tick.frames["front"].image).mean() < 4
+            assert np.abs(picture.astype(int) - time_step.frames["front"].image).mean() < 4
             begin += length
 
 
@@ -105,7 +105,7 @@ def test_raw_images_are_recorded_unchanged() -> None:
     stage = Stage(RecorderConfig(raw_cameras=("front",)))
     ticks = stage.act(6, last=CUT)
     (chunk,) = stage.chunks
-    taken = [tick.frames["front"].image for tick in ticks[:-1] if "front" in tick.frames]
+    taken = [time_step.frames["front"].image for time_step in ticks[:-1] if "front" in time_step.frames]
     np.testing.assert_array_equal(chunk.columns[f"{IMAGE_PREFIX}front"], taken)
     assert set(chunk.columns[f"{IMAGE_PREFIX}front.length"].tolist()) == {0, taken[0].nbytes}
     assert len(chunk.columns[f"{IMAGE_PREFIX}front.crc"]) == 6
@@ -114,10 +114,10 @@ def test_raw_images_are_recorded_unchanged() -> None:
 def test_steps_carry_the_capture_time_of_their_image() -> None:
     stage = Stage(RecorderConfig(chunk_steps=3))
     ticks = stage.act(8, last=CUT)
-    told = np.concatenate([chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"] for chunk in stage.chunks])
-    captured = [tick.frames["front"].t_capture_ns for tick in ticks[:-1:2]]  # of every other period
-    np.testing.assert_array_equal(told, np.repeat(captured, 2))
-    assert len(set(captured)) == 4 and told.dtype == np.int64
+    reported = np.concatenate([chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"] for chunk in stage.chunks])
+    captured = [time_step.frames["front"].t_capture_ns for time_step in ticks[:-1:2]]  # of every other period
+    np.testing.assert_array_equal(reported, np.repeat(captured, 2))
+    assert len(set(captured)) == 4 and reported.dtype == np.int64
 
 
 def test_image_of_the_previous_episode_does_not_stand() -> None:

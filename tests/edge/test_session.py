@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 ROBOT = RobotConfig(name="fake-0", driver="fake")
 
 
-class Followed:
+class FollowedLog:
     """Every chunk that was ever in a log, as often as it was there. Each is read once."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -75,7 +75,7 @@ class Site:
         prepare_run_folder(config, self.folder, self.card)
         self.state = self.folder.edge(ROBOT.name)
         self._logs = 0
-        self._store, self._outbox = Followed(self.folder.store, stack), Followed(self.state / "outbox", stack)
+        self._store, self._outbox = FollowedLog(self.folder.store, stack), FollowedLog(self.state / "outbox", stack)
 
     def start(self, *argv: object) -> NodeProcess:
         self._logs += 1
@@ -141,9 +141,9 @@ def threads(session: NodeProcess) -> list[tuple[str, int]]:
 
 def require_whole(site: Site) -> None:
     """The store has each recorded chunk exactly once, and no episode has a gap."""
-    with LogReader.open(site.folder.store) as anew:
-        refs = [ref for ref in anew.records() if ref.kind == CHUNK_KIND]
-        stored = Counter(key(decode_chunk(bytes(anew.read(ref)))) for ref in refs)
+    with LogReader.open(site.folder.store) as reader:
+        refs = [ref for ref in reader.records() if ref.kind == CHUNK_KIND]
+        stored = Counter(key(decode_chunk(bytes(reader.read(ref)))) for ref in refs)
     assert stored == site.stored() and set(stored.values()) == {1}
     assert set(stored) == site.recorded()
     assert site.unsent() == 0
@@ -415,9 +415,9 @@ def test_robot_without_exploration_holds_until_its_first_weights(tmp_path: Path)
         site.driver()
         session = site.session()
         console, learner = site.client(CONSOLE), site.client(LEARNER)
-        until(lambda: _note(console).startswith("waiting for weights"), "people are told")
+        until(lambda: _note(console).startswith("waiting for weights"), "the console shows the note")
         session.wait_for_log("session.awaits_weights robot=fake-0")
-        until(lambda: _doing(session) == "waiting for weights", "whoever looks after its processes is told")
+        until(lambda: _doing(session) == "waiting for weights", "the session report shows it")
         assert site.recorded() == set(), "nothing was done that could be recorded"
         with Publisher(learner, new_signer(), PublishConfig()) as publisher:
             publisher.publish(Rlpd(RlpdConfig(), robot_spec(ROBOT), seed=0).policy_weights(), 7, updates=100)
@@ -437,14 +437,14 @@ def test_killed_policy_server_holds_the_robot_and_operators_may_drive(tmp_path: 
         site.gateway()
         driver, session = site.driver(), site.session()
         console, learner = site.client(CONSOLE), site.client(LEARNER)
-        until(lambda: "is not found yet; the robot holds" in _note(console), "people are told")
+        until(lambda: "is not found yet; the robot holds" in _note(console), "the console shows the note")
         policy = site.policy()
         until(lambda: site.stored(), "it explores")
         with Publisher(learner, new_signer(), PublishConfig()) as publisher:
             publisher.publish(Rlpd(RlpdConfig(), robot_spec(slow), seed=0).policy_weights(), 7, updates=100)
             until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
         policy.end(signal.SIGKILL)
-        until(lambda: "does not answer; the robot holds" in _note(console), "people are told")
+        until(lambda: "does not answer; the robot holds" in _note(console), "the console shows the note")
         session.wait_for_log("session.policy_away robot=fake-0")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="take-over", sequence=1))
         until(lambda: _authority(console) == "human", "a person drives")

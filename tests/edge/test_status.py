@@ -38,7 +38,7 @@ def test_preview_encoder_keeps_the_newest_image_of_each_camera() -> None:
     frame = np.zeros((16, 16, 3), np.uint8)
     with PreviewEncoder(send) as previews:
         previews.submit(picture("front", 0), frame)
-        until(lambda: sent, "the first is under way")
+        until(lambda: sent, "the first is being encoded")
         for step in (1, 2):
             for camera in ("front", "wrist"):
                 previews.submit(picture(camera, step), frame)

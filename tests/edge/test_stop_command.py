@@ -81,8 +81,8 @@ def test_stop_reaches_a_program_without_a_session(capsys: pytest.CaptureFixture[
 def test_unknown_name_fails_and_lists_the_driven_robots(capsys: pytest.CaptureFixture[str]) -> None:
     with Driving():
         assert main(["stop", "arm-1"]) == 1
-        told = capsys.readouterr().err
-        assert "arm-1: NOT STOPPED" in told and "Driven here: arm-0" in told
+        output = capsys.readouterr().err
+        assert "arm-1: NOT STOPPED" in output and "Driven here: arm-0" in output
         assert latched("arm-0") is None and latched("arm-1") is None
         assert main(["stop", "arm-1", "arm-0"]) == 1
         captured = capsys.readouterr()
@@ -95,8 +95,8 @@ def test_unresponsive_driver_fails_and_its_successor_is_stopped(
     monkeypatch.setattr(local_estop, "ACKNOWLEDGE_TIMEOUT_S", 0.2)
     with robot_lock("arm-0", "for runs/demo", simulated=False):
         assert main(["stop", "arm-0", "--by", "ada"]) == 1
-        told = capsys.readouterr().err
-        assert "arm-0: NO ANSWER within 0.2 s from pid " in told and "press the robot's own e-stop" in told
+        output = capsys.readouterr().err
+        assert "arm-0: NO ANSWER within 0.2 s from pid " in output and "press the robot's own e-stop" in output
     with (
         pytest.raises(EmergencyStopped),
         open_local_environment(RobotSetup("arm-0", RecordingRobot(), FakeTask()), REAL),
@@ -189,7 +189,7 @@ def test_console_e_stop_reaches_programs_outside_its_run() -> None:
             order(E_STOP)
         assert _pressing() <= 1
         until(lambda: (stop := latched("arm-0")) is not None and stop.acknowledged, "it is stopped")
-        until(lambda: answers, "the page is told")
+        until(lambda: answers, "the page gets the reply")
         order(E_STOP)
         until(lambda: not _pressing(), "it is done")
         assert [(reply.accepted, reply.press) for reply in answers] == [(True, E_STOP.press)]
@@ -209,8 +209,8 @@ def test_stop_and_re_arm_are_audited(
     assert main(["stop", "arm-8", "--by", "ana"]) == 1
     assert main(["rearm", "arm-7", "--by", "bob"]) == 0
     capsys.readouterr()
-    told = [(e.person, e.order, e.robot, e.reason, e.address) for e in read_audit_log(machine_audit_path())]
-    assert told == [
+    output = [(e.person, e.order, e.robot, e.reason, e.address) for e in read_audit_log(machine_audit_path())]
+    assert output == [
         ("ana", "e-stop", "arm-7", "smoke", "this computer"),
         ("ana", "e-stop", "arm-8", "", "this computer"),
         ("bob", "re-arm", "arm-7", "", "this computer"),

@@ -23,10 +23,10 @@ def test_tasks_run_in_order_before_the_exit() -> None:
 
 
 def test_full_queue_blocks_and_reports() -> None:
-    free, told = threading.Event(), threading.Event()
+    free, reported = threading.Event(), threading.Event()
 
     def blocked() -> None:
-        told.set()
+        reported.set()
         free.set()
 
     done: list[int] = []
@@ -34,7 +34,7 @@ def test_full_queue_blocks_and_reports() -> None:
         scribe.put(lambda: done.append(int(free.wait(60))))
         for _ in range(MAX_QUEUED_TASKS + 1):
             scribe.put(lambda: done.append(1))
-    assert told.is_set() and done == [1] * (MAX_QUEUED_TASKS + 2)
+    assert reported.is_set() and done == [1] * (MAX_QUEUED_TASKS + 2)
 
 
 def test_task_error_is_raised_by_put_and_ends_the_tasks() -> None:

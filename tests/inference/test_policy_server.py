@@ -252,14 +252,14 @@ def test_chunk_keeps_its_version_during_a_swap(keys: Path) -> None:
     seen = example_observation(np.random.default_rng(0))
     with serving(keys, lambda kind, features, spec, seed: Chunks()) as server:
         with link_to(lambda: server.endpoint, keys, SPEC) as link:
-            swapper = DoubleBufferedPolicy(lambda: link.make_policy(0))
+            policies = DoubleBufferedPolicy(lambda: link.make_policy(0))
             for version in range(1, 6):
-                swapper.load(version, {"size": np.array([version], np.float32)})
-                swapper.swap_if_ready()
-                chunk = acts(swapper.policy, seen)
-                swapper.load(99, {"size": np.array([99], np.float32)})  # during a chunk, into the other slot
-                again = swapper.policy.act(seen, "", deterministic=True)
-                assert swapper.version == version
+                policies.load(version, {"size": np.array([version], np.float32)})
+                policies.swap_if_ready()
+                chunk = acts(policies.policy, seen)
+                policies.load(99, {"size": np.array([99], np.float32)})  # during a chunk, into the other slot
+                again = policies.policy.act(seen, "", deterministic=True)
+                assert policies.version == version
                 assert (chunk.actions == version).all() and (again.actions == version).all()
 
 
@@ -269,23 +269,23 @@ def test_chunk_keeps_its_version_during_a_swap(keys: Path) -> None:
 def test_robot_holds_without_the_server_and_resumes_its_version(keys: Path, tmp_path: Path) -> None:
     spec = replace(SPEC, rate_hz=5.0)
     with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
-        swapper = DoubleBufferedPolicy(lambda: link.make_policy(0))
-        swapper.load(7, weights_of(spec, 7))
-        swapper.swap_if_ready()
-        before = acts(swapper.policy).actions
+        policies = DoubleBufferedPolicy(lambda: link.make_policy(0))
+        policies.load(7, weights_of(spec, 7))
+        policies.swap_if_ready()
+        before = acts(policies.policy).actions
         host = site.endpoint.removeprefix("tcp://")
         site.end(signal.SIGKILL)
-        away(swapper.policy, f"the policy at {host} does not answer; the robot holds")
+        away(policies.policy, f"the policy at {host} does not answer; the robot holds")
         site.start()
-        np.testing.assert_array_equal(acts(swapper.policy).actions, before)
-        assert swapper.version == 7
+        np.testing.assert_array_equal(acts(policies.policy).actions, before)
+        assert policies.version == 7
         site.end(signal.SIGKILL)
-        swapper.load(8, weights_of(spec, 8))  # arrives while the server is stopped
-        swapper.swap_if_ready()
-        away(swapper.policy, "; the robot holds")
+        policies.load(8, weights_of(spec, 8))  # arrives while the server is stopped
+        policies.swap_if_ready()
+        away(policies.policy, "; the robot holds")
         site.start()
-        after = acts(swapper.policy).actions
-        assert swapper.version == 8 and not np.array_equal(after, before)
+        after = acts(policies.policy).actions
+        assert policies.version == 8 and not np.array_equal(after, before)
 
 
 def test_hanging_server_is_unavailable_until_it_responds(keys: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Process:
         self.context: zmq.Context[ZmqSocket] = zmq.Context()
         self.router: ZmqSocket = self.context.socket(zmq.ROUTER)
         self.router.bind(HERE)
-        self.asked: list[tuple[bytes, ActionRequest]] = []
+        self.requested: list[tuple[bytes, ActionRequest]] = []
         self.dialled = 0
 
     def dial(self, endpoint: str) -> ZmqSocket:
@@ -57,11 +57,11 @@ class Process:
             routing_id, frame = self.router.recv_multipart()
             request, _ = decode_request(frame)
             assert isinstance(request, ActionRequest)
-            self.asked.append((routing_id, request))
-        return [request.number for _, request in self.asked]
+            self.requested.append((routing_id, request))
+        return [request.number for _, request in self.requested]
 
     def answer(self, number: int, answer: PolicyResponse | None = None) -> None:
-        routing_id = next(routing_id for routing_id, request in self.asked if request.number == number)
+        routing_id = next(routing_id for routing_id, request in self.requested if request.number == number)
         self.router.send_multipart([routing_id, encode(answer or ActionResponse(number=number))])
 
 
@@ -78,78 +78,78 @@ def process() -> Iterator[Process]:
     found.context.destroy(0)
 
 
-class Desk:
+class ClientBench:
     def __init__(self, process: Process) -> None:
         self.process, self.clock = process, Clock()
         self.caller = RequestClient(process.dial, WAIT_S, self.clock)
 
-    def call(self, meeting: ServerIdentity = MEETING) -> int:
+    def call(self, identity: ServerIdentity = MEETING) -> int:
         """The number of the response; 0 without one. Expected responses have arrived before."""
-        found = self.caller.call(meeting, act, {"observation.state": np.zeros(2, np.float32)})
+        found = self.caller.call(identity, act, {"observation.state": np.zeros(2, np.float32)})
         return 0 if found is None else found[0].number
 
-    def in_vain(self, meeting: ServerIdentity = MEETING) -> None:
+    def in_vain(self, identity: ServerIdentity = MEETING) -> None:
         """A call that times out at once."""
         self.clock.step_s = WAIT_S
-        assert self.call(meeting) == 0
+        assert self.call(identity) == 0
         self.clock.step_s = 0.0
 
 
 @pytest.fixture
-def desk(process: Process) -> Iterator[Desk]:
-    found = Desk(process)
+def bench(process: Process) -> Iterator[ClientBench]:
+    found = ClientBench(process)
     yield found
     found.caller.close()
 
 
-def test_late_response_is_not_taken_for_a_new_one(desk: Desk, process: Process) -> None:
-    desk.in_vain()
+def test_late_response_is_not_taken_for_a_new_one(bench: ClientBench, process: Process) -> None:
+    bench.in_vain()
     assert process.listen() == [1]
     process.answer(1)  # late, but for the newest request, so the server is responsive again
-    desk.in_vain()
+    bench.in_vain()
     assert process.listen() == [1, 2]
     process.answer(1)
     process.answer(1)
-    assert desk.call() == 0  # two old responses do not answer the newest request
+    assert bench.call() == 0  # two old responses do not answer the newest request
     assert process.listen() == [1, 2]
 
 
-def test_unresponsive_server_is_probed_without_waiting(desk: Desk, process: Process) -> None:
-    desk.in_vain()
+def test_unresponsive_server_is_probed_without_waiting(bench: ClientBench, process: Process) -> None:
+    bench.in_vain()
     for _ in range(5):
-        assert desk.call() == 0  # at once, although its clock would permit half a minute
+        assert bench.call() == 0  # at once, although its clock would permit half a minute
     assert process.listen() == [1]
-    desk.clock.now_s += PROBE_PERIOD_S
-    assert desk.call() == 0
+    bench.clock.now_s += PROBE_PERIOD_S
+    assert bench.call() == 0
     assert process.listen() == [1], "an answer may take longer than that, and only one to the newest question counts"
-    desk.clock.now_s += WAIT_S
-    assert desk.call() == 0
-    assert desk.call() == 0
+    bench.clock.now_s += WAIT_S
+    assert bench.call() == 0
+    assert bench.call() == 0
     assert process.listen() == [1, 2]
 
 
-def test_client_resumes_after_the_newest_response(desk: Desk, process: Process) -> None:
-    desk.in_vain()
-    desk.clock.now_s += WAIT_S
-    assert desk.call() == 0
+def test_client_resumes_after_the_newest_response(bench: ClientBench, process: Process) -> None:
+    bench.in_vain()
+    bench.clock.now_s += WAIT_S
+    assert bench.call() == 0
     assert process.listen() == [1, 2]
     process.answer(2)
-    desk.in_vain()
+    bench.in_vain()
     assert process.listen() == [1, 2, 3]  # the response to 2 belongs to an old observation and is ignored
 
 
-def test_client_reconnects_to_a_restarted_server(desk: Desk, process: Process) -> None:
-    desk.in_vain()
-    desk.in_vain()
+def test_client_reconnects_to_a_restarted_server(bench: ClientBench, process: Process) -> None:
+    bench.in_vain()
+    bench.in_vain()
     assert process.dialled == 1
-    desk.in_vain(ServerIdentity(HERE, b"second"))
+    bench.in_vain(ServerIdentity(HERE, b"second"))
     assert process.dialled == 2
 
 
-def test_malformed_responses_are_ignored(desk: Desk, process: Process) -> None:
-    desk.in_vain()
+def test_malformed_responses_are_ignored(bench: ClientBench, process: Process) -> None:
+    bench.in_vain()
     process.listen()
-    routing_id = process.asked[0][0]
+    routing_id = process.requested[0][0]
     process.router.send_multipart([routing_id, b"nonsense"])
     process.router.send_multipart([routing_id, b""])
-    assert desk.call() == 0
+    assert bench.call() == 0

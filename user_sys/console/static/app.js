@@ -1,4 +1,4 @@
-// The console: what the server says onto the page, what the person does to the server.
+// The console: shows the server's messages, and sends the operator's input.
 
 import { Card } from "./card.js";
 import { Chart, minutes, short } from "./chart.js";
@@ -12,20 +12,20 @@ const PING_PERIOD_MS = 200;
 const LOOK_PERIOD_MS = 100;
 const MAX_SEEN = 60; // pictures in one message
 const GRANT_MS = 1500;
-const STOPPED_MS = 1000; // by then the robot's status says so too
+const STOPPED_MS = 1000; // until then the robot's status has changed too
 const MAX_EVENTS = 50;
 const ORDER_KEYS = { KeyT: "take-over", KeyH: "hand-back", KeyO: "success", KeyX: "failure", Backspace: "reset" };
 
 const el = (id) => document.getElementById(id);
 const cards = new Map();
-let seen = []; // the pictures that were shown, as the server is told every SEEN_PERIOD_MS
+let seen = []; // shown pictures, acknowledged every SEEN_PERIOD_MS
 let closedFor = ""; // why the connection was closed
 let me = "";
-let chosen = null; // the card that the keyboard means
-let driving = ""; // the robot that this page drives, by the robot's own word
-let granted = { robot: "", untilMs: 0 }; // a take-over that was asked for, until the robot's status says so too
+let chosen = null; // the card that the keyboard controls
+let driving = ""; // the robot that this page drives, by the robot's status
+let granted = { robot: "", untilMs: 0 }; // a requested take-over, until the robot's status shows it
 
-history.replaceState(null, "", "/"); // the token is not for the history or a screenshot; a cookie has taken its place
+history.replaceState(null, "", "/"); // keeps the token out of history and screenshots; the cookie replaces it
 
 const charts = {
   success: new Chart(el("chart-success"), { percent: true, time: true, empty: "no episode yet" }),
@@ -69,7 +69,7 @@ const link = new Link("/ws", PING_PERIOD_MS, {
   },
   picture(header, jpeg) {
     const shown = cards.get(header.robot)?.picture(header, jpeg) ?? Promise.resolve();
-    shown.finally(() => seen.push([header.robot, header.camera])); // only then does the server send the newest
+    shown.finally(() => seen.push([header.robot, header.camera])); // the server then sends the newest
   },
 });
 
@@ -95,7 +95,7 @@ function showRun(view) {
   followControl();
 }
 
-// While the server does not reply, nothing on the page is true any more: only STOP is left.
+// While the server does not reply, the page is outdated: only STOP is left.
 function showFreshness() {
   const fresh = link.fresh;
   if (!fresh) {
@@ -120,8 +120,8 @@ function showAlarm(fresh) {
     ? `Not connected: ${closedFor}. If the run was started again, open the address that it printed.`
     : `No reply for ${seconds(link.silentMs)}.`;
   const lost = fresh ? "" : `${cut} The state of the robots is unknown. One that you drove holds still.`;
-  const own = lost || stops.doubt ? "To stop a robot now, use its own emergency stop." : "";
-  alarm([stops.doubt, lost, own].filter(Boolean).join(" "));
+  const own = lost || stops.unconfirmedText ? "To stop a robot now, use its own emergency stop." : "";
+  alarm([stops.unconfirmedText, lost, own].filter(Boolean).join(" "));
 }
 
 function addCard(name) {
@@ -133,7 +133,7 @@ function addCard(name) {
 }
 
 function choose(card) {
-  if (chosen?.mine) return; // let go of one robot before you reach for the next
+  if (chosen?.mine) return; // release one robot before you select the next
   chosen?.node.classList.remove("chosen");
   chosen = card;
   card.node.classList.add("chosen");
@@ -160,7 +160,7 @@ function give(robot, order) {
   if (card.button(order).disabled) return;
   if (order === "take-over" && !card.heldMine) hand.setGripper(0);
   if (!link.send({ type: "order", robot, order })) return say(`${robot}: ${order} not sent, no connection`, false);
-  // The robot holds soon without input: do not wait for its answer.
+  // The robot soon holds without input: do not wait for its reply.
   if (order === "take-over") granted = { robot, untilMs: performance.now() + GRANT_MS };
 }
 
@@ -208,7 +208,7 @@ function onKeyDown(event) {
   if (event.code === "Space") {
     if (!event.repeat) stopAll();
   } else if (hand.press(event.code)) {
-    // lit and sent by the next tick
+    // shown and sent by the next tick
   } else if (event.code in ORDER_KEYS) {
     if (!event.repeat && chosen) give(chosen.name, ORDER_KEYS[event.code]);
   } else if (index >= 0 && index < cards.size) {
@@ -257,7 +257,7 @@ function seconds(ms) {
   return `${(ms / 1000).toFixed(1)} s`;
 }
 
-// The server has the robots that a hidden page drives hold: its timers are slow, and nobody looks.
+// The server releases the robots of a hidden page, as its timers are slow.
 function onHidden() {
   if (document.hidden) hand.letGo();
   link.beat();

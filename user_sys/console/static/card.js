@@ -1,4 +1,4 @@
-// One robot on the page: its cameras, who drives it, and the buttons that make sense now.
+// One robot on the page: its cameras, its operator, and the buttons that apply now.
 
 import { minutes } from "./chart.js";
 
@@ -6,8 +6,8 @@ const RATES_OVER_MS = 2000;
 const OLD_MS = 750; // a picture of this age is labelled with it
 
 export class Card {
-  // `give(order)` sends an order to this robot; `choose()` makes it the one that the keyboard means; `stops` has the
-  // e-stops that wait for their confirmation.
+  // `give(order)` sends an order to this robot; `choose()` selects it for the keyboard; `stops` has the unconfirmed
+  // e-stops.
   constructor(name, give, choose, stops) {
     this.name = name;
     this.stops = stops;
@@ -31,7 +31,7 @@ export class Card {
     return this.node.querySelector(`[data-order="${order}"]`);
   }
 
-  // What the person at this page may do: "" before the robot has reported.
+  // The operator's permitted orders; "" before the robot has reported.
   show(robot, me) {
     this.robot = robot;
     this.me = me;
@@ -46,14 +46,14 @@ export class Card {
     if (robot.last) this.showLast(robot.last);
   }
 
-  // `fresh`: the server replies. Otherwise nothing is known of the robot, and no order but a stop makes sense.
+  // `fresh`: the server replies. Otherwise the robot's state is unknown, and only a stop is offered.
   showFreshness(fresh) {
     this.fresh = fresh;
     if (!fresh) this.mine = this.heldMine = false;
     this.showStop();
   }
 
-  // The driver has confirmed the e-stop; until the robot's status says so too, that is what is shown.
+  // The driver has confirmed the e-stop: show it until the robot's status does.
   stopped(forMs) {
     this.stoppedUntilMs = performance.now() + forMs;
     this.showStop();
@@ -62,10 +62,10 @@ export class Card {
   showStop() {
     this.showButtons();
     const waits = this.stops.waitedMs(this.name) !== undefined;
-    this.button("cancel-stop").hidden = !this.stops.inDoubt(this.name);
+    this.button("cancel-stop").hidden = !this.stops.isUnconfirmed(this.name);
     if (waits) {
-      const doubt = this.stops.inDoubt(this.name);
-      this.badge("stopping", doubt ? "NOT CONFIRMED" : "STOPPING …", doubt ? "the stop is repeated until it is confirmed" : "");
+      const unconfirmed = this.stops.isUnconfirmed(this.name);
+      this.badge("stopping", unconfirmed ? "NOT CONFIRMED" : "STOPPING …", unconfirmed ? "the stop is repeated until it is confirmed" : "");
     } else if (!this.fresh) {
       this.badge("unknown", "UNKNOWN", "no reply from the run");
     } else if (performance.now() < this.stoppedUntilMs) {
@@ -123,7 +123,7 @@ export class Card {
     set(this.slot("episode"), status.episode);
   }
 
-  // How the episode before this one ended.
+  // The outcome of the previous episode.
   showLast(last) {
     const end = last.success === null ? "cut off" : last.success ? "success" : "failure";
     const help = last.intervention_steps ? `, ${last.intervention_steps} by hand` : "";

@@ -21,7 +21,7 @@ export function short(n) {
 }
 
 export class Chart {
-  // Options: percent (y runs from 0 to 1), time (x is in seconds), empty (what to say without points).
+  // Options: percent (y runs from 0 to 1), time (x is in seconds), empty (the text without points).
   constructor(canvas, options) {
     this.canvas = canvas;
     this.options = options;

@@ -1,4 +1,4 @@
-// The person's hand: which keys or touch buttons are down, as shares along x, y, z and a gripper that stays as it is put.
+// Input: pressed keys and touch buttons, as shares along x, y, z, and a gripper state that stays.
 
 const MOVES = {
   KeyW: [1, 0, 0],
@@ -11,7 +11,7 @@ const MOVES = {
 const SLOW = 0.3;
 
 export class Hand {
-  // `moved(code)` is called when a person presses a key or button afresh, `changed()` also when one is released.
+  // `moved(code)` is called when a key or button is pressed, `changed()` also when one is released.
   constructor(moved, changed) {
     this.moved = moved;
     this.changed = changed;
@@ -36,7 +36,7 @@ export class Hand {
     button.addEventListener("contextmenu", (event) => event.preventDefault());
   }
 
-  // Whether `code` is a key of ours.
+  // Whether `code` is a key of the page.
   press(code) {
     if (!this.buttons.has(code)) return false;
     if (this.down.has(code)) return true;

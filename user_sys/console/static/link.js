@@ -1,10 +1,10 @@
-// A WebSocket that comes back by itself, and knows how long the server has not replied. JSON both ways; pictures as
+// A WebSocket that reconnects, and measures the time since the server's last reply. JSON both ways; pictures as
 // binary frames (u32 header length, JSON header, JPEG).
 
 const RETRY_MIN_MS = 500;
 const RETRY_MAX_MS = 5000;
-const DEAD_MS = 3000; // a connection on which a ping has no reply for so long is given up
-const STALE_MS = 750; // what the page shows is out of date when the last reply is so old
+const DEAD_MS = 3000; // a connection without a ping's reply for so long is closed
+const STALE_MS = 750; // the page is outdated when the last reply is so old
 
 export class Link {
   // `on` has one function a message type, and may have: open(), closed(reason), picture(header, blob) -> Promise.
@@ -25,7 +25,7 @@ export class Link {
     return performance.now() - this.repliedMs;
   }
 
-  // The server has replied just now, so what it sent is not out of date.
+  // The server has replied recently, so its state is current.
   get fresh() {
     return this.open && this.silentMs < STALE_MS;
   }

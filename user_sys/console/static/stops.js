@@ -1,15 +1,15 @@
-// The e-stops that were pressed on this page: each is repeated until the robot's driver confirms it or the person
-// cancels it, on a connection of its own, also after a new connection and after the page is loaded again.
+// The e-stops of this page. Each is repeated until the robot's driver confirms it or the operator cancels it, on a
+// separate connection, also after a reconnection and a reload.
 
 import { Link } from "./link.js";
 
 const REPEAT_MS = 100;
-const DOUBT_MS = 1000; // without a confirmation for so long the page warns
+const UNCONFIRMED_MS = 1000; // without a confirmation for so long the page warns
 const PING_MS = 500;
 const KEPT = "stops";
 
 export class Stops {
-  // `operator()` names the person; `confirmed(robot, ms)` and `changed()` are called as their names say.
+  // `operator()` returns the operator's name; `confirmed(robot, ms)` and `changed()` are callbacks.
   constructor(operator, confirmed, changed) {
     this.operator = operator;
     this.confirmed = confirmed;
@@ -37,20 +37,20 @@ export class Stops {
     this.keep();
   }
 
-  // Milliseconds since the press; undefined where none waits for its confirmation.
+  // Milliseconds since the press; undefined without an unconfirmed one.
   waitedMs(robot) {
     return this.pressed.has(robot) ? Date.now() - this.pressed.get(robot).atMs : undefined;
   }
 
-  inDoubt(robot) {
-    return this.waitedMs(robot) > DOUBT_MS;
+  isUnconfirmed(robot) {
+    return this.waitedMs(robot) > UNCONFIRMED_MS;
   }
 
-  // In a sentence, what is not confirmed; empty if nothing is in doubt.
-  get doubt() {
-    const robots = [...this.pressed.keys()].filter((robot) => this.inDoubt(robot));
-    const told = (robot) => (this.pressed.get(robot).reason ? `${robot} (${this.pressed.get(robot).reason})` : robot);
-    return robots.length ? `The stop is NOT CONFIRMED: ${robots.map(told).join(", ")}. It is repeated until it is.` : "";
+  // A sentence about unconfirmed stops; empty if there are none.
+  get unconfirmedText() {
+    const robots = [...this.pressed.keys()].filter((robot) => this.isUnconfirmed(robot));
+    const describe = (robot) => (this.pressed.get(robot).reason ? `${robot} (${this.pressed.get(robot).reason})` : robot);
+    return robots.length ? `The stop is NOT CONFIRMED: ${robots.map(describe).join(", ")}. It is repeated until it is.` : "";
   }
 
   repeat() {
