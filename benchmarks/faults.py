@@ -53,7 +53,7 @@ START_S = 120.0
 SWING, SPEED = 0.3, 0.25  # rad to either side, rad/s
 PRESENT = 56  # a servo's register of its position
 POLICY, DRIVER, CABLE, CAMERA = "the policy's process", "the driver process", "the arm's cable", "a camera"
-STALE = ("order.refused StaleObservation", "order.refused HardwareLost", "robot.lost", "watchdog.hold")
+STALE = ("request.refused StaleObservation", "request.refused HardwareLost", "robot.lost", "watchdog.hold")
 
 # LeRobot imports torchvision, which on some machines needs help first
 DRIVE = """

@@ -65,14 +65,14 @@ def test_policy_server_of_killed_node_runs_on_another_and_nothing_else_restarts(
         parts = processes_of_left(cluster)
         kill_node(first)
         session = run / "logs" / "left-session.log"
-        until(lambda: "session.policy_away" in session.read_text() or ended(launch), "the robot holds", WITHIN_S)
+        until(lambda: "session.policy_unavailable" in session.read_text() or ended(launch), "the robot holds", WITHIN_S)
         until(lambda: "127.0.0.2 is lost with the policy server" in output(launch), "the loss is printed", WITHIN_S)
         until(lambda: "the policy server waits for a slot." in output(launch), "the wait is printed", WITHIN_S)
         assert "127.0.0.2/gpu-1 is not there (its Ray node is gone)" in output(launch)
         acted = online_episodes(run, "left")
     with cluster.node(3) as second:
         until(lambda: policy_server_on(second) or ended(launch), "the server is on the other node", WITHIN_S)
-        until(lambda: "session.policy_back" in session.read_text() or ended(launch), "it has its policy", WITHIN_S)
+        until(lambda: "session.policy_available" in session.read_text() or ended(launch), "it has its policy", WITHIN_S)
         until(lambda: online_episodes(run, "left") > acted + 1 or ended(launch), "the robot acts again", WITHIN_S)
         assert "the policy server runs again, on 127.0.0.3" in output(launch)
         assert processes_of_left(cluster) == parts, "the robot's processes were not restarted"

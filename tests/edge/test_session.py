@@ -311,7 +311,7 @@ def test_expired_lease_holds_the_robot_until_its_renewal(tmp_path: Path) -> None
 
         until(lambda: len(site.recorded()) > 3, "steps are recorded")
         gateway.end(signal.SIGKILL)
-        driver.wait_for_log("lease.over robot=fake-0")
+        driver.wait_for_log("lease.expired robot=fake-0")
         until(lambda: does("held without a lease"), "the session reports it")
         site.gateway()
         until(lambda: does("driving"), "the lease is renewed")
@@ -445,7 +445,7 @@ def test_killed_policy_server_holds_the_robot_and_operators_may_drive(tmp_path: 
             until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
         policy.end(signal.SIGKILL)
         until(lambda: "does not answer; the robot holds" in _note(console), "the console shows the note")
-        session.wait_for_log("session.policy_away robot=fake-0")
+        session.wait_for_log("session.policy_unavailable robot=fake-0")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="take-over", sequence=1))
         until(lambda: _authority(console) == "human", "a person drives")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="e-stop", sequence=2))

@@ -52,8 +52,8 @@ def test_run_uses_its_policy_server_and_survives_its_death(tmp_path: Path) -> No
         newest = {robot: max(versions(run, robot)) for robot in logs}
         os.kill(first, signal.SIGKILL)
         for robot, log in logs.items():
-            until(lambda text=log: "session.policy_away" in text.read_text(), f"{robot} holds")
-            until(lambda text=log: "session.policy_back" in text.read_text(), f"{robot} has its policy again")
+            until(lambda text=log: "session.policy_unavailable" in text.read_text(), f"{robot} holds")
+            until(lambda text=log: "session.policy_available" in text.read_text(), f"{robot} has its policy again")
             until(lambda name=robot: max(versions(run, name)) > newest[name], f"{robot} goes on, with newer weights")
         assert launch.pid_of("user_sys.inference") not in (None, first)
         launch.interrupt()
@@ -62,5 +62,5 @@ def test_run_uses_its_policy_server_and_survives_its_death(tmp_path: Path) -> No
         assert "user-sys" not in launch.err
     for log in logs.values():
         text = log.read_text()
-        assert re.search(r"policy_away robot=\w+ the policy at 127.0.0.1:\d+ .*; the robot holds", text)
-        assert "session.policy_back" in text and "token=2" not in text and "Traceback" not in text
+        assert re.search(r"policy_unavailable robot=\w+ the policy at 127.0.0.1:\d+ .*; the robot holds", text)
+        assert "session.policy_available" in text and "token=2" not in text and "Traceback" not in text

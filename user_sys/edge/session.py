@@ -66,7 +66,7 @@ SEEDS_PER_RUN = 1_000_003
 OUTBOX_RETRY_S = 0.5
 DRIVER_RETRY_S = 1.0
 LEASE_RETRY_S = 0.1
-WAITING_FOR_WEIGHTS = "holds: no learned weights have arrived; take over to demonstrate the task"
+WAITING_FOR_WEIGHTS = "waiting for weights: holds until the first version; take over to demonstrate the task"
 EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
 
 
