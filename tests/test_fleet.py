@@ -39,7 +39,7 @@ def updates(run: Path, learner: str) -> float:
 
 def driver_of(launch: Launch, robot: str) -> int | None:
     mark = f"/edge/{robot}/robot.yaml"
-    return next((p for p, line in launch.processes().items() if "edge.driver_process" in line and mark in line), None)
+    return next((p for p, line in launch.processes().items() if "edge.driver_server" in line and mark in line), None)
 
 
 def over(launch: Launch) -> bool:
