@@ -86,16 +86,16 @@ def test_export_numbers_steps_and_episodes(tmp_path: Path) -> None:
 def test_export_statistics_cover_all_steps(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
-    told = json.loads((tmp_path / "set/meta/stats.json").read_text())
+    statistics = json.loads((tmp_path / "set/meta/stats.json").read_text())
     state = np.concatenate([each.columns["observation.state"] for each in read_store(store).values()]).astype(float)
-    found = told["observation.state"]
+    found = statistics["observation.state"]
     np.testing.assert_allclose(found["mean"], state.mean(0), rtol=1e-12)
     np.testing.assert_allclose(found["std"], state.std(0), rtol=1e-12)
     np.testing.assert_array_equal(found["min"], state.min(0))
     assert found["count"] == [22] and found["q01"][0] < found["q50"][0] < found["q99"][0]
-    assert np.shape(told["observation.images.wrist"]["mean"]) == (3, 1, 1)
-    assert 0 < told["observation.images.wrist"]["mean"][0][0][0] < 1
-    assert "log_prob" not in told  # it is not finite everywhere, and JSON has no word for that
+    assert np.shape(statistics["observation.images.wrist"]["mean"]) == (3, 1, 1)
+    assert 0 < statistics["observation.images.wrist"]["mean"][0][0][0] < 1
+    assert "log_prob" not in statistics  # it is not finite everywhere, and JSON has no word for that
 
 
 def test_running_statistics_are_independent_of_division() -> None:
@@ -145,12 +145,12 @@ def test_export_filters(tmp_path: Path, selection: EpisodeFilter, names: list[st
 
 def test_export_applies_labels_and_skips_deleted_episodes(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
-    said = {"labeller": "ada", "at_unix_ns": 1}
+    common = {"labeller": "ada", "at_unix_ns": 1}
     with StoreWriter.open(store) as writer:
-        writer.append_label(SuccessLabel(episode="b", success=True, **said))
-        writer.append_label(RewardLabel(episode="b", first_step=3, rewards=(0.5, 0.25), **said))
-        writer.append_label(PhaseLabel(episode="b", first_step=0, steps=7, phase=Phase.TELEOP, **said))
-        writer.append_label(DeleteLabel(episode="a", **said))
+        writer.append_label(SuccessLabel(episode="b", success=True, **common))
+        writer.append_label(RewardLabel(episode="b", first_step=3, rewards=(0.5, 0.25), **common))
+        writer.append_label(PhaseLabel(episode="b", first_step=0, steps=7, phase=Phase.TELEOP, **common))
+        writer.append_label(DeleteLabel(episode="a", **common))
         writer.sync()
     export(store, tmp_path / "set")
     rows = pq.read_table(tmp_path / "set/data/chunk-000/file-000.parquet").to_pylist()
@@ -234,8 +234,8 @@ def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
     store, output, again = (str(tmp_path / name) for name in ("store", "set", "again"))
     make_store(Path(store), episode_chunks("a"), episode_chunks("u", embodiment="e2", size=6))
     assert main(["store", "export", store, "--format", "lerobot", "--output", output]) == 0
-    told = capsys.readouterr().err
-    assert "1 episodes, 10 steps at 10 Hz" in told and "each embodiment has a LeRobot dataset" in told
+    text = capsys.readouterr().err
+    assert "1 episodes, 10 steps at 10 Hz" in text and "each embodiment has a LeRobot dataset" in text
     assert main(["store", "import", output, "--output", again]) == 2
     assert "it holds the datasets e1, e2: import each" in capsys.readouterr().err
     assert main(["store", "import", f"{output}/e1", "--output", again]) == 0
@@ -244,7 +244,7 @@ def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--format", "lerobot", "--codec", "av1"), "--codec requires --cameras video"),
         (("--format", "mcap", "--cameras", "video"), "require --format lerobot"),
@@ -252,11 +252,11 @@ def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_options_without_effect_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ) -> None:
     store = usual_store(tmp_path / "store")
     assert main(["store", "export", str(store), "--output", str(tmp_path / "out"), *options]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf", "ten"])

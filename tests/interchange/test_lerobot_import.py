@@ -99,10 +99,10 @@ def test_foreign_dataset_becomes_demonstrations(tmp_path: Path) -> None:
 
 
 def test_import_options_fill_in_missing_values(tmp_path: Path) -> None:
-    told = ImportOptions(
+    options = ImportOptions(
         robot="left", task="lift", embodiment="0123", success=False, source=EpisodeSource.ONLINE, frames="jpeg"
     )
-    bring_in(foreign(tmp_path / "set"), tmp_path / "store", told)
+    bring_in(foreign(tmp_path / "set"), tmp_path / "store", options)
     episode = next(iter(read_store(tmp_path / "store").values()))
     header = episode.header
     assert (header.robot, header.task, header.embodiment, header.source) == (
@@ -172,7 +172,7 @@ WRIST = "observation.images.wrist"
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (remove("meta/info.json"), "is not a LeRobot dataset, or an unfinished one"),
         (remove("meta/tasks.parquet"), "tasks.parquet cannot be read: it is missing"),
@@ -200,10 +200,10 @@ WRIST = "observation.images.wrist"
         (drop_rows, "fewer than the 10 steps|has fewer steps than"),
     ],
 )
-def test_broken_dataset_is_an_error(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+def test_broken_dataset_is_an_error(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(codec="h264"))
     damage(tmp_path / "set")
-    with pytest.raises(DataSetError, match=told) as caught:
+    with pytest.raises(DataSetError, match=message) as caught:
         bring_in(tmp_path / "set", tmp_path / "again")
     assert "\n" not in str(caught.value)
 

@@ -108,12 +108,12 @@ def test_mcap_raw_frames_become_png(tmp_path: Path) -> None:
 def test_mcap_events(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     _, messages = read(export(tmp_path) / "panda-0/b.mcap")
-    told = [message.message for _, message in messages["/panda-0/events"]]
+    events = [message.message for _, message in messages["/panda-0/events"]]
     phase = read_store(store)["b"].columns["phase"]
-    assert told[0].startswith("episode b started: push the cube (demo, ")
-    assert told[-1] == "episode ended after 7 steps: failure (rule)"
-    assert len(told) == 2 + np.count_nonzero(np.diff(phase))
-    assert all(" to " in each and each.startswith("control: ") for each in told[1:-1])
+    assert events[0].startswith("episode b started: push the cube (demo, ")
+    assert events[-1] == "episode ended after 7 steps: failure (rule)"
+    assert len(events) == 2 + np.count_nonzero(np.diff(phase))
+    assert all(" to " in each and each.startswith("control: ") for each in events[1:-1])
 
 
 def test_mcap_elements_use_spec_names(tmp_path: Path) -> None:

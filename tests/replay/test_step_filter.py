@@ -85,12 +85,12 @@ def _blocks(plan: list[Record]) -> list[IndexBlockBuilder]:
             ).encode()
             at[robot] = (episode + 5, 0, 0) if end else (episode, first + steps, index + 1)
         else:
-            said: Label = (
+            label: Label = (
                 SuccessLabel(episode=f"ep-{episode}", labeller="a", at_unix_ns=1, success=end)
                 if what == 4
                 else DeleteLabel(episode=f"ep-{episode}", labeller="a", at_unix_ns=1, deleted=end)
             )
-            payload, kind = encode_label(said), LABEL_KIND
+            payload, kind = encode_label(label), LABEL_KIND
         builder = IndexBlockBuilder()
         builder.add(RecordRef(0, 1000 * number, len(payload), kind, number), payload)
         blocks.append(builder)

@@ -417,7 +417,7 @@ def current(disk: Disk) -> dict[str, bytes]:
 Check = Callable[[CrashState, str], None]
 
 
-class Story(NamedTuple):
+class Execution(NamedTuple):
     """A scenario executed on `disk`; crashes from event `first` on are checked by `check`."""
 
     disk: Disk
@@ -425,7 +425,7 @@ class Story(NamedTuple):
     first: int = 0
 
 
-def story(run: Callable[[Scenario], None], forget: str, kill_at: int = -1) -> Story:
+def execute(run: Callable[[Scenario], None], forget: str, kill_at: int = -1) -> Execution:
     """Executes a store's scenario; with `kill_at` the process is killed at that event, and another one continues."""
     disk = Disk(forget=forget, kill_at=kill_at)
     scenario = Scenario(disk)
@@ -436,17 +436,17 @@ def story(run: Callable[[Scenario], None], forget: str, kill_at: int = -1) -> St
             raise
         disk.room_bytes = None
         resume(scenario)
-    return Story(disk, check_store, max(0, kill_at))
+    return Execution(disk, check_store, max(0, kill_at))
 
 
-def outbox_story(forget: str) -> Story:
+def outbox_story(forget: str) -> Execution:
     disk = Disk(forget=forget)
     outbox(disk)
-    return Story(disk, check_outbox)
+    return Execution(disk, check_outbox)
 
 
-def repair_story(forget: str) -> Story:
+def repair_story(forget: str) -> Execution:
     content, acknowledged = damaged_store()
     disk = Disk(content, forget=forget)
     repairing(disk, acknowledged)
-    return Story(disk, check_repair)
+    return Execution(disk, check_repair)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from crash_scenarios import (
-    Story,
+    Execution,
     Violation,
     appending,
     compacting,
@@ -42,7 +42,7 @@ class Result:
     sites: frozenset[str] = frozenset()
 
 
-def stories(name: str, kill_every: int, forget: str = "") -> Iterator[Story]:
+def executions(name: str, kill_every: int, forget: str = "") -> Iterator[Execution]:
     """A scenario without a kill, and with kills at some of its moments."""
     if name in ("outbox", "repairing"):
         yield outbox_story(forget) if name == "outbox" else repair_story(forget)
@@ -71,12 +71,12 @@ def examine(
         check_every: of so many different states one is checked.
     """
     result, seen, rng = Result(), set[int](), random.Random(seed)
-    for told in stories(name, kill_every, forget):
-        trace, first = told.disk.trace, told.first
+    for executed in executions(name, kill_every, forget):
+        trace, first = executed.disk.trace, executed.first
         if forget:
             first = max(first, next((at for at, event in enumerate(trace) if event.kind == "forgotten"), len(trace)))
         result.sites |= {event.site for event in trace if event.site}
-        for state in crash_states(told.disk.start, trace, rng, chances if not told.first else 0, first):
+        for state in crash_states(executed.disk.start, trace, rng, chances if not executed.first else 0, first):
             files = frozenset(item for item in state.content.items() if item[0] != "LOCK")
             if (key := hash((state.notes[-1:], files))) in seen:
                 continue
@@ -84,17 +84,17 @@ def examine(
             if len(seen) % check_every:
                 continue
             result.states += 1
-            if why := _broken(told, state, forget):
+            if why := _broken(executed, state, forget):
                 result.violations += 1
-                result.first = result.first or f"event {state.at} of {told.first}+ ({trace[state.at].kind}): {why}"
+                result.first = result.first or f"event {state.at} of {executed.first}+ ({trace[state.at].kind}): {why}"
                 if forget:
                     return result
     return result
 
 
-def _broken(told: Story, state: object, forget: str) -> str:
+def _broken(executed: Execution, state: object, forget: str) -> str:
     try:
-        told.check(state, forget)  # type: ignore[arg-type]
+        executed.check(state, forget)  # type: ignore[arg-type]
     except (Violation, StoreError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

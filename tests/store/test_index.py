@@ -66,11 +66,11 @@ def walk(index: Index, row: int) -> list[int]:
     return numbers
 
 
-def say(kind: type[Label], **said: object) -> Label:
-    return kind(episode="a", labeller="ada", at_unix_ns=1, **said)  # type: ignore[arg-type]
+def label(kind: type[Label], **fields: object) -> Label:
+    return kind(episode="a", labeller="ada", at_unix_ns=1, **fields)  # type: ignore[arg-type]
 
 
-def said(at: int, kind: type[Label], **what: object) -> Label:
+def label_at(at: int, kind: type[Label], **what: object) -> Label:
     return kind(episode="a", labeller="ada", at_unix_ns=at, **what)  # type: ignore[arg-type]
 
 
@@ -136,57 +136,57 @@ def reward_sources(index: Index) -> list[str]:
 
 
 def test_newest_label_wins_before_and_after_steps() -> None:
-    early = [say(RewardLabel, first_step=2, rewards=(5.0, 6.0)), say(SuccessLabel, success=False)]
+    early = [label(RewardLabel, first_step=2, rewards=(5.0, 6.0)), label(SuccessLabel, success=False)]
     index = indexed(block(*early, chunk("a", 0), chunk("a", 1, last=True)))
     assert index.steps.reward.tolist() == [0, 1, 5, 6, 4, 0] and index.episodes.success[0] == 0
-    change = index.apply([block(say(RewardLabel, first_step=3, rewards=(7.0,)), say(SuccessLabel, success=None))])
+    change = index.apply([block(label(RewardLabel, first_step=3, rewards=(7.0,)), label(SuccessLabel, success=None))])
     assert index.steps.reward.tolist() == [0, 1, 5, 7, 4, 5] and index.episodes.success[0] == -1
     assert change.relabelled.tolist() == list(range(6)) and not change.rows and not len(change.dropped)
-    index.apply([block(say(PhaseLabel, first_step=1, steps=2, phase=Phase.CORRECTION))])
+    index.apply([block(label(PhaseLabel, first_step=1, steps=2, phase=Phase.CORRECTION))])
     assert index.steps.phase.tolist() == [0, 2, 2, 0, 0, 0]
     assert [label.labeller for label in index.labels("a")] == ["ada"] * 5
 
 
 def test_success_label_sets_last_reward_and_terminates() -> None:
-    index = indexed(block(say(SuccessLabel, success=False), chunk("a", 0)))
+    index = indexed(block(label(SuccessLabel, success=False), chunk("a", 0)))
     assert index.steps.reward.tolist() == [0, 1, 2], "no end is stored yet"
     index.apply([block(chunk("a", 1, last=True))])
     assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 0] and not index.steps.terminated.any()
-    index.apply([block(say(SuccessLabel, success=True))])
+    index.apply([block(label(SuccessLabel, success=True))])
     assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 1]
     assert index.steps.terminated.tolist() == [False] * 5 + [True] and not index.steps.truncated.any()
-    index.apply([block(say(SuccessLabel, success=None))])
+    index.apply([block(label(SuccessLabel, success=None))])
     assert index.steps.reward[5] == 5 and not index.steps.terminated.any() and index.episodes.success[0] == -1
-    index.apply([block(say(SuccessLabel, success=False, keep_reward=True))])
+    index.apply([block(label(SuccessLabel, success=False, keep_reward=True))])
     assert index.steps.reward[5] == 5 and index.episodes.success[0] == 0
-    index.apply([block(say(SuccessLabel, success=True), say(RewardLabel, first_step=5, rewards=(0.25,)))])
+    index.apply([block(label(SuccessLabel, success=True), label(RewardLabel, first_step=5, rewards=(0.25,)))])
     assert index.steps.reward[5] == 0.25 and index.steps.terminated[5]
 
 
 def test_undo_removes_newest_labels_first() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1, last=True)))
     before = index.steps.reward.tolist(), index.steps.phase.tolist()
-    index.apply([block(said(1, SuccessLabel, success=False), said(2, SuccessLabel, success=True))])
-    both = [said(3, PhaseLabel, first_step=0, steps=2, phase=Phase.RECOVERY), said(3, DeleteLabel)]
+    index.apply([block(label_at(1, SuccessLabel, success=False), label_at(2, SuccessLabel, success=True))])
+    both = [label_at(3, PhaseLabel, first_step=0, steps=2, phase=Phase.RECOVERY), label_at(3, DeleteLabel)]
     index.apply([block(*both)])
     assert index.steps.reward[5] == 1 and index.episodes.deleted[0]
-    change = index.apply([block(said(4, UndoLabel, undone_at_unix_ns=3))])
+    change = index.apply([block(label_at(4, UndoLabel, undone_at_unix_ns=3))])
     assert index.steps.phase.tolist() == before[1] and not index.episodes.deleted[0]
     assert change.revived.tolist() == list(range(6)) and index.steps.reward[5] == 1
-    index.apply([block(said(5, UndoLabel, undone_at_unix_ns=2))])
+    index.apply([block(label_at(5, UndoLabel, undone_at_unix_ns=2))])
     assert index.steps.reward[5] == 0 and index.episodes.success[0] == 0 and not index.steps.terminated.any()
-    index.apply([block(said(6, UndoLabel, undone_at_unix_ns=1))])
+    index.apply([block(label_at(6, UndoLabel, undone_at_unix_ns=1))])
     assert index.steps.reward.tolist() == before[0] and index.episodes.success[0] == 1
     assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
 
 
 def test_deleted_episode_can_be_restored() -> None:
     index = indexed(block(chunk("b", 0), chunk("a", 0)))
-    change = index.apply([block(say(DeleteLabel))])
+    change = index.apply([block(label(DeleteLabel))])
     assert change.dropped.tolist() == [3, 4, 5] and index.steps.alive.tolist() == [True] * 3 + [False] * 3
     index.apply([block(chunk("a", 1))])
     assert index.chunks.alive.tolist() == [True, False, False]
-    change = index.apply([block(say(DeleteLabel, deleted=False))])
+    change = index.apply([block(label(DeleteLabel, deleted=False))])
     assert change.revived.tolist() == [3, 4, 5, 6, 7, 8] and index.steps.alive.all()
 
 
@@ -195,7 +195,7 @@ def test_gone_chunk_has_no_predecessor_link() -> None:
     assert index.mark_gone(np.array([1])).tolist() == [3, 4, 5]
     assert index.mark_gone(np.array([1])).tolist() == []
     assert walk(index, 0) == [0, 1, 2] and walk(index, 6) == [6, 7, 8]
-    index.apply([block(say(DeleteLabel)), block(say(DeleteLabel, deleted=False))])
+    index.apply([block(label(DeleteLabel)), block(label(DeleteLabel, deleted=False))])
     assert index.chunks.alive.tolist() == [True, False, True] and index.steps.alive.sum() == 6
 
 
@@ -210,7 +210,7 @@ def test_column_views_keep_their_rows_after_growth() -> None:
 @settings(deadline=None)
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
 def test_damaged_block_is_refused_or_consistent(position: int, value: int) -> None:
-    raw = bytearray(_encoded((chunk("a", 0), chunk("b", 0, last=True), say(DeleteLabel))))
+    raw = bytearray(_encoded((chunk("a", 0), chunk("b", 0, last=True), label(DeleteLabel))))
     raw[position % len(raw)] = value
     try:
         found = decode_block(bytes(raw))

@@ -114,10 +114,10 @@ def test_merge_skips_chunks_of_another_robots_episode(tmp_path: Path) -> None:
 
 def test_queued_labels_precede_newer_ones(tmp_path: Path) -> None:
     fill(tmp_path, range(1))
-    said = {"episode": "e00", "labeller": "ada", "at_unix_ns": 1}
-    queue_labels(tmp_path, [SuccessLabel(success=True, **said), NoteLabel(note="waited", **said)])  # type: ignore[arg-type]
+    common = {"episode": "e00", "labeller": "ada", "at_unix_ns": 1}
+    queue_labels(tmp_path, [SuccessLabel(success=True, **common), NoteLabel(note="waited", **common)])  # type: ignore[arg-type]
     (tmp_path / "inbox" / "00-nonsense.labels").write_bytes(b"\xc1")
-    add_labels(tmp_path, [SuccessLabel(success=False, **said)])  # type: ignore[arg-type]
+    add_labels(tmp_path, [SuccessLabel(success=False, **common)])  # type: ignore[arg-type]
     with StoreReader.open(tmp_path) as reader:
         reader.refresh()
         assert [each.success for each in reader.index.labels("e00") if isinstance(each, SuccessLabel)] == [True, False]

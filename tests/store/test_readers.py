@@ -23,13 +23,13 @@ def test_reader_processes_never_fail_and_agree(tmp_path: Path) -> None:
     ]
     try:
         write(tmp_path)
-        said = [reader.communicate(timeout=120) for reader in readers]
+        outputs = [reader.communicate(timeout=120) for reader in readers]
     finally:
         for reader in readers:
             reader.kill()
-    assert [reader.returncode for reader in readers] == [0] * READERS, said
-    assert len({out for out, _ in said}) == 1
-    alive = dict(word.split("=") for word in said[0][0].split())
+    assert [reader.returncode for reader in readers] == [0] * READERS, outputs
+    assert len({out for out, _ in outputs}) == 1
+    alive = dict(word.split("=") for word in outputs[0][0].split())
     assert len(alive) == EPISODES // 3 + 1 and "e00" in alive and "e01" not in alive
     assert set(alive.values()) == {"16", "8"}  # as labelled; the last one as recorded
 

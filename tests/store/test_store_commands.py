@@ -237,7 +237,7 @@ def last_rewards(path: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("e0", "--undo", "--success", "no"), "use two commands"),
         (("e0", "--keep-reward", "--reward", "1"), "--keep-reward requires --success"),
@@ -247,9 +247,9 @@ def last_rewards(path: Path) -> dict[str, float]:
         (("e0", "--delete", "--steps", "1-2"), "--steps requires"),
     ],
 )
-def test_invalid_label_options_are_an_error(run: Run, tmp_path: Path, argv: tuple[str, ...], said: str) -> None:
+def test_invalid_label_options_are_an_error(run: Run, tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
     status, text = run("label", fill(tmp_path / "store"), *argv)
-    assert status == 2 and said in text and text.count("\n") == 1
+    assert status == 2 and message in text and text.count("\n") == 1
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf", "1e39", "much"])

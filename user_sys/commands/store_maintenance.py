@@ -136,7 +136,6 @@ def _undecodable(path: Path, damaged: Sequence[Damage], found: Sequence[Damage])
         log_manifest = manifest.load(OS_FILES, path)
     except StoreCorrupt:
         log_manifest = None  # `verify_log` has reported it
-    quarantined = log_manifest.quarantined if log_manifest is not None else ()
     generations = {name.number: name.generation for name in resolve_generations(list_segments(path))[0]}
     places = {(each.segment, each.offset) for each in found}
     left = []
@@ -144,7 +143,7 @@ def _undecodable(path: Path, damaged: Sequence[Damage], found: Sequence[Damage])
         if each.segment < 0 or (each.segment, each.offset) in places:
             continue
         placed = replace(each, generation=generations.get(each.segment, 0))
-        if not any(range_.covers(placed) for range_ in quarantined):
+        if log_manifest is None or not log_manifest.is_quarantined(placed):
             left.append(placed)
     return left
 

@@ -409,8 +409,7 @@ class LogReader:
             self._report(scan.damage(stop, "no whole record before the segment's end"))
 
     def _report(self, damage: Damage) -> None:
-        quarantined = self._manifest.quarantined if self._manifest else ()
-        if damage in self.damaged or any(range_.covers(damage) for range_ in quarantined):
+        if damage in self.damaged or (self._manifest and self._manifest.is_quarantined(damage)):
             return
         _logger.warning("store.damaged path=%s %s", self._path, damage)
         self.damaged.append(damage)

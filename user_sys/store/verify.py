@@ -70,8 +70,7 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
         found += _unreported_damage(files, path, sorted(names.values()), log_manifest, next_sequences)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    quarantined = log_manifest.quarantined if log_manifest else ()
-    fresh = (damage for damage in set(found) if not any(range_.covers(damage) for range_ in quarantined))
+    fresh = (damage for damage in set(found) if log_manifest is None or not log_manifest.is_quarantined(damage))
     return _joined(sorted(fresh, key=lambda damage: (damage.segment, not damage.length, damage.offset)))
 
 
@@ -179,7 +178,7 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
     ranges = [
         QuarantinedRange(damage.segment, damage.generation, damage.offset, damage.length, damage.reason)
         for damage in damaged
-        if damage.segment >= 0 and not any(range_.covers(damage) for range_ in log_manifest.quarantined)
+        if damage.segment >= 0 and not log_manifest.is_quarantined(damage)
     ]
     manifest.replace(
         files, path, msgspec.structs.replace(log_manifest, quarantined=(*log_manifest.quarantined, *ranges))
