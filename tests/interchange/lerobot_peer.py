@@ -21,7 +21,7 @@ def declare_operators() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    globals()["_library"] = library  # forgotten when it is collected
+    globals()["_library"] = library  # must stay referenced
 
 
 def read(root: Path, target: Path) -> None:

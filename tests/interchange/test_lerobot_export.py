@@ -95,7 +95,7 @@ def test_export_statistics_cover_all_steps(tmp_path: Path) -> None:
     assert found["count"] == [22] and found["q01"][0] < found["q50"][0] < found["q99"][0]
     assert np.shape(statistics["observation.images.wrist"]["mean"]) == (3, 1, 1)
     assert 0 < statistics["observation.images.wrist"]["mean"][0][0][0] < 1
-    assert "log_prob" not in statistics  # it is not finite everywhere, and JSON has no word for that
+    assert "log_prob" not in statistics  # not finite everywhere; JSON has no NaN
 
 
 def test_running_statistics_are_independent_of_division() -> None:

@@ -94,7 +94,7 @@ def test_foreign_dataset_becomes_demonstrations(tmp_path: Path) -> None:
     np.testing.assert_array_equal(short.final["observation.state"], [84, 85])
     shown = long.frames["observation.images.top"]
     np.testing.assert_array_equal(shown[0], picture("front", 0))
-    assert shown[1] is None and shown[32] is not None  # a chunk stands by itself
+    assert shown[1] is None and shown[32] is not None  # each chunk is self-contained
     np.testing.assert_array_equal(long.captured_ns["observation.images.top"], long.columns["t_capture_ns"])
 
 

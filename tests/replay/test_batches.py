@@ -18,7 +18,7 @@ def test_n_step_returns_stop_at_episode_end(store: Store) -> None:
     for (episode, step, _), after, reward, discount, terminated in zip(
         now.tolist(), then.tolist(), batch.reward, batch.discount, batch.terminated, strict=True
     ):
-        last = 5 if episode == 1 else 2  # of episode 2, step 3's outcome is not known yet
+        last = 5 if episode == 1 else 2  # the observation after step 3 of episode 2 is not stored yet
         taken = min(3, last - int(step) + 1)
         assert after[:2] == [episode, step + taken]
         assert reward == sum(0.5**k * (step + k) for k in range(taken))

@@ -23,9 +23,9 @@ def test_threads_are_nicer_than_their_process() -> None:
         return True
 
     def fill() -> None:
-        ours = os.nice(NICENESS // 2)  # Linux: of this thread alone, and of those that it starts
-        with contextlib.closing(CacheWarmer(load, 1, most=1)) as filler:
-            filler.add(np.zeros(1, np.int32), fresh=True)
+        ours = os.nice(NICENESS // 2)  # on Linux, for this thread and its children
+        with contextlib.closing(CacheWarmer(load, 1, most=1)) as warmer:
+            warmer.add(np.zeros(1, np.int32), fresh=True)
             found.put((ours, loading.get(timeout=DEADLINE_S)))
 
     starter = threading.Thread(target=fill)

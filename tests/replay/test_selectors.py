@@ -32,8 +32,8 @@ DEMO, ONLINE = (
 )
 
 
-def sampler(replay: ReplayBuffer, chooser: Selector, n: int = 101, seed: int = 0) -> Sampler[TransitionBatch]:
-    return Sampler(replay, chooser, TransitionBuilder(), n, seed=seed)
+def sampler(replay: ReplayBuffer, selector: Selector, n: int = 101, seed: int = 0) -> Sampler[TransitionBatch]:
+    return Sampler(replay, selector, TransitionBuilder(), n, seed=seed)
 
 
 def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: Store) -> None:
@@ -102,7 +102,7 @@ class TestPrioritized:
             np.testing.assert_allclose(counts, 125, rtol=0.1)
             store.put(DeleteLabel(episode="ep-1", labeller="a", at_unix_ns=1))
             replay.refresh()
-            drawing.feedback(batch, np.full(len(batch), 99.0))  # of rows that have gone meanwhile
+            drawing.feedback(batch, np.full(len(batch), 99.0))  # rows that were deleted in the meantime
             assert {episode for episode, _ in seen(drawing.sample())} == {2}
 
     def test_beta_anneals_to_one(self, store: Store) -> None:
@@ -165,20 +165,20 @@ class TestTaskBalanced:
     def test_tasks_are_equal_and_sides_even_without_losses(self, store: Store) -> None:
         self.fill(store)
         with store.replay() as replay:
-            chooser = TaskBalancedSelector()
-            groups = np.bincount(sampler(replay, chooser, 400).sample().group, minlength=4)
+            selector = TaskBalancedSelector()
+            groups = np.bincount(sampler(replay, selector, 400).sample().group, minlength=4)
             assert groups.tolist() == [100, 100, 0, 200], "lift offline and online; stack has no demonstrations"
 
     def test_online_share_follows_recent_losses_within_bounds(self, store: Store) -> None:
         self.fill(store)
         with store.replay() as replay:
-            chooser = TaskBalancedSelector(alpha=1.0, window=1)
-            drawing = sampler(replay, chooser, 400)
+            selector = TaskBalancedSelector(alpha=1.0, window=1)
+            drawing = sampler(replay, selector, 400)
             for online, expected in ((1.0, 1 / (1 + np.exp(-0.5))), (9.0, 0.8), (-9.0, 0.2)):
                 batch = drawing.sample()
                 drawing.feedback(batch, np.where(batch.group == 1, online, 0.5))
-                assert chooser.online_share("lift") == pytest.approx(expected)
-                assert chooser.online_share("stack") == 1.0
+                assert selector.online_share("lift") == pytest.approx(expected)
+                assert selector.online_share("stack") == 1.0
             counts = np.bincount(drawing.sample().group, minlength=4)
             assert counts[1] in (40, 41) and counts[0] + counts[1] == 200
             saved = drawing.state_dict()

@@ -50,21 +50,21 @@ def test_filters_by_episode_age_and_version(store: Store, where: AnyStepFilter, 
         chunk(4, 0, 2, end=True, task="stack", version=9, at_s=11.0),
     )
     with store.replay() as replay:
-        candidates = EligibleSteps(where)
-        replay.subscribe(lambda timeline, change: None if candidates.update(timeline, change) else None)
-        found = replay.observation_index.index.episode_of(candidates.rows.astype(np.int64)) + 1
+        eligible = EligibleSteps(where)
+        replay.subscribe(lambda observations, change: None if eligible.update(observations, change) else None)
+        found = replay.observation_index.index.episode_of(eligible.rows.astype(np.int64)) + 1
         assert set(found.tolist()) == episodes and len(found) == 2 * len(episodes)
 
 
 def test_phase_filter_uses_labels(store: Store) -> None:
     store.put(chunk(1, 0, 4, end=True, phase=[POLICY, TELEOP, POLICY, Phase.CORRECTION]))
     with store.replay() as replay:
-        candidates = EligibleSteps(StepFilter(phases=INTERVENTION_PHASES))
-        replay.subscribe(lambda timeline, change: None if candidates.update(timeline, change) else None)
-        assert candidates.rows.tolist() == [1, 3]
+        eligible = EligibleSteps(StepFilter(phases=INTERVENTION_PHASES))
+        replay.subscribe(lambda observations, change: None if eligible.update(observations, change) else None)
+        assert eligible.rows.tolist() == [1, 3]
         store.put(PhaseLabel(episode="ep-1", labeller="a", at_unix_ns=1, first_step=0, steps=2, phase=Phase.RECOVERY))
         replay.refresh()
-        assert candidates.rows.tolist() == [3]
+        assert eligible.rows.tolist() == [3]
 
 
 Record = tuple[int, int, bool]
@@ -112,35 +112,35 @@ def test_eligible_steps_depend_only_on_content(plan: list[Record], cuts: list[in
     """Incremental and complete updates give the rows that a direct check of each row finds."""
     blocks = [builder.build() for builder in _blocks(plan)]
     edges = sorted({0, len(blocks), *(cut for cut in cuts if cut < len(blocks))})
-    index, candidates = Index(), EligibleSteps(FILTERS[which])
-    timeline = ObservationIndex(index)
+    index, eligible = Index(), EligibleSteps(FILTERS[which])
+    observations = ObservationIndex(index)
     for start, stop in zip(edges, edges[1:], strict=False):
         change = index.apply(blocks[start:stop])
-        timeline.extend()
-        candidates.update(timeline, change)
+        observations.extend()
+        eligible.update(observations, change)
     rows = np.arange(len(index.steps))
-    plain = FILTERS[which].matches(timeline, 0) & (timeline.observation_after(rows) >= 0)
-    assert candidates.rows.tolist() == np.flatnonzero(plain).tolist()
+    plain = FILTERS[which].matches(observations, 0) & (observations.observation_after(rows) >= 0)
+    assert eligible.rows.tolist() == np.flatnonzero(plain).tolist()
 
 
 @settings(max_examples=40, deadline=None)
 @given(plan=records)
 def test_observation_numbers_find_the_next_observation(plan: list[Record]) -> None:
     index = Index()
-    timeline = ObservationIndex(index)
+    observations = ObservationIndex(index)
     for builder in _blocks(plan):
         index.apply([builder.build()])
-        timeline.extend()
+        observations.extend()
     rows = np.arange(len(index.steps))
-    numbers = timeline.observation_before(rows)
+    numbers = observations.observation_before(rows)
     assert len(set(numbers.tolist())) == len(rows)
-    place = timeline.locate(numbers)
+    place = observations.locate(numbers)
     assert (place.chunk == index.steps.chunk).all()
     assert (place.step == rows - index.chunks.first_row[index.steps.chunk]).all()
-    following, successor = timeline.observation_after(rows), timeline.successor(rows)
+    following, successor = observations.observation_after(rows), observations.successor(rows)
     for row in rows.tolist():
         if successor[row] >= 0:
             assert following[row] == numbers[successor[row]]
         else:
             assert (following[row] >= 0) == bool(index.is_last(np.array([row]))[0])
-    assert timeline.observation_count == len(rows) + int(index.chunks.has_final.sum())
+    assert observations.observation_count == len(rows) + int(index.chunks.has_final.sum())

@@ -253,8 +253,8 @@ def noticed(content: dict[str, bytes]) -> None:
     disk = Disk(content)
     found = verify_log(ROOT, files=disk.files())
     require(bool(found), "damage was not noticed")
-    held(content)  # what can be read is right
-    Scenario(disk).open()  # and a writer goes on beside it
+    held(content)  # readable chunks are unchanged
+    Scenario(disk).open()  # a writer can continue
 
 
 def sound_store() -> dict[str, bytes]:

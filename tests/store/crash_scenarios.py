@@ -31,7 +31,7 @@ from user_sys.store.verify import QUARANTINE, quarantine_damage, verify_log
 
 SEGMENT_BYTES = 4096
 PROBE = "probe"
-UNWRITTEN = "no whole record"  # what a reader says of an append that a power cut tore
+UNWRITTEN = "no whole record"  # a reader's reason for an append that a power cut interrupted
 
 
 class Violation(AssertionError):
@@ -140,15 +140,15 @@ def appending(scenario: Scenario) -> None:
             if (number + index) % 2:
                 scenario.sync()
     scenario.append("ep-5", 0)
-    ticket, flushed = scenario.writer.flush(), scenario.pending
+    point, flushed = scenario.writer.flush(), scenario.pending
     scenario.append("ep-5", 1)
-    scenario.writer.sync(ticket)
+    scenario.writer.sync(point)
     pending, scenario.pending = scenario.pending, Acknowledged()
     scenario.acknowledge(flushed)
     scenario.pending = pending
     scenario.label(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
     scenario.sync()
-    scenario.append("ep-6", 0)  # written, and seen by readers, but not acknowledged by this writer
+    scenario.append("ep-6", 0)  # written and visible to readers, but not acknowledged
     scenario.writer.flush()
     scenario.kill()
     scenario.open()
@@ -302,7 +302,7 @@ def repairing(disk: Disk, acknowledged: Acknowledged) -> None:
     assert acknowledged.quarantined and not verify_log(ROOT, files=disk.files())
 
 
-# What must hold
+# Checks
 
 
 def check_store(state: CrashState, forget: str = "") -> None:
@@ -315,7 +315,7 @@ def check_store(state: CrashState, forget: str = "") -> None:
     check_content(disk, acknowledged, state.torn)
     scenario.append(PROBE, 0)
     scenario.sync()
-    # What the next writer made of it must itself survive the next power cut, at once.
+    # The result of the next writer must survive another power cut at once.
     after = acknowledged.and_also(Acknowledged(frozenset({(PROBE, 0)})))
     again = Disk(durable(disk))
     Scenario(again).open()

@@ -44,7 +44,7 @@ class Dead(OSError):
 
 
 ROOT = Path("/disk")
-ROOT_NAME = "."  # files are named as seen from `ROOT`
+ROOT_NAME = "."  # file names are relative to `ROOT`
 
 
 class Disk:

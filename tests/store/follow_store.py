@@ -17,7 +17,7 @@ from user_sys.errors import StoreRecordGone
 from user_sys.store.store import StoreReader
 
 DEADLINE_S = 120.0
-POLL_S = 0.02  # the writer needs the processor too
+POLL_S = 0.02  # leaves CPU time to the writer
 
 
 def main(path: Path, seed: int) -> None:

@@ -337,16 +337,16 @@ def test_full_disk_at_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytes
 def test_full_disk_at_background_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path, segment_bytes=200)
     writer.append(0, b"a" * 100)
-    ticket = writer.flush()
+    point = writer.flush()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         writer.append(0, b"b" * 100)
         for _ in range(2):
             with pytest.raises(StoreFull):
-                writer.sync(ticket)
+                writer.sync(point)
             with pytest.raises(StoreFull):
                 writer.append(0, b"c" * 100)
-        assert writer.pending_bytes == 136 and writer.sealed_segments() == ()  # what came before is durable by now
+        assert writer.pending_bytes == 136 and writer.sealed_segments() == ()  # earlier records are durable
         assert read(tmp_path) == [b"a" * 100]
     writer.append(0, b"d" * 100)
     writer.close()

@@ -59,7 +59,7 @@ class StoreModel:
         self._records += 1
         return self
 
-    def choose(self, records: float, **settings: object) -> EvictionPlan:
+    def plan(self, records: float, **settings: object) -> EvictionPlan:
         """The eviction plan when only so many episodes fit."""
         index = Index()
         index.apply([self._builder.build()])
@@ -69,8 +69,8 @@ class StoreModel:
 
 def test_no_eviction_below_the_limit() -> None:
     store = StoreModel().put("a").put("b")
-    assert store.choose(2) == EvictionPlan((), 0, 0)
-    assert store.choose(0) == EvictionPlan((), 0, 0)  # no limit
+    assert store.plan(2) == EvictionPlan((), 0, 0)
+    assert store.plan(0) == EvictionPlan((), 0, 0)  # no limit
 
 
 def test_eviction_order() -> None:
@@ -88,24 +88,24 @@ def test_eviction_order() -> None:
     )
     order = ("test", "broken", "failed-1", "done-1", "failed-2", "done-2")
     for gone in range(7):
-        assert store.choose(9 - gone).episodes == order[:gone]
+        assert store.plan(9 - gone).episodes == order[:gone]
 
 
 def test_protected_episodes_stay_and_shortfall_is_reported() -> None:
     store = StoreModel().put("demo", EpisodeSource.DEMO).put("helped", by_hand=True).put("done")
-    assert store.choose(1) == EvictionPlan(("done",), RECORD_BYTES, RECORD_BYTES)
-    assert store.choose(1, keep_interventions=False).episodes == ("helped", "done")
-    assert store.choose(2, keep_sources=(), keep_interventions=False).episodes == ("demo",)
+    assert store.plan(1) == EvictionPlan(("done",), RECORD_BYTES, RECORD_BYTES)
+    assert store.plan(1, keep_interventions=False).episodes == ("helped", "done")
+    assert store.plan(2, keep_sources=(), keep_interventions=False).episodes == ("demo",)
 
 
 def test_running_episodes_are_not_evicted() -> None:
     store = StoreModel().put("left", ended=False, robot="left").put("right", ended=False, robot="right")
-    assert store.choose(1) == EvictionPlan((), 0, RECORD_BYTES)
-    assert store.put("next", robot="left").choose(2).episodes == ("left",)
+    assert store.plan(1) == EvictionPlan((), 0, RECORD_BYTES)
+    assert store.put("next", robot="left").plan(2).episodes == ("left",)
 
 
 def test_deleted_episodes_do_not_count() -> None:
-    assert StoreModel().put("a").put("b").delete("a").choose(1) == EvictionPlan((), 0, 0)
+    assert StoreModel().put("a").put("b").delete("a").plan(1) == EvictionPlan((), 0, 0)
 
 
 @settings(deadline=None)
@@ -114,14 +114,14 @@ def test_eviction_keeps_failure_share(outcomes: list[bool], share: float) -> Non
     store = StoreModel()
     for n, good in enumerate(outcomes):
         store.put(f"{n:03d}-{good}", success=good)
-    chosen = store.choose(len(outcomes) / 2, failure_share=share).episodes
+    chosen = store.plan(len(outcomes) / 2, failure_share=share).episodes
     for kind in ("True", "False"):
         mine = [name for name in chosen if name.endswith(kind)]
         assert mine == sorted(mine) and len(set(mine)) == len(mine)
     left = len(outcomes) - len(chosen)
     bad = outcomes.count(False) - sum(name.endswith("False") for name in chosen)
     assert left == len(outcomes) // 2
-    if any(name.endswith("True") for name in chosen):  # successes went: then failures were not in excess
+    if any(name.endswith("True") for name in chosen):  # a success was evicted, so failures were within their share
         assert bad <= share * left + 2
 
 

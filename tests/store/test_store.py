@@ -45,7 +45,7 @@ def test_repeated_chunk_is_ignored_after_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sealed", [False, True])
 def test_episode_refuses_chunks_of_another_robot(tmp_path: Path, sealed: bool) -> None:
     def intrude(writer: StoreWriter) -> None:
-        for index in (0, 1, 7):  # one that is there, the next one, one behind a gap
+        for index in (0, 1, 7):  # a stored one, the next one, one behind a gap
             with pytest.raises(WireError, match=r"the episode a belongs to panda-0; panda-1 cannot write to it"):
                 writer.append(chunk("a", index, end=index == 1, robot="panda-1").encode())
 

@@ -62,7 +62,7 @@ class MortalDisk(Files):
         return fd
 
     def close(self, fd: int) -> None:
-        self.fsync(fd)  # a power cut forgets nothing of closed files here: that is for the enumeration of crash states
+        self.fsync(fd)  # here, power cuts do not affect closed files; test_crash_states.py covers them
         del self.synced[fd]
         super().close(fd)
 
@@ -129,7 +129,7 @@ class Model:
     def __init__(self) -> None:
         self.records: list[Key | Label] = []
         self.unsure = 0
-        self.compacted: set[str] = set()  # deleted when a compaction came by: what is left of them is nobody's business
+        self.compacted: set[str] = set()  # deleted before a compaction; the rest of them is not checked
 
     def add(self, record: Key | Label) -> None:
         self.records.append(record)
@@ -258,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
             kept = 0
             for record in self.model.records[len(self.model.records) - self.model.unsure :]:
                 kept += self.stored(reader, record)
-        # What survives of what was unsure is its beginning: forget the rest.
+        # A prefix of the unsure records survives; drop the rest.
         del self.model.records[len(self.model.records) - self.model.unsure + kept :]
         self.model.unsure = 0
 

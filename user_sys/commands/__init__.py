@@ -1,1 +1,1 @@
-"""``user-sys store``: what a person does with a store from a terminal. Each verb is a module; `grammar` names them."""
+"""The command line: one module per verb, loaded when the verb runs; `main` parses the arguments."""

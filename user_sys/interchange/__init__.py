@@ -1,1 +1,1 @@
-"""Experience in other people's formats: LeRobot data sets in and out, MCAP recordings out."""
+"""Import and export: LeRobot datasets and MCAP recordings."""

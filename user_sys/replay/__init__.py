@@ -1,1 +1,1 @@
-"""The replay buffer: the learner's view of the experience store, cached and sampled."""
+"""The replay buffer: batches for learners from the experience store."""

@@ -1,1 +1,1 @@
-"""The experience store: the durable log of everything that happened."""
+"""The experience store: a durable log of all episodes and labels."""
