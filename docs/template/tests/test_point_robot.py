@@ -1,4 +1,4 @@
-"""The whole contract of a robot, inherited: a driver is done when this passes."""
+"""The conformance suite of a robot: a driver is done when this passes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TestPointRobot(RobotConformance):
         return PointRobot(Options())
 
 
-def test_it_is_found_by_its_name() -> None:
+def test_driver_is_found_by_its_name() -> None:
     setup = load_driver("point")(RobotSetupRequest("point-0", "upright", {"rate_hz": 10.0}))
     assert setup.robot.spec.rate_hz == 10.0
 
 
-def test_it_reaches_for_goals_as_other_robots_do() -> None:
+def test_reach_task_is_available() -> None:
     setup = load_driver("point")(RobotSetupRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
     assert (setup.task.name, setup.task.max_steps) == ("reach", 40) and setup.make_expert is not None

@@ -1,6 +1,6 @@
-"""A robot of your own: two joints that a controller somewhere moves. Replace `controller` by your device's library.
+"""A driver for two joints of a remote controller. Replace `controller` by your device's library.
 
-What a run's config calls `options` is `Options`; what a person or a policy may ask of the robot is `SPEC`.
+`Options` are the `options` of a run's config. `spec` describes observations, actions and limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT_RAD, SPEED_RAD_S = math.pi / 2, 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """Attributes: `address` is where the controller is; `reach` is of the task of that name."""
+    """Attributes: `address` of the controller; `reach`: settings of the task of that name."""
 
     address: str = "127.0.0.1"
     rate_hz: float = 20.0
@@ -33,7 +33,7 @@ class Options:
 
 
 def spec(options: Options) -> RobotSpec:
-    """Everything that the rest of the system needs to know; nothing is asked of the hardware."""
+    """The robot's spec; needs no hardware."""
     bounds = {"low": (-LIMIT_RAD,) * 2, "high": (LIMIT_RAD,) * 2}
     return RobotSpec(
         model="point",
@@ -54,7 +54,7 @@ def spec(options: Options) -> RobotSpec:
 
 
 class PointRobot(Robot):
-    """The safety kernel stands before `command`; the driver says what was applied, and HardwareLost when it is gone."""
+    """The safety kernel checks actions before `command`, which returns the applied action or raises HardwareLost."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.spec = options, spec(options)
@@ -62,22 +62,22 @@ class PointRobot(Robot):
 
     def connect(self) -> None:
         if self._controller is None:
-            self._controller = Controller(self.options.address)  # raise HardwareLost where it does not answer
+            self._controller = Controller(self.options.address)  # raise HardwareLost if it does not answer
             self.stop(StopLevel.HOLD)
 
     def observe(self) -> Observation:
         captured_ns = time.monotonic_ns()
-        return Observation({STATE: np.array(self._link().angles(), np.float32)}, captured_ns)
+        return Observation({STATE: np.array(self._connected().angles(), np.float32)}, captured_ns)
 
     def command(self, action: Array) -> Array:
         self.spec.action.validate(action)
-        controller = self._link()
+        controller = self._connected()
         applied = np.clip(action, self.spec.action.low, self.spec.action.high).astype(np.float32)
         controller.go_to(applied.tolist())
         return applied
 
     def stop(self, level: StopLevel) -> None:
-        controller = self._link()
+        controller = self._connected()
         controller.go_to(controller.angles())
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class PointRobot(Robot):
         finally:
             self._controller = None
 
-    def _link(self) -> Controller:
+    def _connected(self) -> Controller:
         if self._controller is None:
             raise HardwareLost(f"the point robot at {self.options.address} is not connected")
         return self._controller
@@ -96,10 +96,10 @@ class PointRobot(Robot):
 class Upright(Task):
     """Both joints at 0."""
 
-    name, sentence, max_steps = "upright", "stand upright", 200
+    name, instruction, max_steps = "upright", "stand upright", 200
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Somebody, or something, has to bring the robot to a start; this one starts from where it is."""
+        """Move the robot to a start pose; this one starts where it is."""
         robot.stop(StopLevel.HOLD)
 
     def evaluate(self, observation: Observation) -> TaskOutcome:
@@ -108,7 +108,7 @@ class Upright(Task):
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """What the entry point in pyproject.toml names. Unknown options are refused by `read_options`."""
+    """The entry point in pyproject.toml. `read_options` refuses unknown options."""
     options = read_options(Options, request)
     setup = RobotSetup(request.name, PointRobot(options), Upright())
     return add_reach_task(setup, options.reach) if request.task == REACH_TASK else setup

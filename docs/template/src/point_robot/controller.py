@@ -1,4 +1,4 @@
-"""Stands where your device's library would: two joints that go at once where they are told."""
+"""A stand-in for your device's library: two joints that reach their targets at once."""
 
 from __future__ import annotations
 
