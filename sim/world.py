@@ -68,6 +68,60 @@ def compile_scene(arm: ArmModel, scene: str) -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_string(xml, {name: (ASSETS / name).read_bytes() for name in files})
 
 
+class _InverseKinematics:
+    """Computes joint angles for tool positions, on a copy of the world's data.
+
+    Attributes:
+        home: the arm's home pose (n,), rad.
+    """
+
+    def __init__(self, model: mujoco.MjModel, arm: ArmModel) -> None:
+        self._model, self._data = model, mujoco.MjData(model)
+        self._joints, self._tool = len(arm.joints), model.site("tool").id
+        self.home = np.array(arm.home_rad)
+        self._low = np.array(arm.joint_low_rad) + JOINT_MARGIN_RAD
+        self._high = np.array(arm.joint_high_rad) - JOINT_MARGIN_RAD
+        self._posture_gain = _POSTURE_GAIN if self._joints > 6 else 0.0
+        self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.rotation_damping**2] * 3)
+        self._jacobian = np.zeros((6, model.nv))
+
+    def solve(self, joints: Array, position: Array, iterations: int) -> Array:
+        """Joint angles (n,) near `joints` that bring the tool to `position`, pointing down: damped least squares.
+
+        The home pose attracts a redundant degree of freedom, so that the elbow is a function of the position. An arm
+        with too few degrees of freedom misses the direction, not the position.
+        """
+        model, data, jacobian, n = self._model, self._data, self._jacobian, self._joints
+        joints = joints.copy()
+        for _ in range(iterations):
+            data.qpos[:n] = joints
+            mujoco.mj_kinematics(model, data)
+            mujoco.mj_comPos(model, data)
+            mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], self._tool)
+            error, j = self._pose_error(data, position), jacobian[:, :n]
+            step = self._step_towards(error, j, joints)
+            stuck = ((joints <= self._low) & (step < 0.0)) | ((joints >= self._high) & (step > 0.0))
+            if stuck.any():
+                step = np.where(stuck, 0.0, self._step_towards(error, np.where(stuck, 0.0, j), joints))
+            largest = float(np.abs(step).max())
+            joints = joints + step * min(1.0, _STEP_MAX_RAD / max(largest, 1e-9))
+            joints = np.minimum(np.maximum(joints, self._low), self._high)
+            if largest < _CONVERGED_RAD:
+                break
+        return joints
+
+    def _step_towards(self, error: Array, j: Array, joints: Array) -> Array:
+        posture = self._posture_gain * (self.home - joints)
+        step: Array = j.T @ np.linalg.solve(j @ j.T + self._regulariser, error - j @ posture) + posture
+        return step
+
+    def _pose_error(self, data: mujoco.MjData, position: Array) -> Array:
+        """The vector to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
+        _, xy, xz, yx, _, yz, zx, zy, _ = data.site_xmat[self._tool].tolist()
+        turn = (0.5 * (zy - yz), 0.5 * (zx + xz), -0.5 * (yx + xy))
+        return np.concatenate((position - data.site_xpos[self._tool], turn))
+
+
 class MujocoWorld:
     """A scene with one arm. One thread uses it.
 
@@ -86,7 +140,6 @@ class MujocoWorld:
         self.arm = arm
         self.model = compile_scene(arm, scene)
         self.data = mujoco.MjData(self.model)
-        self._scratch = mujoco.MjData(self.model)
         self._period_s = period_s
         self._substeps = round(period_s / self.model.opt.timestep)
         if self._substeps < 1 or abs(self._substeps * self.model.opt.timestep - period_s) > 1e-9:
@@ -95,14 +148,10 @@ class MujocoWorld:
         self._fingers = [(self.model.joint(name).qposadr[0], share) for name, share in arm.gripper.joints]
         self._tool = self.model.site("tool").id
         self._object = self.model.body("object").id
-        self._home = np.array(arm.home_rad)
-        self._low = np.array(arm.joint_low_rad) + JOINT_MARGIN_RAD
-        self._high = np.array(arm.joint_high_rad) - JOINT_MARGIN_RAD
         self._speed_max = arm.speed_share * np.array(arm.joint_speed_max_rad_s)
-        self._posture_gain = _POSTURE_GAIN if self._joints > 6 else 0.0
-        self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.rotation_damping**2] * 3)
-        self._jacobian = np.zeros((6, self.model.nv))
-        self._joint_target = self._home
+        self._kinematics = _InverseKinematics(self.model, arm)
+        self._jacobian = np.zeros((3, self.model.nv))
+        self._joint_target = self._kinematics.home
         self._target = np.zeros(3)
         self.reset_count = 0
         x, y = np.mean(arm.cube_start_area, axis=0)
@@ -115,7 +164,7 @@ class MujocoWorld:
         mujoco.mj_resetData(self.model, self.data)
         self.reset_count += 1
         n, data = self._joints, self.data
-        self._joint_target = self._solve(self._home, tool_position, _ITERATIONS_AT_RESET)
+        self._joint_target = self._kinematics.solve(self._kinematics.home, tool_position, _ITERATIONS_AT_RESET)
         data.qpos[:n] = data.act[:n] = self._joint_target
         data.act[n] = self.arm.gripper.drive_from_width(self.arm.gripper.width_max_m)
         for address, share in self._fingers:
@@ -145,7 +194,7 @@ class MujocoWorld:
         """
         held = self._limited_target()
         self._target = np.clip(held + delta, np.minimum(low, held), np.maximum(high, held))
-        goal = self._solve(self._joint_target, self._target, _ITERATIONS_PER_PERIOD)
+        goal = self._kinematics.solve(self._joint_target, self._target, _ITERATIONS_PER_PERIOD)
         n, ctrl = self._joints, self.data.ctrl
         ctrl[:n] = self._limit_speeds((goal - self._joint_target) / self._period_s)
         self._joint_target = self._joint_target + ctrl[:n] * self._period_s
@@ -169,12 +218,12 @@ class MujocoWorld:
     def read_sensors(self) -> SimReadings:
         """The current state."""
         n, data = self._joints, self.data
-        mujoco.mj_jacSite(self.model, data, self._jacobian[:3], None, self._tool)
+        mujoco.mj_jacSite(self.model, data, self._jacobian, None, self._tool)
         return SimReadings(
             joint_position=data.qpos[:n].copy(),
             joint_velocity=data.qvel[:n].copy(),
             tool_position=data.site_xpos[self._tool].copy(),
-            tool_velocity=self._jacobian[:3, :n] @ data.qvel[:n],
+            tool_velocity=self._jacobian[:, :n] @ data.qvel[:n],
             gripper_width=self._width(),
             gripper_set_width=self._set_width(),
             object_position=data.xpos[self._object].copy(),
@@ -205,42 +254,6 @@ class MujocoWorld:
         mujoco.mj_fwdPosition(self.model, self.data)  # mj_step leaves the poses one physics step behind
         if self.data.warning.number[_DIVERGED].any():  # MuJoCo has reset the world by itself
             raise HardwareLost("the simulation diverged; reset the task")
-
-    def _solve(self, joints: Array, position: Array, iterations: int) -> Array:
-        """Joint angles (n,) near `joints` that bring the tool to `position`, pointing down: damped least squares.
-
-        The home pose attracts a redundant degree of freedom, so that the elbow is a function of the position. An arm
-        with too few degrees of freedom misses the direction, not the position.
-        """
-        model, scratch, jacobian, n = self.model, self._scratch, self._jacobian, self._joints
-        joints = joints.copy()
-        for _ in range(iterations):
-            scratch.qpos[:n] = joints
-            mujoco.mj_kinematics(model, scratch)
-            mujoco.mj_comPos(model, scratch)
-            mujoco.mj_jacSite(model, scratch, jacobian[:3], jacobian[3:], self._tool)
-            error, j = self._pose_error(scratch, position), jacobian[:, :n]
-            step = self._step_towards(error, j, joints)
-            stuck = ((joints <= self._low) & (step < 0.0)) | ((joints >= self._high) & (step > 0.0))
-            if stuck.any():
-                step = np.where(stuck, 0.0, self._step_towards(error, np.where(stuck, 0.0, j), joints))
-            largest = float(np.abs(step).max())
-            joints = joints + step * min(1.0, _STEP_MAX_RAD / max(largest, 1e-9))
-            joints = np.minimum(np.maximum(joints, self._low), self._high)
-            if largest < _CONVERGED_RAD:
-                break
-        return joints
-
-    def _step_towards(self, error: Array, j: Array, joints: Array) -> Array:
-        posture = self._posture_gain * (self._home - joints)
-        step: Array = j.T @ np.linalg.solve(j @ j.T + self._regulariser, error - j @ posture) + posture
-        return step
-
-    def _pose_error(self, scratch: mujoco.MjData, position: Array) -> Array:
-        """The vector to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
-        _, xy, xz, yx, _, yz, zx, zy, _ = scratch.site_xmat[self._tool].tolist()
-        turn = (0.5 * (zy - yz), 0.5 * (zx + xz), -0.5 * (yx + xy))
-        return np.concatenate((position - scratch.site_xpos[self._tool], turn))
 
 
 _DIVERGED = [int(getattr(mujoco.mjtWarning, f"mjWARN_{name}")) for name in ("BADQPOS", "BADQVEL", "BADQACC", "BADCTRL")]
