@@ -286,119 +286,44 @@ class _EmulatedConnection:
             self.fate.set_result(fate)
 
 
-class EmulatedLink:
-    """A link from `listen` to `target`, from `start` to `close`. Any thread may call it.
-
-    Both are ``HOST:PORT``; an IPv6 address is in brackets.
+class _Proxy:
+    """Accepts and forwards the connections of a link, and applies its faults. All methods run on one loop.
 
     Attributes:
-        address: the listening address, with the actual port if `listen` has port 0.
+        breaks: for the next connections, one each.
     """
 
-    def __init__(self, target: str, config: LinkConfig | None = None, listen: str = "127.0.0.1:0") -> None:
-        """Raises OSError if `listen` is not available."""
-        self.config = config or LinkConfig()
-        self._target = _split_host_port(target)
-        place = _split_host_port(listen)
-        self._listener = socket.create_server(place, family=_family(place), backlog=MAX_CONNECTIONS)
-        self._listener.setblocking(False)
-        self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
-        self._random = random.Random(self.config.seed)
-        self._breaks = deque(self.config.breaks)
+    def __init__(self, config: LinkConfig, listener: socket.socket, target: tuple[str, int]) -> None:
+        self._config, self._listener, self._target = config, listener, target
+        self._random = random.Random(config.seed)
+        self.breaks = deque(config.breaks)
         self._connections: dict[asyncio.Task[None], _EmulatedConnection] = {}
         self._accepted = self._broken = 0
         self._resetting = False
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-        if not self._ready.wait(CALL_TIMEOUT_S):
-            raise TimeoutError("the link's thread did not start")
-
-    def close(self) -> None:
-        """Break all connections and stop listening. May be called twice."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(CALL_TIMEOUT_S)
-        self._listener.close()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def endpoint(self) -> str:
-        """`address` in ZeroMQ's format."""
-        return f"tcp://{self.address}"
-
-    @property
-    def traffic(self) -> LinkTraffic:
-        return LinkTraffic(
-            self._directions["up"].delivered_bytes,
-            self._directions["down"].delivered_bytes,
-            self._accepted,
-            self._broken,
-        )
-
-    def partition(self, direction: Literal["both", "up", "down"] = "both") -> None:
-        """Stop all transfer in a direction until `restore`."""
-        self._call(lambda: self._partition(direction, is_open=False))
-
-    def restore(self) -> None:
-        """End partitions and `half_open`; waiting bytes continue."""
-        self._call(self._heal)
-
-    def reset(self) -> None:
-        """Break every open connection."""
-        self._call(lambda: self._end_all("reset"))
-
-    def half_open(self) -> None:
-        """Break the gateway's side of every connection without notice to the other; new connections get no answer until
-        `restore`."""
-        self._call(self._go_half_open)
-
-    def schedule_breaks(self, *breaks: LinkBreak) -> None:
-        """Apply `breaks` to the next connections, one each."""
-        self._call(lambda: self._breaks.extend(breaks))
-
-    # Methods of the loop's thread
-
-    def _call(self, change: Callable[[], None]) -> None:
-        done = threading.Event()
-
-        def apply() -> None:
-            change()
-            done.set()
-
-        self._loop.call_soon_threadsafe(apply)
-        if not done.wait(CALL_TIMEOUT_S):
-            raise TimeoutError("the link's thread does not answer")
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=_precise_loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop, self._stop, self._accepts_connections = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._accepts_connections = asyncio.Event()
         self._accepts_connections.set()
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._directions: dict[LinkDirectionName, LinkDirection] = {
-            "up": self._make_direction(self.config.up_mbit_s),
-            "down": self._make_direction(self.config.down_mbit_s),
+            "up": self._make_direction(config.up_mbit_s),
+            "down": self._make_direction(config.down_mbit_s),
         }
-        accepting = asyncio.create_task(self._accept())
-        self._ready.set()
-        await self._stop.wait()
-        for task in (accepting, *self._connections):
-            task.cancel()
-        await asyncio.gather(accepting, *self._connections, return_exceptions=True)
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        up, down = self._directions["up"], self._directions["down"]
+        return LinkTraffic(up.delivered_bytes, down.delivered_bytes, self._accepted, self._broken)
+
+    async def serve(self) -> None:
+        """Accept connections until cancelled; then close all of them."""
+        try:
+            await self._accept()
+        finally:
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _make_direction(self, mbit_s: float) -> LinkDirection:
-        c = self.config
+        c = self._config
         rng = random.Random(self._random.random())
         return LinkDirection(mbit_s, c.delay_ms / 1e3, c.jitter_ms / 1e3, c.loss, c.stall_ms / 1e3, rng)
 
@@ -407,11 +332,11 @@ class EmulatedLink:
         try:
             while True:
                 await self._slots.acquire()
-                client, _ = await self._loop.sock_accept(self._listener)
+                client, _ = await asyncio.get_running_loop().sock_accept(self._listener)
                 self._accepted += 1
                 if not event_tasks:
-                    event_tasks = [asyncio.create_task(self._run_event(event)) for event in self.config.events]
-                    event_tasks += [asyncio.create_task(self._reset_at_random())] if self.config.resets_per_min else []
+                    event_tasks = [asyncio.create_task(self._run_event(event)) for event in self._config.events]
+                    event_tasks += [asyncio.create_task(self._reset_at_random())] if self._config.resets_per_min else []
                 connection = _EmulatedConnection(client)
                 task = asyncio.create_task(self._handle_connection(connection))
                 self._connections[task] = connection
@@ -452,12 +377,12 @@ class EmulatedLink:
             raise ConnectionResetError("the link does not answer")
         if _is_closed_by_peer(connection.client):
             raise ConnectionAbortedError("the client left while it waited")
-        await asyncio.wait_for(self._loop.sock_connect(gateway, self._target), CONNECT_TIMEOUT_S)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(gateway, self._target), CONNECT_TIMEOUT_S)
         gateway.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def _transfer(self, connection: _EmulatedConnection, gateway: socket.socket) -> bool:
         """Transfer in both directions. True if the link or an end broke the connection, False if both closed it."""
-        client, broken = connection.client, self._breaks.popleft() if self._breaks else None
+        client, broken = connection.client, self.breaks.popleft() if self.breaks else None
         up, down = self._directions["up"], self._directions["down"]
         forwarding = asyncio.create_task(
             _run_forwarders(
@@ -492,16 +417,16 @@ class EmulatedLink:
         logger.info("link.event what=%s way=%s for_s=%g", event.what, event.way, event.for_s)
         match event.what:
             case "cut":
-                self._partition(event.way, is_open=False)
+                self.partition(event.way, is_open=False)
             case "reset":
-                self._end_all("reset")
+                self.end_all("reset")
                 self._resetting = True
             case "half-open":
-                self._go_half_open()
+                self.go_half_open()
         await asyncio.sleep(event.for_s)
         match event.what:
             case "cut":
-                self._partition(event.way, is_open=True)
+                self.partition(event.way, is_open=True)
             case "reset":
                 self._resetting = False
             case "half-open":
@@ -510,26 +435,119 @@ class EmulatedLink:
 
     async def _reset_at_random(self) -> None:
         while True:
-            await asyncio.sleep(self._random.expovariate(self.config.resets_per_min / 60))
+            await asyncio.sleep(self._random.expovariate(self._config.resets_per_min / 60))
             if self._connections:
                 self._random.choice(list(self._connections.values())).end("reset")
 
-    def _partition(self, way: Literal["both", "up", "down"], *, is_open: bool) -> None:
+    def partition(self, way: Literal["both", "up", "down"], *, is_open: bool) -> None:
         for name, each in self._directions.items():
             if way in ("both", name):
                 each.is_open.set() if is_open else each.is_open.clear()
 
-    def _heal(self) -> None:
-        self._partition("both", is_open=True)
+    def restore(self) -> None:
+        self.partition("both", is_open=True)
         self._accepts_connections.set()
 
-    def _go_half_open(self) -> None:
+    def go_half_open(self) -> None:
         self._accepts_connections.clear()
-        self._end_all("half-open")
+        self.end_all("half-open")
 
-    def _end_all(self, fate: Literal["reset", "half-open"]) -> None:
+    def end_all(self, fate: Literal["reset", "half-open"]) -> None:
         for connection in self._connections.values():
             connection.end(fate)
+
+
+class EmulatedLink:
+    """A link from `listen` to `target`, from `start` to `close`. Any thread may call it.
+
+    Both are ``HOST:PORT``; an IPv6 address is in brackets.
+
+    Attributes:
+        address: the listening address, with the actual port if `listen` has port 0.
+    """
+
+    def __init__(self, target: str, config: LinkConfig | None = None, listen: str = "127.0.0.1:0") -> None:
+        """Raises OSError if `listen` is not available."""
+        self.config = config or LinkConfig()
+        destination, place = _split_host_port(target), _split_host_port(listen)
+        self._listener = socket.create_server(place, family=_family(place), backlog=MAX_CONNECTIONS)
+        self._listener.setblocking(False)
+        self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
+        self._proxy = _Proxy(self.config, self._listener, destination)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._ready.wait(CALL_TIMEOUT_S):
+            raise TimeoutError("the link's thread did not start")
+
+    def close(self) -> None:
+        """Break all connections and stop listening. May be called twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(CALL_TIMEOUT_S)
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def endpoint(self) -> str:
+        """`address` in ZeroMQ's format."""
+        return f"tcp://{self.address}"
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        return self._proxy.traffic
+
+    def partition(self, direction: Literal["both", "up", "down"] = "both") -> None:
+        """Stop all transfer in a direction until `restore`."""
+        self._call(lambda: self._proxy.partition(direction, is_open=False))
+
+    def restore(self) -> None:
+        """End partitions and `half_open`; waiting bytes continue."""
+        self._call(self._proxy.restore)
+
+    def reset(self) -> None:
+        """Break every open connection."""
+        self._call(lambda: self._proxy.end_all("reset"))
+
+    def half_open(self) -> None:
+        """Break the gateway's side of every connection without notice to the other; new connections get no answer until
+        `restore`."""
+        self._call(self._proxy.go_half_open)
+
+    def schedule_breaks(self, *breaks: LinkBreak) -> None:
+        """Apply `breaks` to the next connections, one each."""
+        self._call(lambda: self._proxy.breaks.extend(breaks))
+
+    def _call(self, change: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def apply() -> None:
+            change()
+            done.set()
+
+        self._loop.call_soon_threadsafe(apply)
+        if not done.wait(CALL_TIMEOUT_S):
+            raise TimeoutError("the link's thread does not answer")
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=_precise_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        serving = asyncio.create_task(self._proxy.serve())
+        self._ready.set()
+        await self._stop.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def _run_forwarders(*pipes: StreamForwarder) -> None:
