@@ -19,10 +19,10 @@ from crash_scenarios import (
     Violation,
     appending,
     compacting,
+    execute,
     filling,
     outbox_story,
     repair_story,
-    story,
 )
 from disk_model import Event, crash_states
 
@@ -47,10 +47,10 @@ def executions(name: str, kill_every: int, forget: str = "") -> Iterator[Executi
     if name in ("outbox", "repairing"):
         yield outbox_story(forget) if name == "outbox" else repair_story(forget)
         return
-    whole = story(SCENARIOS[name], forget)
+    whole = execute(SCENARIOS[name], forget)
     yield whole
     for at in kill_moments(whole.disk.trace, kill_every):
-        yield story(SCENARIOS[name], forget, kill_at=at)
+        yield execute(SCENARIOS[name], forget, kill_at=at)
 
 
 def kill_moments(trace: Sequence[Event], every: int) -> list[int]:
