@@ -25,7 +25,7 @@ DRIVER = '''
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from hal.driver import Station, read_options
+from hal.driver import RobotSetup, read_options
 from robots import fake
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Reach(fake.FakeTask):
     def reset(self, robot, rng):
         end = time.monotonic() + robot.options.reset_s
         while time.monotonic() < end:
-            robot.attend()
+            robot.check_stop()
             robot.moves()
             time.sleep(0.02)
         super().reset(robot, rng)
@@ -54,7 +54,7 @@ def make_robot_setup(request):
     options = read_options(Options, request)
     robot = Arm(fake.FakeRobotConfig(rate_hz=50))
     robot.options = options
-    return Station(request.name, robot, Reach(), (), lambda seed, noise: fake.fake_expert)
+    return RobotSetup(request.name, robot, Reach(), (), lambda seed, noise: fake.fake_expert)
 '''
 
 RUN = """
