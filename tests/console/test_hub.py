@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.spec import ArraySpec, RobotSpec
-from user_sys.console.hub import MAX_CAMERAS, MAX_CURVES, MAX_JPEG_BYTES, MAX_ROBOTS, ROBOT_TIMEOUT_S, ConsoleHub, Curve
+from user_sys.console.hub import (
+    MAX_CAMERAS_PER_ROBOT,
+    MAX_CURVES,
+    MAX_JPEG_BYTES,
+    MAX_ROBOTS,
+    STATUS_TIMEOUT_S,
+    ConsoleHub,
+    Curve,
+)
 from user_sys.errors import AuthorityError, WireError
 from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, PreviewRequest, RobotStatus
 
@@ -67,7 +75,7 @@ def test_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) ->
     hub.update(status(step=9))
     seen = hub.view().robots[0]
     assert seen.status is not None and seen.status.step == 9 and not seen.lost
-    clock.now_s += ROBOT_TIMEOUT_S + 0.1
+    clock.now_s += STATUS_TIMEOUT_S + 0.1
     assert hub.view().robots[0].lost
 
 
@@ -188,7 +196,7 @@ def test_robots_nodes_and_cameras_are_bounded(hub: ConsoleHub) -> None:
     with pytest.raises(WireError, match="bytes"):
         hub.update_preview(Preview(robot="panda-0", camera="front", step=0), bytes(MAX_JPEG_BYTES + 1))
     with pytest.raises(WireError, match="cameras"):
-        for i in range(MAX_CAMERAS + 1):
+        for i in range(MAX_CAMERAS_PER_ROBOT + 1):
             hub.update_preview(Preview(robot="panda-0", camera=str(i), step=0), jpeg(i))
     with pytest.raises(WireError, match="robot too many"):
         for i in range(MAX_ROBOTS + 1):

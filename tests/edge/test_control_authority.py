@@ -14,7 +14,6 @@ from hal.errors import SpecError
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.edge.control_authority import INPUT_TIMEOUT_S, ControlAuthority, ControlState
 from user_sys.episode import Phase
-from user_sys.errors import AuthorityError
 from user_sys.messages import OperatorCommand, OperatorReply
 
 SPEC = RobotSpec(
@@ -263,11 +262,6 @@ def test_robot_without_a_neutral_action_raises() -> None:
     spec = RobotSpec(model="walker", rate_hz=10.0, observation=(), action=SPEC.action)
     with pytest.raises(SpecError, match="neutral"):
         ControlAuthority("w", spec).action(np.zeros(4, np.float32))
-
-
-def test_illegal_transition_raises(bench: AuthorityBench) -> None:
-    with pytest.raises(AuthorityError, match="policy to hold"):
-        bench.authority._move(ControlState.HOLD, "alice", "test")
 
 
 class Operators(RuleBasedStateMachine):

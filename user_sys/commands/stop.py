@@ -19,7 +19,7 @@ from user_sys.edge.local_estop import press_estop
 from user_sys.errors import RunError
 
 MAX_PARALLEL = 16
-MAX_NAME_CHARS = 64
+MAX_PERSON_CHARS = 64
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def stop_main(args: Namespace) -> int:
         require_robot_name(name)
     driven, console, errors = driven_robots(), Console(), Console(stderr=True)
     selected, unknown = _select_robots(args.robots, driven)
-    by = operator_name(args.by)[:MAX_NAME_CHARS]
+    by = operator_name(args.by)[:MAX_PERSON_CHARS]
     failed = bool(unknown) or not selected
     with ThreadPoolExecutor(min(len(selected), MAX_PARALLEL) or 1) as pool:
         for files, pending in [(files, pool.submit(press_estop, files, by, args.reason)) for files in selected]:
@@ -89,7 +89,7 @@ def rearm_main(args: Namespace) -> int:
             raise RunError(f"{args.robot}: no e-stop is latched on this computer")
         if not latch.clear(latched):
             raise RunError(f"{args.robot}: the e-stop was pressed again just now, and stands")
-    by = operator_name(args.by)[:MAX_NAME_CHARS]
+    by = operator_name(args.by)[:MAX_PERSON_CHARS]
     log.warning("estop.rearmed robot=%s by=%s; it was pressed by %s", args.robot, by, latched.by)
     audit_operator_action(by, "re-arm", robot=args.robot)
     _print(Console(), f"{args.robot}: re-armed by {by}; it was stopped by {latched.by}: {latched.why}")

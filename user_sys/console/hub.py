@@ -30,9 +30,9 @@ from user_sys.messages import (
 
 MAX_POINTS = 240
 SUCCESS_WINDOW = 20
-ROBOT_TIMEOUT_S = 3.0
+STATUS_TIMEOUT_S = 3.0
 MAX_ROBOTS = 64
-MAX_CAMERAS = 8  # of one robot
+MAX_CAMERAS_PER_ROBOT = 8  # of one robot
 MAX_NODES = 64
 MAX_CURVES = 64
 MAX_JPEG_BYTES = 4 << 20
@@ -105,7 +105,7 @@ class RobotView(msgspec.Struct, frozen=True):
 
     Attributes:
         status: None before its first report.
-        lost: it has reported, but not within `ROBOT_TIMEOUT_S`.
+        lost: it has reported, but not within `STATUS_TIMEOUT_S`.
         last: the report of its newest finished episode.
         silent_s: time since its newest report, or since the hub was created if it has not reported.
     """
@@ -293,8 +293,8 @@ class ConsoleHub:
         jpeg_size(jpeg)
         with self._lock:
             pictures = self._robot(preview.robot).pictures
-            if preview.camera not in pictures and len(pictures) >= MAX_CAMERAS:
-                raise WireError(f"{preview.robot} sends pictures of more than {MAX_CAMERAS} cameras")
+            if preview.camera not in pictures and len(pictures) >= MAX_CAMERAS_PER_ROBOT:
+                raise WireError(f"{preview.robot} sends pictures of more than {MAX_CAMERAS_PER_ROBOT} cameras")
             self._serial += 1
             picture = PreviewImage(preview.robot, preview.camera, preview.step, self._serial, jpeg)
             pictures[preview.camera] = picture
@@ -409,7 +409,7 @@ class ConsoleHub:
         return self._robots.setdefault(name, _Robot(name, None))
 
     def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
-        lost = robot.status is not None and now_s - robot.last_seen_s > ROBOT_TIMEOUT_S
+        lost = robot.status is not None and now_s - robot.last_seen_s > STATUS_TIMEOUT_S
         silent_s = now_s - max(robot.last_seen_s, self._started_s)
         return RobotView(robot.name, robot.status, lost, tuple(robot.pictures), robot.last, round(silent_s, 1))
 

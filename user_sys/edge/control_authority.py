@@ -32,7 +32,7 @@ from user_sys.messages import OperatorCommand, OperatorReply
 
 INPUT_TIMEOUT_S = 0.2
 MAX_AUDIT_ENTRIES = 4096
-MAX_NAME_CHARS = 64
+MAX_OPERATOR_CHARS = 64
 LOCAL_OPERATOR = "a person at the robot"
 """The operator whose input comes from a device on the robot's own computer."""
 
@@ -197,7 +197,7 @@ class ControlAuthority:
             self._execute(command, self.clock() if received_s is None else received_s)
         except AuthorityError as error:
             if command.order != "drive":
-                operator = command.operator[:MAX_NAME_CHARS]
+                operator = command.operator[:MAX_OPERATOR_CHARS]
                 _log.info("authority.refused robot=%s operator=%r %s: %s", self.robot, operator, command.order, error)
             return self._reply(command, accepted=False, reason=str(error))
         return self._reply(command, accepted=True)
@@ -230,11 +230,11 @@ class ControlAuthority:
     def _execute(self, command: OperatorCommand, received_s: float) -> None:
         operator = command.operator
         if command.robot != self.robot:
-            raise AuthorityError(f"this is {self.robot}, not {command.robot[:MAX_NAME_CHARS]}")
+            raise AuthorityError(f"this is {self.robot}, not {command.robot[:MAX_OPERATOR_CHARS]}")
         if command.order == "e-stop":
-            return self.emergency_stop(operator[:MAX_NAME_CHARS])
-        if not operator.strip() or len(operator) > MAX_NAME_CHARS:
-            raise AuthorityError(f"a command needs an operator's name of 1 to {MAX_NAME_CHARS} characters")
+            return self.emergency_stop(operator[:MAX_OPERATOR_CHARS])
+        if not operator.strip() or len(operator) > MAX_OPERATOR_CHARS:
+            raise AuthorityError(f"a command needs an operator's name of 1 to {MAX_OPERATOR_CHARS} characters")
         self._require_no_other_operator(operator)
         match command.order:
             case "take-over":

@@ -50,7 +50,7 @@ from user_sys.logs import configure_logging
 from user_sys.messages import NO_VERSION, PROTOCOL_VERSION, DevicesReport, EpisodeReport, Hello, OperatorReply
 from user_sys.policies.policy import Policy
 from user_sys.tunnel.client import TunnelClient, TunnelState
-from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.sockets import request_short_time_slice
 from user_sys.weights.double_buffer import DoubleBufferedPolicy
@@ -422,7 +422,8 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: SessionConfig) -> None:
-    keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
+    keys = load_keypair(config.keys / f"{config.robot}.key")
+    gateway_key = load_public_key(config.keys / f"{GATEWAY_NAME}.pub")
     shutdown, urgent = threading.Event(), threading.Event()
     stop_on_signals(shutdown, urgent)
     with DriverClient(config.robot, owner=str(config.state.resolve()), shutdown=shutdown) as driver:

@@ -27,7 +27,7 @@ from user_sys.messages import NO_VERSION, MetricsReport, Preview, PreviewRequest
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.flow_control import CoalescingQueue
 
-MAX_CAMERAS = 64
+MAX_QUEUED_PREVIEWS = 64
 POLL_S = 0.5
 ENCODER_CLOSE_TIMEOUT_S = 5.0
 MAX_PREVIEW_TTL_S = 60.0
@@ -53,7 +53,7 @@ class PreviewEncoder:
     def __init__(self, send: Callable[[Preview, bytes], object]) -> None:
         """`send` sends a JPEG image or drops it. It never blocks."""
         self._send = send
-        self._queue: CoalescingQueue[tuple[Preview, Array]] = CoalescingQueue(MAX_CAMERAS)
+        self._queue: CoalescingQueue[tuple[Preview, Array]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
         self._stopping = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="previews", daemon=True)
