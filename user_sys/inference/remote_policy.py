@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -246,6 +246,19 @@ class _Unavailable(UserSysError):
     """The server does not serve this session now. The message continues the text "the policy at HOST"."""
 
 
+class ServerAccess(Protocol):
+    """How a connection finds a policy server and opens slots there."""
+
+    def locate(self) -> str:
+        """The server's endpoint; empty if it is not known."""
+
+    def connect(self, endpoint: str) -> ZmqSocket:
+        """A socket that is connected to `endpoint`. Does not block."""
+
+    def open_request(self, number: int, slot: RemoteSlot) -> OpenSlot:
+        """The request, with its number, that opens `slot`."""
+
+
 class PolicyServerConnection:
     """Opens slots and uploads weights in a thread with its own connection, from `start` to `close`.
 
@@ -255,19 +268,9 @@ class PolicyServerConnection:
         failure: the error that ended the thread, if any.
     """
 
-    def __init__(
-        self,
-        locate: Callable[[], str],
-        connect: Callable[[str], ZmqSocket],
-        session: bytes,
-        opening: Callable[[int, RemoteSlot], OpenSlot],
-    ) -> None:
-        """Args:
-        locate: returns the server's endpoint; empty if it is not known.
-        connect: returns a socket that is connected to an endpoint.
-        opening: makes the request, with its number, that opens a slot.
-        """
-        self._locate, self._open_socket, self._session, self._opening = locate, connect, session, opening
+    def __init__(self, session: bytes, access: ServerAccess) -> None:
+        """`session`: 32 random bytes that identify the session."""
+        self._session, self._access = session, access
         self.server: ServerIdentity | None = None
         self.unavailable_reason = "is not found yet"
         self.endpoint = ""
@@ -357,13 +360,13 @@ class PolicyServerConnection:
 
     def _sync(self) -> None:
         """Sends a heartbeat, and brings every slot to its intended state. Raises _Unavailable."""
-        if not (endpoint := self._locate()):
+        if not (endpoint := self._access.locate()):
             raise _Unavailable("is not found yet")
         if endpoint != self.endpoint or self._socket is None:
             self._disconnect()
             self.endpoint = endpoint
             try:
-                self._socket = self._open_socket(endpoint)
+                self._socket = self._access.connect(endpoint)
             except zmq.ZMQError as error:
                 raise _Unavailable(f"cannot be connected to: {error}") from None
             self._monitor = self._socket.get_monitor_socket(_DISCONNECT_EVENTS)
@@ -400,7 +403,7 @@ class PolicyServerConnection:
                 self._resolve(slot, rejection)
 
     def _open_slot(self, slot: RemoteSlot, instance_id: bytes) -> None:
-        response = self._request(self._opening(0, slot))
+        response = self._request(self._access.open_request(0, slot))
         if not isinstance(response, SlotReady):
             busy = isinstance(response, SlotBusy)
             raise _Unavailable("is busy with this robot's policies" if busy else "has just restarted")
@@ -522,6 +525,8 @@ class RemotePolicy(Policy):
 class PolicyClient:
     """A session's client of a policy server, which its policies share. A context manager: they act within it.
 
+    It is the `ServerAccess` of its connection.
+
     Requests carry the observation arrays that the policy reads, the instruction, and new weights. Each version of the
     weights is uploaded once, and not at all if another robot has uploaded it.
     """
@@ -555,8 +560,9 @@ class PolicyClient:
         self._keys, self._server_key = keys, server_key
         self._session = secrets.token_bytes(SESSION_BYTES)
         self._slot_numbers = itertools.count()
-        self._requests = RequestClient(self._connect, timeout_s)
-        self._connection = PolicyServerConnection(locate, self._connect, self._session, self._opening)
+        self._locate = locate
+        self._requests = RequestClient(self.connect, timeout_s)
+        self._connection = PolicyServerConnection(self._session, self)
 
     def __enter__(self) -> Self:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
@@ -645,7 +651,10 @@ class PolicyClient:
         at = self._connection.endpoint.removeprefix("tcp://")
         return PolicyUnavailable(f"the policy{' at ' + at if at else ''} {why}; the robot holds")
 
-    def _opening(self, number: int, slot: RemoteSlot) -> OpenSlot:
+    def locate(self) -> str:
+        return self._locate()
+
+    def open_request(self, number: int, slot: RemoteSlot) -> OpenSlot:
         return OpenSlot(
             number=number,
             session=self._session,
@@ -656,7 +665,7 @@ class PolicyClient:
             spec=self._spec,
         )
 
-    def _connect(self, endpoint: str) -> ZmqSocket:
+    def connect(self, endpoint: str) -> ZmqSocket:
         """A socket that takes messages only while its connection stands."""
         socket = self._context.socket(zmq.DEALER)
         configure_socket(socket, TunnelLimits(pipe_messages=PIPE_MESSAGES))
