@@ -16,12 +16,12 @@ RUNS = 3000
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed here")
 @pytest.mark.timeout(900)
-def test_no_parser_breaks_soon(tmp_path: Path) -> None:
+def test_parsers_survive_a_short_fuzz(tmp_path: Path) -> None:
     done = fuzz("all", tmp_path, f"-runs={RUNS}", "-seed=1")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_parser_that_runs_past_its_time_has_failed_and_the_others_are_told_of(
+def test_parser_beyond_its_time_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -33,7 +33,7 @@ def test_a_parser_that_runs_past_its_time_has_failed_and_the_others_are_told_of(
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_takes_its_examples_and_their_damaged_forms(name: str) -> None:
+def test_target_accepts_its_examples_and_damaged_forms(name: str) -> None:
     target = TARGETS[name]
     for example in target.examples:
         target.parse(example)

@@ -94,7 +94,7 @@ def desk(tmp_path: Path) -> Iterator[IngestBench]:
         yield IngestBench(tmp_path / "store", writer)
 
 
-def test_groups_are_acknowledged_in_order_and_what_is_refused_is_named(desk: IngestBench) -> None:
+def test_groups_are_acknowledged_in_order(desk: IngestBench) -> None:
     for number in range(50):
         desk.offer(number, packet(number, robot="rival" if number == 7 else "panda-0"))
     desk.offer(50, packet(3))
@@ -131,7 +131,7 @@ class FailingSync(Files):
         super().fdatasync(fd)
 
 
-def test_nothing_is_acknowledged_after_a_sync_that_failed(tmp_path: Path) -> None:
+def test_failed_sync_stops_acknowledgements(tmp_path: Path) -> None:
     disk = FailingSync()
     writer = StoreWriter.open(tmp_path, files=disk)
     desk = IngestBench(tmp_path, writer)
@@ -160,7 +160,7 @@ class SlowSync(Files):
         super().fdatasync(fd)
 
 
-def test_the_next_group_is_appended_while_the_disk_syncs_and_acknowledged_after_its_own_sync(tmp_path: Path) -> None:
+def test_next_group_is_appended_during_a_sync(tmp_path: Path) -> None:
     disk = SlowSync()
     with StoreWriter.open(tmp_path, files=disk) as writer:
         desk = IngestBench(tmp_path, writer)
@@ -207,7 +207,7 @@ class HeldWriter(StoreWriter):
             raise
 
 
-def test_a_disk_that_is_full_when_a_group_is_synced_is_waited_for(tmp_path: Path) -> None:
+def test_sync_is_retried_on_a_full_disk(tmp_path: Path) -> None:
     disk = NoRoomForFiles()
     with HeldWriter.open(tmp_path, segment_bytes=len(packet(0)), files=disk) as writer:  # a chunk to a segment
         desk = IngestBench(tmp_path, writer)
@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_when_a_group_is_synced_is_waited_for(tmp_path: Path
         assert desk.acknowledged == [0, 1] and desk.committer.failure is None
 
 
-def test_a_store_is_kept_within_its_bound_while_it_is_written(desk: IngestBench) -> None:
+def test_store_stays_within_its_limit_while_written(desk: IngestBench) -> None:
     bound = 400_000
     keeper = RetentionWorker(desk.path, desk.writer, desk.committer, Retention(max_bytes=bound), interval_s=0.01)
     desk.committer.start()

@@ -30,7 +30,7 @@ EPISODE = EpisodeReport(
 
 
 @pytest.mark.parametrize("report", [STATUS, EPISODE])
-def test_a_possible_report_is_taken_as_it_is(report: Report) -> None:
+def test_valid_report_is_unchanged(report: Report) -> None:
     bounds = ReportValidator()
     assert bounds.validate(report, "robot") is report and bounds.rejected == 0
 
@@ -49,13 +49,13 @@ def test_a_possible_report_is_taken_as_it_is(report: Report) -> None:
         )),
     ],
 )  # fmt: skip
-def test_an_impossible_value_is_refused_and_counted(report: Report, changes: dict[str, object]) -> None:
+def test_impossible_value_is_dropped_and_counted(report: Report, changes: dict[str, object]) -> None:
     bounds = ReportValidator()
     assert bounds.validate(msgspec.structs.replace(report, **changes), "robot") is None
     assert bounds.rejected == 1
 
 
-def test_metrics_are_bounded_by_robot_and_what_is_left_out_is_logged_sparingly(
+def test_excess_metrics_are_dropped_and_logged_rarely(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bounds = ReportValidator()
@@ -79,7 +79,7 @@ def test_metrics_are_bounded_by_robot_and_what_is_left_out_is_logged_sparingly(
 
 
 @pytest.mark.parametrize(("ahead_s", "stored"), [(-1e9, True), (60.0, True), (1e6, False), (9e9, False)])
-def test_a_chunk_from_the_future_is_refused(tmp_path: Path, ahead_s: float, stored: bool) -> None:
+def test_chunk_from_the_future_is_refused(tmp_path: Path, ahead_s: float, stored: bool) -> None:
     answers: list[object] = []
     header = ChunkHeader(
         episode="e0", index=0, first_step=0, steps=1, robot="panda-0", embodiment="e1", task="t", sentence="",

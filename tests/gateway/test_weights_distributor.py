@@ -152,7 +152,7 @@ def counter(tmp_path: Path) -> DistributorBench:
     return DistributorBench(tmp_path / "weights", new_signer())
 
 
-def test_a_version_that_a_slow_robot_is_fetching_stays_until_it_has_it(counter: DistributorBench) -> None:
+def test_version_in_transfer_is_retained(counter: DistributorBench) -> None:
     first = full_patch(counter.full(1), 1)
     counter.answer()
     for version in range(2, 12):
@@ -167,7 +167,7 @@ def test_a_version_that_a_slow_robot_is_fetching_stays_until_it_has_it(counter: 
     assert not counter.grain("slow", first, 0), "nobody asked for it for long"
 
 
-def test_the_differences_to_a_version_that_is_being_fetched_stay_as_well(counter: DistributorBench) -> None:
+def test_deltas_to_a_version_in_transfer_are_retained(counter: DistributorBench) -> None:
     state = counter.full(1)
     first, second = full_patch(state, 1), delta_patch(1, state, 2, newer := nudged(state, 2))
     counter.answer()
@@ -185,7 +185,7 @@ def waits(state: TensorSet, version: int, room_bytes: int = 1 << 20) -> WeightsA
     return WeightsApplied(robot="one", version=version, seconds=0.1, digest=state.digest, ahead_bytes=room_bytes)
 
 
-def test_a_robot_that_waits_gets_the_difference_with_its_offer_and_another_only_its_offer(
+def test_only_a_ready_robot_gets_blocks_with_its_offer(
     counter: DistributorBench,
 ) -> None:
     state = counter.full(1)
@@ -206,7 +206,7 @@ def test_a_robot_that_waits_gets_the_difference_with_its_offer_and_another_only_
     assert isinstance(plain, WeightsOffer) and not plain.ahead
 
 
-def test_nothing_more_comes_unasked_until_a_robot_has_said_again_that_it_waits(counter: DistributorBench) -> None:
+def test_prefetch_stops_until_the_robot_is_ready_again(counter: DistributorBench) -> None:
     state = counter.full(1)
     counter.answer()
     counter.desk.on_robot_opened("one")
@@ -222,7 +222,7 @@ def test_nothing_more_comes_unasked_until_a_robot_has_said_again_that_it_waits(c
     assert not offer.ahead, "another session"
 
 
-def test_no_more_comes_unasked_than_a_robot_lets_come(counter: DistributorBench) -> None:
+def test_prefetch_respects_the_robots_limit(counter: DistributorBench) -> None:
     state = build_tensor_set({"w": np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)})
     counter.offer(1, state, full_patch(state, 1))
     counter.answer()
@@ -237,9 +237,7 @@ def test_no_more_comes_unasked_than_a_robot_lets_come(counter: DistributorBench)
         assert isinstance(offer, WeightsOffer) and sum(request.count for request in offer.ahead) == grains
 
 
-def test_a_version_is_kept_when_that_is_due_and_no_later(
-    counter: DistributorBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_is_written_when_due(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner's governor takes it for over by then."""
     counter.full(1)
     counter.answer()
@@ -258,7 +256,7 @@ def test_a_version_is_kept_when_that_is_due_and_no_later(
     assert waits == pytest.approx([0.0, 0.1, STALL_TIMEOUT_S]) and not desk.retention.flush.is_pending
 
 
-def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(counter: DistributorBench) -> None:
+def test_replaced_version_is_never_written(counter: DistributorBench) -> None:
     counter.full(1)
     counter.answer()
     for version in range(2, 7):
@@ -268,7 +266,7 @@ def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(count
 
 
 @pytest.mark.parametrize(("values", "most"), [(10, 3), (1 << 20, 22)])
-def test_versions_that_follow_upon_each_other_are_written_together_unless_they_are_large(
+def test_small_versions_are_written_together(
     counter: DistributorBench, values: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write takes time from the learner beside it, and what waits for one takes memory."""
@@ -294,7 +292,7 @@ def test_versions_that_follow_upon_each_other_are_written_together_unless_they_a
     assert found is not None and found[0].version == 100 and written_s[-1] <= last_s + FLUSH_DELAY_S + 0.01
 
 
-def test_a_disk_that_was_full_is_tried_again_later(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_to_a_full_disk_is_retried(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
     counter.full(1)
     counter.answer()
 
@@ -311,9 +309,7 @@ def test_a_disk_that_was_full_is_tried_again_later(counter: DistributorBench, mo
     assert counter.shelf.load().complete_versions() == [1, 2]
 
 
-def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
-    counter: DistributorBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_search_is_shared_by_equal_robots(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a hundred robots that get twenty versions a second take half a processor of the gateway's."""
     looked, calls = list[int](), list[int]()
 
@@ -340,7 +336,7 @@ def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
     assert calls[0] == calls[1]
 
 
-def test_the_link_of_a_robot_that_says_nothing_is_not_filled_with_news(counter: DistributorBench) -> None:
+def test_silent_robot_gets_few_offers(counter: DistributorBench) -> None:
     """At a megabit a second news of twenty versions a second would leave next to no room for weights."""
 
     def publish(*versions: int) -> None:
@@ -368,7 +364,7 @@ def test_the_link_of_a_robot_that_says_nothing_is_not_filled_with_news(counter: 
     assert told()[-1] == 12
 
 
-def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: DistributorBench) -> None:
+def test_patch_gone_at_the_learner_is_replaced_by_the_new_offer(counter: DistributorBench) -> None:
     counter.full(1)
     counter.answer(requests=1)
     assert counter.asked, "the first is on its way"
@@ -377,7 +373,7 @@ def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter
     assert counter.desk.version == 2 and counter.desk.download.fetcher.targets == ()
 
 
-def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_latecomers(
+def test_delta_for_robots_and_full_patch_for_late_joiners_are_fetched(
     counter: DistributorBench,
 ) -> None:
     state = counter.full(1)
@@ -393,7 +389,7 @@ def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_la
     ]
 
 
-def test_what_latecomers_need_holds_up_no_newer_version_and_comes_to_its_end(counter: DistributorBench) -> None:
+def test_patch_for_late_joiners_delays_no_newer_version(counter: DistributorBench) -> None:
     """A full parcel of a large policy takes a relay on a slow link longer than many a difference."""
     state = counter.full(1)
     counter.answer()
@@ -423,7 +419,7 @@ def many(number: int, values: int = 4) -> TensorSet:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_what_has_come_of_a_version_stays_until_the_rest_is_here(counter: DistributorBench, apart: bool) -> None:
+def test_partial_version_is_retained_until_complete(counter: DistributorBench, apart: bool) -> None:
     """A table and a full parcel; or a full parcel and a difference, of whose base nobody has told."""
     state = many(1, values=40) if apart else build_tensor_set(arrays(1))
     parcels: list[Patch | None] = [full_patch(state, 1), table_patch(state, 1) if apart else None]
@@ -439,7 +435,7 @@ def test_what_has_come_of_a_version_stays_until_the_rest_is_here(counter: Distri
     assert len(came) == len(set(came)) > 2 and counter.desk.version == (1 if apart else 2)
 
 
-def test_when_the_table_of_a_version_is_gone_so_is_all_of_it(counter: DistributorBench) -> None:
+def test_version_without_its_table_is_dropped(counter: DistributorBench) -> None:
     """The desk turns to the next one at once; the full parcel without it would be of no use."""
     states = [many(1, values=400), many(2, values=400)]
     for version, state in enumerate(states, 1):
@@ -451,7 +447,7 @@ def test_when_the_table_of_a_version_is_gone_so_is_all_of_it(counter: Distributo
     assert counter.asked and {request.parcel for request in counter.asked} <= counter.learner.patches.keys()
 
 
-def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up_with_them(
+def test_separate_tables_follow_their_versions(
     counter: DistributorBench,
 ) -> None:
     def tables() -> list[int]:
@@ -471,7 +467,7 @@ def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up
     assert kept is not None and kept[1].digest == state.digest
 
 
-def test_while_an_older_version_is_ordered_what_is_kept_does_not_grow(counter: DistributorBench) -> None:
+def test_storage_is_bounded_while_an_older_version_is_pinned(counter: DistributorBench) -> None:
     state = counter.full(1)
     counter.answer()
     counter.shelf.set_pin(counter.signer.sign(order(1)))
@@ -492,7 +488,7 @@ def order(version: int, life: PublisherEpoch = NO_EPOCH, serial: int = 1) -> Pin
     return PinnedVersion(serial=serial, version=version, by="ada", reason="it shakes", given_unix_ns=0, run=life.run)
 
 
-def test_a_gateway_that_starts_again_stands_by_the_order(counter: DistributorBench) -> None:
+def test_pin_survives_a_gateway_restart(counter: DistributorBench) -> None:
     for version in (1, 2):
         counter.full(version)
         counter.answer()
@@ -503,7 +499,7 @@ def test_a_gateway_that_starts_again_stands_by_the_order(counter: DistributorBen
     assert version == again.desk.version == 1 and offer.order is not None
 
 
-def test_what_is_ordered_is_not_given_up_before_the_gateway_has_looked(counter: DistributorBench) -> None:
+def test_pinned_version_is_not_pruned_before_the_next_poll(counter: DistributorBench) -> None:
     for version in (1, 2):
         counter.full(version)
         counter.answer()
@@ -513,7 +509,7 @@ def test_what_is_ordered_is_not_given_up_before_the_gateway_has_looked(counter: 
     assert counter.offered("one")[0] == 1
 
 
-def test_an_order_for_what_is_not_there_is_handed_to_nobody(counter: DistributorBench) -> None:
+def test_pin_to_a_missing_version_is_not_sent(counter: DistributorBench) -> None:
     """Robots that obeyed it would take nothing any more."""
     counter.full(1)
     counter.answer()
@@ -523,9 +519,7 @@ def test_an_order_for_what_is_not_there_is_handed_to_nobody(counter: Distributor
     assert version == 1 and offer.order is None
 
 
-def test_of_an_order_for_what_is_not_there_it_is_told_once(
-    counter: DistributorBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pin_to_a_missing_version_is_logged_once(counter: DistributorBench, caplog: pytest.LogCaptureFixture) -> None:
     counter.full(1)
     counter.answer()
     counter.shelf.set_pin(counter.signer.sign(order(77)))
@@ -539,7 +533,7 @@ def test_of_an_order_for_what_is_not_there_it_is_told_once(
     assert caplog.text.count("weights.pin_ignored version=78") == 1
 
 
-def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: DistributorBench) -> None:
+def test_pin_signed_by_another_key_is_not_sent(counter: DistributorBench) -> None:
     for version in (1, 2):
         counter.full(version)
         counter.answer()
@@ -549,7 +543,7 @@ def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: Distrib
     assert version == 2 and offer.order is None
 
 
-def test_what_has_rotted_on_the_disk_is_handed_to_nobody_and_fetched_anew(counter: DistributorBench) -> None:
+def test_patch_corrupted_on_disk_is_fetched_again(counter: DistributorBench) -> None:
     parcel = full_patch(state := counter.full(1), 1)
     counter.answer()
     again = DistributorBench(counter.shelf.folder, counter.signer)
@@ -568,7 +562,7 @@ def test_what_has_rotted_on_the_disk_is_handed_to_nobody_and_fetched_anew(counte
     assert VersionStore(again.shelf.folder).load().complete_versions() == [1], "and so has the disk"
 
 
-def test_a_parcel_that_the_learner_hands_out_damaged_is_given_up_for_another(counter: DistributorBench) -> None:
+def test_damaged_patch_is_replaced_by_another(counter: DistributorBench) -> None:
     state = build_tensor_set(arrays(1))
     good = full_patch(state, 1)
     content = bytearray(good.payload)
@@ -584,7 +578,7 @@ def test_a_parcel_that_the_learner_hands_out_damaged_is_given_up_for_another(cou
 FIRST, SECOND = PublisherEpoch(b"first", 5), PublisherEpoch(b"second", 6)
 
 
-def test_a_relay_forgets_the_run_before_and_its_order(counter: DistributorBench) -> None:
+def test_new_run_drops_versions_and_pin_of_the_last(counter: DistributorBench) -> None:
     for version in (7, 8):
         counter.full(version, FIRST)
         counter.answer()
@@ -600,7 +594,7 @@ def test_a_relay_forgets_the_run_before_and_its_order(counter: DistributorBench)
     assert VersionStore(counter.shelf.folder).load().complete_versions() == [1]
 
 
-def test_a_learner_that_lost_its_newest_checkpoints_is_heard_though_its_numbers_are_smaller(
+def test_smaller_versions_of_a_restarted_learner_are_accepted(
     counter: DistributorBench,
 ) -> None:
     for version in (7, 8):
@@ -612,7 +606,7 @@ def test_a_learner_that_lost_its_newest_checkpoints_is_heard_though_its_numbers_
     assert counter.offered("one")[0] == 3
 
 
-def test_an_order_of_the_next_run_may_be_there_before_its_weights(counter: DistributorBench) -> None:
+def test_pin_of_the_next_run_may_precede_its_weights(counter: DistributorBench) -> None:
     """A relay takes an order down before the offer that it came with; its number is of another clock, perhaps."""
     for version in (1, 2):
         counter.full(version, FIRST)
@@ -651,7 +645,7 @@ def publish(publisher: Publisher, version: int) -> None:
     assert publisher.encode_pending()
 
 
-def test_a_learner_fills_no_link_with_offers() -> None:
+def test_learner_limits_its_offers() -> None:
     """Those of twenty versions a second would leave a slow one no room for weights."""
 
     def offered() -> list[int]:
@@ -671,7 +665,7 @@ def test_a_learner_fills_no_link_with_offers() -> None:
     assert offered() == [1, 2, 5, 6]
 
 
-def test_whoever_asks_for_what_is_gone_hears_of_the_newest_which_stays_until_it_is_asked_for() -> None:
+def test_request_of_a_gone_patch_gets_and_pins_the_newest_offer() -> None:
     link = SlowGateway()
     publisher = Publisher(link, new_signer(), PublishConfig())
     publisher.on_message(Envelope(WeightsRequest(parcel=b"of an earlier life", first=0, count=1)))
@@ -691,7 +685,7 @@ def test_whoever_asks_for_what_is_gone_hears_of_the_newest_which_stays_until_it_
     assert isinstance(link.answers[-1], WeightsBlocks)
 
 
-def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:
+def test_learner_retains_a_version_until_a_slow_gateway_has_it() -> None:
     link = SlowGateway()
     publisher = Publisher(link, new_signer(), PublishConfig())
     for version in range(1, 5):
@@ -703,7 +697,7 @@ def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:
     assert publisher.server.newest == 4 > NO_VERSION
 
 
-def test_a_full_parcel_that_is_fetched_beside_newer_versions_stays_to_its_end() -> None:
+def test_full_patch_in_transfer_is_retained() -> None:
     link = SlowGateway()
     publisher = Publisher(link, new_signer(), PublishConfig())
     publish(publisher, 1)

@@ -155,7 +155,7 @@ def site(tmp_path: Path) -> Iterator[WeightsSite]:
         yield WeightsSite(tmp_path, stack)
 
 
-def test_the_newest_reaches_every_robot_and_those_that_come_after_a_restart(site: WeightsSite) -> None:
+def test_newest_version_reaches_present_and_later_robots(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher()
         with WeightsRobot(site, "one") as one, WeightsRobot(site, "two") as two:
@@ -171,7 +171,7 @@ def test_the_newest_reaches_every_robot_and_those_that_come_after_a_restart(site
     assert kept is not None and kept[0].version == 30
 
 
-def test_small_changes_travel_as_differences_and_a_latecomer_follows_the_chain(site: WeightsSite) -> None:
+def test_late_joiner_applies_a_chain_of_deltas(site: WeightsSite) -> None:
     with site.serving():
         publisher, state = site.publisher(), weights(0, size=100_000)
         with WeightsRobot(site, "one") as one:
@@ -187,9 +187,7 @@ def test_small_changes_travel_as_differences_and_a_latecomer_follows_the_chain(s
                 np.testing.assert_array_equal(late.swapper.policy.weights["w"], expected)  # type: ignore[attr-defined]
 
 
-def test_a_person_goes_back_to_a_version_and_takes_the_order_back(
-    site: WeightsSite, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pin_and_unpin_change_the_robots_version(site: WeightsSite, capsys: pytest.CaptureFixture[str]) -> None:
     with site.serving():
         publisher = site.publisher()
         with WeightsRobot(site, "one") as robot:
@@ -213,7 +211,7 @@ def test_a_person_goes_back_to_a_version_and_takes_the_order_back(
             assert "--learner learner-x: the learners of" in capsys.readouterr().err
 
 
-def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(site: WeightsSite) -> None:
+def test_robot_without_a_gateway_uses_its_stored_weights(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher()
         with WeightsRobot(site, "one") as robot:
@@ -224,7 +222,7 @@ def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(si
         assert robot.acts_with(1)
 
 
-def test_a_version_is_kept_on_the_robots_disk_under_its_governors_eyes(
+def test_governor_limits_the_write_of_a_version_on_the_robot(
     site: WeightsSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What that costs the policy's inference is the push's doing."""
@@ -247,7 +245,7 @@ def test_a_version_is_kept_on_the_robots_disk_under_its_governors_eyes(
     assert times == [(0, 1)]
 
 
-def test_a_robot_that_comes_to_another_run_acts_with_that_ones_weights(tmp_path: Path) -> None:
+def test_robot_in_another_run_uses_its_weights(tmp_path: Path) -> None:
     """The edge outlives runs, and keys may be shared between them: what it kept has a greater number."""
     for shared in ("keys", "edge"):
         (tmp_path / "last" / shared).mkdir(parents=True)
@@ -263,7 +261,7 @@ def test_a_robot_that_comes_to_another_run_acts_with_that_ones_weights(tmp_path:
             np.testing.assert_array_equal(robot.swapper.policy.weights["w"], weights(version)["w"])  # type: ignore[attr-defined]
 
 
-def test_a_gateway_that_starts_again_hears_with_which_version_each_robot_acts(site: WeightsSite) -> None:
+def test_restarted_gateway_gets_the_robots_versions(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher()
         robot = site._stack.enter_context(WeightsRobot(site, "one"))
@@ -273,7 +271,7 @@ def test_a_gateway_that_starts_again_hears_with_which_version_each_robot_acts(si
         until(lambda: site.gateway.weights.scalars().get("staleness_s/one") == 0, "the robot says it again")
 
 
-def test_a_learner_may_publish_a_rounded_form_alone(site: WeightsSite) -> None:
+def test_learner_may_publish_only_a_rounded_precision(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher(PublishConfig(forms=("bf16",)))
         with WeightsRobot(site, "one") as robot:
@@ -286,7 +284,7 @@ def test_a_learner_may_publish_a_rounded_form_alone(site: WeightsSite) -> None:
     assert kept is not None and (kept[0].form, kept[0].rms_error > 0) == ("bf16", True)
 
 
-def test_a_policy_of_many_tensors_in_three_forms_reaches_robots_and_is_kept(site: WeightsSite) -> None:
+def test_many_tensors_in_three_precisions_reach_robots(site: WeightsSite) -> None:
     """Its tables of tensors are too long for one offer: they travel apart."""
     draw = np.random.default_rng(0)
     arrays = {f"layers.{n:04d}.attention.weight": draw.normal(size=(4, 4)).astype(np.float32) for n in range(1000)}
@@ -310,7 +308,7 @@ def test_a_policy_of_many_tensors_in_three_forms_reaches_robots_and_is_kept(site
     assert kept is not None and kept[0].version == 2 and len(kept[0].tensors) == 1000
 
 
-def test_a_damaged_file_is_passed_over(site: WeightsSite) -> None:
+def test_damaged_file_is_skipped(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher()
         for version in (1, 2):
@@ -322,7 +320,7 @@ def test_a_damaged_file_is_passed_over(site: WeightsSite) -> None:
     assert found is not None and found[0].version == 1
 
 
-def test_a_slow_robot_holds_up_nobody(site: WeightsSite) -> None:
+def test_slow_robot_delays_no_other(site: WeightsSite) -> None:
     """Seven robots take six versions while the eighth, whose link brings nothing for now, has the first not even."""
     slow = replace(QUICK, weights=ChannelLimits(window_messages=2, window_bytes=1 << 16))
     rate = [1.0]
@@ -339,7 +337,7 @@ def test_a_slow_robot_holds_up_nobody(site: WeightsSite) -> None:
         until(lambda: slowest.acts_with(6), "and the slow one gets there too")
 
 
-def test_the_learner_hears_how_far_the_slowest_robot_is_behind(site: WeightsSite) -> None:
+def test_learner_gets_the_version_of_the_slowest_robot(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher()
         with WeightsRobot(site, "one") as one:
@@ -364,7 +362,7 @@ class Silent:
         time.sleep(timeout_s)
 
 
-def test_a_robot_that_could_not_keep_the_learners_key_says_how_to_mend_it_before_it_drives(tmp_path: Path) -> None:
+def test_unwritable_learner_key_fails_before_driving(tmp_path: Path) -> None:
     """It would trust whoever its gateway names at each start; before, it ended as the first weights came, for ever."""
     (tmp_path / "no folder").touch()
     keys, config = tmp_path / "no folder" / "keys", ReceiverConfig()
@@ -380,7 +378,7 @@ def test_a_robot_that_could_not_keep_the_learners_key_says_how_to_mend_it_before
     inlet()
 
 
-def test_a_robot_that_cannot_read_what_it_kept_starts_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_robot_with_unreadable_weights_starts_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Before, its session ended at each start, though the gateway had the same weights."""
     (tmp_path / "kept" / "index").mkdir(parents=True)
     swapper, config = DoubleBufferedPolicy(Numbered), ReceiverConfig()
@@ -390,7 +388,7 @@ def test_a_robot_that_cannot_read_what_it_kept_starts_without(tmp_path: Path, ca
     inlet.raise_failure()
 
 
-def test_a_robot_knows_that_its_weights_are_too_old_and_when_they_are_no_longer(site: WeightsSite) -> None:
+def test_robot_reports_stale_weights(site: WeightsSite) -> None:
     with site.serving(), WeightsRobot(site, "one", config=ReceiverConfig(max_staleness_versions=1)) as one:
         publisher = site.publisher()
         assert not one.inlet.is_too_stale(), "there are none yet"
@@ -406,7 +404,7 @@ def test_a_robot_knows_that_its_weights_are_too_old_and_when_they_are_no_longer(
 
 
 @pytest.mark.parametrize(("count", "most"), [(0, 3), (1, 1), (5, 1), (100, 8), (7, 8), (3, 2)])
-def test_old_versions_are_kept_further_apart(count: int, most: int) -> None:
+def test_old_versions_are_further_apart(count: int, most: int) -> None:
     kept = thin_versions(list(range(1, count + 1)), most)
     assert len(kept) == min(count, most) and kept == sorted(kept) and (not kept or kept[-1] == count)
     if count == 100:

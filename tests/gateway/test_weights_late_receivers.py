@@ -171,9 +171,7 @@ class PatchSite:
 @pytest.mark.parametrize("form", ["exact", "bf16"])
 @pytest.mark.parametrize("desks", [1, 2])
 @pytest.mark.parametrize("started_at", [1, 3])
-def test_a_robot_far_behind_fetches_the_adapter_alone(
-    tmp_path: Path, form: Precision, desks: int, started_at: int
-) -> None:
+def test_late_receiver_fetches_only_the_adapter(tmp_path: Path, form: Precision, desks: int, started_at: int) -> None:
     """Through a relay, too; and from the first version, when nobody knew yet what would be trained."""
     site = PatchSite(tmp_path, desks, form=form)
     site.publish(started_at)
@@ -185,7 +183,7 @@ def test_a_robot_far_behind_fetches_the_adapter_alone(
 
 
 @pytest.mark.parametrize("run", [b"run", b"another"])
-def test_where_the_frozen_part_is_another_one_a_robot_fetches_all(tmp_path: Path, run: bytes) -> None:
+def test_another_frozen_part_is_fetched_in_full(tmp_path: Path, run: bytes) -> None:
     """A learner that begins anew may have started from another backbone."""
     site = PatchSite(tmp_path)
     site.publish(3)
@@ -197,7 +195,7 @@ def test_where_the_frozen_part_is_another_one_a_robot_fetches_all(tmp_path: Path
     assert site.catch_up() < 1.2 * ADAPTER_BYTES
 
 
-def test_a_robot_that_has_the_version_with_which_an_envoy_begins_anew_goes_on_from_it(tmp_path: Path) -> None:
+def test_receiver_continues_after_a_publisher_restart(tmp_path: Path) -> None:
     site = PatchSite(tmp_path)
     site.publish(3)
     site.catch_up()
@@ -209,7 +207,7 @@ def test_a_robot_that_has_the_version_with_which_an_envoy_begins_anew_goes_on_fr
     assert site.catch_up() < 1.2 * ADAPTER_BYTES
 
 
-def test_where_a_frozen_part_changes_after_all_robots_get_it_once(tmp_path: Path) -> None:
+def test_changed_frozen_part_is_fetched_once(tmp_path: Path) -> None:
     site = PatchSite(tmp_path, tensors=8)
     site.publish(3)
     site.catch_up()
@@ -220,7 +218,7 @@ def test_where_a_frozen_part_changes_after_all_robots_get_it_once(tmp_path: Path
     assert BACKBONE_BYTES / 8 < site.catch_up() < BACKBONE_BYTES / 4
 
 
-def test_where_the_table_of_tensors_travels_apart_it_comes_with_the_adapter(tmp_path: Path) -> None:
+def test_separate_table_comes_with_the_adapter(tmp_path: Path) -> None:
     site = PatchSite(tmp_path, tensors=512)
     site.publish(2)
     site.catch_up()
@@ -229,7 +227,7 @@ def test_where_the_table_of_tensors_travels_apart_it_comes_with_the_adapter(tmp_
     assert 0 < table_bytes < site.catch_up() < 1.2 * ADAPTER_BYTES + table_bytes
 
 
-def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versions_that_are_kept(
+def test_patches_are_bounded_by_the_kept_versions(
     tmp_path: Path,
 ) -> None:
     site = PatchSite(tmp_path)
@@ -245,7 +243,7 @@ def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versi
     assert len(site.publisher.server.index.patches) == 2
 
 
-def test_where_little_of_the_adapter_changes_differences_travel_and_who_is_far_behind_gets_what_was_trained(
+def test_small_changes_are_deltas_and_late_receivers_get_parts(
     tmp_path: Path,
 ) -> None:
     site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 8)
@@ -257,7 +255,7 @@ def test_where_little_of_the_adapter_changes_differences_travel_and_who_is_far_b
     assert site.catch_up() < 2 * site.adapter_bytes
 
 
-def test_parts_that_are_being_fetched_stay_until_they_are_there(tmp_path: Path) -> None:
+def test_parts_in_transfer_are_retained(tmp_path: Path) -> None:
     """By whoever is behind a slow link: a newer version has others, of which it would have to fetch all."""
     site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 4)
     site.publish(4)
@@ -321,9 +319,7 @@ class DistantSite(PatchSite):
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("tensors", [1, 512])
 @pytest.mark.parametrize("link", ["learner", "robot"])
-def test_versions_arrive_that_follow_faster_than_a_request_upon_an_offer(
-    tmp_path: Path, link: str, tensors: int, frozen: bool
-) -> None:
+def test_versions_faster_than_a_round_trip_arrive(tmp_path: Path, link: str, tensors: int, frozen: bool) -> None:
     """Where the table of tensors travels apart, too; as what was trained, or as full parcels."""
     site = DistantSite(tmp_path, link, tensors, frozen)
     site.publish(20)

@@ -82,7 +82,7 @@ def until(condition: object, what: str) -> None:
         time.sleep(0.005)
 
 
-def test_that_a_version_is_on_disk_is_said_again_to_a_learner_that_comes_back(cable: LossyLink) -> None:
+def test_confirmation_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> None:
     with Publisher(cable, new_signer(), PublishConfig()) as publisher:
         cable.swallows = (WeightsReceived,)
         publisher.publish({"w": np.zeros(10, np.float32)}, 1, updates=1)
@@ -92,7 +92,7 @@ def test_that_a_version_is_on_disk_is_said_again_to_a_learner_that_comes_back(ca
         assert publisher.wait_until_stored(DEADLINE_S)
 
 
-def test_how_far_the_robots_are_is_said_again_to_a_learner_that_comes_back(cable: LossyLink) -> None:
+def test_progress_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> None:
     """Otherwise a learner that waits for them waits for ever."""
     with Publisher(cable, new_signer(), PublishConfig(max_versions_ahead=1)) as publisher:
         for version in (1, 2, 3):
@@ -135,7 +135,7 @@ class DelayedLink:
         return True
 
 
-def test_no_older_offer_follows_a_newer_one() -> None:
+def test_offers_never_go_back_to_an_older_version() -> None:
     link = DelayedLink()
     with Publisher(link, new_signer(), PublishConfig()) as publisher:
         publisher.publish({"w": np.zeros(10, np.float32)}, 1, updates=1)

@@ -66,13 +66,13 @@ class RouterBench:
         return [who for who, _ in self.sent] == [name]
 
 
-def test_a_run_has_a_learner_for_each_embodiment_and_the_first_ones_name_is_plain() -> None:
+def test_each_embodiment_has_a_learner() -> None:
     assert FIRST == LEARNER and SECOND == f"learner-so-101-{ARM.embodiment[:6]}"
     assert [plan.spec for plan in assign_learners(CARDS)] == [PANDA, ARM]
     assert assign_learners([]) == ()
 
 
-def test_a_robot_waits_for_its_embodiments_learner_and_nobody_elses(tmp_path: Path) -> None:
+def test_robot_gets_weights_of_its_embodiment_only(tmp_path: Path) -> None:
     a, b = robot("a", PANDA), robot("b", ARM)
     hall = RouterBench(tmp_path, a, b)
     hall.desks.on_peer_opened(learner(FIRST, PANDA))
@@ -85,7 +85,7 @@ def test_a_robot_waits_for_its_embodiments_learner_and_nobody_elses(tmp_path: Pa
     assert not hall.answered("b")
 
 
-def test_a_restarted_gateway_knows_whose_weights_lie_on_which_shelf(tmp_path: Path) -> None:
+def test_restarted_gateway_keeps_the_learners_embodiments(tmp_path: Path) -> None:
     hall = RouterBench(tmp_path)
     hall.desks.on_peer_opened(learner(FIRST, PANDA))
     hall.desks.on_peer_opened(learner(SECOND, ARM))
@@ -99,7 +99,7 @@ def test_a_restarted_gateway_knows_whose_weights_lie_on_which_shelf(tmp_path: Pa
     assert again.answered("b") and not again.answered("x") and again.answered("old")
 
 
-def test_a_robot_behind_a_relay_is_the_relays_business(tmp_path: Path) -> None:
+def test_relayed_robot_gets_no_weights_from_the_cloud(tmp_path: Path) -> None:
     hall = RouterBench(tmp_path)
     hall.desks.on_peer_opened(robot("a", PANDA, via="hall"))
     assert not hall.answered("a")
@@ -115,7 +115,7 @@ def take_in(desk: WeightsDistributor) -> None:
     desk.download.fetcher.send_requests()
 
 
-def test_a_relay_is_at_every_learners_desk_and_hears_whose_weights_they_are(tmp_path: Path) -> None:
+def test_relay_gets_named_offers_of_every_learner(tmp_path: Path) -> None:
     hall = RouterBench(tmp_path)
     hall.desks.on_peer_opened(Peer("hall", "relay", "key", "nowhere", b"1"))
     signer, offers = new_signer(), dict[str, WeightsOffer]()
@@ -141,7 +141,7 @@ def test_a_relay_is_at_every_learners_desk_and_hears_whose_weights_they_are(tmp_
     }
 
 
-def test_a_learner_waits_for_the_robots_behind_relays_too(tmp_path: Path) -> None:
+def test_learner_progress_includes_relayed_robots(tmp_path: Path) -> None:
     hall = RouterBench(tmp_path)
     hall.desks.on_peer_opened(learner(FIRST, PANDA))
     hall.desks.on_peer_opened(robot("a", PANDA, via="hall"))
@@ -152,7 +152,7 @@ def test_a_learner_waits_for_the_robots_behind_relays_too(tmp_path: Path) -> Non
     assert hall.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
 
 
-def test_a_robot_behind_a_relay_that_came_before_its_learner_holds_up_no_other(tmp_path: Path) -> None:
+def test_early_relayed_robot_delays_no_other_learner(tmp_path: Path) -> None:
     b = robot("b", ARM, via="hall")
     hall = RouterBench(tmp_path, b)
     hall.desks.on_peer_opened(b)
@@ -166,7 +166,7 @@ def test_a_robot_behind_a_relay_that_came_before_its_learner_holds_up_no_other(t
     assert hall.sent == [(SECOND, WeightsProgress(oldest=3))]
 
 
-def test_a_robot_leaves_the_desk_of_a_learner_that_turns_out_to_be_anothers(tmp_path: Path) -> None:
+def test_robot_is_reassigned_when_its_learner_connects(tmp_path: Path) -> None:
     b = robot("b", ARM)
     hall = RouterBench(tmp_path, b)
     hall.desks.on_peer_opened(b)
@@ -175,7 +175,7 @@ def test_a_robot_leaves_the_desk_of_a_learner_that_turns_out_to_be_anothers(tmp_
     assert not hall.answered("b")
 
 
-def test_the_metrics_of_further_learners_carry_their_names(tmp_path: Path) -> None:
+def test_metrics_of_other_learners_have_a_prefix(tmp_path: Path) -> None:
     hall = RouterBench(tmp_path)
     hall.desks.on_peer_opened(learner(SECOND, ARM))
     scalars = hall.desks.scalars()
@@ -183,5 +183,5 @@ def test_the_metrics_of_further_learners_carry_their_names(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "place"), [(LEARNER, "."), ("learner-x", "learner-x")])
-def test_the_first_learners_files_lie_where_they_always_lay(name: str, place: str, tmp_path: Path) -> None:
+def test_learner_folders(name: str, place: str, tmp_path: Path) -> None:
     assert learner_folder(tmp_path, name) == tmp_path / place

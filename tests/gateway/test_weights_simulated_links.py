@@ -347,11 +347,11 @@ def check(folder: Path, seed: int, trouble: bool) -> None:
 
 @pytest.mark.parametrize("trouble", [False, True])
 @pytest.mark.parametrize("seed", [1, 3, 5, 10, 11, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
-def test_every_robot_gets_one_version_after_the_other_and_the_last(tmp_path: Path, seed: int, trouble: bool) -> None:
+def test_every_robot_gets_versions_in_order_and_the_last(tmp_path: Path, seed: int, trouble: bool) -> None:
     check(tmp_path, seed, trouble)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_every_robot_gets_the_last_version_in_a_hundred_other_worlds(tmp_path: Path, seed: int) -> None:
+def test_every_robot_gets_the_last_version_in_many_simulations(tmp_path: Path, seed: int) -> None:
     check(tmp_path, seed, trouble=seed % 2 == 1)

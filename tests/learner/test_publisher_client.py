@@ -124,7 +124,7 @@ def test_a_learner_that_waits_for_robots_under_a_persons_order_says_so_once(
     site: PublisherSite, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup = replace(site.setup(), publish=PublishConfig(max_versions_ahead=1))
-    shelf, desk = VersionStore(site.run / "weights"), site.gateway._weights._desks["learner"]
+    shelf, desk = VersionStore(site.run / "weights"), site.gateway.weights.distributor("learner")
     with PublisherClient(setup, site.stops.append) as learner:
         for version in (1, 2):
             learner.publish(weights(version), version, updates=version)

@@ -97,7 +97,7 @@ def cut_at_each(there: Rehearsal, way: Way, how: Literal["reset", "silence"], by
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_connection_cut_at_some_bytes_of_its_handshake_and_of_a_frame(tmp_path: Path, way: Way) -> None:
+def test_connection_cut_at_some_bytes_recovers(tmp_path: Path, way: Way) -> None:
     with rehearsal(tmp_path) as there:
         cut_at_each(there, way, "reset", range(0, HANDSHAKE_BYTES, 97), floats=20)
         cut_at_each(there, way, "reset", range(HANDSHAKE_BYTES, 6000, 997), floats=300)
@@ -106,7 +106,7 @@ def test_a_connection_cut_at_some_bytes_of_its_handshake_and_of_a_frame(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_connection_cut_at_every_byte_of_its_handshake_and_of_a_frame(tmp_path: Path, way: Way) -> None:
+def test_connection_cut_at_every_byte_recovers(tmp_path: Path, way: Way) -> None:
     with rehearsal(tmp_path) as there:
         cut_at_each(there, way, "reset", range(HANDSHAKE_BYTES + 1500), floats=20)
         cut_at_each(there, way, "silence", range(0, HANDSHAKE_BYTES + 1500, 7), floats=20)
@@ -123,30 +123,26 @@ def fall_silent(run: Path, way: Way, how: Literal["silence", "mute"], bytes_: ra
 
 @pytest.mark.parametrize("way", ["up", "down"])
 @pytest.mark.parametrize("how", ["silence", "mute"])
-def test_a_connection_that_falls_silent_among_living_ones_is_noticed(
-    tmp_path: Path, way: Way, how: Literal["silence", "mute"]
-) -> None:
+def test_silence_of_one_connection_ends_the_session(tmp_path: Path, way: Way, how: Literal["silence", "mute"]) -> None:
     fall_silent(tmp_path, way, how, range(FIRST_BEATS_BYTES, FIRST_BEATS_BYTES + 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["up", "down"])
 @pytest.mark.parametrize("how", ["silence", "mute"])
-def test_a_connection_may_fall_silent_in_any_phase(tmp_path: Path, way: Way, how: Literal["silence", "mute"]) -> None:
+def test_silence_in_any_phase_recovers(tmp_path: Path, way: Way, how: Literal["silence", "mute"]) -> None:
     fall_silent(tmp_path, way, how, range(0, FIRST_BEATS_BYTES + 500, 113))
 
 
 @pytest.mark.parametrize("how", ["silence", "mute"])
-def test_chunks_that_vanish_in_mid_frame_while_control_lives_are_sent_again(
-    tmp_path: Path, how: Literal["silence", "mute"]
-) -> None:
+def test_chunks_lost_in_mid_frame_are_resent(tmp_path: Path, how: Literal["silence", "mute"]) -> None:
     with rehearsal(tmp_path, gateway=ALERT) as there:
         there.survive(*[LinkBreak(MID_FRAME_BYTES, "up", how)] * 3, chunks=30)
         there.require_all_once()
 
 
 @pytest.mark.parametrize("way", ["up", "down", "both"])
-def test_a_partition_is_noticed_and_survived(tmp_path: Path, way: Literal["up", "down", "both"]) -> None:
+def test_partition_recovers(tmp_path: Path, way: Literal["up", "down", "both"]) -> None:
     with rehearsal(tmp_path) as there:
         there.record(20)
         there.deliver()
@@ -158,7 +154,7 @@ def test_a_partition_is_noticed_and_survived(tmp_path: Path, way: Literal["up", 
         there.require_all_once()
 
 
-def test_what_was_stored_although_its_acknowledgement_was_lost_is_not_stored_twice(tmp_path: Path) -> None:
+def test_chunk_with_a_lost_acknowledgement_is_stored_once(tmp_path: Path) -> None:
     with rehearsal(tmp_path) as there:
         for _ in range(3):
             there.record()
@@ -174,7 +170,7 @@ def test_what_was_stored_although_its_acknowledgement_was_lost_is_not_stored_twi
         there.require_all_once()
 
 
-def test_a_half_open_connection_is_given_up(tmp_path: Path) -> None:
+def test_half_open_connection_is_closed(tmp_path: Path) -> None:
     with rehearsal(tmp_path) as there:
         there.robot.wait_open(120)
         there.link.half_open()
@@ -184,7 +180,7 @@ def test_a_half_open_connection_is_given_up(tmp_path: Path) -> None:
         there.require_all_once()
 
 
-def test_a_bad_link_only_takes_longer(tmp_path: Path) -> None:
+def test_bad_link_delivers_all_chunks(tmp_path: Path) -> None:
     bad = LinkConfig(delay_ms=5, jitter_ms=10, loss=0.02, stall_ms=60, up_mbit_s=8, down_mbit_s=8, seed=3)
     with rehearsal(tmp_path, bad) as there:
         there.record(150, floats=100)
@@ -201,12 +197,12 @@ def storm(run: Path, chunks: int) -> None:
         assert there.link.traffic.broken > chunks // 200
 
 
-def test_a_storm_of_resets(tmp_path: Path) -> None:
+def test_repeated_resets_lose_no_chunk(tmp_path: Path) -> None:
     storm(tmp_path, 1000)
 
 
 @pytest.mark.slow
-def test_a_long_storm_of_resets(tmp_path: Path) -> None:
+def test_many_resets_lose_no_chunk(tmp_path: Path) -> None:
     storm(tmp_path, 20_000)
 
 
@@ -234,12 +230,12 @@ def _resident_mb() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
-def test_forty_reconnects_leave_nothing_behind(tmp_path: Path) -> None:
+def test_forty_reconnects_leak_nothing(tmp_path: Path) -> None:
     reconnects(tmp_path, 40)
 
 
 @pytest.mark.slow
-def test_a_thousand_reconnects_leave_nothing_behind(tmp_path: Path) -> None:
+def test_thousand_reconnects_leak_nothing(tmp_path: Path) -> None:
     reconnects(tmp_path, 1000)
 
 
@@ -259,16 +255,16 @@ def away(run: Path, seconds: int) -> None:
     assert _resident_mb() - before_mb < MAX_GROWTH_MB
 
 
-def test_ten_minutes_without_a_gateway_are_made_up_for(tmp_path: Path) -> None:
+def test_ten_minutes_without_a_gateway_are_delivered(tmp_path: Path) -> None:
     away(tmp_path, 600)
 
 
 @pytest.mark.slow
-def test_a_day_without_a_gateway_is_made_up_for(tmp_path: Path) -> None:
+def test_day_without_a_gateway_is_delivered(tmp_path: Path) -> None:
     away(tmp_path, 86_400)
 
 
-def test_slow_lorises_are_shown_out_and_hold_nobody_up(tmp_path: Path) -> None:
+def test_slow_handshakes_are_closed_and_delay_no_peer(tmp_path: Path) -> None:
     strict = replace(CONFIG, tunnel=replace(QUICK, handshake_s=2.0))
     with rehearsal(tmp_path, gateway=strict, limits=QUICK) as there:
         there.robot.wait_open(120)

@@ -15,7 +15,7 @@ SECOND_NS = 1_000_000_000
 
 
 @given(st.integers(-(10**18), 10**18), st.lists(st.integers(0, 10**9), min_size=1, max_size=40))
-def test_the_clock_is_right_within_half_of_the_round_trip(offset_ns: int, delays: list[int]) -> None:
+def test_offset_error_is_within_half_of_the_round_trip(offset_ns: int, delays: list[int]) -> None:
     clock, now = ClockEstimator(), 0
     for delay in delays:
         sent, now = now, now + delay
@@ -27,7 +27,7 @@ def test_the_clock_is_right_within_half_of_the_round_trip(offset_ns: int, delays
     assert abs(estimate.gateway_unix_ns(now) - (now + offset_ns)) <= estimate.rtt_ns / 2 + 1
 
 
-def test_a_clock_that_runs_fast_is_followed_between_two_heartbeats() -> None:
+def test_drift_is_followed_between_heartbeats() -> None:
     rng, clock, drift = random.Random(3), ClockEstimator(), 80e-6
     for second in range(600):
         sent = second * SECOND_NS
@@ -41,7 +41,7 @@ def test_a_clock_that_runs_fast_is_followed_between_two_heartbeats() -> None:
     assert estimate.gateway_unix_ns(later) == pytest.approx(later + drift * later, abs=3e6)
 
 
-def test_an_echo_from_the_future_changes_nothing() -> None:
+def test_echo_from_the_future_is_ignored() -> None:
     clock = ClockEstimator()
     clock.add(Heartbeat(t_client_ns=10, t_gateway_unix_ns=0), 5)
     assert clock.estimate(20) is None

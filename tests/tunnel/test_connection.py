@@ -95,7 +95,7 @@ def first_of(client: TunnelClient) -> int:
     return envelope.message.first
 
 
-def test_weights_are_asked_for_and_come_although_the_tunnels_thread_is_busy(
+def test_weights_arrive_while_the_client_thread_is_blocked(
     ends: ConnectionPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tunnels_thread_held_up(ends.client, monkeypatch):
@@ -106,7 +106,7 @@ def test_weights_are_asked_for_and_come_although_the_tunnels_thread_is_busy(
         assert [first_of(ends.client) for _ in range(MORE_THAN_A_WINDOW)] == list(range(MORE_THAN_A_WINDOW))
 
 
-def test_weights_for_which_nobody_waits_are_taken_in_by_the_tunnels_thread(ends: ConnectionPair) -> None:
+def test_client_thread_reads_weights_without_a_waiting_thread(ends: ConnectionPair) -> None:
     assert ends.client.receive_weights(0.01) is None  # somebody did, once
     ends.give(0)
     until(lambda: len(ends.client.channels.readers[Channel.WEIGHTS].inbox), "the message is in the inbox")
@@ -121,7 +121,7 @@ def test_message_is_read_after_a_send_has_cleared_its_event(
     until(lambda: len(ends.client.channels.readers[Channel.WEIGHTS].inbox), "the message is in the inbox")
 
 
-def test_who_waits_for_weights_gets_those_of_the_next_session(ends: ConnectionPair) -> None:
+def test_waiting_thread_gets_weights_of_the_next_session(ends: ConnectionPair) -> None:
     found: list[object] = []
     waiting = threading.Thread(target=lambda: found.append(ends.client.receive_weights(120)))
     waiting.start()
@@ -133,7 +133,7 @@ def test_who_waits_for_weights_gets_those_of_the_next_session(ends: ConnectionPa
     assert found != [None]
 
 
-def test_what_arrives_together_keeps_its_order_whoever_reads(ends: ConnectionPair) -> None:
+def test_messages_read_by_two_threads_keep_their_order(ends: ConnectionPair) -> None:
     numbers, found = 400, list[int]()
 
     def take() -> None:
@@ -150,6 +150,6 @@ def test_what_arrives_together_keeps_its_order_whoever_reads(ends: ConnectionPai
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a C library that does not tell")
-def test_a_process_with_a_tunnel_keeps_the_memory_of_messages() -> None:
+def test_process_with_a_tunnel_retains_freed_memory() -> None:
     done = subprocess.run([sys.executable, "-c", KEEPING], capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) >= 8 << 20

@@ -57,12 +57,12 @@ def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> N
     assert set(counts.values()) == {1}, "none twice"
 
 
-def test_a_gateway_killed_in_mid_stream_loses_nothing_and_stores_nothing_twice(tmp_path: Path) -> None:
+def test_killed_gateway_loses_and_duplicates_no_chunk(tmp_path: Path) -> None:
     stream_through_kills(tmp_path, prepare(tmp_path)["panda-0"], chunks=240, kills=3)
 
 
 @pytest.mark.slow
-def test_a_gateway_killed_a_hundred_times(tmp_path: Path) -> None:
+def test_gateway_killed_a_hundred_times_loses_no_chunk(tmp_path: Path) -> None:
     stream_through_kills(tmp_path, prepare(tmp_path)["panda-0"], chunks=4000, kills=100)
 
 
@@ -91,16 +91,16 @@ def kill_edges(run: Path, kills: int) -> None:
     assert set(counts.values()) == {1}
 
 
-def test_an_edge_killed_while_it_records_loses_nothing(tmp_path: Path) -> None:
+def test_edge_killed_while_recording_loses_no_durable_chunk(tmp_path: Path) -> None:
     kill_edges(tmp_path, 3)
 
 
 @pytest.mark.slow
-def test_an_edge_killed_a_thousand_times(tmp_path: Path) -> None:
+def test_edge_killed_a_thousand_times_loses_no_durable_chunk(tmp_path: Path) -> None:
     kill_edges(tmp_path, 1000)
 
 
-def test_a_stopped_gateway_is_noticed_by_its_silence_and_resumed_when_it_goes_on(tmp_path: Path) -> None:
+def test_suspended_gateway_is_detected_and_resumed(tmp_path: Path) -> None:
     keys = prepare(tmp_path)
     gateway = start_gateway_process(tmp_path)
     try:

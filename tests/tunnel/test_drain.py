@@ -58,7 +58,7 @@ def own_memory_mb() -> float:
 @pytest.mark.parametrize(
     "seconds", [600, 3600, pytest.param(86400, marks=pytest.mark.slow)], ids=["ten minutes", "an hour", "a day"]
 )
-def test_what_was_recorded_without_a_link_is_delivered_in_order_and_once(tmp_path: Path, seconds: int) -> None:
+def test_backlog_is_delivered_once_and_in_order(tmp_path: Path, seconds: int) -> None:
     chunks = seconds * RATE_HZ // CHUNK_STEPS
     prepare(tmp_path)
     with Outbox.open(tmp_path / "outbox") as outbox:
@@ -82,9 +82,7 @@ def test_what_was_recorded_without_a_link_is_delivered_in_order_and_once(tmp_pat
     assert stored(tmp_path) == wanted
 
 
-def test_a_session_that_ends_while_its_link_is_down_delivers_once_that_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_that_ends_offline_delivers_after_reconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path)
     waits = threading.Event()
     drain = TunnelClient.drain

@@ -34,13 +34,13 @@ LIMITS = ChannelLimits(window_messages=8, window_bytes=1000, queue_messages=16)
     "key", ["window_messages", "window_bytes", "queue_messages", "pipe_messages", "heartbeat_s", "dead_after_s"]
 )
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_limits_with_which_nothing_could_ever_be_sent_are_refused(key: str, value: float) -> None:
+def test_limits_that_allow_no_message_are_refused(key: str, value: float) -> None:
     kind = ChannelLimits if hasattr(ChannelLimits, key) else TunnelLimits
     with pytest.raises(ConfigError, match=f"{key} is .*; it must be finite and above 0"):
         kind(**{key: value})
 
 
-def test_a_bandwidth_and_a_pause_that_make_no_sense_are_refused() -> None:
+def test_invalid_bandwidth_and_backoff_are_refused() -> None:
     with pytest.raises(ConfigError, match="bytes_per_s is -1; it must be finite and at least 0"):
         ChannelLimits(bytes_per_s=-1)
     with pytest.raises(ConfigError, match="backoff_min_s is 2; it must be between 0 and backoff_max_s, 1"):
@@ -48,7 +48,7 @@ def test_a_bandwidth_and_a_pause_that_make_no_sense_are_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 3)), max_size=200))
-def test_a_sender_that_heeds_its_grants_is_never_refused_and_never_stuck(steps: list[tuple[int, int]]) -> None:
+def test_sender_within_its_credit_is_never_refused_or_stuck(steps: list[tuple[int, int]]) -> None:
     purse, window = SendCredit(), ReceiveWindow(LIMITS)
     waiting: list[int] = []
     for size, taken in steps:
@@ -69,7 +69,7 @@ def test_a_sender_that_heeds_its_grants_is_never_refused_and_never_stuck(steps: 
         del waiting[:taken]
 
 
-def test_a_sender_that_does_not_is_refused_at_the_first_message_too_many() -> None:
+def test_sender_beyond_its_credit_is_refused() -> None:
     window = ReceiveWindow(LIMITS)
     with pytest.raises(WireError, match="window of 8"):
         window.charge(1)
@@ -82,7 +82,7 @@ def test_a_sender_that_does_not_is_refused_at_the_first_message_too_many() -> No
         window.charge(1)
 
 
-def test_a_bandwidth_limit_holds_on_average_and_lets_a_large_message_pass() -> None:
+def test_bandwidth_limit_holds_on_average() -> None:
     now = [0.0]
     bucket = TokenBucket(1e6, clock=lambda: now[0])
     sent = 0
@@ -96,7 +96,7 @@ def test_a_bandwidth_limit_holds_on_average_and_lets_a_large_message_pass() -> N
     assert sent == pytest.approx(10e6, rel=0.1)
 
 
-def test_a_slow_channel_keeps_the_order_and_the_newest_of_each_state() -> None:
+def test_slow_channel_keeps_order_and_newest_states() -> None:
     outlet, sent = SendQueue(LIMITS), list[Payload]()
     for count in range(4):
         outlet.put(Envelope(MetricsReport(node="n", count=count, scalars={})))
@@ -114,7 +114,7 @@ def test_a_slow_channel_keeps_the_order_and_the_newest_of_each_state() -> None:
     assert outlet.metrics.rejected == 1
 
 
-def test_a_greeting_offer_of_weights_is_not_replaced_by_the_next_offer() -> None:
+def test_first_offer_of_a_session_is_not_replaced() -> None:
     outlet, sent = SendQueue(LIMITS), list[Payload]()
     greeting, first, second = (
         WeightsOffer(manifests=(), parcels=(), signer=signer, greeting=not signer) for signer in (b"", b"1", b"2")
@@ -126,7 +126,7 @@ def test_a_greeting_offer_of_weights_is_not_replaced_by_the_next_offer() -> None
     assert sent == [encode_envelope(Envelope(offer))[0] for offer in (greeting, second)]
 
 
-def test_a_hundred_clients_do_not_come_back_together() -> None:
+def test_reconnects_of_a_hundred_clients_are_spread() -> None:
     returns = []
     for seed in range(100):
         backoff, at = Backoff(0.1, 5.0, random.Random(seed)), 0.0
@@ -138,7 +138,7 @@ def test_a_hundred_clients_do_not_come_back_together() -> None:
     assert max(returns) < 100
 
 
-def test_a_pause_stays_within_its_bounds_and_starts_anew_after_success() -> None:
+def test_backoff_stays_within_its_bounds_and_resets() -> None:
     backoff = Backoff(0.1, 5.0, random.Random(1))
     bounds = []
     for _ in range(10):
@@ -150,7 +150,7 @@ def test_a_pause_stays_within_its_bounds_and_starts_anew_after_success() -> None
 
 
 @given(st.lists(st.sampled_from(TunnelState), max_size=8))
-def test_a_tunnel_goes_only_where_its_table_leads(path: list[TunnelState]) -> None:
+def test_illegal_transition_raises(path: list[TunnelState]) -> None:
     machine = StateMachine("the tunnel", TunnelState.IDLE, TUNNEL_TRANSITIONS)
     for state in path:
         before = machine.state
@@ -163,7 +163,7 @@ def test_a_tunnel_goes_only_where_its_table_leads(path: list[TunnelState]) -> No
 
 
 @given(st.lists(st.floats(1e-7, 1e3), min_size=1, max_size=200), st.floats(0.01, 1.0))
-def test_a_histogram_is_right_within_a_bucket(seconds: list[float], share: float) -> None:
+def test_histogram_quantile_is_within_a_bucket(seconds: list[float], share: float) -> None:
     histogram = LatencyHistogram()
     for value in seconds:
         histogram.add(value)
@@ -177,7 +177,7 @@ ITEMS = st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers()), ma
 
 
 @given(ITEMS, st.integers(1, 50))
-def test_events_stay_in_order_states_are_the_newest_and_nothing_exceeds_the_bound(
+def test_queue_keeps_event_order_newest_states_and_its_capacity(
     puts: list[tuple[str | None, int]], capacity: int
 ) -> None:
     box: CoalescingQueue[tuple[str | None, int]] = CoalescingQueue(capacity)
@@ -192,7 +192,7 @@ def test_events_stay_in_order_states_are_the_newest_and_nothing_exceeds_the_boun
     assert box.get_nowait() is None
 
 
-def test_an_item_replaced_while_it_was_being_sent_is_not_taken_for_the_new_one() -> None:
+def test_discard_keeps_the_replacement_of_a_peeked_item() -> None:
     box: CoalescingQueue[list[int]] = CoalescingQueue(4)
     box.put([1], "state")
     sending = box.peek()
@@ -202,7 +202,7 @@ def test_an_item_replaced_while_it_was_being_sent_is_not_taken_for_the_new_one()
     assert box.get_nowait() == [2]
 
 
-def test_wait_returns_what_another_thread_puts_and_gives_up_at_its_deadline() -> None:
+def test_get_returns_items_of_other_threads_or_times_out() -> None:
     box: CoalescingQueue[int] = CoalescingQueue(4)
     assert box.get(0.01) is None
     thread = threading.Thread(target=box.put, args=(7,))
@@ -211,7 +211,7 @@ def test_wait_returns_what_another_thread_puts_and_gives_up_at_its_deadline() ->
     thread.join()
 
 
-def test_what_is_unwanted_is_dropped_and_counted() -> None:
+def test_remove_matching_returns_the_number_of_items() -> None:
     box: CoalescingQueue[int] = CoalescingQueue(2)
     assert box.put(1) and box.put(2) and not box.put(3)
     assert box.rejected == 1

@@ -97,7 +97,7 @@ def test_chunks_become_durable_once_and_leave_the_outbox(run: Path) -> None:
     assert stored(run) == [("episode-0", index) for index in range(40)]
 
 
-def test_the_largest_chunk_that_an_outbox_takes_arrives(run: Path) -> None:
+def test_largest_chunk_of_an_outbox_arrives(run: Path) -> None:
     largest = chunk(0, floats=(MAX_CHUNK_BYTES - 2048) // 40)
     assert MAX_CHUNK_BYTES - 2048 < len(largest) <= MAX_CHUNK_BYTES
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
@@ -108,12 +108,12 @@ def test_the_largest_chunk_that_an_outbox_takes_arrives(run: Path) -> None:
     assert stored(run) == [("episode-0", 0), ("episode-0", 1)]
 
 
-def test_a_gateway_that_would_not_take_every_chunk_is_refused() -> None:
+def test_message_limit_below_the_largest_chunk_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_message_bytes"):
         TunnelLimits(max_message_bytes=MAX_CHUNK_BYTES)
 
 
-def test_a_chunk_that_can_never_be_stored_is_set_aside_and_the_next_are_taken(run: Path) -> None:
+def test_invalid_chunk_is_set_aside_and_later_chunks_are_stored(run: Path) -> None:
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
         robot = site.client("panda-0", outbox)
         outbox.append(chunk(0))
@@ -126,9 +126,7 @@ def test_a_chunk_that_can_never_be_stored_is_set_aside_and_the_next_are_taken(ru
         robot.close()
 
 
-def test_no_robot_writes_into_an_episode_of_another_also_after_a_restart(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_chunk_of_another_robots_episode_is_refused(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(run) as site, Outbox.open(run / "honest") as honest:
         honest.append(chunk(0, episode="mine"))
         assert site.client("panda-0", honest).drain(120) == 0
@@ -147,7 +145,7 @@ def test_no_robot_writes_into_an_episode_of_another_also_after_a_restart(
     )
 
 
-def test_a_lease_goes_to_one_session_and_the_refusal_names_the_holder(run: Path) -> None:
+def test_lease_refusal_names_the_holder(run: Path) -> None:
     with serving(run) as site:
         robot = site.client("panda-0")
         robot.send(LeaseRequest(robot="panda-0", holder="session at desk 4"))
@@ -166,7 +164,7 @@ def test_a_lease_goes_to_one_session_and_the_refusal_names_the_holder(run: Path)
         assert isinstance(next_of(robot, LeaseRefusal), LeaseRefusal)
 
 
-def test_a_session_that_asks_twice_has_one_token_and_its_successor_a_newer_one(run: Path) -> None:
+def test_repeated_lease_request_gets_the_same_token(run: Path) -> None:
     """It asks again while a slow gateway has not answered: the second answer must not end the lease of the first."""
     with serving(run) as site:
         robot = site.client("panda-0", holder="a")
@@ -183,7 +181,7 @@ def test_a_session_that_asks_twice_has_one_token_and_its_successor_a_newer_one(r
 
 
 @pytest.mark.parametrize("giving_back", [True, False])
-def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_back: bool) -> None:
+def test_flood_of_lease_requests_is_rate_limited(run: Path, giving_back: bool) -> None:
     now = [100.0]
     lease_limit = KeyedTokenBucket(LEASE_BURST, LEASE_REFILL_S, lambda: now[0])
     with serving(run, lease_limit=lease_limit) as site:
@@ -212,7 +210,7 @@ def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_ba
         assert len(ask(3)) == 2 and len(tokens) == LEASE_BURST + 1
 
 
-def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
+def test_lease_survives_a_gateway_restart(run: Path) -> None:
     with serving(run) as site:
         robot = site.client("panda-0")
         robot.send(LeaseRequest(robot="panda-0", holder="a"))
@@ -229,7 +227,7 @@ def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
         assert next_of(robot, LeaseGrant) == before
 
 
-def test_a_session_is_told_at_once_that_its_robot_is_quarantined(run: Path) -> None:
+def test_quarantine_revokes_the_lease_at_once(run: Path) -> None:
     with serving(run) as site:
         robot = site.client("panda-0", holder="a")
         robot.send(LeaseRequest(robot="panda-0", holder="a"))
@@ -240,7 +238,7 @@ def test_a_session_is_told_at_once_that_its_robot_is_quarantined(run: Path) -> N
         assert (refusal.token, refusal.reason) == (grant.token, "panda-0 is quarantined by carol: oil on the floor")
 
 
-def test_orders_reach_their_robot_and_answers_all_consoles(run: Path) -> None:
+def test_commands_reach_the_robot_and_replies_all_consoles(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         order = OperatorCommand(robot="panda-0", operator="alice", order="take-over")
@@ -257,7 +255,7 @@ def test_orders_reach_their_robot_and_answers_all_consoles(run: Path) -> None:
 
 
 @pytest.mark.parametrize("absent", ["panda-1", "learner", "nobody"])
-def test_an_order_to_a_robot_that_is_away_is_answered_not_kept(run: Path, absent: str) -> None:
+def test_command_to_an_absent_robot_is_refused(run: Path, absent: str) -> None:
     with serving(run) as site:
         site.client("learner")
         console = site.client("desk")
@@ -267,7 +265,7 @@ def test_an_order_to_a_robot_that_is_away_is_answered_not_kept(run: Path, absent
             assert isinstance(reply, OperatorReply) and not reply.accepted and "not connected" in reply.reason
 
 
-def test_an_e_stop_passes_a_robot_that_takes_no_orders(run: Path) -> None:
+def test_e_stop_passes_blocked_commands(run: Path) -> None:
     """The robot's session reads none of its orders, until its window and every queue before it are full."""
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
@@ -293,7 +291,7 @@ def test_every_episode_report_reaches_the_console(run: Path) -> None:
         assert [next_of(console, EpisodeReport).episode for _ in range(300)] == [f"e{n}" for n in range(300)]  # type: ignore[union-attr]
 
 
-def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_read_by_several_threads_keep_their_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_read, second_taken = threading.Event(), threading.Event()
     put = ChannelReader.put
 
@@ -322,7 +320,7 @@ def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch
         assert received == reports
 
 
-def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:
+def test_newest_preview_replaces_a_waiting_one(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=0), b"0"), "sent")
@@ -335,7 +333,7 @@ def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:
         assert second is not None and (second[0].step, bytes(second[1])) == (2, b"2")
 
 
-def test_the_end_of_a_run_reaches_everyone_and_those_who_come_later(run: Path) -> None:
+def test_end_of_a_run_reaches_present_and_later_peers(run: Path) -> None:
     with serving(run) as site:
         robot, console, learner = site.client("panda-0"), site.client("desk"), site.client("learner")
         console.send(StopRun(reason="done"))
@@ -344,7 +342,7 @@ def test_the_end_of_a_run_reaches_everyone_and_those_who_come_later(run: Path) -
         assert next_of(site.client("panda-1"), StopRun) == StopRun(reason="done")
 
 
-def test_a_robots_spec_is_what_the_registry_says(run: Path) -> None:
+def test_robot_spec_is_registered(run: Path) -> None:
     with serving(run) as site:
         action = ArraySpec(name="action", labels=("x",), units=("m",), low=(0.0,), high=(1.0,))
         spec = RobotSpec(model="panda", rate_hz=10.0, observation=(), action=action)
@@ -360,7 +358,7 @@ def test_a_robots_spec_is_what_the_registry_says(run: Path) -> None:
             until(lambda: registry.snapshot() and registry.record("panda-0").embodiment == spec.embodiment, "announced")
 
 
-def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_delays_acknowledgements_and_loses_no_chunk(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = threading.Event()
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
         robot, console = site.client("panda-0", outbox), site.client("desk")
@@ -390,7 +388,7 @@ def _full_while(full: threading.Event, flush):  # type: ignore[no-untyped-def]
     return attempt
 
 
-def test_orders_of_people_are_audited_with_the_robots_answer(run: Path) -> None:
+def test_commands_are_audited_with_the_robots_reply(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         for robot_name, order, address in (("panda-0", "e-stop", "10.0.0.9"), ("panda-9", "reset", "")):
@@ -427,7 +425,7 @@ def status(robot: str, authority: str = "policy", operator: str = "", **other: o
     return RobotStatus(robot=robot, authority=authority, operator=operator, **fields)  # type: ignore[arg-type]
 
 
-def test_devices_of_the_runs_computers_come_and_go_while_it_runs(run: Path) -> None:
+def test_device_changes_are_reported_to_consoles(run: Path) -> None:
     plugged = [camera("head", "7")]
     with serving(run, probes={"usb": ScheduledProbe(lambda: tuple(plugged), interval_s=0.02)}) as site:
         robot, console = site.client("panda-0"), site.client("desk")
@@ -482,7 +480,7 @@ def test_repeats_of_an_e_stop_are_audited_once_for_each_outcome() -> None:
     assert outcomes == [("refused: away", "10.0.0.9"), ("done", "10.0.0.9")]
 
 
-def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:
+def test_port_stays_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:
     with serving(run) as site:
         first = site.address
         with pytest.raises(StoreLocked):
@@ -491,7 +489,7 @@ def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(r
         assert site.address == first
 
 
-def test_a_second_gateway_changes_nothing_beside_the_store_and_one_with_damaged_leases_lets_go_of_it(run: Path) -> None:
+def test_failed_gateway_start_changes_nothing_and_unlocks_the_store(run: Path) -> None:
     LeaseTable(run / "leases.json").acquire("panda-0", "alice")
     before = (run / "leases.json").read_bytes()
     OperatorOverrides(run / "orders.json").set_override("panda-0", "quarantined", "ana")
@@ -505,13 +503,13 @@ def test_a_second_gateway_changes_nothing_beside_the_store_and_one_with_damaged_
     StoreWriter.open(run / "store").close()
 
 
-def test_beyond_loopback_a_gateway_needs_a_key_that_a_person_made(tmp_path: Path) -> None:
+def test_gateway_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="user-sys keys new gateway"):
         Gateway(GatewayConfig(endpoint="tcp://0.0.0.0:0"), tmp_path)
     assert is_loopback("tcp://127.0.0.1:5") and is_loopback("tcp://[::1]:5") and not is_loopback("tcp://*:5")
 
 
-def test_settings_come_from_the_runs_configuration(run: Path) -> None:
+def test_gateway_process_reads_the_run_configuration(run: Path) -> None:
     (run / "config.yaml").write_text(
         "seed: 3\ngateway:\n  lease_ttl_s: 7\n  tunnel:\n    experience:\n      window_messages: 5\n"
     )
@@ -524,7 +522,7 @@ def test_settings_come_from_the_runs_configuration(run: Path) -> None:
         read_gateway_address(run)
 
 
-def test_a_gateway_that_ends_leaves_no_socket(tmp_path: Path) -> None:
+def test_closed_gateway_removes_its_unix_socket(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path) as site:
         local = unix_socket_endpoint(site.address.endpoint, site.address.public_key)

@@ -99,19 +99,17 @@ def hostile_hour(fortress: AttackedGateway, frames: int) -> None:
     assert sorted(stored(run)) == [("episode-0", n) for n in range(recorded)], "and nothing else is in the store"
 
 
-def test_two_thousand_hostile_frames_beside_an_honest_robot(fortress: AttackedGateway) -> None:
+def test_two_thousand_hostile_frames_do_not_disturb_a_robot(fortress: AttackedGateway) -> None:
     hostile_hour(fortress, 2_000)
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_hostile_frames_and_memory_stays_bounded(fortress: AttackedGateway) -> None:
+def test_hundred_thousand_hostile_frames_keep_memory_bounded(fortress: AttackedGateway) -> None:
     hostile_hour(fortress, 100_000)
 
 
 @pytest.mark.parametrize(("part_bytes", "parts"), [(0, 1_000_000), (40, 500_000), (1 << 20, 64)])
-def test_a_message_of_a_million_parts_is_cut_off_before_it_fills_the_memory(
-    fortress: AttackedGateway, part_bytes: int, parts: int
-) -> None:
+def test_message_of_a_million_parts_is_cut_off(fortress: AttackedGateway, part_bytes: int, parts: int) -> None:
     attacker = fortress.attacker(2)
     attacker.session(200)
     before_mb = fortress.peak_mb
@@ -120,7 +118,7 @@ def test_a_message_of_a_million_parts_is_cut_off_before_it_fills_the_memory(
     assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
 
 
-def test_connections_under_one_name_leave_nothing_behind(fortress: AttackedGateway) -> None:
+def test_connections_with_one_routing_id_leak_nothing(fortress: AttackedGateway) -> None:
     attacker = fortress.attacker(3)
     attacker.namesakes(100, parts=8000)  # what comes at once takes room, which the process keeps and uses again
     before_mb = fortress.peak_mb
@@ -150,17 +148,17 @@ def refuses(run: Path, address: GatewayAddress, kind: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wrong", "revoked", "absent"])
-def test_a_stranger_is_refused_forty_times_of_forty(fortress: AttackedGateway, kind: str) -> None:
+def test_unknown_key_is_refused_forty_times(fortress: AttackedGateway, kind: str) -> None:
     refuses(fortress.run, fortress.address, kind, 40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wrong", "revoked", "absent"])
-def test_a_stranger_is_refused_a_thousand_times_of_a_thousand(fortress: AttackedGateway, kind: str) -> None:
+def test_unknown_key_is_refused_a_thousand_times(fortress: AttackedGateway, kind: str) -> None:
     refuses(fortress.run, fortress.address, kind, 1000)
 
 
-def test_a_robot_that_ignores_its_window_is_refused(tmp_path: Path) -> None:
+def test_robot_beyond_its_credit_is_refused(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path) as site:
         flood = site.client("panda-1")

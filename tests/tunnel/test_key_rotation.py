@@ -35,7 +35,7 @@ def dial(site: GatewaySite, name: str, pair: KeyPair) -> TunnelClient:
     return client
 
 
-def test_a_rotation_cuts_nobody_off_until_its_overlap_is_over(tmp_path: Path) -> None:
+def test_rotated_key_is_allowed_until_its_overlap_ends(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path) as site:
         old = load_keypair(tmp_path / "keys" / "panda-0.key")
@@ -56,7 +56,7 @@ def _ends(client: TunnelClient, within_s: float) -> bool:
     return threading.Event().wait(within_s) or client.state is not TunnelState.OPEN
 
 
-def test_revoking_cuts_a_connected_peer_off_and_keeps_it_out(tmp_path: Path) -> None:
+def test_revoked_peer_is_disconnected_and_refused(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path) as site:
         client, other = site.client("panda-0"), site.client("panda-1")
@@ -68,7 +68,7 @@ def test_revoking_cuts_a_connected_peer_off_and_keeps_it_out(tmp_path: Path) -> 
         assert other.state is TunnelState.OPEN
 
 
-def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> None:
+def test_relay_is_refused_for_a_foreign_robot(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path) as site:
         keys(tmp_path, "new", "lab")
@@ -86,7 +86,7 @@ def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> 
         until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once")
 
 
-def test_connections_without_a_key_are_audited_with_their_address_and_count(tmp_path: Path) -> None:
+def test_connections_without_a_key_are_audited(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path, replace(CONFIG, tunnel=replace(QUICK, handshake_s=0.5))) as site:
         port = urlsplit(site.address.endpoint).port
@@ -106,7 +106,7 @@ def test_connections_without_a_key_are_audited_with_their_address_and_count(tmp_
     assert sum(e.count for e in refused) >= 8  # the keyless one comes back
 
 
-def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: Path) -> None:
+def test_audit_has_peers_addresses_and_refusal_reasons(tmp_path: Path) -> None:
     pairs = prepare(tmp_path)
     stranger = new_keypair()
     with serving(tmp_path) as site:

@@ -19,7 +19,7 @@ def run_keys(*argv: str) -> int:
     return keys.run(parser.parse_args(["keys", *argv]))
 
 
-def test_a_key_pair_comes_back_as_it_was_saved_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+def test_saved_key_pair_is_private_and_loads_again(tmp_path: Path) -> None:
     keys = new_keypair()
     save_keypair(keys, tmp_path / "keys", "panda-0")
     assert load_keypair(tmp_path / "keys/panda-0.key") == keys
@@ -27,18 +27,18 @@ def test_a_key_pair_comes_back_as_it_was_saved_and_only_its_owner_can_read_it(tm
     assert (tmp_path / "keys/panda-0.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_no_public_key_looks_like_an_option() -> None:
+def test_public_key_never_begins_with_a_dash() -> None:
     assert not any(new_keypair().public.startswith("-") for _ in range(500))
 
 
-def test_a_secret_shows_in_no_repr() -> None:
+def test_repr_hides_the_secret() -> None:
     keys = new_keypair()
     assert keys.secret not in repr(keys)
     assert keys.public in repr(keys).replace("\\\\", "\\")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_private_key_that_others_can_touch_is_refused(tmp_path: Path, mode: int) -> None:
+def test_private_key_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     save_keypair(new_keypair(), tmp_path, "panda-0")
     (tmp_path / "panda-0.key").chmod(mode)
     with pytest.raises(RunError, match="chmod 600"):
@@ -46,7 +46,7 @@ def test_a_private_key_that_others_can_touch_is_refused(tmp_path: Path, mode: in
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"public": "x", "secret": "y"}', b"\xff" * 100])
-def test_a_file_that_holds_no_key_pair_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+def test_file_without_a_key_pair_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "panda-0.key"
     path.write_bytes(content)
     path.chmod(0o600)
@@ -56,7 +56,7 @@ def test_a_file_that_holds_no_key_pair_is_refused_in_one_line(tmp_path: Path, co
         load_keypair(tmp_path / "other.key")
 
 
-def test_changes_of_the_ring_are_seen_by_others(tmp_path: Path) -> None:
+def test_keyring_reads_changes_of_another_process(tmp_path: Path) -> None:
     ours, theirs, keys = Keyring(tmp_path), Keyring(tmp_path), new_keypair()
     assert theirs.list() == ()
     ours.allow(keys.public, "panda-0", "robot")
@@ -67,7 +67,7 @@ def test_changes_of_the_ring_are_seen_by_others(tmp_path: Path) -> None:
     assert theirs.find(keys.public) is None
 
 
-def test_who_was_shut_out_stays_out_after_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revocation_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring, on_disk = Keyring(tmp_path), []
     ring.allow(new_keypair().public, "panda-0", "robot")
     sync = os.fsync
@@ -81,7 +81,7 @@ def test_who_was_shut_out_stays_out_after_a_power_cut(tmp_path: Path, monkeypatc
     assert on_disk == [[]], "the folder was synced when the entry had gone"
 
 
-def test_a_new_key_for_a_name_shuts_the_old_one_out(tmp_path: Path) -> None:
+def test_new_key_replaces_the_old_key(tmp_path: Path) -> None:
     ring, old, new = Keyring(tmp_path), new_keypair(), new_keypair()
     ring.allow(old.public, "panda-0", "robot")
     ring.allow(new.public, "panda-0", "robot")
@@ -89,7 +89,7 @@ def test_a_new_key_for_a_name_shuts_the_old_one_out(tmp_path: Path) -> None:
     assert ring.find(new.public) is not None
 
 
-def test_one_key_cannot_have_two_names(tmp_path: Path) -> None:
+def test_key_of_another_name_is_refused(tmp_path: Path) -> None:
     ring, keys = Keyring(tmp_path), new_keypair()
     ring.allow(keys.public, "panda-0", "robot")
     with pytest.raises(ConfigError, match="already belongs to 'panda-0'"):
@@ -97,12 +97,12 @@ def test_one_key_cannot_have_two_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a" * 200, "a\n"])
-def test_a_name_that_could_leave_the_ring_is_refused(tmp_path: Path, name: str) -> None:
+def test_unsafe_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="not a name"):
         Keyring(tmp_path).allow(new_keypair().public, name, "robot")
 
 
-def test_a_damaged_entry_lets_nobody_in_and_is_reported(tmp_path: Path) -> None:
+def test_damaged_entry_is_reported_and_allows_no_key(tmp_path: Path) -> None:
     ring, keys = Keyring(tmp_path), new_keypair()
     ring.allow(keys.public, "panda-0", "robot")
     (tmp_path / "allowed/panda-1.json").write_text("{not json")
@@ -111,7 +111,7 @@ def test_a_damaged_entry_lets_nobody_in_and_is_reported(tmp_path: Path) -> None:
     assert ring.unreadable == ("other.json", "panda-1.json")
 
 
-def test_the_commands_make_allow_list_rotate_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_create_allow_list_rotate_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ("--folder", str(tmp_path))
     assert run_keys("new", "panda-0", *folder) == 0
     first = load_public_key(tmp_path / "panda-0.pub")
@@ -129,14 +129,14 @@ def test_the_commands_make_allow_list_rotate_and_revoke(tmp_path: Path, capsys: 
         run_keys("revoke", "panda-0", *folder)
 
 
-def test_a_file_with_halves_of_two_pairs_is_refused(tmp_path: Path) -> None:
+def test_file_with_halves_of_two_pairs_is_refused(tmp_path: Path) -> None:
     one, other = new_keypair(), new_keypair()
     save_keypair(KeyPair(one.public, other.secret), tmp_path, "panda-0")
     with pytest.raises(RunError, match="two different keys"):
         load_keypair(tmp_path / "panda-0.key")
 
 
-def test_a_key_file_cut_anywhere_is_refused_and_never_half_believed(tmp_path: Path) -> None:
+def test_truncated_key_file_is_refused(tmp_path: Path) -> None:
     save_keypair(new_keypair(), tmp_path, "panda-0")
     path = tmp_path / "panda-0.key"
     whole = path.read_bytes().rstrip()
@@ -146,7 +146,7 @@ def test_a_key_file_cut_anywhere_is_refused_and_never_half_believed(tmp_path: Pa
             load_keypair(path)
 
 
-def test_both_keys_are_let_in_while_a_rotation_lasts_and_then_the_new_one_alone(tmp_path: Path) -> None:
+def test_both_keys_are_allowed_during_the_overlap(tmp_path: Path) -> None:
     now = [1000.0]
     ring, old, new = Keyring(tmp_path, unix_s=lambda: now[0]), new_keypair(), new_keypair()
     ring.allow(old.public, "panda-0", "robot")
@@ -161,7 +161,7 @@ def test_both_keys_are_let_in_while_a_rotation_lasts_and_then_the_new_one_alone(
     assert ring.find(old.public) is None and ring.find(new.public) is not None
 
 
-def test_a_relay_speaks_for_its_robots_and_for_nobody_else(tmp_path: Path) -> None:
+def test_relay_key_may_act_only_as_its_robots(tmp_path: Path) -> None:
     ring, keys = Keyring(tmp_path), new_keypair()
     with pytest.raises(ConfigError, match="relay"):
         ring.allow(keys.public, "lab", "relay")
@@ -174,7 +174,7 @@ def test_a_relay_speaks_for_its_robots_and_for_nobody_else(tmp_path: Path) -> No
     assert not robot.can_act_as("lab", "relay") and not robot.can_act_as("panda-0", "robot")
 
 
-def test_a_key_is_rotated_between_two_computers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_rotation_across_two_computers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     robot, desk = tmp_path / "robot", tmp_path / "desk"
     run_keys("new", "panda-0", "--folder", str(robot))
     old = load_keypair(robot / "panda-0.key")
@@ -197,14 +197,14 @@ def test_a_key_is_rotated_between_two_computers(tmp_path: Path, capsys: pytest.C
         run_keys("rotate", "panda-7", "--folder", str(desk))
 
 
-def test_a_new_key_is_rotated_in_only_where_its_name_is_allowed(tmp_path: Path) -> None:
+def test_rotation_of_an_unknown_name_is_refused(tmp_path: Path) -> None:
     run_keys("new", "panda-0", "--folder", str(tmp_path))
     with pytest.raises(ConfigError, match="'panda-0' is not in the keyring of .*; add it with `user-sys keys allow`"):
         run_keys("rotate", "panda-0", f"--public={new_keypair().public}", "--folder", str(tmp_path))
     assert not (tmp_path / "panda-0.next.key").exists(), "nothing was staged"
 
 
-def test_the_list_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_is_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ring, key = Keyring(tmp_path), new_keypair().public
     ring.allow(key, "lab", "relay", robots=("panda-0", "panda-1"))
     ring.allow(new_keypair().public, "lab", "relay", robots=("panda-0", "panda-1"), overlap_s=3600)
@@ -217,6 +217,6 @@ def test_the_list_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "broken.json is damaged" in shown.err
 
 
-def test_characters_that_stand_for_no_number_make_no_public_key(tmp_path: Path) -> None:
+def test_invalid_characters_are_not_a_public_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a public key"):
         Keyring(tmp_path).allow("#" * 40, "panda-0", "robot")

@@ -41,7 +41,7 @@ sys.exit(bool(found))
 """
 
 
-def test_a_gateway_and_its_peers_unpickle_and_execute_nothing() -> None:
+def test_gateway_and_peers_never_unpickle_or_execute() -> None:
     argv = [sys.executable, "-c", AUDITED, str(Path(__file__).parent)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -38,7 +38,7 @@ MESSAGES: list[Envelope] = [
 
 
 @pytest.mark.parametrize("envelope", MESSAGES, ids=lambda envelope: type(envelope.message).__name__)
-def test_a_message_comes_back_on_its_channel_and_on_no_other(envelope: Envelope) -> None:
+def test_message_decodes_only_on_its_channel(envelope: Envelope) -> None:
     own = channel_of(envelope.message)
     decoded = decode_envelope(own, encode_envelope(envelope), LIMITS)
     assert (decoded.message, decoded.payload) == (envelope.message, envelope.payload)
@@ -49,7 +49,7 @@ def test_a_message_comes_back_on_its_channel_and_on_no_other(envelope: Envelope)
 
 
 @pytest.mark.parametrize("envelope", MESSAGES, ids=lambda envelope: type(envelope.message).__name__)
-def test_a_wrong_number_of_frames_is_refused(envelope: Envelope) -> None:
+def test_wrong_number_of_frames_is_refused(envelope: Envelope) -> None:
     frames = encode_envelope(envelope)
     for wrong in ([], frames[:1] if envelope.payload is not None else [*frames, b"x"], [*frames, b"x", b"y"]):
         with pytest.raises(WireError, match="frames"):
@@ -62,7 +62,7 @@ def test_a_wrong_number_of_frames_is_refused(envelope: Envelope) -> None:
 @example(Channel.CONTROL, [b"\xdf\xff\xff\xff\xff"])
 @example(Channel.EXPERIENCE, [b"\xdb\xff\xff\xff\xff", b""])
 @example(Channel.CONTROL, [msgspec.msgpack.encode({"type": "hello", "protocol": 2**70 if False else -(2**63)})])
-def test_any_bytes_are_a_message_or_a_wire_error(channel: Channel, frames: list[bytes]) -> None:
+def test_any_bytes_decode_or_raise_a_wire_error(channel: Channel, frames: list[bytes]) -> None:
     try:
         assert isinstance(decode_envelope(channel, list(frames), LIMITS).message, Message)
     except WireError as error:
@@ -70,7 +70,7 @@ def test_any_bytes_are_a_message_or_a_wire_error(channel: Channel, frames: list[
 
 
 @given(st.sampled_from(MESSAGES), st.data())
-def test_a_message_with_a_flipped_byte_is_a_message_or_a_wire_error(envelope: Envelope, data: st.DataObject) -> None:
+def test_flipped_byte_decodes_or_raises_a_wire_error(envelope: Envelope, data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode_envelope(envelope)]
     at = data.draw(st.integers(0, len(frames[0]) - 1))
     frames[0][at] ^= data.draw(st.integers(1, 255))
@@ -80,7 +80,7 @@ def test_a_message_with_a_flipped_byte_is_a_message_or_a_wire_error(envelope: En
         return
 
 
-def test_a_spec_that_contradicts_itself_is_a_wire_error() -> None:
+def test_contradictory_spec_is_a_wire_error() -> None:
     spec = {"model": "m", "rate_hz": 1.0, "observation": [], "action": {
         "name": "action", "labels": ["x"], "units": [], "low": [0.0], "high": [1.0]}}  # fmt: skip
     raw = msgspec.msgpack.encode({"type": "hello", "protocol": 1, "role": "robot", "name": "p", "spec": spec})
@@ -88,7 +88,7 @@ def test_a_spec_that_contradicts_itself_is_a_wire_error() -> None:
         decode_envelope(Channel.CONTROL, [raw], LIMITS)
 
 
-def test_driving_is_a_state_and_an_order_is_an_event() -> None:
+def test_drive_commands_coalesce_and_others_do_not() -> None:
     drive = OperatorCommand(robot="r", operator="al", order="drive", twist=(0.1,))
     assert coalescing_key(drive) == coalescing_key(msgspec.structs.replace(drive, twist=(0.9,), sequence=4))
     assert coalescing_key(msgspec.structs.replace(drive, order="take-over")) is None

@@ -45,7 +45,7 @@ def received(connection: socket.socket) -> int:
     return state.received_bytes
 
 
-def test_a_connection_receives_its_quota_and_no_more_until_it_is_raised(
+def test_connection_receives_only_its_quota(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     sender, receiver = pair
@@ -61,7 +61,7 @@ def test_a_connection_receives_its_quota_and_no_more_until_it_is_raised(
     assert len(receiver.recv(sent - got, socket.MSG_WAITALL)) == sent - got, "what was held back comes after all"
 
 
-def test_a_quota_may_pass_the_end_of_the_sequence_numbers(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_quota_wraps_around_the_sequence_numbers(pair: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = pair
     first = initial_sequence(receiver)
     assert first is not None
@@ -135,7 +135,7 @@ def break_it(port: Port) -> None:
 
 
 @pytest.mark.parametrize(("member", "limit"), [(False, RECORD_BYTES + (64 << 10)), (True, MESSAGE_BYTES + (1 << 20))])
-def test_an_endless_message_is_held_by_the_kernel_before_anyone_looks(port: Port, member: bool, limit: int) -> None:
+def test_kernel_stops_an_endless_message_without_a_check(port: Port, member: bool, limit: int) -> None:
     if member:
         port.guard.authorize(port.connection, b"session")
     flood(port, 10_000)
@@ -145,7 +145,7 @@ def test_an_endless_message_is_held_by_the_kernel_before_anyone_looks(port: Port
     until(lambda: port.received() == 0, "libzmq closes it")
 
 
-def test_a_member_streams_on_and_is_never_held_up(port: Port) -> None:
+def test_session_connection_is_never_stopped(port: Port) -> None:
     port.guard.authorize(port.connection, b"session")
     for _ in range(40):
         port.dealer.send_multipart([b"record", bytes(1_000_000)])
@@ -155,7 +155,7 @@ def test_a_member_streams_on_and_is_never_held_up(port: Port) -> None:
     assert port.receive()[1].bytes == b"still here"
 
 
-def test_small_messages_without_number_are_no_flood_and_buy_nothing(port: Port) -> None:
+def test_many_small_messages_do_not_raise_the_limit(port: Port) -> None:
     for _ in range(20_000):
         port.dealer.send(b"")
         port.receive()
@@ -164,14 +164,14 @@ def test_small_messages_without_number_are_no_flood_and_buy_nothing(port: Port) 
     break_it(port)
 
 
-def test_when_its_session_is_over_a_connection_may_have_no_more_unfinished_than_a_stranger(port: Port) -> None:
+def test_ended_session_loses_its_limit(port: Port) -> None:
     port.guard.authorize(port.connection, b"session")
     port.guard.deauthorize(b"session")
     flood(port, 1000)
     break_it(port)
 
 
-def test_messages_that_wait_complete_are_no_flood(port: Port) -> None:
+def test_complete_waiting_messages_are_not_counted(port: Port) -> None:
     port.guard.authorize(port.connection, b"session")
     for _ in range(3):
         port.dealer.send(bytes(1_000_000))
@@ -179,7 +179,7 @@ def test_messages_that_wait_complete_are_no_flood(port: Port) -> None:
     assert port.guard.check(lambda: not port.router.poll(0)) == []
 
 
-def test_a_connection_whose_report_comes_late_is_guarded_from_its_session_on() -> None:
+def test_late_reported_connection_is_guarded() -> None:
     with connected() as port:
         port.guard.authorize(port.connection, b"session")
         port.guard.on_accepted(port.connection)
@@ -189,7 +189,7 @@ def test_a_connection_whose_report_comes_late_is_guarded_from_its_session_on() -
         break_it(port)
 
 
-def test_a_connection_that_the_kernel_cannot_hold_is_looked_at_often() -> None:
+def test_connection_without_a_filter_is_checked_often() -> None:
     with connected(held=False) as port:
         assert port.guard.check_interval_s == CHECK_INTERVAL_S
         port.guard.on_accepted(port.connection)
@@ -198,7 +198,7 @@ def test_a_connection_that_the_kernel_cannot_hold_is_looked_at_often() -> None:
         break_it(port)
 
 
-def test_many_strangers_together_may_have_no_more_unfinished_than_their_common_bound() -> None:
+def test_connections_without_a_session_share_a_limit() -> None:
     guard = ReceiveQuotaGuard(RECORD_BYTES, MESSAGE_BYTES, unauthenticated_bytes=1_000_000)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

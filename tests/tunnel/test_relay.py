@@ -110,7 +110,7 @@ def relaying(
         assert not thread.is_alive() and not failures, failures
 
 
-def test_what_robots_behind_a_relay_record_is_acknowledged_by_the_clouds_disk(tmp_path: Path) -> None:
+def test_relayed_chunk_is_acknowledged_by_the_cloud(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
         outboxes = {name: Outbox.open(tmp_path / name) for name in ROBOTS[:2]}
@@ -124,7 +124,7 @@ def test_what_robots_behind_a_relay_record_is_acknowledged_by_the_clouds_disk(tm
             outbox.close()
 
 
-def test_a_relay_that_dies_loses_nothing_and_one_without_a_cloud_acknowledges_nothing(tmp_path: Path) -> None:
+def test_killed_or_offline_relay_loses_no_chunk(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     outbox = Outbox.open(tmp_path / "outbox")
     with serving(tmp_path / "cloud") as cloud:
@@ -144,7 +144,7 @@ def test_a_relay_that_dies_loses_nothing_and_one_without_a_cloud_acknowledges_no
     outbox.close()
 
 
-def test_leases_orders_and_reports_pass_in_both_directions(tmp_path: Path) -> None:
+def test_relay_forwards_leases_commands_and_reports(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
         console = cloud.client("desk")
@@ -166,7 +166,7 @@ def test_leases_orders_and_reports_pass_in_both_directions(tmp_path: Path) -> No
         assert isinstance(reply, OperatorReply) and reply.accepted
 
 
-def test_nobody_behind_a_relay_writes_as_another_and_the_relay_not_for_others(tmp_path: Path) -> None:
+def test_relay_refuses_foreign_names(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud, robots=("far-0", "far-1")) as far:
         neighbour = load_keypair(far.folder / "keys" / "far-1.key")
@@ -189,7 +189,7 @@ def test_nobody_behind_a_relay_writes_as_another_and_the_relay_not_for_others(tm
         outbox.close()
 
 
-def test_robots_behind_a_relay_go_by_the_clouds_clock(tmp_path: Path) -> None:
+def test_relayed_robots_use_the_clouds_clock(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     pair, hour_ns = new_keypair(), 3_600 * 10**9
     server = TunnelServer(
@@ -235,7 +235,7 @@ class StoredReader:
         return self.robot.send_weights(WeightsRequest(parcel=parcel, first=first, count=count))
 
 
-def test_weights_cross_the_uplink_once_and_are_served_from_the_site(tmp_path: Path) -> None:
+def test_relay_fetches_weights_once_for_its_robots(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
     arrays = {"w": np.random.default_rng(0).standard_normal(200_000).astype(np.float32)}  # does not compress
@@ -262,7 +262,7 @@ def _kept(folder: Path) -> bool:
     return VersionStore(folder / "relay" / "weights").load().complete_versions() == [7]
 
 
-def test_a_cloud_that_starts_again_hears_with_which_version_a_robot_behind_a_relay_acts(tmp_path: Path) -> None:
+def test_restarted_cloud_gets_versions_of_relayed_robots(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     with ExitStack() as first:
         cloud = first.enter_context(serving(tmp_path / "cloud"))
@@ -281,7 +281,7 @@ def _acting(cloud: GatewaySite, robot: str) -> bool:
     return f"staleness_s/{robot}" in cloud.gateway.weights.scalars()
 
 
-def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> None:
+def test_pin_reaches_relayed_robots(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
@@ -298,7 +298,7 @@ def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> No
             until(lambda: reader.poll() == 1, "the robot goes back")
 
 
-def test_robots_behind_a_relay_have_the_weights_and_the_orders_of_their_own_learner(tmp_path: Path) -> None:
+def test_relayed_robots_get_their_learners_weights_and_pins(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     keys, second = tmp_path / "cloud" / "keys", "learner-so-101-x"
     signer, pair = ensure_signer(keys, "learner"), new_keypair()
@@ -332,7 +332,7 @@ def test_robots_behind_a_relay_have_the_weights_and_the_orders_of_their_own_lear
         until(lambda: (panda.poll(), arm.poll()) == (10, 20), "the relay has both on its disk, and the order")
 
 
-def test_a_relay_fetches_the_weights_of_robots_that_come_and_no_others(tmp_path: Path) -> None:
+def test_relay_fetches_only_weights_of_its_robots(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     keys, second = tmp_path / "cloud" / "keys", "learner-so-101-x"
     signer, pair = ensure_signer(keys, "learner"), new_keypair()

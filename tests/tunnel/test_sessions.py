@@ -94,7 +94,7 @@ def status(step: int, robot: str = "panda-0") -> RobotStatus:
                        safety_interventions=0)  # fmt: skip
 
 
-def test_an_allowed_key_opens_a_session_and_the_clocks_are_compared(bench: SessionBench) -> None:
+def test_allowed_key_opens_a_session_with_a_clock_offset(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     assert client.state is TunnelState.OPEN and client.reason == ""
     until(lambda: bench.server.peers("robot"), "the server knows the robot")
@@ -102,9 +102,7 @@ def test_an_allowed_key_opens_a_session_and_the_clocks_are_compared(bench: Sessi
     until(lambda: client.clock is not None, "a heartbeat came back")
 
 
-def test_a_key_that_is_not_allowed_gets_nothing_and_the_log_names_it(
-    bench: SessionBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_key_is_refused_and_logged(bench: SessionBench, caplog: pytest.LogCaptureFixture) -> None:
     stranger = new_keypair()
     with caplog.at_level(logging.WARNING), pytest.raises(SessionRefused, match="does not allow this key"):
         bench.dial("panda-0", stranger).wait_open(120)
@@ -113,9 +111,7 @@ def test_a_key_that_is_not_allowed_gets_nothing_and_the_log_names_it(
     assert bench.handler.opened == [] and bench.handler.messages == []
 
 
-def test_a_revoked_key_loses_its_session_and_gets_no_other(
-    bench: SessionBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_revoked_key_loses_its_session(bench: SessionBench, caplog: pytest.LogCaptureFixture) -> None:
     client = bench.open("panda-0")
     bench.ring.revoke("panda-0")
     until(lambda: client.state is TunnelState.REFUSED, "the session ends")
@@ -126,7 +122,7 @@ def test_a_revoked_key_loses_its_session_and_gets_no_other(
     assert [name for name, _ in bench.handler.closed] == ["panda-0"]
 
 
-def test_a_key_that_is_allowed_while_the_gateway_runs_gets_in(bench: SessionBench) -> None:
+def test_key_added_at_run_time_is_accepted(bench: SessionBench) -> None:
     keys = new_keypair()
     with pytest.raises(SessionRefused):
         bench.dial("panda-9", keys, role="robot").wait_open(120)
@@ -134,7 +130,7 @@ def test_a_key_that_is_allowed_while_the_gateway_runs_gets_in(bench: SessionBenc
     bench.dial("panda-9", keys, role="robot").wait_open(120)
 
 
-def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: SessionBench) -> None:
+def test_wrong_gateway_key_fails_the_handshake(bench: SessionBench) -> None:
     client = bench.dial("panda-0", server_key=new_keypair().public)
     until(lambda: "public key" in client.reason, "it says what may be wrong")
     with pytest.raises(LinkDown):
@@ -142,19 +138,19 @@ def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: SessionBen
     assert bench.handler.opened == []
 
 
-def test_another_protocol_version_is_refused_and_both_are_named(bench: SessionBench) -> None:
+def test_version_mismatch_names_both_versions(bench: SessionBench) -> None:
     with pytest.raises(SessionRefused, match=rf"version {PROTOCOL_VERSION}, this peer 99"):
         bench.dial("panda-0", protocol=99).wait_open(120)
 
 
 @pytest.mark.parametrize(("name", "role"), [("panda-1", "robot"), ("panda-0", "console"), ("panda-0", "learner")])
-def test_a_key_can_claim_no_other_name_or_role(bench: SessionBench, name: str, role: str) -> None:
+def test_key_cannot_claim_another_name_or_role(bench: SessionBench, name: str, role: str) -> None:
     with pytest.raises(SessionRefused, match="belongs to the robot 'panda-0'"):
         bench.dial(name, bench.keys["panda-0"], role=role).wait_open(120)
 
 
 @pytest.mark.parametrize("name", ["panda-1", ""])
-def test_a_robot_that_writes_in_anothers_name_is_refused(bench: SessionBench, name: str) -> None:
+def test_message_in_another_name_is_refused(bench: SessionBench, name: str) -> None:
     client = bench.open("panda-0")
     client.send(status(1))
     client.send(status(1, robot=name))
@@ -173,7 +169,7 @@ def test_a_robot_that_writes_in_anothers_name_is_refused(bench: SessionBench, na
         ("desk", status(1)),
     ],
 )
-def test_a_role_may_send_only_its_own_messages(bench: SessionBench, name: str, message: object) -> None:
+def test_message_of_another_role_is_refused(bench: SessionBench, name: str, message: object) -> None:
     client = bench.open(name)
     assert client.send(message)  # type: ignore[arg-type]
     until(lambda: client.state is TunnelState.REFUSED, "refused")
@@ -181,7 +177,7 @@ def test_a_role_may_send_only_its_own_messages(bench: SessionBench, name: str, m
     assert bench.handler.messages == []
 
 
-def test_a_newer_session_of_the_same_key_ends_the_older(bench: SessionBench) -> None:
+def test_newer_session_replaces_the_older(bench: SessionBench) -> None:
     first = bench.open("panda-0")
     second = bench.open("panda-0")
     until(lambda: first.state is TunnelState.REFUSED, "the first session ends")
@@ -202,7 +198,7 @@ def dealer(bench: SessionBench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]
         yield socket
 
 
-def test_a_hello_that_comes_late_leaves_the_open_session_alone(bench: SessionBench) -> None:
+def test_late_hello_keeps_the_open_session(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     with dealer(bench, Channel.CONTROL.value + new_session_id()) as late:
         late.send_multipart(encode_envelope(Envelope(hello("panda-0"))))
@@ -213,7 +209,7 @@ def test_a_hello_that_comes_late_leaves_the_open_session_alone(bench: SessionBen
     assert client.state is TunnelState.OPEN
 
 
-def test_a_hello_for_a_session_that_is_over_is_not_refused_for_good(bench: SessionBench) -> None:
+def test_hello_for_an_ended_session_is_not_refused(bench: SessionBench) -> None:
     with dealer(bench, Channel.WEIGHTS.value + new_session_id()) as late:
         late.send_multipart(encode_envelope(Envelope(hello("panda-0"))))
         until(lambda: bench.server.counters["stray"], "it arrives")
@@ -221,7 +217,7 @@ def test_a_hello_for_a_session_that_is_over_is_not_refused_for_good(bench: Sessi
     assert not bench.server.counters["hellos_refused"]
 
 
-def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: SessionBench) -> None:
+def test_client_reconnects_and_sends_queued_messages(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     bench.server.close()
     until(lambda: client.state is not TunnelState.OPEN, "the loss is seen")
@@ -235,7 +231,7 @@ def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: SessionBen
     assert [message.step for message in states] == [99], "of a state only the newest matters"
 
 
-def test_a_silent_client_is_found_by_its_heartbeat(bench: SessionBench) -> None:
+def test_silent_client_is_disconnected(bench: SessionBench) -> None:
     bench.server.close()
     bench.server = bench.serve(limits=replace(QUICK, dead_after_s=1.0))
     bench.open("panda-0", limits=replace(QUICK, heartbeat_s=600.0))
@@ -243,7 +239,7 @@ def test_a_silent_client_is_found_by_its_heartbeat(bench: SessionBench) -> None:
     assert "silent" in bench.handler.closed[0][1]
 
 
-def test_a_full_window_holds_back_chunks_and_nothing_else(bench: SessionBench, tmp_path: Path) -> None:
+def test_full_window_delays_only_chunks(bench: SessionBench, tmp_path: Path) -> None:
     with Outbox.open(tmp_path / "outbox") as outbox:
         for index in range(2 * QUICK.experience.window_messages):
             outbox.append(chunk(index), sync=False)
@@ -261,7 +257,7 @@ def test_a_full_window_holds_back_chunks_and_nothing_else(bench: SessionBench, t
         client.close()
 
 
-def test_a_preview_is_dropped_while_the_last_is_under_way(bench: SessionBench) -> None:
+def test_preview_is_dropped_while_one_is_in_flight(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     picture = Preview(robot="panda-0", camera="front", step=0)
     assert client.send_preview(picture, b"jpeg")
@@ -269,12 +265,12 @@ def test_a_preview_is_dropped_while_the_last_is_under_way(bench: SessionBench) -
     assert client.send_preview(Preview(robot="panda-0", camera="wrist", step=0), b"jpeg")
 
 
-def test_a_port_in_use_says_which_option_to_change(bench: SessionBench) -> None:
+def test_port_in_use_names_the_option(bench: SessionBench) -> None:
     with pytest.raises(RunError, match=r"--gateway\.endpoint"):
         TunnelServer(bench.server.endpoint, bench.server_keys, bench.ring, bench.handler).start()
 
 
-def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: SessionBench) -> None:
+def test_absent_gateway_raises_link_down_at_the_deadline(bench: SessionBench) -> None:
     endpoint = bench.server.endpoint
     bench.server.close()
     client = TunnelClient(endpoint, bench.keys["panda-0"], bench.server_keys.public, hello("panda-0"), limits=QUICK)
@@ -288,7 +284,7 @@ def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: Sess
         client.start()
 
 
-def test_closing_sends_what_was_queued(bench: SessionBench) -> None:
+def test_close_sends_queued_messages(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     for count in range(50):
         client.send(MetricsReport(node="panda-0", count=count, scalars={}))
@@ -297,7 +293,7 @@ def test_closing_sends_what_was_queued(bench: SessionBench) -> None:
     assert not any(isinstance(message, Heartbeat) for _, message in bench.handler.messages)
 
 
-def test_messages_that_are_sent_at_once_are_among_those_whose_wait_is_told(bench: SessionBench) -> None:
+def test_messages_sent_at_once_count_in_the_latency(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     for count in range(5):
         assert client.send(MetricsReport(node="panda-0", count=count, scalars={}))
@@ -306,7 +302,7 @@ def test_messages_that_are_sent_at_once_are_among_those_whose_wait_is_told(bench
     assert client.scalars()["control/queue_p99_ms"] > 0
 
 
-def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_there_is_none(
+def test_local_peer_prefers_the_unix_socket(
     bench: SessionBench,
 ) -> None:
     bench.open("panda-0")
@@ -322,7 +318,7 @@ def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_
 
 
 @pytest.mark.usefixtures("ipv6")
-def test_a_gateway_listens_on_an_ipv6_address_and_peers_dial_it(bench: SessionBench) -> None:
+def test_session_over_ipv6(bench: SessionBench) -> None:
     bench.server.close()
     bench.server = bench.serve("tcp://[::1]:0")
     assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", bench.server.endpoint)
@@ -334,9 +330,7 @@ def test_a_gateway_listens_on_an_ipv6_address_and_peers_dial_it(bench: SessionBe
     assert bench.server.peers()[0].address == "::1"
 
 
-def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_welcome(
-    bench: SessionBench, tmp_path: Path
-) -> None:
+def test_lost_acknowledgement_is_repeated_in_the_welcome(bench: SessionBench, tmp_path: Path) -> None:
     with Outbox.open(tmp_path / "outbox") as outbox:
         client = bench.open("panda-0", outbox=outbox)
         for index in range(3):
@@ -351,9 +345,7 @@ def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_wel
         again.close()
 
 
-def test_an_order_that_overlaps_with_the_loss_of_the_link_is_not_kept(
-    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_during_a_lost_link_is_dropped(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
     client = bench.open("desk")
 
     def while_the_link_is_lost(line: ChannelSocket, envelope: Envelope) -> bool:
@@ -371,9 +363,7 @@ def test_an_order_that_overlaps_with_the_loss_of_the_link_is_not_kept(
     assert bench.handler.messages == [("desk", StopRun(reason="this one waits"))]
 
 
-def test_credit_of_a_session_that_is_over_is_none_in_the_next(
-    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_credit_does_not_count_in_the_next_session(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that has read a grant is held up until the client would have opened another session."""
     client = bench.open("panda-0")
     client.receive(0.01)  # makes the grace time below count
@@ -421,14 +411,14 @@ def test_message_is_read_after_a_send_has_cleared_its_event(
     until(lambda: len(client.channels.readers[Channel.CONTROL].inbox), "the message is in the inbox")
 
 
-def test_receiving_from_a_closed_client_brings_nothing(bench: SessionBench) -> None:
+def test_closed_client_receives_nothing(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     assert client.receive(0.01) is None
     client.close()
     assert client.receive(0.01) is None
 
 
-def test_an_answer_reaches_the_session_that_asked_and_no_later_one(bench: SessionBench, tmp_path: Path) -> None:
+def test_reply_reaches_only_its_session(bench: SessionBench, tmp_path: Path) -> None:
     bench.open("panda-0").close()
     until(lambda: bench.handler.closed or bench.handler.opened, "the first session")
     with Outbox.open(tmp_path / "another") as outbox:
@@ -443,7 +433,7 @@ def test_an_answer_reaches_the_session_that_asked_and_no_later_one(bench: Sessio
         bench.clients[-1].close()
 
 
-def test_a_picture_that_was_not_taken_does_not_stop_the_next(bench: SessionBench) -> None:
+def test_rejected_preview_does_not_block_the_next(bench: SessionBench) -> None:
     client = bench.dial("panda-0")
     picture = Preview(robot="panda-0", camera="front", step=0)
     client.close()

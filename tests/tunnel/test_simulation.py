@@ -32,16 +32,16 @@ def hold(tally: Tally) -> None:
     assert min(tally.faults.values()) > tally.seeds / 20
 
 
-def test_nothing_is_lost_or_doubled_and_all_comes_to_rest() -> None:
+def test_simulation_loses_and_duplicates_no_chunk() -> None:
     hold(simulate_all(range(FEW_SEEDS)))
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_or_doubled_whatever_the_seed() -> None:
+def test_many_simulations_lose_and_duplicate_no_chunk() -> None:
     hold(simulate_all(range(FEW_SEEDS, SEEDS + MANY_SEEDS)))
 
 
-def test_a_seed_is_one_run() -> None:
+def test_seed_determines_the_simulation() -> None:
     first, second = simulate_all([7]), simulate_all([7])
     assert first == second
 
@@ -60,7 +60,7 @@ RESUME = ChunkSender.resume
     ids=["acknowledged before it is synced", "no deduplication", "the resume position is dropped",
          "credit never comes back"],
 )  # fmt: skip
-def test_a_broken_promise_is_noticed(of: type, name: str, instead: object, noticed: str) -> None:
+def test_simulation_detects_a_broken_invariant(of: type, name: str, instead: object, noticed: str) -> None:
     with mock.patch.object(of, name, instead):
         tally = simulate_all(range(SEEDS))
     assert tally.failed and noticed in tally.failed[0][1], tally.failed

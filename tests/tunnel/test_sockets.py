@@ -11,7 +11,7 @@ from user_sys.tunnel.endpoint import enlarge_send_buffer
 from user_sys.tunnel.sockets import duplicate_socket, silence_s
 
 
-def test_a_connection_tells_how_long_nothing_came() -> None:
+def test_silence_of_a_connection_is_measured() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as edge:
         other, _ = server.accept()
         with other:
@@ -31,7 +31,7 @@ def held_bytes(connection: socket.socket) -> int:
         return held
 
 
-def test_a_unix_socket_is_made_to_hold_more_and_a_tcp_connection_is_left_alone() -> None:
+def test_only_a_unix_socket_gets_a_larger_buffer() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     enlarge_send_buffer(pairs[1][0].fileno())
     narrow, wide = (held_bytes(near) for near, _ in pairs)
@@ -45,7 +45,7 @@ def test_a_unix_socket_is_made_to_hold_more_and_a_tcp_connection_is_left_alone()
         assert edge.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
 
 
-def test_a_number_that_is_a_pipe_by_now_keeps_no_pipe_open() -> None:
+def test_descriptor_reused_by_a_pipe_is_closed() -> None:
     read, write = os.pipe()
     assert duplicate_socket(write) is None and silence_s(write) == 0.0
     os.close(write)
@@ -55,7 +55,7 @@ def test_a_number_that_is_a_pipe_by_now_keeps_no_pipe_open() -> None:
     os.close(read)
 
 
-def test_a_number_that_is_a_lock_by_now_keeps_no_lock(tmp_path: Path) -> None:
+def test_descriptor_reused_by_a_lock_is_closed(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
         assert duplicate_socket(first.fileno()) is None

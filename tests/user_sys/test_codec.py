@@ -39,7 +39,7 @@ ARRAYS = st.dictionaries(
 
 
 @given(text=st.text(), arrays=ARRAYS)
-def test_a_packet_returns_record_and_arrays_bit_for_bit(text: str, arrays: dict[str, np.ndarray]) -> None:
+def test_packet_round_trip(text: str, arrays: dict[str, np.ndarray]) -> None:
     note, decoded = decode_packet(encode_packet(NoteRecord(text, 7), arrays), NoteRecord)
     assert note == NoteRecord(text, 7)
     assert list(decoded) == list(arrays)
@@ -49,7 +49,7 @@ def test_a_packet_returns_record_and_arrays_bit_for_bit(text: str, arrays: dict[
         assert decoded[name].tobytes() == array.tobytes()
 
 
-def test_arrays_are_read_only_views_at_aligned_offsets() -> None:
+def test_arrays_are_read_only_aligned_views() -> None:
     packet = encode_packet(NoteRecord("a"), {"x": np.arange(3.0), "y": np.ones((2, 2), np.uint8)})
     start = np.frombuffer(packet, np.uint8).__array_interface__["data"][0]
     _, arrays = decode_packet(packet, NoteRecord)
@@ -58,14 +58,14 @@ def test_arrays_are_read_only_views_at_aligned_offsets() -> None:
         assert (array.__array_interface__["data"][0] - start) % ALIGN_BYTES == 0
 
 
-def test_a_strided_array_is_copied_in_order() -> None:
+def test_strided_array_is_copied_in_order() -> None:
     grid = np.arange(12).reshape(3, 4)[:, ::2]
     _, arrays = decode_packet(encode_packet(NoteRecord("a"), {"grid": grid}), NoteRecord)
     assert np.array_equal(arrays["grid"], grid)
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_refused(garbage: bytes) -> None:
+def test_invalid_bytes_are_refused(garbage: bytes) -> None:
     with pytest.raises(WireError):
         decode_packet(b"USP2" + garbage, NoteRecord)
     with pytest.raises(WireError):
@@ -73,7 +73,7 @@ def test_garbage_is_refused(garbage: bytes) -> None:
 
 
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
-def test_one_wrong_byte_never_reads_outside_the_packet(position: int, value: int) -> None:
+def test_wrong_byte_never_reads_outside_the_packet(position: int, value: int) -> None:
     packet = bytearray(encode_packet(NoteRecord("hello", 3), {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}))
     packet[position % len(packet)] = value
     try:
@@ -84,7 +84,7 @@ def test_one_wrong_byte_never_reads_outside_the_packet(position: int, value: int
 
 
 @pytest.mark.parametrize("length", range(0, 200, 7))
-def test_a_truncated_packet_is_refused(length: int) -> None:
+def test_truncated_packet_is_refused(length: int) -> None:
     packet = encode_packet(NoteRecord("hello"), {"x": np.zeros(64)})
     assert length < len(packet)
     with pytest.raises(WireError):
@@ -92,12 +92,12 @@ def test_a_truncated_packet_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["object", "datetime64[s]", "complex64"])
-def test_a_dtype_that_does_not_travel_is_refused_at_the_source(dtype: str) -> None:
+def test_unsupported_dtype_is_refused_by_the_encoder(dtype: str) -> None:
     with pytest.raises(WireError, match="dtype"):
         encode_packet(NoteRecord("a"), {"x": np.zeros(2, dtype)})
 
 
-def test_packets_of_one_layout_share_it_and_its_fingerprint_tells_layouts_apart() -> None:
+def test_equal_layouts_are_shared_and_fingerprints_differ() -> None:
     def layout(text: str, rows: int) -> PacketLayout:
         return parse_packet(
             encode_packet(NoteRecord(text), {"x": np.zeros((rows, 3)), "y": np.ones(rows, bool)})
@@ -122,7 +122,7 @@ def test_packets_of_one_layout_share_it_and_its_fingerprint_tells_layouts_apart(
         "xyz",
     ],
 )
-def test_a_layout_that_lies_is_refused(layout: object) -> None:
+def test_inconsistent_layout_is_refused(layout: object) -> None:
     record, raw = msgspec.msgpack.encode(NoteRecord("a")), msgspec.msgpack.encode(layout)
     head = struct.pack("<4sII", b"USP2", len(record), len(raw)) + record + raw
     packet = head + bytes(-len(head) % 64) + bytes(64)
@@ -130,7 +130,7 @@ def test_a_layout_that_lies_is_refused(layout: object) -> None:
         parse_packet(packet)
 
 
-def test_many_different_layouts_take_no_more_memory_than_few() -> None:
+def test_layout_cache_is_bounded() -> None:
     for n in range(3 * MAX_CACHED_LAYOUTS):
         parse_packet(encode_packet(NoteRecord("a"), {f"column-{n}": np.zeros(1)}))
     assert _parse_layout_cached.cache_info().currsize <= MAX_CACHED_LAYOUTS
@@ -140,7 +140,7 @@ def test_many_different_layouts_take_no_more_memory_than_few() -> None:
     assert _parse_layout_cached.cache_info().currsize == known
 
 
-def test_a_record_of_another_kind_is_refused() -> None:
+def test_record_of_another_type_is_refused() -> None:
     class Other(msgspec.Struct, frozen=True):
         text: int
 

@@ -25,7 +25,7 @@ NO_TEXT = b'{"format": "\xff\xfe", "endpoint": "\xff", "orders": {"\xff": {}}}'
         ("orders.json", lambda folder: OperatorOverrides(folder / "orders.json").read()),
     ],
 )
-def test_bytes_that_are_no_text_are_damage(tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
+def test_invalid_utf8_is_reported_as_damage(tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
     (tmp_path / name).write_bytes(NO_TEXT)
     with pytest.raises((UserSysError, HalError), match=name):
         read(tmp_path)

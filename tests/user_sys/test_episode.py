@@ -38,7 +38,7 @@ HEADER = ChunkHeader(
 COLUMNS = {"reward": np.array([0, 0, 1], np.float32), "observation.state": np.zeros((3, 4), np.float32)}
 
 
-def test_a_chunk_comes_back_with_header_columns_and_final_observation() -> None:
+def test_chunk_round_trip() -> None:
     chunk = decode_chunk(Chunk(HEADER, COLUMNS, {"observation.state": np.ones(4, np.float32)}).encode())
     assert chunk.header == HEADER
     assert np.array_equal(chunk.columns["reward"], COLUMNS["reward"])
@@ -56,7 +56,7 @@ def with_frames(changes: dict[str, np.ndarray] | None = None) -> Chunk:
     return Chunk(HEADER, {**COLUMNS, **front, **wrist, **(changes or {})}, {})
 
 
-def test_each_frame_can_be_found_and_checked_by_itself() -> None:
+def test_single_frame_is_found_and_checked() -> None:
     columns = decode_chunk(with_frames().encode()).columns
     for camera, frames in (("front", JPEG), ("wrist", RAW)):
         name, at = f"observation.images.{camera}", 0
@@ -94,26 +94,26 @@ def test_each_frame_can_be_found_and_checked_by_itself() -> None:
         {"observation.state": np.float32(1)},
     ],
 )
-def test_frames_and_columns_that_do_not_fit_are_refused(changes: dict[str, np.ndarray]) -> None:
+def test_inconsistent_frames_and_columns_are_refused(changes: dict[str, np.ndarray]) -> None:
     with pytest.raises(WireError):
         parse_chunk(with_frames({k: np.asarray(v) for k, v in changes.items()}).encode())
 
 
 @pytest.mark.parametrize("suffix", [".length", ".crc", ".t_capture_ns"])
-def test_frames_without_what_belongs_to_them_are_refused_by_name(suffix: str) -> None:
+def test_frames_without_their_columns_are_refused(suffix: str) -> None:
     whole = with_frames()
     columns = {name: column for name, column in whole.columns.items() if name != f"observation.images.wrist{suffix}"}
     with pytest.raises(WireError, match=rf"wrist.*without its column .{re.escape(suffix)}.*version"):
         parse_chunk(Chunk(HEADER, columns, {}).encode())
 
 
-def test_frames_of_one_camera_are_of_one_kind() -> None:
+def test_mixed_frame_kinds_are_refused() -> None:
     for frames in ([JPEG[0], RAW[1]], [np.zeros((2, 4), np.uint8)], [np.zeros((2, 4, 3), np.float32)]):
         with pytest.raises(WireError):
             frame_columns("observation.images.front", frames, range(len(frames)))
 
 
-def test_a_packed_chunk_gives_single_columns() -> None:
+def test_packed_chunk_returns_single_columns() -> None:
     packed = parse_chunk(Chunk(HEADER, COLUMNS, {}).encode())
     reward = packed.column("reward")
     assert reward is not None and reward.tolist() == [0, 0, 1] and packed.column("phase") is None
@@ -122,13 +122,13 @@ def test_a_packed_chunk_gives_single_columns() -> None:
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", ".hidden", "a/b", "a\0b", "x" * 200])
 @pytest.mark.parametrize("field", ["episode", "robot", "task", "embodiment"])
-def test_a_name_that_could_leave_its_folder_is_refused(field: str, name: str) -> None:
+def test_unsafe_episode_name_is_refused(field: str, name: str) -> None:
     with pytest.raises(WireError, match="not a name"):
         decode_chunk(Chunk(replace(HEADER, **{field: name}), COLUMNS, {}).encode())
 
 
 @pytest.mark.parametrize("name", ["observation.images.a/../../../../a", "", "a\nb", "a\\b", "x" * 300])
-def test_a_column_that_could_leave_its_folder_or_break_a_line_is_refused(name: str) -> None:
+def test_unsafe_column_name_is_refused(name: str) -> None:
     with pytest.raises(WireError, match="not a column's name"):
         parse_chunk(Chunk(HEADER, {name: np.zeros(3, np.float32)}, {}).encode())
 
@@ -142,7 +142,7 @@ def test_a_column_that_could_leave_its_folder_or_break_a_line_is_refused(name: s
         {"observation.images.front": np.zeros((2, 4), np.uint8)},
     ],
 )
-def test_a_final_observation_that_nobody_could_read_is_refused(final: dict[str, np.ndarray]) -> None:
+def test_invalid_final_observation_is_refused(final: dict[str, np.ndarray]) -> None:
     with pytest.raises(WireError):
         parse_chunk(Chunk(HEADER, COLUMNS, {k: np.asarray(v) for k, v in final.items()}).encode())
 
@@ -156,7 +156,7 @@ def test_a_final_observation_that_nobody_could_read_is_refused(final: dict[str, 
         {"end": EpisodeEnd(steps=13, success=True, reward_source="x" * 5000)},
     ],
 )
-def test_words_and_ends_beyond_all_bounds_are_refused(changes: dict[str, object]) -> None:
+def test_header_values_out_of_limits_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(WireError):
         parse_chunk(Chunk(replace(HEADER, **changes), COLUMNS, {}).encode())
 
@@ -173,12 +173,12 @@ def test_words_and_ends_beyond_all_bounds_are_refused(changes: dict[str, object]
         {"index": 1 << 31},
     ],
 )
-def test_a_chunk_that_lies_about_its_length_is_refused(changes: dict[str, int]) -> None:
+def test_chunk_with_a_wrong_length_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(WireError):
         decode_chunk(Chunk(replace(HEADER, **changes), COLUMNS, {}).encode())
 
 
-def test_episode_names_sort_by_time_and_never_repeat() -> None:
+def test_episode_ids_sort_by_time_and_are_unique() -> None:
     names = [new_episode_id("panda-0") for _ in range(1000)]
     assert len(set(names)) == 1000
     assert names[0].rsplit("-", 1)[0] <= names[-1].rsplit("-", 1)[0]
