@@ -11,12 +11,12 @@ from pathlib import Path
 from targets import TARGETS
 
 START_S = 600.0  # importing under instrumentation, on a busy machine
-LATE = 124  # the exit status of one that runs past its time, as `timeout` has it
+LATE = 124  # exit status after a timeout, as of `timeout`
 
 
 def fuzz(name: str, folder: Path, *options: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
-    """Runs libFuzzer with `options`, which take about `seconds`; one that is far from done by then has failed. Inputs
-    that found something are written to `folder`, where its report says."""
+    """Runs libFuzzer with `options`, which take about `seconds`; a run that takes much longer has failed. Findings
+    are written to `folder`."""
     command = [sys.executable, str(Path(__file__).parent / "fuzz_one.py"), name, *options]
     prefix, within_s = f"-artifact_prefix={folder}/{name}-", seconds + START_S
     try:

@@ -3,7 +3,7 @@
 TARGET ``all`` is all of them in turn.
 
 A finding is an exception that the parser may not raise, a crash, a hang of `HANG_S`, or `MEMORY_MB` of memory. How many
-of the inputs the parser took is told at each power of two of them.
+of the inputs the parser took is printed at each power of two of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ INSTRUMENTED = [
 with atheris.instrument_imports(include=INSTRUMENTED):
     from targets import TARGETS, Target
 
-HANG_S = 60  # of a machine that may do much else
+HANG_S = 60  # on a busy machine
 MEMORY_MB = 1024
 MAX_BYTES = 8192
-ANEW = 0.3  # share of inputs that are made of an example, not of the input before
-BLINDLY = 0.3  # share of changes by libFuzzer, where a target knows its form
+ANEW = 0.3  # share of inputs derived from an example instead of the previous input
+BLINDLY = 0.3  # share of changes by libFuzzer if a target has its own mutations
 
 
 class Fuzzed:
-    """Some targets; with several the first byte of an input chooses."""
+    """Some targets; with several, the first byte of an input selects one."""
 
     def __init__(self, targets: list[Target]) -> None:
         self._targets = targets
@@ -69,7 +69,7 @@ class Fuzzed:
         if target.mutate is not None and rng.random() > BLINDLY:
             try:
                 return target.mutate(content, rng)
-            except Exception:  # not of that form any more
+            except Exception:  # no longer of that form
                 pass
         return bytes(atheris.Mutate(content[: max_bytes - 1], max_bytes - 1))
 
@@ -79,7 +79,7 @@ def main() -> None:
     targets = list(TARGETS.values()) if name == "all" else [TARGETS[name]]
     for target in targets:
         for example in target.examples:
-            target.parse(example)  # what is imported lazily is imported before the clock runs
+            target.parse(example)  # lazy imports happen before the clock runs
     corpus = Path(tempfile.mkdtemp(prefix=f"corpus-{name}-"))
     for which, target in enumerate(targets):
         for number, example in enumerate(target.examples):

@@ -1,5 +1,7 @@
-"""How inputs are made of one another. Most parsers here decode in C, where libFuzzer sees no coverage: of bytes that it
-changes blindly hardly any would pass the first check. These change a field and leave the rest whole."""
+"""Mutations of inputs that change one field and keep the rest valid.
+
+Most parsers decode in C, without coverage for libFuzzer, and random changes rarely pass their first check.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 import msgspec
 
 Mutate = Callable[[bytes, random.Random], bytes]
-"""Changes an input. Raises anything where it is not of its form; it is then changed as bytes."""
+"""Changes an input. Raises any exception for an input of another form, which is then changed as bytes."""
 
 _PREFIX = struct.Struct("<4sII")
 _ALIGN_BYTES = 64
@@ -25,7 +27,7 @@ _ODD: tuple[Any, ...] = (
 
 
 def value(given: Any, rng: random.Random) -> Any:
-    """`given`, a tree of dicts and lists, with a leaf or a branch changed, doubled or left out."""
+    """`given`, a tree of dicts and lists, with a leaf or a branch changed, repeated or removed."""
     if not isinstance(given, (dict, list)) or not given or rng.random() < 0.05:
         return _leaf(given, rng)
     keys = list(given) if isinstance(given, dict) else list(range(len(given)))
@@ -66,12 +68,12 @@ def yaml(raw: bytes, rng: random.Random) -> bytes:
 
 
 def after_first(mutate: Mutate) -> Mutate:
-    """For inputs of which the first byte is the target's own."""
+    """For inputs whose first byte belongs to the target."""
     return lambda raw, rng: raw[:1] + mutate(raw[1:], rng)
 
 
 def packet(raw: bytes, rng: random.Random) -> bytes:
-    """For packets of `user_sys.codec`: their lengths are made to fit again, mostly."""
+    """For packets of `user_sys.codec`: it mostly corrects the lengths."""
     magic, record_bytes, layout_bytes = _PREFIX.unpack_from(raw)
     middle, end = _PREFIX.size + record_bytes, _PREFIX.size + record_bytes + layout_bytes
     record, layout, arrays = raw[_PREFIX.size : middle], raw[middle:end], raw[-(-end // _ALIGN_BYTES) * _ALIGN_BYTES :]
@@ -90,11 +92,11 @@ def packet(raw: bytes, rng: random.Random) -> bytes:
 
 
 def _size(layout: bytes) -> int:
-    """Of the arrays, each padded, at most what an input may have."""
+    """The padded arrays, up to the size limit of an input."""
     total = 0
     for _, dtype, shape in msgspec.msgpack.decode(layout):
         size = {"bool": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype))) // 8
         for length in shape:
-            size *= operator.index(length)  # of a word there would be as many as the lengths before say
+            size *= operator.index(length)  # the lengths before determine their number
         total += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
     return max(0, min(total, 8192))

@@ -1,4 +1,4 @@
-"""What is fuzzed: parsers of bytes that others may have written, the errors they may raise, and valid examples."""
+"""Fuzz targets: parsers of untrusted bytes, the errors that they may raise, and valid examples."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _BLACK = np.zeros((8, 8, 3), np.uint8)
 
 @dataclass(frozen=True)
 class Target:
-    """`parse` takes any bytes, and raises nothing but `allowed`; `mutate` knows the form of `examples`."""
+    """`parse` accepts any bytes and raises only `allowed`; `mutate` changes inputs of the form of `examples`."""
 
     parse: Callable[[bytes], object]
     allowed: tuple[type[Exception], ...]
@@ -102,7 +102,7 @@ def _chunk() -> bytes:
 
 
 def _used_chunk(raw: bytes) -> None:
-    """What the door takes every reader must be able to use."""
+    """Every reader must accept a chunk that the gateway accepts."""
     chunk = decode_chunk(raw)
     block = decode_block(summarise_records([(RecordRef(0, 0, len(raw), CHUNK_KIND), memoryview(raw))]))
     assert len(block.chunks["steps"]) == 1 and not block.damaged
@@ -207,7 +207,7 @@ _RECORDS = (PatchInfo, WeightsManifest, PinnedVersion, SignedRecord)
 
 
 def _record(raw: bytes) -> None:
-    """The first byte says of which kind."""
+    """The first byte selects the kind."""
     found = decode_record(raw[1:], _RECORDS[(raw[:1] or b"\0")[0] % len(_RECORDS)])
     if isinstance(found, PatchInfo):
         check_patch(found)
@@ -219,7 +219,7 @@ def _kinds_of_records() -> Iterable[bytes]:
 
 
 def _on_its_channel(envelope: Envelope) -> bytes:
-    """What `_message` takes."""
+    """Inputs of `_message`."""
     channel = list(Channel).index(channel_of(envelope.message))
     return bytes([channel | (128 if envelope.payload else 0)]) + bytes(encode_envelope(envelope)[0])
 
@@ -263,7 +263,7 @@ _ENVELOPES = (
 
 
 def _message(raw: bytes) -> None:
-    """The first byte says which channel and how many frames. What a gateway asks of any message is asked too."""
+    """The first byte selects the channel and the number of frames. Includes the checks of a gateway."""
     first, rest = raw[:1] or b"\0", raw[1:]
     channel = list(Channel)[(first[0] & 127) % len(Channel)]
     frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
@@ -325,7 +325,7 @@ def _log_file(glob: str) -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
 
 
 def _data_set() -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
-    """What a LeRobot data set says of itself, beside a valid table of tasks."""
+    """The metadata of a LeRobot data set, with a valid table of tasks."""
     root = _FOLDER / "data-set"
     (root / TASKS).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"task_index": [0], "task": ["lift"]}), root / TASKS)
@@ -337,7 +337,7 @@ def _data_set() -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
 
 
 def _made(name: str, write: Callable[[Path], object]) -> bytes:
-    """What `write` leaves at the path that it is given."""
+    """The bytes that `write` writes to its path."""
     path = _FOLDER / "made" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path)
@@ -353,7 +353,7 @@ def _run(path: Path) -> object:
     return open_run_folder(path.parent)
 
 
-# What programs find on their own disk when they start: how it is read, and an example.
+# Files that programs read at their start: the reader, and an example.
 _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
     ("leases.json", _leases, _made("leases.json", _leases)),
     ("fence", lease.Fence, _made("fence", lambda path: lease.Fence(path).check_token(7))),
@@ -408,7 +408,7 @@ _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
 
 
 def _state(raw: bytes) -> None:
-    """The first byte says which file."""
+    """The first byte selects the file."""
     name, read, _ = _STATE[(raw[:1] or b"\0")[0] % len(_STATE)]
     _in_file(f"state/{name}", read)(raw[1:])
 
@@ -424,7 +424,7 @@ _CHECKPOINT_INDEX = checkpoint.save_checkpoint(_FOLDER / "checkpoints", _CHECKPO
 
 
 def _changed_checkpoint(raw: bytes, rng: random.Random) -> bytes:
-    """With a digest that is right again."""
+    """With a corrected digest."""
     sealed = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     index = mutations.json(bytes(sealed["index"]), rng)
     digest = hashlib.blake2b(index, digest_size=32).hexdigest()

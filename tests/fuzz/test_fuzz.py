@@ -1,4 +1,4 @@
-"""Each parser under atheris for a moment; `make fuzz` runs them for long."""
+"""A short fuzz run of each parser; `make fuzz` runs them for longer."""
 
 from __future__ import annotations
 

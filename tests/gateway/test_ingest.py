@@ -1,4 +1,4 @@
-"""From arrival to durable and acknowledged, and a store that is kept within its bound meanwhile."""
+"""Ingestion of chunks up to the acknowledgement, and the size limit of the store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def until(done: Callable[[], bool], what: str) -> None:
 
 @dataclass
 class IngestBench:
-    """A committer and what it answered."""
+    """An ingester, and its replies."""
 
     path: Path
     writer: StoreWriter
@@ -114,13 +114,13 @@ def test_groups_are_acknowledged_in_order(desk: IngestBench) -> None:
 
 
 def still_there(reader: StoreReader) -> bool:
-    """Whether a deleted chunk has not gone yet, or anything new came."""
+    """Whether the store has a deleted or a new chunk."""
     rows, chunks = reader.refresh().rows, reader.index.chunks
     return bool(rows) or bool((~chunks.alive & ~chunks.gone).any())
 
 
 class FailingSync(Files):
-    """A disk whose syncs fail from a moment on."""
+    """A disk whose syncs fail after a switch."""
 
     def __init__(self) -> None:
         self.broken = threading.Event()
@@ -147,7 +147,7 @@ def test_failed_sync_stops_acknowledgements(tmp_path: Path) -> None:
 
 
 class SlowSync(Files):
-    """A disk on which each sync lasts until it may end."""
+    """A disk whose syncs wait for a permission."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
@@ -181,7 +181,7 @@ def test_next_group_is_appended_during_a_sync(tmp_path: Path) -> None:
 
 
 class NoRoomForFiles(Files):
-    """A disk that has no room for another file for a while."""
+    """A disk that is full for a while."""
 
     def __init__(self) -> None:
         self.full = threading.Event()
@@ -193,7 +193,7 @@ class NoRoomForFiles(Files):
 
 
 class HeldWriter(StoreWriter):
-    """Its first sync comes when it may, so that the next group is appended between a group's writing and its sync."""
+    """Delays the first sync, so that the next group is appended between the write and the sync of a group."""
 
     begun, may_sync, refused = threading.Event(), threading.Event(), threading.Event()
 
@@ -209,7 +209,7 @@ class HeldWriter(StoreWriter):
 
 def test_sync_is_retried_on_a_full_disk(tmp_path: Path) -> None:
     disk = NoRoomForFiles()
-    with HeldWriter.open(tmp_path, segment_bytes=len(packet(0)), files=disk) as writer:  # a chunk to a segment
+    with HeldWriter.open(tmp_path, segment_bytes=len(packet(0)), files=disk) as writer:  # one chunk for each segment
         desk = IngestBench(tmp_path, writer)
         desk.committer.start()
         desk.offer(0, packet(0))

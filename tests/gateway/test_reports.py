@@ -1,4 +1,4 @@
-"""What a robot reports: impossible values and too many metrics are left out, and counted."""
+"""Validation of reports: impossible values and excess metrics are dropped and counted."""
 
 from __future__ import annotations
 

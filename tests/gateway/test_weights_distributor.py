@@ -1,4 +1,4 @@
-"""A desk between a learner and robots that ask when they have room: nobody loses the version that is on the way."""
+"""The distributor between a learner and robots of different speeds."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def arrays(number: int) -> dict[str, Array]:
 
 
 def nudged(state: TensorSet, number: int) -> TensorSet:
-    """The same but for a few values."""
+    """The same with a few changed values."""
     fresh = state.tensors["w"].copy()
     fresh[number::1000] += 1
     return build_tensor_set({"w": fresh})
 
 
 class DistributorBench:
-    """A desk whose thread is the test's own, and a learner that answers from a catalogue.
+    """A distributor without a thread, and a learner that answers from an index.
 
     Attributes:
-        asked: the desk's requests that nobody has answered.
-        told: what robots were sent.
+        asked: the unanswered requests to the learner.
+        told: the messages to robots.
     """
 
     def __init__(self, folder: Path, signer: Signer, kept: int = 2) -> None:
@@ -90,7 +90,7 @@ class DistributorBench:
         return True
 
     def offer(self, version: int, state: TensorSet, *parcels: Patch, life: PublisherEpoch = NO_EPOCH) -> None:
-        """The learner has a version, and nothing else any more but what leads there."""
+        """The learner offers a version, and drops all patches that do not lead to it."""
         manifest = build_manifest(state, version, version, -life.number, (0.0, 0.0), life)
         signed = self.signer.sign(manifest)
         self.learner.manifests["exact", version] = (manifest, signed)
@@ -107,20 +107,20 @@ class DistributorBench:
         return state
 
     def round(self) -> None:
-        """The desk takes in what has come, and asks."""
+        """Processes the received messages, and sends requests."""
         while self.desk.has_messages:
             self.desk.process_message(0.0)
             self.desk.collect_patches()
         self.desk.download.fetcher.send_requests()
 
     def run_for(self, seconds: float) -> None:
-        """The desk does what it has to, and the learner answers nothing."""
+        """Runs the distributor without replies of the learner."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + max(1e-6, self.desk.step(0.0)))
 
     def answer(self, requests: int = 10_000, keep: bool = True) -> None:
-        """The learner answers, until nothing is asked any more, and what came is kept, where it is time for that."""
+        """The learner answers all requests; then the distributor writes the versions."""
         while self.asked and requests:
             for message, payload in read_blocks(self.learner, self.asked.pop(0)):
                 self.desk.on_message("learner", message, payload)
@@ -131,7 +131,7 @@ class DistributorBench:
             self.desk.save()
 
     def grain(self, name: str, parcel: Patch, number: int) -> bool:
-        """Whether a robot that asks for a grain gets it."""
+        """Whether a robot gets a requested block."""
         self.told.clear()
         self.desk.on_message(name, WeightsRequest(parcel=parcel.info.id, first=number, count=1), None)
         ((_, message),) = self.told
@@ -139,7 +139,7 @@ class DistributorBench:
         return isinstance(message, WeightsBlocks)
 
     def offered(self, name: str) -> tuple[int, WeightsOffer]:
-        """What a robot that comes in is offered."""
+        """The offer to a new robot."""
         self.told.clear()
         self.desk.on_robot_opened(name)
         ((_, offer),) = self.told
@@ -238,7 +238,7 @@ def test_prefetch_respects_the_robots_limit(counter: DistributorBench) -> None:
 
 
 def test_version_is_written_when_due(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner's governor takes it for over by then."""
+    """The learner's governor assumes that the write has finished by then."""
     counter.full(1)
     counter.answer()
     desk, waits = counter.desk, list[float]()
@@ -269,7 +269,7 @@ def test_replaced_version_is_never_written(counter: DistributorBench) -> None:
 def test_small_versions_are_written_together(
     counter: DistributorBench, values: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write takes time from the learner beside it, and what waits for one takes memory."""
+    """Writes cost the learner time; waiting data costs memory."""
     written_s, keep = [0.0], counter.shelf.save
 
     def kept(catalogue: VersionIndex, signer: bytes = b"") -> None:
@@ -310,7 +310,7 @@ def test_write_to_a_full_disk_is_retried(counter: DistributorBench, monkeypatch:
 
 
 def test_path_search_is_shared_by_equal_robots(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a hundred robots that get twenty versions a second take half a processor of the gateway's."""
+    """Otherwise a hundred robots at twenty versions a second use half a processor."""
     looked, calls = list[int](), list[int]()
 
     def look(infos: Iterable[PatchInfo], form: Precision, target: int, held: Mapping[int, bytes]) -> UpdatePath | None:
@@ -337,7 +337,7 @@ def test_path_search_is_shared_by_equal_robots(counter: DistributorBench, monkey
 
 
 def test_silent_robot_gets_few_offers(counter: DistributorBench) -> None:
-    """At a megabit a second news of twenty versions a second would leave next to no room for weights."""
+    """At 1 Mbit/s, twenty offers a second would leave almost no bandwidth for weights."""
 
     def publish(*versions: int) -> None:
         for version in versions:
@@ -390,7 +390,7 @@ def test_delta_for_robots_and_full_patch_for_late_joiners_are_fetched(
 
 
 def test_patch_for_late_joiners_delays_no_newer_version(counter: DistributorBench) -> None:
-    """A full parcel of a large policy takes a relay on a slow link longer than many a difference."""
+    """On a slow link, a full patch of a large policy takes longer than many deltas."""
     state = counter.full(1)
     counter.answer()
     fulls = list[Patch]()
@@ -414,13 +414,13 @@ def test_patch_for_late_joiners_delays_no_newer_version(counter: DistributorBenc
 
 
 def many(number: int, values: int = 4) -> TensorSet:
-    """So many tensors that the table of them travels apart."""
+    """Enough tensors for a separate table."""
     return build_tensor_set({f"layers.{n:04d}.weight": np.full(values, number + n, np.float32) for n in range(1000)})
 
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_partial_version_is_retained_until_complete(counter: DistributorBench, apart: bool) -> None:
-    """A table and a full parcel; or a full parcel and a difference, of whose base nobody has told."""
+    """A table and a full patch; or a full patch and a delta with an unknown base."""
     state = many(1, values=40) if apart else build_tensor_set(arrays(1))
     parcels: list[Patch | None] = [full_patch(state, 1), table_patch(state, 1) if apart else None]
     if not apart:
@@ -436,7 +436,7 @@ def test_partial_version_is_retained_until_complete(counter: DistributorBench, a
 
 
 def test_version_without_its_table_is_dropped(counter: DistributorBench) -> None:
-    """The desk turns to the next one at once; the full parcel without it would be of no use."""
+    """The distributor switches to the next version at once: without its table the full patch is useless."""
     states = [many(1, values=400), many(2, values=400)]
     for version, state in enumerate(states, 1):
         counter.offer(version, state, full_patch(state, version), table_patch(state, version))
@@ -505,12 +505,12 @@ def test_pinned_version_is_not_pruned_before_the_next_poll(counter: DistributorB
         counter.answer()
     counter.shelf.set_pin(counter.signer.sign(order(1)))
     counter.full(3)
-    counter.answer()  # of two that are kept the first would be given up now
+    counter.answer()  # the first of two kept versions would be pruned now
     assert counter.offered("one")[0] == 1
 
 
 def test_pin_to_a_missing_version_is_not_sent(counter: DistributorBench) -> None:
-    """Robots that obeyed it would take nothing any more."""
+    """Robots that applied it would accept no later version."""
     counter.full(1)
     counter.answer()
     counter.shelf.set_pin(counter.signer.sign(order(77)))
@@ -607,7 +607,7 @@ def test_smaller_versions_of_a_restarted_learner_are_accepted(
 
 
 def test_pin_of_the_next_run_may_precede_its_weights(counter: DistributorBench) -> None:
-    """A relay takes an order down before the offer that it came with; its number is of another clock, perhaps."""
+    """A relay stores a pin before its offer; its serial may come from another clock."""
     for version in (1, 2):
         counter.full(version, FIRST)
         counter.answer()
@@ -626,7 +626,7 @@ def test_pin_of_the_next_run_may_precede_its_weights(counter: DistributorBench) 
 
 
 class SlowGateway:
-    """A gateway that asks for a grain now and then."""
+    """A gateway that requests few blocks."""
 
     def __init__(self) -> None:
         self.offers: list[WeightsOffer] = []
@@ -646,7 +646,7 @@ def publish(publisher: Publisher, version: int) -> None:
 
 
 def test_learner_limits_its_offers() -> None:
-    """Those of twenty versions a second would leave a slow one no room for weights."""
+    """Twenty offers a second would use the whole bandwidth of a slow link."""
 
     def offered() -> list[int]:
         return [signer.verifier.verify(offer.manifests[0], WeightsManifest).version for offer in link.offers]

@@ -1,4 +1,4 @@
-"""Weights through a real gateway: to every robot, newest first, over restarts, at each one's own pace."""
+"""Weights through a real gateway: to every robot, over restarts, at each robot's own rate."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
 from user_sys.weights.signing import ensure_signer
 from user_sys.weights.version_store import VersionStore, newest_version
 
-# No peer is taken for dead because the machine is busy.
+# Long timeouts: a busy machine must not end a session.
 QUICK = TunnelLimits(heartbeat_s=0.1, dead_after_s=60.0, handshake_s=60.0, backoff_min_s=0.01, backoff_max_s=0.1)
 CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05)
 
 
 class Numbered(Policy):
-    """Remembers which weights it was given last."""
+    """Records its last weights."""
 
     precisions = ("exact", "bf16", "int8")
 
@@ -71,7 +71,7 @@ def until(condition: Callable[[], object], what: str, within_s: float = 120.0) -
 
 
 class WeightsRobot:
-    """A robot's end, whose control loop swaps when asked."""
+    """The robot's side, which swaps weights on request."""
 
     def __init__(
         self, site: WeightsSite, name: str, limits: TunnelLimits = QUICK, config: ReceiverConfig | None = None
@@ -103,7 +103,7 @@ class WeightsRobot:
 
 
 def publish(publisher: Publisher, arrays: dict[str, Array], version: int, *robots: WeightsRobot) -> None:
-    """Publishes, and waits until each of `robots` acts with it."""
+    """Publishes, and waits until each of `robots` uses the version."""
     publisher.publish(arrays, version, updates=version)
     until(lambda: all(robot.acts_with(version) for robot in robots), f"version {version} acts")
 
@@ -225,7 +225,7 @@ def test_robot_without_a_gateway_uses_its_stored_weights(site: WeightsSite) -> N
 def test_governor_limits_the_write_of_a_version_on_the_robot(
     site: WeightsSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What that costs the policy's inference is the push's doing."""
+    """The governor attributes the cost for inference to the push."""
     times = list[tuple[int, int]]()
     with site.serving():
         publisher = site.publisher()
@@ -246,7 +246,7 @@ def test_governor_limits_the_write_of_a_version_on_the_robot(
 
 
 def test_robot_in_another_run_uses_its_weights(tmp_path: Path) -> None:
-    """The edge outlives runs, and keys may be shared between them: what it kept has a greater number."""
+    """An edge outlives runs with shared keys: its stored version has a greater number."""
     for shared in ("keys", "edge"):
         (tmp_path / "last" / shared).mkdir(parents=True)
         (tmp_path / "next").mkdir(exist_ok=True)
@@ -285,7 +285,7 @@ def test_learner_may_publish_only_a_rounded_precision(site: WeightsSite) -> None
 
 
 def test_many_tensors_in_three_precisions_reach_robots(site: WeightsSite) -> None:
-    """Its tables of tensors are too long for one offer: they travel apart."""
+    """Its tables of tensors are too long for one offer, so they are separate patches."""
     draw = np.random.default_rng(0)
     arrays = {f"layers.{n:04d}.attention.weight": draw.normal(size=(4, 4)).astype(np.float32) for n in range(1000)}
     with site.serving():
@@ -321,7 +321,7 @@ def test_damaged_file_is_skipped(site: WeightsSite) -> None:
 
 
 def test_slow_robot_delays_no_other(site: WeightsSite) -> None:
-    """Seven robots take six versions while the eighth, whose link brings nothing for now, has the first not even."""
+    """Seven robots get six versions while the link of the eighth is blocked."""
     slow = replace(QUICK, weights=ChannelLimits(window_messages=2, window_bytes=1 << 16))
     rate = [1.0]
     with site.serving(), ExitStack() as robots:
@@ -353,7 +353,7 @@ def test_learner_gets_the_version_of_the_slowest_robot(site: WeightsSite) -> Non
 
 
 class Silent:
-    """A link on which nothing ever comes."""
+    """A link that delivers nothing."""
 
     def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
         return False
@@ -363,7 +363,7 @@ class Silent:
 
 
 def test_unwritable_learner_key_fails_before_driving(tmp_path: Path) -> None:
-    """It would trust whoever its gateway names at each start; before, it ended as the first weights came, for ever."""
+    """Otherwise it would accept another key at each start."""
     (tmp_path / "no folder").touch()
     keys, config = tmp_path / "no folder" / "keys", ReceiverConfig()
 
@@ -379,7 +379,7 @@ def test_unwritable_learner_key_fails_before_driving(tmp_path: Path) -> None:
 
 
 def test_robot_with_unreadable_weights_starts_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Before, its session ended at each start, though the gateway had the same weights."""
+    """Its session must not end: the gateway has the same weights."""
     (tmp_path / "kept" / "index").mkdir(parents=True)
     swapper, config = DoubleBufferedPolicy(Numbered), ReceiverConfig()
     inlet = WeightsReceiver(Silent(), swapper, config, tmp_path / "keys", tmp_path / "kept", Governor(config.governor))

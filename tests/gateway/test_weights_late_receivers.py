@@ -1,4 +1,4 @@
-"""A robot that is far behind fetches what was trained meanwhile, and what is frozen no second time."""
+"""A robot that is many versions behind fetches the trained tensors, and not the frozen ones again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADAPTER_BYTES = 4 << 10
 
 
 class PatchSite:
-    """A learner, desks one behind the other, and a robot that hears of versions when it is told to.
+    """A learner, a chain of distributors, and a robot that receives offers on request.
 
     Attributes:
         sent_bytes: to the robot.
@@ -65,7 +65,7 @@ class PatchSite:
         self.begin(seed=0)
 
     def begin(self, seed: int, life: int = 1, run: bytes = b"run") -> None:
-        """A learner begins, with a pretrained backbone of its own."""
+        """Starts a learner with its own pretrained backbone."""
         values = np.random.default_rng(seed).normal(size=(self.tensors, BACKBONE_BYTES // 4 // self.tensors))
         self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
         config = PublishConfig(forms=(self.form,))
@@ -74,7 +74,7 @@ class PatchSite:
             desk.on_learner_opened("learner")
 
     def publish(self, versions: int = 1, share: float = 1.0) -> None:
-        """Of the adapter so many of the values change from version to version."""
+        """Publishes versions; `changed` is the number of adapter values that differ between two."""
         for _ in range(versions):
             self.version += 1
             rng = np.random.default_rng(self.version if share == 1 else 0)
@@ -86,7 +86,7 @@ class PatchSite:
             self.settle()
 
     def settle(self) -> None:
-        """Until nobody has anything to say; the desks keep what they have."""
+        """Runs until no messages are left; then the distributors write their versions."""
         while True:
             while self.words:
                 self._deliver(*self.words.popleft())
@@ -108,7 +108,7 @@ class PatchSite:
             self.settle()
 
     def catch_up(self) -> int:
-        """The robot's link is back: the bytes that it then takes to the newest version."""
+        """Reconnects the robot. Returns the bytes that lead it to the newest version."""
         self.sent_bytes = 0
         self.desks[-1].on_robot_opened("robot")
         self.settle()
@@ -145,7 +145,7 @@ class PatchSite:
         return send
 
     def _deliver(self, place: int, name: str, message: AnyMessage, payload: Payload | None) -> None:
-        """To the desk at `place`; or from one, to the robot, the desk behind it, or its source."""
+        """Sends a message to the distributor at `place`, or from it to its source or receiver."""
         if place >= 0:
             return self.desks[place].on_message(name, message, payload)
         number = -1 - place
@@ -172,7 +172,7 @@ class PatchSite:
 @pytest.mark.parametrize("desks", [1, 2])
 @pytest.mark.parametrize("started_at", [1, 3])
 def test_late_receiver_fetches_only_the_adapter(tmp_path: Path, form: Precision, desks: int, started_at: int) -> None:
-    """Through a relay, too; and from the first version, when nobody knew yet what would be trained."""
+    """Also through a relay, and from the first version, before the trained tensors are known."""
     site = PatchSite(tmp_path, desks, form=form)
     site.publish(started_at)
     assert site.catch_up() > BACKBONE_BYTES / 2
@@ -184,7 +184,7 @@ def test_late_receiver_fetches_only_the_adapter(tmp_path: Path, form: Precision,
 
 @pytest.mark.parametrize("run", [b"run", b"another"])
 def test_another_frozen_part_is_fetched_in_full(tmp_path: Path, run: bytes) -> None:
-    """A learner that begins anew may have started from another backbone."""
+    """A restarted learner may have another backbone."""
     site = PatchSite(tmp_path)
     site.publish(3)
     site.catch_up()
@@ -256,14 +256,14 @@ def test_small_changes_are_deltas_and_late_receivers_get_parts(
 
 
 def test_parts_in_transfer_are_retained(tmp_path: Path) -> None:
-    """By whoever is behind a slow link: a newer version has others, of which it would have to fetch all."""
+    """A receiver on a slow link would have to fetch all parts of a newer version."""
     site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 4)
     site.publish(4)
     parts = next(info for info in site.desks[0].index.patch_infos() if info.version == 3)
     assert parts.codec == "parts" and parts.block_count > 3
 
     def gets(grain: int) -> tuple[bool, bool]:
-        """Whether a robot gets it of the desk, and the desk of the learner."""
+        """Whether the robot gets a block from the distributor, and the distributor from the learner."""
         request, answers = WeightsRequest(parcel=parts.id, first=grain, count=1), list[AnyMessage]()
         site.desks[0].on_message("slow", request, None)
         site.publisher.on_message(Envelope(request, None))
@@ -280,9 +280,9 @@ def test_parts_in_transfer_are_retained(tmp_path: Path) -> None:
 
 
 class DistantSite(PatchSite):
-    """All that is said over one link, the learner's or the robot's, takes half a round trip, and a step has its time.
+    """Messages over one link, the learner's or the robot's, take half a round trip.
 
-    What is trained cannot be compressed: all parcels with it are of one size.
+    The trained tensors do not compress, so all patches have one size.
     """
 
     ROUND_TRIP_S, PERIOD_S = 0.6, 0.1
@@ -320,7 +320,7 @@ class DistantSite(PatchSite):
 @pytest.mark.parametrize("tensors", [1, 512])
 @pytest.mark.parametrize("link", ["learner", "robot"])
 def test_versions_faster_than_a_round_trip_arrive(tmp_path: Path, link: str, tensors: int, frozen: bool) -> None:
-    """Where the table of tensors travels apart, too; as what was trained, or as full parcels."""
+    """Also with a separate table of tensors; as parts, or as full patches."""
     site = DistantSite(tmp_path, link, tensors, frozen)
     site.publish(20)
     site.desks[0].on_robot_opened("robot")

@@ -1,4 +1,4 @@
-"""What gateway and learner tell each other about weights may be lost with a connection: neither waits for ever."""
+"""Messages about weights may be lost with a connection: neither gateway nor learner waits for ever."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DEADLINE_S = 120.0
 
 
 class LossyLink:
-    """Connects a desk and a publisher; what is of the kind `swallows` is lost on its way down.
+    """Connects a distributor and a publisher; drops messages to the publisher of the types in `swallows`.
 
     Attributes:
-        lost: what was.
+        lost: the dropped messages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_confirmation_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> 
 
 
 def test_progress_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> None:
-    """Otherwise a learner that waits for them waits for ever."""
+    """Otherwise a learner that waits for the robots waits for ever."""
     with Publisher(cable, new_signer(), PublishConfig(max_versions_ahead=1)) as publisher:
         for version in (1, 2, 3):
             publisher.publish({"w": np.full(10, version, np.float32)}, version, updates=version)
@@ -108,7 +108,7 @@ def test_progress_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> None
 
 
 class DelayedLink:
-    """A link that asks for an offer, and holds the answer up until a newer offer was made, if one can be."""
+    """A link that requests an offer, and delays the reply until a newer offer exists."""
 
     def __init__(self) -> None:
         self.offers: list[WeightsOffer] = []

@@ -1,4 +1,4 @@
-"""Several learners in one run: each robot is at the desk of its embodiment, whoever comes first."""
+"""Several learners in one run: each robot gets the weights of its embodiment's learner."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def learner(name: str, spec: RobotSpec) -> Peer:
 
 
 class RouterBench:
-    """Desks, the robots that are connected, and what they were sent."""
+    """A router, the connected robots, and the messages to them."""
 
     def __init__(self, folder: Path, *robots: Peer) -> None:
         self.robots, self.sent = list(robots), list[tuple[str, AnyMessage]]()
@@ -60,7 +60,7 @@ class RouterBench:
         return True
 
     def answered(self, name: str) -> bool:
-        """Whether somebody looks after what the robot asks for: here, that there is no such parcel."""
+        """Whether a distributor answers the robot's request, here with `WeightsGone`."""
         self.sent.clear()
         self.desks.on_message(name, WeightsRequest(parcel=b"x" * 32, first=0, count=1), None)
         return [who for who, _ in self.sent] == [name]
@@ -108,7 +108,7 @@ def test_relayed_robot_gets_no_weights_from_the_cloud(tmp_path: Path) -> None:
 
 
 def take_in(desk: WeightsDistributor) -> None:
-    """What the desk's thread would do; it does not run here."""
+    """Does the work of the distributor's thread, which does not run here."""
     while desk.has_messages:
         desk.process_message(0.0)
         desk.collect_patches()

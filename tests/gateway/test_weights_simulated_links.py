@@ -1,7 +1,7 @@
-"""A learner, a gateway, perhaps a relay, and two robots, over links of all kinds: each robot gets one version after
-the other, and the last of all, however long the links are, how slow, and what becomes of the ends meanwhile.
+"""A learner, a gateway, possibly a relay, and two robots, over simulated links of any delay and bandwidth.
 
-Time is the test's own. The links lose nothing but what is under way when they are cut.
+Each robot gets versions in order, and the last one, also if links are cut and processes restart. Time is simulated. A
+cut link loses the messages in flight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from user_sys.weights.version_store import VersionStore
 LINKS = ((0.001, 5e7), (0.05, 1.25e7), (0.3, 2e6), (0.6, 2.5e6), (0.04, 125e3), (0.2, 5e5), (1.0, 1e6))
 """Seconds of a round trip, and bytes/s."""
 SIZES = ((1, 4 << 10), (16, 4 << 10), (512, 4 << 10), (1, 200 << 10), (16, 200 << 10), (512, 200 << 10))
-"""Tensors, and bytes of them all: of 512 the table travels apart."""
+"""Number of tensors and their total bytes; 512 tensors have a separate table."""
 TRAINED = ("all", "few values", "adapter", "half", "now this, now that")
 TROUBLE = ("link of a robot", "robot", "link of the learner", "gateway", "learner", "envoy", "link of the relay")
 AWAY_S = 2.0
@@ -52,7 +52,7 @@ Deliver = Callable[[AnyMessage, Payload | None], None]
 
 
 class SimulatedLink:
-    """Two directions, each of which takes half a round trip and sends byte after byte."""
+    """Two directions, each with half the round trip as delay and a limited bandwidth."""
 
     def __init__(self, clock: Callable[[], float], round_trip_s: float, bytes_per_s: float) -> None:
         self.round_trip_s, self.bytes_per_s, self.up = round_trip_s, bytes_per_s, True
@@ -92,7 +92,7 @@ class SimulatedLink:
 class SimulatedRobot:
     """
     Attributes:
-        loaded_s: when it got new weights.
+        loaded_s: the times of its new weights.
     """
 
     def __init__(self, name: str, link: SimulatedLink, forms: tuple[Precision, ...], world: WeightsSimulation) -> None:
@@ -138,7 +138,7 @@ class SimulatedRobot:
 
 
 class WeightsSimulation:
-    """All of it, chosen by `seed`. `links` lead from the learner to the gateway, and from there to the relay."""
+    """One simulation, determined by `seed`. `links` lead from the learner to the gateway, and on to the relay."""
 
     def __init__(self, folder: Path, seed: int, trouble: bool) -> None:
         self.folder, self.rng, self.now_s = folder, random.Random(seed), 0.0
@@ -170,14 +170,14 @@ class WeightsSimulation:
         return len(self.forms) * (sum(array.nbytes for array in self.weights.values()) + table_bytes)
 
     def patience_s(self, robot: SimulatedRobot) -> float:
-        """So long a version may take to a robot, one that is asked for in vain included."""
+        """The most time of a version to a robot, including one failed request."""
         links = [*self.links, robot.link]
         return 5.0 + sum(3 * self.size_bytes / link.bytes_per_s + 6 * link.round_trip_s for link in links)
 
-    # Who is there
+    # Participants
 
     def learner(self) -> None:
-        """It starts, or its envoy."""
+        """Starts the learner, or its publisher process."""
         self.life += 1
         config = PublishConfig(forms=self.forms, governor=GovernorConfig(enabled=False))
         clock, life = (lambda: self.now_s), PublisherEpoch(b"run", self.life)
@@ -208,7 +208,7 @@ class WeightsSimulation:
                 return self.links[0].send("back", self._to_learner, message, payload)
             if name == "learner":
                 if isinstance(message, WeightsOfferRequest | WeightsProgress | WeightsReceived):
-                    return True  # as `Relay` does: it is the gateway's business
+                    return True  # as in `Relay`: only the gateway handles it
                 return self.links[1].send(
                     "back", lambda m, p: self.desks[0].on_message("relay", m, p), message, payload
                 )
@@ -233,7 +233,7 @@ class WeightsSimulation:
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         return None
 
-    # What happens
+    # Events
 
     def run(self, seconds: float, publish: bool) -> None:
         end_s, next_s = self.now_s + seconds, self.now_s
@@ -293,7 +293,7 @@ class WeightsSimulation:
             self._soon(self._back)
         elif what in ("learner", "envoy") and self.links[0].up:
             self._leave_learner()
-            self.version += 100 if what == "learner" else 0  # numbers that it had reserved, or the same once more
+            self.version += 100 if what == "learner" else 0  # reserved version numbers, or the same again
             self.learner()
             self.bring_out()
         elif what == "link of the relay" and self.links[-1].up and len(self.links) > 1:
@@ -323,7 +323,7 @@ class WeightsSimulation:
 
 
 def noise(size: int, draws: np.random.Generator) -> Array:
-    """Values that no codec makes smaller."""
+    """Incompressible values."""
     return draws.integers(0, 1 << 30, max(1, size), np.uint32).view(np.float32)
 
 

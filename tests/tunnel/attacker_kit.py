@@ -1,4 +1,4 @@
-"""Hostile peers: an attacker who holds a robot's key and says what it likes, and strangers who hold none."""
+"""Hostile peers: one with a robot's key that sends arbitrary messages, and others without a key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Attacker:
         return dealer
 
     def session(self, frames: int) -> None:
-        """Opens connections, sometimes as politely as a robot does, and sends hostile messages."""
+        """Opens connections, some with a valid Hello, and sends hostile messages."""
         if self._random.random() < 0.5:
             session, greeting = new_session_id(), encode_envelope(Envelope(hello("panda-1")))[0]
             dealers = [self.connect(channel.value + session) for channel in Channel]
@@ -74,7 +74,7 @@ class Attacker:
         return [self._random.randbytes(self._random.randrange(300)) for _ in range(self._random.randint(1, 3))]
 
     def _mutated(self) -> list[bytes]:
-        """A valid message, its record damaged; payloads are left alone, for one that is still valid is no attack."""
+        """A valid message, its record damaged; its payload stays as it is: a valid payload is no attack."""
         record, *payload = self._random.choice(self._valid)
         damaged = bytearray(record)
         for _ in range(self._random.randint(1, 4)):
@@ -95,7 +95,7 @@ class Attacker:
         )
 
     def _forged(self) -> list[bytes]:
-        """In another's name: what an honest robot has sent, replayed; orders that only people may give."""
+        """Messages in another name: replays of an honest robot, and operator commands."""
         return self._random.choice(
             [
                 self._offer(chunk(self._random.randrange(50))),
@@ -133,7 +133,7 @@ class Attacker:
         return [bytes(frame) for frame in encode_envelope(Envelope(message, payload))]  # type: ignore[arg-type]
 
     def monster(self, part: bytes, parts: int) -> bool:
-        """One message of so many parts; whether the gateway ended the connection because of it."""
+        """Sends one message of many parts. Returns whether the gateway closed the connection."""
         dealer = self.connect(Channel.EXPERIENCE.value + new_session_id())
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         for _ in range(parts - 1):
@@ -146,7 +146,7 @@ class Attacker:
         return broken
 
     def namesakes(self, count: int, parts: int) -> None:
-        """Connections of one routing id, each there before the last has left, that send so many parts."""
+        """Overlapping connections with one routing id that each send many parts."""
         kept: list[Dealer] = []
         for _ in range(count):
             dealer = self.connect(b"c")
@@ -163,7 +163,7 @@ class Attacker:
 
 
 def raw_connections(endpoint: str, count: int, seed: int) -> None:
-    """TCP connections that never speak our protocol: garbage, half greetings, silence."""
+    """TCP connections without our protocol: garbage, half handshakes, silence."""
     rng, url = random.Random(seed), urlsplit(endpoint)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + bytes(31)
     kept: list[socket.socket] = []

@@ -1,8 +1,7 @@
-"""``python edge_lives.py RUN ENDPOINT PUBLIC_KEY``: lives one edge after another, each in a process of its own.
+"""``python edge_processes.py RUN ENDPOINT PUBLIC_KEY``: runs one edge after another, each in a forked process.
 
-For each line on standard input a process is forked that records as fast as it can, and prints its process id and then
-each sequence number once that is durable. When it was killed, "dead" is printed. The program itself imports, and does
-nothing else: a life costs no start of an interpreter.
+For each line on standard input it forks a process that records as fast as it can, and prints its process id and then
+each durable sequence number. After a kill it prints "dead". Forking avoids the start of an interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FULL_RETRY_S = 0.01
 
 
 def say(word: object) -> None:
-    """A line in one piece, also where a kill comes in the middle of it."""
+    """Writes a line in one system call, so that a kill does not cut it."""
     os.write(sys.stdout.fileno(), f"{word}\n".encode())
 
 
@@ -37,7 +36,7 @@ def live(run: Path, endpoint: str, public_key: str) -> None:
         number = outbox.next_sequence
         try:
             outbox.append(chunk(number))
-        except OutboxFull:  # the gateway is slower than we are: recording pauses, as a session's does
+        except OutboxFull:  # the gateway is slower: recording pauses, as in a session
             time.sleep(FULL_RETRY_S)
             continue
         say(number)

@@ -1,8 +1,8 @@
-"""A network between simulated machines, seen through what the tunnel uses of libzmq.
+"""A network between simulated machines, behind the interface of libzmq that the tunnel uses.
 
-A connection is TCP's: what arrives does so whole and in order, and is the beginning of what was sent. Connections are
-independent of each other. A broken one loses an end of what was under way in each direction; what its client had sent
-may still arrive after the client has opened another. The gateway is not told of a broken connection.
+A connection behaves as TCP: messages arrive whole and in order. Connections are independent. A broken one loses the
+last messages in flight of each direction; earlier ones of its client may arrive after the client has opened another. The
+gateway gets no event of a broken connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UP, DOWN = "up", "down"
 
 @dataclass(eq=False)
 class SimFrame:
-    """One part of a message; it tells whose it is, and on what connection it came."""
+    """One part of a message, with its sender and connection."""
 
     body: bytes
     more: bool
@@ -49,7 +49,7 @@ class SimFrame:
 
 @dataclass(eq=False)
 class SimPipe:
-    """One direction of a connection: messages and when each arrives, and what its receiver's kernel knows of it."""
+    """One direction of a connection: messages and their arrival times, and the state in its receiver's kernel."""
 
     descriptor: int
     heard_s: float
@@ -68,11 +68,11 @@ class SimConnection:
 
 
 class SimNetwork:
-    """Every edge's way to the one gateway.
+    """The connections of all edges to the gateway.
 
     Attributes:
         slow_s: the bound of a message's delay.
-        blocked: (edge, direction) pairs where nothing arrives.
+        blocked: (edge, direction) pairs without arrivals.
     """
 
     def __init__(self, runtime: Runtime, limits: TunnelLimits) -> None:
@@ -94,7 +94,7 @@ class SimNetwork:
         return connection
 
     def send(self, connection: SimConnection, direction: str, frames: list[bytes]) -> None:
-        """Raises ZMQError when libzmq could take no more, or knows that the peer is gone."""
+        """Raises ZMQError if libzmq accepts no more, or if the peer is gone."""
         pipe, runtime = connection.pipes[direction], self.runtime
         if not connection.open:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
@@ -127,7 +127,7 @@ class SimNetwork:
         return frames, pipe.descriptor
 
     def silence_s(self, descriptor: int) -> float:
-        """As `tcp_state.silence_s`."""
+        """As `sockets.silence_s`."""
         for connection in self.connections.values():
             for direction, pipe in connection.pipes.items():
                 if pipe.descriptor == descriptor and not self.arrived(connection, direction):
@@ -135,7 +135,7 @@ class SimNetwork:
         return 0.0
 
     def break_connection(self, connection: SimConnection) -> None:
-        """A reset, or its client has closed it."""
+        """A reset, or a close by the client."""
         if not connection.open:
             return
         connection.open = False
@@ -146,7 +146,7 @@ class SimNetwork:
         self.runtime.poke(connection.client)
 
     def forget(self) -> None:
-        """The gateway's end is gone, with all that was under way."""
+        """Closes the gateway's end of all connections, with the messages in flight."""
         self.gateway = None
         for connection in self.connections.values():
             connection.open = False
@@ -161,12 +161,12 @@ class SimNetwork:
                 self._announce(connection, direction)
 
     def sweep(self) -> None:
-        """Forgets broken connections of which all has arrived."""
+        """Removes broken connections without messages in flight."""
         self.connections = {key: c for key, c in self.connections.items() if c.open or c.pipes[UP].waiting}
 
 
 class _SimSocket:
-    """What both ends use of a libzmq socket."""
+    """The methods of a libzmq socket that both ends use."""
 
     def __init__(self) -> None:
         self._out: list[bytes] = []
@@ -244,9 +244,9 @@ class Router(_SimSocket):
 
 
 class SimLink(Connection):
-    """A link whose connections are simulated; its lines are the real ones."""
+    """A connection over simulated sockets; its channel sockets are the real ones."""
 
-    network: SimNetwork  # of the simulation that runs
+    network: SimNetwork  # of the running simulation
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class SimLink(Connection):
 
 
 class SimWakeup:
-    """Wakes the process that made it."""
+    """Wakes the process that created it."""
 
     def __init__(self) -> None:
         self._process = SimLink.network.runtime.current

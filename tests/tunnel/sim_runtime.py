@@ -23,7 +23,7 @@ JITTER_S = 0.001
 
 
 class SimTask:
-    """Something that happens again and again: `step` does it and says in how many seconds it is due again."""
+    """A repeated step: `step` runs it and returns the seconds until it is due again."""
 
     def __init__(self, process: SimProcess, name: str, step: Callable[[], float]) -> None:
         self.process, self.name, self.step = process, name, step
@@ -34,7 +34,7 @@ class SimTask:
 
 
 class SimProcess:
-    """Tasks that die together."""
+    """Tasks that end together."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
         self.runtime, self.name = runtime, name
@@ -44,7 +44,7 @@ class SimProcess:
         self.alive = True
 
     def every(self, name: str, step: Callable[[], float], woken: bool = True) -> SimTask:
-        """Does `step` again and again, at once when the process is poked if it is one to be `woken`."""
+        """Repeats `step`. If `woken`, a poke of the process runs it at once."""
         task = SimTask(self, name, step)
         if woken:
             self.tasks.append(task)
@@ -73,7 +73,7 @@ def _pause_of(switched: object) -> float:
 
 
 class Runtime:
-    """The order of events. What is due at about the same time happens in an order drawn from `rng`."""
+    """The order of events. Events that are due at about the same time run in an order drawn from `rng`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -99,7 +99,7 @@ class Runtime:
     # Order
 
     def poke(self, task: SimTask, delay_s: float = 0.0) -> None:
-        """`task` happens no later than after `delay_s`, about."""
+        """Runs `task` after at most about `delay_s`."""
         at = self.now_s + delay_s + self.rng.random() * JITTER_S
         if at < task.due_s:
             self._schedule(task, at)
@@ -137,18 +137,18 @@ class Runtime:
 
     @contextmanager
     def within(self, process: SimProcess) -> Iterator[None]:
-        """What is started meanwhile belongs to `process`."""
+        """Threads that start in the block belong to `process`."""
         before, self.current = self.current, process
         try:
             yield
         finally:
             self.current = before
 
-    # What the code under simulation gets
+    # Replacements for the code under simulation
 
     @contextmanager
     def patched(self, modules: dict[ModuleType, dict[str, object]]) -> Iterator[None]:
-        """Gives `modules` this runtime's clock, threads and queues, and the other names that each asks for."""
+        """Gives `modules` this runtime's clock, threads and queues, and their other replacements."""
         clock = SimpleNamespace(monotonic=self.monotonic, monotonic_ns=self.monotonic_ns, time_ns=self.time_ns)
         with ExitStack() as stack:
             for module, names in modules.items():
@@ -201,7 +201,7 @@ class _Event:
 
 
 class _Condition:
-    """Its lock is nobody's need: no thread is interrupted within one but where it waits, which lets the lock go."""
+    """It needs no lock: a thread is interrupted only when it waits, which would release the lock."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

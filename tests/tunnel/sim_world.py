@@ -1,8 +1,8 @@
 """Edges, a gateway with its store, and a learner, on machines that are killed, lose power, sleep and are cut off.
 
-Real: `Outbox`, `TunnelClient` with all that its thread does, `TunnelServer`'s protocol, `ChunkIngester`, `StoreWriter`,
-the log below both, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads
-and clocks (`sim_runtime`), the server's poll loop, the recorder, and of the gateway what is not about chunks.
+Real: `Outbox`, `TunnelClient` and its thread, `TunnelServer`'s protocol, `ChunkIngester`, `StoreWriter`, the log below
+both, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads and clocks
+(`sim_runtime`), the server's poll loop, the recorder, and the parts of the gateway that do not handle chunks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LIMITS = TunnelLimits(experience=WINDOW, pipe_messages=8)
 CONFIG = GatewayConfig(commit_bytes=16 << 10)
 OUTBOX_BYTES = 256 << 10
 STORE_SEGMENT_BYTES = 48 << 10
-CHUNK_BYTES = 8 << 10  # none is larger
+CHUNK_BYTES = 8 << 10  # upper bound
 EDGES = ("panda-0", "panda-1", "ur5e-0")
 TROUBLE_S = 10.0
 QUIET_WITHIN_S = 120.0
@@ -61,7 +61,7 @@ Key = tuple[str, int]
 
 
 class InvariantViolation(AssertionError):
-    """A promise that was broken."""
+    """An invariant does not hold."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -74,19 +74,19 @@ def robot_of(episode: str) -> str:
 
 
 def chunks_of(episode: str) -> int:
-    """How many chunks an episode has that is not cut off."""
+    """The number of chunks of a complete episode."""
     return 1 + int(episode.rsplit(".", 1)[1]) * 7 % 4
 
 
 @functools.cache
 def packet(episode: str, index: int) -> bytes:
-    """The chunk of that name; of a size that depends on it."""
+    """The chunk of that name; its size depends on it."""
     made = chunk(episode, index, end=index == chunks_of(episode) - 1, width=20 + (len(episode) + 97 * index) % 300)
     return Chunk(msgspec.structs.replace(made.header, robot=robot_of(episode)), made.columns, made.final).encode()
 
 
 class PlainDisk(Disk):
-    """Does not look for who asked for a sync."""
+    """Does not record the caller of a sync."""
 
     def record(self, event: Event) -> None:
         self.trace.append(event)
@@ -103,7 +103,7 @@ class SimMachine:
         self.process: SimProcess | None = None
 
     def start(self) -> None:
-        """Starts the process if it does not run; a start that fails is tried again."""
+        """Starts the process if it does not run; a failed start is retried."""
         if self.process is not None:
             return
         self.process = process = SimProcess(self.world.runtime, self.name)
@@ -125,7 +125,7 @@ class SimMachine:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Kills the process; the disk is as the page cache has it."""
+        """Kills the process; the disk keeps the page cache."""
         self.disk.kill()
         self.disk.kill_at = -1
         if self.process is not None:
@@ -144,7 +144,7 @@ class SimMachine:
 
 
 class Edge(SimMachine):
-    """Records chunk after chunk; what the outbox said is durable is `promised`."""
+    """Records chunks; those that the outbox reported as durable are in `promised`."""
 
     outbox: Outbox
     client: client.TunnelClient
@@ -196,7 +196,7 @@ class Edge(SimMachine):
 
 
 class Ring:
-    """Lets every edge in, by its name for a key."""
+    """Allows every edge, with its name as key."""
 
     unreadable: tuple[str, ...] = ()
 
@@ -208,7 +208,7 @@ class Ring:
 
 
 class Cloud(SimMachine):
-    """The gateway: the server's protocol, the committer, the store."""
+    """The gateway: the server's protocol, the ingester, the store."""
 
     server: server.TunnelServer
     committer: ingest.ChunkIngester
@@ -287,7 +287,7 @@ class SimLearner:
 
     def _step(self) -> float:
         disk = self.world.cloud.disk
-        if self._disk is not disk:  # its machine has started anew
+        if self._disk is not disk:  # its machine has restarted
             self._reader, self._disk = None, disk
         if self._reader is None:
             with suppress(StoreError):
@@ -300,13 +300,13 @@ class SimLearner:
         return self.world.runtime.rng.random() * 4.0
 
     def sample(self, store: StoreReader) -> None:
-        """Some episodes, read whole: complete ones have all their steps, others all up to what has come."""
+        """Reads some episodes: complete ones have all steps, others all received steps."""
         rng, episodes = self.world.runtime.rng, store.index.episodes
         for _ in range(min(LEARNER_SAMPLES, len(episodes.ids.names))):
             self.check_episode(store, rng.randrange(len(episodes.ids.names)))
 
     def check_episode(self, store: StoreReader, row: int) -> int:
-        """Walks an episode by the index; returns how many of its chunks are there in order."""
+        """Reads an episode through the index. Returns the number of its chunks in order."""
         index = store.index
         name, chunks = index.episodes.ids.names[row], index.chunks
         at = next(iter(np.flatnonzero((chunks.episode[:] == row) & (chunks.index[:] == 0)).tolist()), -1)
@@ -349,7 +349,7 @@ class SimWorld:
         return [*self.edges, self.cloud]
 
     def run(self) -> None:
-        """Raises Violation."""
+        """Raises InvariantViolation."""
         with self._patches():
             try:
                 self._live()
@@ -370,7 +370,7 @@ class SimWorld:
         self._check()
 
     def _pass(self, seconds: float) -> None:
-        """Lets time go by, and buries who was killed by an operation of its disk."""
+        """Advances time, and ends processes that an operation of their disk has killed."""
         end_s = self.runtime.now_s + seconds
         while self.runtime.now_s < end_s:
             self.runtime.run_until(min(end_s, self.runtime.now_s + 0.5))
@@ -460,7 +460,7 @@ def stored(disk: Disk) -> Iterator[Key]:
                 yield header.episode, header.index
 
 
-# What can go wrong
+# Faults to inject
 
 
 def kill(world: SimWorld, edge: Edge) -> None:
@@ -476,7 +476,7 @@ def power_cut(world: SimWorld, edge: Edge) -> None:
 
 
 def kill_at_the_disk(world: SimWorld, edge: Edge) -> None:
-    """A process dies in the middle of what it does with its disk."""
+    """Kills a process in the middle of an operation of its disk."""
     machine = world.runtime.rng.choice(world.machines)
     machine.disk.kill_at = len(machine.disk.trace) + world.runtime.rng.randint(1, 8)
     world.tell(f"{machine.name} will be killed by an operation of its disk")
@@ -497,7 +497,7 @@ def partition(world: SimWorld, edge: Edge) -> None:
 
 
 def stall(world: SimWorld, edge: Edge) -> None:
-    """One connection carries nothing more, and does not break."""
+    """Stops one connection without breaking it."""
     mine = [connection for connection in world.network.connections.values() if connection.edge == edge.name]
     if mine:
         world.runtime.rng.choice(mine).stalled = True
@@ -515,7 +515,7 @@ def delay(world: SimWorld, edge: Edge) -> None:
 
 
 def sleep(world: SimWorld, edge: Edge) -> None:
-    """A laptop, or the gateway's machine, stands still for a while."""
+    """Suspends a machine for a while."""
     machine = world.runtime.rng.choice(world.machines)
     if machine.process is not None:
         machine.process.frozen_until_s = world.runtime.now_s + world.runtime.rng.uniform(0.1, 12.0)

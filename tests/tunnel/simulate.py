@@ -1,6 +1,6 @@
 """Simulates edges, gateway, store and learner: ``python tests/tunnel/simulate.py [--seeds N | --seed N -v]``.
 
-One seed is one run, the same each time. A seed that fails is printed with how to see it again.
+A seed determines its run. A failed seed is printed with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sim_world import SimWorld
 
 @dataclass
 class Tally:
-    """What some seeds came to; `failed`: the seed and why."""
+    """The results of some seeds; `failed`: each failed seed and its reason."""
 
     seeds: int = 0
     chunks: int = 0
@@ -29,7 +29,7 @@ class Tally:
 
 
 def simulate(seed: int, tally: Tally, verbose: bool = False) -> bool:
-    """Runs one seed; whether all held."""
+    """Runs one seed. Returns whether every invariant held."""
     world = SimWorld(seed, verbose)
     tally.seeds += 1
     try:

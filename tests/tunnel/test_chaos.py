@@ -1,4 +1,4 @@
-"""A robot's experience over a network that does its worst: nothing acknowledged is lost, nothing is there twice."""
+"""A robot's experience over a faulty network: no acknowledged chunk is lost or stored twice."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from user_sys.tunnel.protocol import TunnelState
 HASTY = replace(QUICK, dead_after_s=0.4, stuck_after_s=0.6, handshake_s=1.5, backoff_max_s=0.03)
 ALERT = replace(CONFIG, tunnel=replace(QUICK, stuck_after_s=0.6))
 NEVER = LinkBreak(1 << 40)
-HANDSHAKE_BYTES = 1100  # what a connection sends until its session is open, rounded up
-FIRST_BEATS_BYTES = 2000  # by then every connection of an idle session has gone on from its handshake to beats
-MID_FRAME_BYTES = 100_000  # of the chunks, while the other connections carry beats
+HANDSHAKE_BYTES = 1100  # bytes of a connection until its session is open, rounded up
+FIRST_BEATS_BYTES = 2000  # by then every connection of an idle session sends heartbeats
+MID_FRAME_BYTES = 100_000  # of the chunks, while the other connections carry heartbeats
 DRAIN_S = 120.0
 MAX_GROWTH_MB = 50
 Way = Literal["up", "down"]
@@ -53,14 +53,14 @@ class Rehearsal:
         assert left == 0, f"{left} chunks left; {self.robot.state}: {self.robot.reason}"
 
     def require_all_once(self) -> None:
-        """Ends the robot's work and looks into the store."""
+        """Stops the robot and checks the store."""
         self.deliver()
         counts = Counter(stored(self.site.run))
         assert sorted(counts) == [("episode-0", index) for index in range(self.recorded)], "none lost"
         assert set(counts.values()) <= {1}, "none twice"
 
     def survive(self, *breaks: LinkBreak, chunks: int = 3) -> None:
-        """A new session meets `breaks`, notices, and another goes on where it stood."""
+        """A new session runs into `breaks`, detects it, and the next session continues."""
         self.robot.wait_open(120)
         before = self.robot.counters["lost"]
         self.link.schedule_breaks(*breaks)
@@ -87,7 +87,7 @@ def rehearsal(
 
 
 def cut_at_each(there: Rehearsal, way: Way, how: Literal["reset", "silence"], bytes_: range, floats: int) -> None:
-    """One connection of the session breaks at each of `bytes_`, and what was recorded arrives all the same."""
+    """One connection of the session breaks at each of `bytes_`, and every recorded chunk arrives."""
     for at_byte in bytes_:
         there.link.schedule_breaks(LinkBreak(at_byte, way, how))
         there.link.reset()
@@ -113,7 +113,7 @@ def test_connection_cut_at_every_byte_recovers(tmp_path: Path, way: Way) -> None
 
 
 def fall_silent(run: Path, way: Way, how: Literal["silence", "mute"], bytes_: range) -> None:
-    """One connection after another, while the others live on and the link acknowledges all that is sent."""
+    """One connection after another, while the others work and the link acknowledges all bytes."""
     with rehearsal(run, gateway=ALERT) as there:
         for at_byte in bytes_:
             for which in range(3):
@@ -292,7 +292,7 @@ def test_slow_handshakes_are_closed_and_delay_no_peer(tmp_path: Path) -> None:
 
 
 def _drained(loris: socket.socket) -> bool:
-    """Whether the gateway has ended the connection, whose greeting is read away."""
+    """Whether the gateway has closed the connection, after its greeting."""
     try:
         while loris.recv(4096):
             pass

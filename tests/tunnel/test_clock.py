@@ -1,4 +1,4 @@
-"""The gateway's clock as a client sees it."""
+"""A client's estimate of the gateway's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that waits for weights reads their connection itself, and the tunnel's own thread when nobody waits."""
+"""A thread that waits for weights reads their socket itself; otherwise the client's thread reads it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(libc.mallinfo2().fordblks)
 
 
 class ConnectionPair:
-    """A gateway that records what it hears, and one client."""
+    """A server that records its messages, and one client."""
 
     def __init__(self, folder: Path) -> None:
         self.handler, keys, server_keys = RecordingHandler(), prepare(folder), new_keypair()
@@ -71,7 +71,7 @@ def ends(tmp_path: Path) -> Iterator[ConnectionPair]:
 
 @contextmanager
 def tunnels_thread_held_up(client: TunnelClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the client does meanwhile, other threads do."""
+    """Blocks the client's thread."""
     held, go_on = threading.Event(), threading.Event()
 
     def wait(link: Connection, *_: object) -> None:
@@ -101,13 +101,13 @@ def test_weights_arrive_while_the_client_thread_is_blocked(
     with tunnels_thread_held_up(ends.client, monkeypatch):
         assert ends.client.send_weights(WeightsRequest(parcel=PARCEL, first=0, count=1))
         until(lambda: ends.handler.messages, "the request is there")
-        for number in range(MORE_THAN_A_WINDOW):  # it goes on only where what was taken is told
+        for number in range(MORE_THAN_A_WINDOW):  # more messages need returned credit
             ends.give(number)
         assert [first_of(ends.client) for _ in range(MORE_THAN_A_WINDOW)] == list(range(MORE_THAN_A_WINDOW))
 
 
 def test_client_thread_reads_weights_without_a_waiting_thread(ends: ConnectionPair) -> None:
-    assert ends.client.receive_weights(0.01) is None  # somebody did, once
+    assert ends.client.receive_weights(0.01) is None  # a thread has waited once
     ends.give(0)
     until(lambda: len(ends.client.channels.readers[Channel.WEIGHTS].inbox), "the message is in the inbox")
     assert first_of(ends.client) == 0
@@ -144,7 +144,9 @@ def test_messages_read_by_two_threads_keep_their_order(ends: ConnectionPair) -> 
     taking.start()
     for number in range(numbers):
         ends.give(number)
-        ends.client.send_weights(WeightsRequest(parcel=PARCEL, first=number, count=1))  # reads, too, what is there
+        ends.client.send_weights(
+            WeightsRequest(parcel=PARCEL, first=number, count=1)
+        )  # this also reads available messages
     taking.join(120)
     assert found == list(range(numbers))
 

@@ -1,4 +1,4 @@
-"""kill -9 of either end in mid-stream: nothing that was durable is lost, nothing is there twice."""
+"""kill -9 of either end in mid-stream: no durable chunk is lost or stored twice."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gateway_killed_a_hundred_times_loses_no_chunk(tmp_path: Path) -> None:
 
 
 def kill_edges(run: Path, kills: int) -> None:
-    """Edge processes record as fast as they can until each is killed; then all that they had recorded is delivered."""
+    """Edge processes record as fast as they can until each is killed; then their chunks are delivered."""
     prepare(run)
     recorded = -1
     with serving(run) as site, EmulatedLink(site.address.endpoint, LinkConfig(delay_ms=2)) as link:

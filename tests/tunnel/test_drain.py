@@ -1,4 +1,4 @@
-"""What a robot recorded through a long time without a link is delivered, in order and once, in bounded memory."""
+"""The backlog of a long time offline is delivered once, in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recorded(number: int) -> bytes:
 
 
 def own_memory_mb() -> float:
-    """What this process has in memory beside files: the gateway is in it, and what the log maps is not counted."""
+    """Memory of this process, including the gateway, without mapped files."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024

@@ -1,7 +1,4 @@
-"""Credit, bandwidth, back-off, states and gauges, each by itself.
-
-The bounded queue in which state is coalesced.
-"""
+"""Credit, bandwidth limits, backoff, state machines, histograms and the coalescing queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway as its peers see it."""
+"""The gateway's behaviour towards its peers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from user_sys.tunnel.protocol import Envelope
 
 
 def next_of(client: TunnelClient, kind: type, within_s: float = 120.0) -> object:
-    """The next message of a kind; others are passed over."""
+    """The next message of a type; skips others."""
     for _ in range(200):
         message = client.receive(within_s)
         if message is None or isinstance(message, kind):
@@ -88,7 +88,7 @@ def test_chunks_become_durable_once_and_leave_the_outbox(run: Path) -> None:
         assert stored(run) == [("episode-0", index) for index in range(30)]
         robot.close()
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
-        for index in range(20, 40):  # sent again, as after an acknowledgement that was lost
+        for index in range(20, 40):  # sent again, as after a lost acknowledgement
             outbox.append(chunk(index))
         assert site.client("panda-0", outbox).drain(120) == 0
         console = site.client("desk")
@@ -165,7 +165,7 @@ def test_lease_refusal_names_the_holder(run: Path) -> None:
 
 
 def test_repeated_lease_request_gets_the_same_token(run: Path) -> None:
-    """It asks again while a slow gateway has not answered: the second answer must not end the lease of the first."""
+    """A session repeats its request to a slow gateway: the second reply must not end the first lease."""
     with serving(run) as site:
         robot = site.client("panda-0", holder="a")
         for _ in range(2):
@@ -266,7 +266,7 @@ def test_command_to_an_absent_robot_is_refused(run: Path, absent: str) -> None:
 
 
 def test_e_stop_passes_blocked_commands(run: Path) -> None:
-    """The robot's session reads none of its orders, until its window and every queue before it are full."""
+    """The robot reads no commands, until its window and every queue before it are full."""
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         order = OperatorCommand(robot="panda-0", operator="eve", order="reset")
@@ -314,7 +314,7 @@ def test_messages_read_by_several_threads_keep_their_order(run: Path, monkeypatc
         for report in reports:
             robot.send(report)
         assert first_read.wait(120)
-        while not second_taken.is_set():  # sending reads, too
+        while not second_taken.is_set():  # a send also reads
             console.send(PreviewRequest(robot="panda-0", rate_hz=5, ttl_s=2))
         reader.join(120)
         assert received == reports
@@ -395,7 +395,7 @@ def test_commands_are_audited_with_the_robots_reply(run: Path) -> None:
             console.send(OperatorCommand(robot=robot_name, operator="ana", order=order, address=address))  # type: ignore[arg-type]
         assert robot.receive_stop(120) is not None
         robot.send(OperatorReply(robot="panda-0", operator="ana", order="e-stop", accepted=True))
-        for _ in range(2):  # as a status that is repeated
+        for _ in range(2):  # as a repeated status
             robot.send(status("panda-0", authority="stopped", operator="ana"))
         robot.send(status("panda-0", authority="human", operator="at the robot"))
         log = run / "audit.jsonl"

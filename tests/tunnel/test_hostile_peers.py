@@ -1,4 +1,4 @@
-"""Hostile frames beside an honest robot: nothing crashes, nothing is believed, the robot keeps working."""
+"""Hostile frames during the work of an honest robot: no crash, no accepted frame, no disturbance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AttackedGateway:
 
     @property
     def peak_mb(self) -> float:
-        """The most memory that the gateway has ever had resident."""
+        """The peak resident memory of the gateway."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
@@ -48,7 +48,7 @@ class AttackedGateway:
 @pytest.fixture
 def fortress(tmp_path: Path) -> Iterator[AttackedGateway]:
     prepare(tmp_path)
-    # No peer is taken for dead because the machine is busy.
+    # Long timeouts: a busy machine must not end a session.
     (tmp_path / "config.yaml").write_text("gateway: {tunnel: {dead_after_s: 60}}\n")
     process = start_gateway_process(tmp_path)
     try:
@@ -120,7 +120,7 @@ def test_message_of_a_million_parts_is_cut_off(fortress: AttackedGateway, part_b
 
 def test_connections_with_one_routing_id_leak_nothing(fortress: AttackedGateway) -> None:
     attacker = fortress.attacker(3)
-    attacker.namesakes(100, parts=8000)  # what comes at once takes room, which the process keeps and uses again
+    attacker.namesakes(100, parts=8000)  # a burst needs memory, which the process retains and reuses
     before_mb = fortress.peak_mb
     attacker.namesakes(100, parts=8000)
     attacker.close()
@@ -128,7 +128,7 @@ def test_connections_with_one_routing_id_leak_nothing(fortress: AttackedGateway)
 
 
 def keys_of(kind: str, run: Path) -> KeyPair | None:
-    """The credentials of a stranger; ``revoked`` are those of a robot that was let in once."""
+    """Unknown credentials; ``revoked`` are those of a formerly allowed robot."""
     if kind == "revoked":
         return load_keypair(run / "keys" / "panda-1.key")
     return new_keypair() if kind == "wrong" else None
@@ -141,7 +141,7 @@ def refuses(run: Path, address: GatewayAddress, kind: str, times: int) -> None:
     events = [knock(context, address, keys_of(kind, run)) for _ in range(times)]
     context.term()
     expected = {(int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), 400)}
-    if kind == "absent":  # libzmq drops who does not speak CURVE, or answers that its protocol is another
+    if kind == "absent":  # libzmq closes connections without CURVE, or replies with a protocol error
         assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in {event for event, _ in events}
     else:
         assert set(events) == expected

@@ -1,4 +1,4 @@
-"""Keys change while a gateway runs: by the commands that people use, seen by peers that are connected."""
+"""Key changes by command while a gateway runs, and their effect on connected peers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_connections_without_a_key_are_audited(tmp_path: Path) -> None:
             connection.close()
     refused = [e for e in read_audit_log(tmp_path / "audit.jsonl") if e.event == "refused"]
     assert {(e.address, e.reason) for e in refused} == {("127.0.0.1", NO_HANDSHAKE)}
-    assert sum(e.count for e in refused) >= 8  # the keyless one comes back
+    assert sum(e.count for e in refused) >= 8  # the client without a key reconnects
 
 
 def test_audit_has_peers_addresses_and_refusal_reasons(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Key files and the ring."""
+"""Key files and the keyring."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_both_keys_are_allowed_during_the_overlap(tmp_path: Path) -> None:
     ring, old, new = Keyring(tmp_path, unix_s=lambda: now[0]), new_keypair(), new_keypair()
     ring.allow(old.public, "panda-0", "robot")
     ring.allow(new.public, "panda-0", "robot", overlap_s=60)
-    ring.allow(new.public, "panda-0", "robot")  # said twice: the overlap stays
+    ring.allow(new.public, "panda-0", "robot")  # repeated: the overlap stays
     with pytest.raises(ConfigError, match="already belongs to 'panda-0'"):
         ring.allow(old.public, "panda-1", "robot")
     assert [entry.name for entry in ring.list()] == ["panda-0"]

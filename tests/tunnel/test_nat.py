@@ -1,4 +1,4 @@
-"""A robot's computer behind a real NAT: three network namespaces, of which the edge's has no route back to it."""
+"""A robot's computer behind a real NAT: three network namespaces, without a route to the edge's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def command(*words: str, stdin: str | None = None) -> None:
 
 @dataclass
 class Sites:
-    """A cloud, a site, and the router between them that lends its one address to all who dial out."""
+    """A cloud, a site, and the router between them with network address translation."""
 
     cloud: str
     router: str
@@ -92,7 +92,7 @@ class Sites:
             return subprocess.Popen(["ip", "netns", "exec", name, sys.executable, *words], stdout=out, stderr=out)
 
     def change_address(self) -> None:
-        """As when a provider gives the site another address: the kernel forgets what it had translated to the old."""
+        """Gives the site another public address: the kernel drops its translations to the old one."""
         command("ip", "-n", self.router, "addr", "del", f"{OUTER}/24", "dev", "outer")
         command("ip", "-n", self.router, "addr", "add", f"{NEW_OUTER}/24", "dev", "outer")
 
@@ -118,9 +118,9 @@ def sites() -> Iterator[Sites]:
 
 
 def sockets_of(process: subprocess.Popen[bytes], state: str) -> list[tuple[str, str]]:
-    """Local and remote address of the TCP and UDP sockets in a process's network namespace, as the kernel has them.
+    """Local and remote address of the TCP and UDP sockets in a process's network namespace, from /proc.
 
-    UDP sockets that wait for anybody have state 07; they count as listening.
+    Unconnected UDP sockets have state 07; they count as listening.
     """
     states = {state, "07"} if state == LISTENING else {state}
     found = []

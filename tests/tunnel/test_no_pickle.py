@@ -1,4 +1,4 @@
-"""An audit hook listens while a gateway and a robot work: nothing that came over the wire is unpickled or run."""
+"""An audit hook checks that a working gateway and robot never unpickle or execute received bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def work(first):
 with tempfile.TemporaryDirectory() as folder:
     run = Path(folder)
     prepare(run)
-    for first in (0, 20):  # imports what it needs, which executes
+    for first in (0, 20):  # lazy imports execute code
         work(first)
         stored(run)
     armed.append(True)

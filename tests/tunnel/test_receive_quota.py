@@ -1,4 +1,4 @@
-"""The guard against messages without end: the kernel holds a connection at its quota, whoever is late to look."""
+"""The guard against endless messages: the kernel stops a connection at its quota without a check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORD_BYTES, MESSAGE_BYTES = 100_000, 2_000_000
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A sender, and a receiver whose beginning was kept."""
+    """A sender, and a receiver with a saved SYN."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert save_syn(listener)
         with socket.create_connection(listener.getsockname()) as sender:
@@ -72,7 +72,7 @@ def test_quota_wraps_around_the_sequence_numbers(pair: tuple[socket.socket, sock
 
 @dataclass
 class Port:
-    """A ROUTER under guard, as the gateway has one, and a DEALER that is connected to it."""
+    """A guarded ROUTER, as in the gateway, and a connected DEALER."""
 
     router: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
@@ -99,7 +99,7 @@ class Port:
 
 @contextmanager
 def connected(held: bool = True) -> Iterator[Port]:
-    """The guard knows of the listener, if the kernel is to hold its connections, but not of the connection."""
+    """The guard has the listener, if the kernel enforces quotas, but not the connection."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     monitor = router.get_monitor_socket(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
@@ -125,12 +125,12 @@ def port() -> Iterator[Port]:
 
 
 def flood(port: Port, parts: int, part: bytes = bytes(1000)) -> None:
-    """One message; libzmq sends none of it before its end is there."""
+    """One message; libzmq sends it only when it is complete."""
     port.dealer.send_multipart([part] * parts)
 
 
 def break_it(port: Port) -> None:
-    """The guard looks for the first time: what it does not see then, nobody has bounded."""
+    """The guard's first check; earlier bytes must be stopped by the kernel."""
     until(lambda: port.guard.check(lambda: True), "the guard breaks the connection")
 
 
@@ -212,7 +212,7 @@ def test_connections_without_a_session_share_a_limit() -> None:
 
 
 def _stranger(stack: ExitStack, listener: socket.socket, guard: ReceiveQuotaGuard, sent_bytes: int) -> socket.socket:
-    """The gateway's end of a connection that has received so much of a message."""
+    """The gateway's end of a connection that has received part of a message."""
     peer = stack.enter_context(socket.create_connection(listener.getsockname()))
     ours = stack.enter_context(listener.accept()[0])
     peer.sendall(bytes(sent_bytes))

@@ -1,4 +1,4 @@
-"""A relay between the robots of a site and the cloud: nothing lost, nobody in another's name, weights fetched once."""
+"""A relay between a site's robots and the cloud: no lost chunk, no foreign name, weights fetched once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ARM = replace(PANDA, model="so 101")
 
 
 class FarSite:
-    """A relay at work, and the robots that a test connects to it."""
+    """A running relay, and its robots."""
 
     def __init__(self, folder: Path, relay: Relay, public: str) -> None:
         self.folder, self.relay, self.public = folder, relay, public
@@ -74,7 +74,7 @@ class FarSite:
 def relaying(
     folder: Path, cloud: GatewaySite, robots: tuple[str, ...] = ROBOTS, upstream: str = ""
 ) -> Iterator[FarSite]:
-    """A relay in a thread of this process, for whose robots the cloud lets it speak."""
+    """A relay in a thread of this process; the cloud allows it for its robots."""
     keys = folder / "keys"
     if not (keys / "lab.key").exists():
         save_keypair(new_keypair(), keys, "lab")
@@ -178,7 +178,7 @@ def test_relay_refuses_foreign_names(tmp_path: Path) -> None:
         liar.wait_open(120)
         liar.send(_status("far-0"))
         until(lambda: liar.state is TunnelState.REFUSED, "a robot that writes as another is cut off")
-        foreign = far.robot("far-2")  # the relay lets it in, the cloud does not: it is not among the relay's robots
+        foreign = far.robot("far-2")  # the relay accepts it, the cloud does not: it is not one of the relay's robots
         until(lambda: foreign.send(_status("far-2")) and foreign.state is TunnelState.REFUSED, "it is refused")
         assert "belongs to the relay 'lab', not to the robot 'far-2'" in foreign.reason
         outbox = Outbox.open(tmp_path / "outbox")
@@ -208,7 +208,7 @@ def test_relayed_robots_use_the_clouds_clock(tmp_path: Path) -> None:
 
 
 class StoredReader:
-    """What a robot has of the weights; `poll` goes on receiving."""
+    """A robot's weights; `poll` continues to receive."""
 
     def __init__(self, robot: TunnelClient, keys: Path) -> None:
         self.robot, self.version = robot, -1
@@ -217,7 +217,7 @@ class StoredReader:
         self._receiver = UpdatePlanner(trust, self._load, self._ask)
 
     def poll(self) -> int:
-        """Takes in what has come and returns the version that is here."""
+        """Processes received messages. Returns the complete version."""
         envelope = self.robot.receive_weights(0.0)
         match envelope.message if envelope else None:
             case WeightsOffer() as offer:

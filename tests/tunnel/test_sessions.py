@@ -1,4 +1,4 @@
-"""Who gets in, who does not, and what a session survives."""
+"""Accepted and refused sessions, and reconnects."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_newer_session_replaces_the_older(bench: SessionBench) -> None:
 
 @contextmanager
 def dealer(bench: SessionBench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
-    """A connection of panda-0's key that says what a test wants."""
+    """A raw connection with panda-0's key."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger, socket.rcvtimeo = 0, 120_000
         keys = bench.keys["panda-0"]
@@ -364,7 +364,7 @@ def test_command_during_a_lost_link_is_dropped(bench: SessionBench, monkeypatch:
 
 
 def test_late_credit_does_not_count_in_the_next_session(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that has read a grant is held up until the client would have opened another session."""
+    """Delays a thread that has read a grant until the client would have opened another session."""
     client = bench.open("panda-0")
     client.receive(0.01)  # makes the grace time below count
     great = CreditGrant(messages=10**6, size_bytes=10**9)
@@ -380,7 +380,7 @@ def test_late_credit_does_not_count_in_the_next_session(bench: SessionBench, mon
 
     def hold_up(outlet: SendQueue, given: CreditGrant) -> None:
         if given == great:
-            is_open_again.wait(1.0)  # the client's chance to go on
+            is_open_again.wait(1.0)  # gives the client time to continue
         grant(outlet, given)
 
     def watch(status: TunnelStatus, state: TunnelState, reason: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Edges, gateway, store and learner in one process, seed after seed; and that broken promises are noticed."""
+"""Simulations of edges, gateway, store and learner, and their detection of broken invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tunnel asks the kernel of descriptors that are libzmq's, and may be anybody's by then."""
+"""Kernel state of libzmq's descriptors, which another file may have reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_silence_of_a_connection_is_measured() -> None:
 
 
 def held_bytes(connection: socket.socket) -> int:
-    """How much it takes while its other end reads nothing."""
+    """The bytes that it accepts while its other end does not read."""
     connection.setblocking(False)
     held = 0
     try:
@@ -38,7 +38,7 @@ def test_only_a_unix_socket_gets_a_larger_buffer() -> None:
     assert wide > 1.5 * narrow
     for end in (end for pair in pairs for end in pair):
         end.close()
-    enlarge_send_buffer(pairs[1][0].fileno())  # closed: nothing comes of it
+    enlarge_send_buffer(pairs[1][0].fileno())  # closed: no effect
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as edge:
         before = edge.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         enlarge_send_buffer(edge.fileno())

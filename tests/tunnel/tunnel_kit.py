@@ -1,4 +1,4 @@
-"""What the tunnel's tests share: a run folder with keys, chunks, a gateway in a thread, and deadlines."""
+"""Shared parts of the tunnel's tests: a run folder with keys, chunks, a gateway in a thread, and deadlines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer
 
 PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "desk": "console"}
-# No peer is taken for dead because the machine is busy; a test whose subject is silence has limits of its own.
+# Long timeouts: a busy machine must not end a session. Tests of silence have their own limits.
 QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=60.0, handshake_s=60.0, backoff_min_s=0.01, backoff_max_s=0.1)
 CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05, retry_s=0.02)
 
@@ -70,7 +70,7 @@ def chunk(
 
 
 def prepare(run: Path) -> dict[str, KeyPair]:
-    """A run folder whose ring lets `PEERS` in; returns their keys."""
+    """Creates a run folder whose keyring allows `PEERS`. Returns their keys."""
     ring, keys = Keyring(run / "keys"), {}
     for name, role in PEERS.items():
         keys[name] = new_keypair()
@@ -80,7 +80,7 @@ def prepare(run: Path) -> dict[str, KeyPair]:
 
 
 def stored(run: Path) -> list[tuple[str, int]]:
-    """(episode, index) of every chunk in the store's log, as often as it is there."""
+    """(episode, index) of every chunk in the store's log, with repetitions."""
     with LogReader.open(run / "store") as reader:
         headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK_KIND]
         assert not reader.damaged
@@ -89,7 +89,7 @@ def stored(run: Path) -> list[tuple[str, int]]:
 
 @dataclass
 class GatewaySite:
-    """A gateway at work and the clients of a test, closed with it."""
+    """A running gateway, and the clients of a test."""
 
     run: Path
     address: GatewayAddress
@@ -120,7 +120,7 @@ def serving(
     probes: Mapping[str, Probe] = MappingProxyType({}),
     lease_limit: KeyedTokenBucket | None = None,
 ) -> Iterator[GatewaySite]:
-    """A gateway in a thread of this process, whose computer has the devices that `probes` find."""
+    """A gateway in a thread of this process, with the devices that `probes` find."""
     gateway, stop, failures = Gateway(config, run, probes, lease_limit), threading.Event(), []
 
     def serve() -> None:
@@ -147,7 +147,7 @@ def serving(
 
 
 def start_gateway_process(run: Path) -> subprocess.Popen[bytes]:
-    """A gateway in a process of its own, to be killed; listens on the port that the run had before."""
+    """A gateway in its own process, to be killed; listens on the last port of the run."""
     with (run / "gateway.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "user_sys.gateway", "--run", str(run)],
@@ -158,7 +158,7 @@ def start_gateway_process(run: Path) -> subprocess.Popen[bytes]:
 
 
 class RecordingHandler:
-    """A TunnelHandler that remembers, and answers nothing."""
+    """A TunnelHandler that records messages and sends no reply."""
 
     def __init__(self) -> None:
         self.opened: list[Peer] = []

@@ -1,4 +1,4 @@
-"""Packets: what goes in comes out, and no bytes from outside can do more than raise WireError."""
+"""Packets: round trips, and WireError for any invalid bytes."""
 
 from __future__ import annotations
 

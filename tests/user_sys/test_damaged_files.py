@@ -1,4 +1,4 @@
-"""Files that we wrote, with bytes in them that are no text: each reader says so as it says of any damage."""
+"""Own files with invalid UTF-8: each reader reports them as damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks: self-contained, checked when they come from outside."""
+"""Chunks: self-contained, and validated on receipt."""
 
 from __future__ import annotations
 
