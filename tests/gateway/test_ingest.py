@@ -89,26 +89,26 @@ class IngestBench:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[IngestBench]:
+def bench(tmp_path: Path) -> Iterator[IngestBench]:
     with StoreWriter.open(tmp_path / "store", segment_bytes=50_000) as writer:
         yield IngestBench(tmp_path / "store", writer)
 
 
-def test_groups_are_acknowledged_in_order(desk: IngestBench) -> None:
+def test_groups_are_acknowledged_in_order(bench: IngestBench) -> None:
     for number in range(50):
-        desk.offer(number, packet(number, robot="rival" if number == 7 else "panda-0"))
-    desk.offer(50, packet(3))
-    desk.committer.start()
-    said = desk.committer.append_labels(
+        bench.offer(number, packet(number, robot="rival" if number == 7 else "panda-0"))
+    bench.offer(50, packet(3))
+    bench.committer.start()
+    said = bench.committer.append_labels(
         [NoteLabel(episode="online-0001", labeller="ada", at_unix_ns=1, note="well done")]
     )
     said.result(DEADLINE_S)
-    desk.committer.close()
-    assert desk.acknowledged == sorted(desk.acknowledged) and desk.acknowledged[-1] == 50
-    assert desk.refused == [7] and desk.released == 51 and desk.committer.failure is None
-    totals = desk.committer.totals
-    assert (totals.chunks, totals.duplicates, totals.rejected) == (49, 1, 1) and desk.committer.queued_bytes == 0
-    with StoreReader.open(desk.path) as reader:
+    bench.committer.close()
+    assert bench.acknowledged == sorted(bench.acknowledged) and bench.acknowledged[-1] == 50
+    assert bench.refused == [7] and bench.released == 51 and bench.committer.failure is None
+    totals = bench.committer.totals
+    assert (totals.chunks, totals.duplicates, totals.rejected) == (49, 1, 1) and bench.committer.queued_bytes == 0
+    with StoreReader.open(bench.path) as reader:
         reader.refresh()
         assert len(reader.index.chunks) == 49 and len(reader.index.labels("online-0001")) == 1
 
@@ -134,15 +134,15 @@ class FailingSync(Files):
 def test_failed_sync_stops_acknowledgements(tmp_path: Path) -> None:
     disk = FailingSync()
     writer = StoreWriter.open(tmp_path, files=disk)
-    desk = IngestBench(tmp_path, writer)
-    desk.committer.start()
-    desk.deliver(0, 3)
+    bench = IngestBench(tmp_path, writer)
+    bench.committer.start()
+    bench.deliver(0, 3)
     disk.broken.set()
     for number in range(3, 40):
-        desk.offer(number, packet(number))
-    until(lambda: desk.committer.failure is not None, "the failure")
-    desk.committer.close()
-    assert isinstance(desk.committer.failure, StoreError) and desk.acknowledged[-1] == 2
+        bench.offer(number, packet(number))
+    until(lambda: bench.committer.failure is not None, "the failure")
+    bench.committer.close()
+    assert isinstance(bench.committer.failure, StoreError) and bench.acknowledged[-1] == 2
     writer.close()
 
 
@@ -163,21 +163,21 @@ class SlowSync(Files):
 def test_next_group_is_appended_during_a_sync(tmp_path: Path) -> None:
     disk = SlowSync()
     with StoreWriter.open(tmp_path, files=disk) as writer:
-        desk = IngestBench(tmp_path, writer)
+        bench = IngestBench(tmp_path, writer)
         disk.slow.set()
-        desk.committer.start()
-        desk.offer(0, packet(0))
+        bench.committer.start()
+        bench.offer(0, packet(0))
         assert disk.begun.acquire(timeout=DEADLINE_S)
-        desk.offer(1, packet(1))
+        bench.offer(1, packet(1))
         until(lambda: writer.chunks == 2, "the next group")
-        assert desk.acknowledged == []
+        assert bench.acknowledged == []
         disk.may_end.release()
         assert disk.begun.acquire(timeout=DEADLINE_S)
-        assert desk.acknowledged == [0]
+        assert bench.acknowledged == [0]
         disk.slow.clear()
         disk.may_end.release()
-        desk.committer.close()
-        assert desk.acknowledged == [0, 1] and desk.committer.failure is None
+        bench.committer.close()
+        assert bench.acknowledged == [0, 1] and bench.committer.failure is None
 
 
 class NoRoomForFiles(Files):
@@ -210,40 +210,40 @@ class HeldWriter(StoreWriter):
 def test_sync_is_retried_on_a_full_disk(tmp_path: Path) -> None:
     disk = NoRoomForFiles()
     with HeldWriter.open(tmp_path, segment_bytes=len(packet(0)), files=disk) as writer:  # one chunk for each segment
-        desk = IngestBench(tmp_path, writer)
-        desk.committer.start()
-        desk.offer(0, packet(0))
+        bench = IngestBench(tmp_path, writer)
+        bench.committer.start()
+        bench.offer(0, packet(0))
         assert writer.begun.wait(DEADLINE_S)
         disk.full.set()
-        desk.offer(1, packet(1))
-        until(lambda: desk.committer.totals.disk_full, "the next group meets the full disk")
+        bench.offer(1, packet(1))
+        until(lambda: bench.committer.totals.disk_full, "the next group meets the full disk")
         writer.may_sync.set()
         assert writer.refused.wait(DEADLINE_S)
         disk.full.clear()
-        until(lambda: desk.acknowledged == [0, 1] or desk.committer.failure is not None, "both are acknowledged")
-        desk.committer.close()
-        assert desk.acknowledged == [0, 1] and desk.committer.failure is None
+        until(lambda: bench.acknowledged == [0, 1] or bench.committer.failure is not None, "both are acknowledged")
+        bench.committer.close()
+        assert bench.acknowledged == [0, 1] and bench.committer.failure is None
 
 
-def test_store_stays_within_its_limit_while_written(desk: IngestBench) -> None:
+def test_store_stays_within_its_limit_while_written(bench: IngestBench) -> None:
     bound = 400_000
-    keeper = RetentionWorker(desk.path, desk.writer, desk.committer, Retention(max_bytes=bound), interval_s=0.01)
-    desk.committer.start()
-    desk.deliver(0, 10, EpisodeSource.DEMO)
+    keeper = RetentionWorker(bench.path, bench.writer, bench.committer, Retention(max_bytes=bound), interval_s=0.01)
+    bench.committer.start()
+    bench.deliver(0, 10, EpisodeSource.DEMO)
     keeper.start()
-    with StoreReader.open(desk.path) as learner:
+    with StoreReader.open(bench.path) as learner:
         for first in range(10, 410, 20):
-            desk.deliver(first, 20)
+            bench.deliver(first, 20)
             learner.refresh()
             assert not learner.damaged
-        until(lambda: disk_bytes(desk.path) <= bound, "the store shrinks")
+        until(lambda: disk_bytes(bench.path) <= bound, "the store shrinks")
         until(lambda: not still_there(learner), "the learner sees what is gone")
         for row in np.flatnonzero(learner.index.chunks.alive).tolist():
             learner.read(row)
     keeper.close()
-    desk.committer.close()
+    bench.committer.close()
     assert keeper.failure is None and keeper.totals.episodes_dropped > 200
-    with StoreReader.open(desk.path) as reader:
+    with StoreReader.open(bench.path) as reader:
         reader.refresh()
         alive = [episode for episode in reader.episodes() if not episode.deleted]
         assert sum(episode.source is EpisodeSource.DEMO for episode in alive) == 10

@@ -230,8 +230,8 @@ def test_governor_limits_the_write_of_a_version_on_the_robot(
     with site.serving():
         publisher = site.publisher()
         with WeightsRobot(site, "one") as robot:
-            governor, shelf = robot.inlet._governor, robot.inlet._store
-            assert shelf is not None
+            governor, version_store = robot.inlet._governor, robot.inlet._store
+            assert version_store is not None
 
             def keep(catalogue: VersionIndex) -> None:
                 before = [len(kind) for kind in governor._times]
@@ -239,7 +239,7 @@ def test_governor_limits_the_write_of_a_version_on_the_robot(
                 times.append(tuple(len(kind) - n for kind, n in zip(governor._times, before, strict=True)))  # type: ignore[arg-type]
 
             publish(publisher, weights(1), 1, robot)
-            monkeypatch.setattr(shelf, "save", keep)
+            monkeypatch.setattr(version_store, "save", keep)
             monkeypatch.setattr("user_sys.weights.governor.PUSH_AFTERMATH_S", 0.0)
             governor._aftermath_end_s = 0.0
     assert times == [(0, 1)]

@@ -45,7 +45,7 @@ class PatchSite:
     def __init__(
         self,
         folder: Path,
-        desks: int = 1,
+        distributors: int = 1,
         tensors: int = 1,
         adapter_bytes: int = ADAPTER_BYTES,
         form: Precision = "exact",
@@ -58,9 +58,9 @@ class PatchSite:
         self.version = 0
         trust = TrustedLearnerKey(folder / f"learner{PUBLIC_SUFFIX}")
         self.receiver = UpdatePlanner(trust, self._load, self._ask, precisions=(form,), clock=lambda: self.now_s)
-        shelves = [VersionStore(folder / f"desk-{n}") for n in range(desks)]
-        self.desks = [
-            WeightsDistributor(s, self._sender(n), 2, clock=lambda: self.now_s) for n, s in enumerate(shelves)
+        stores = [VersionStore(folder / f"distributor-{n}") for n in range(distributors)]
+        self.distributors = [
+            WeightsDistributor(s, self._sender(n), 2, clock=lambda: self.now_s) for n, s in enumerate(stores)
         ]
         self.begin(seed=0)
 
@@ -70,8 +70,8 @@ class PatchSite:
         self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
         config = PublishConfig(forms=(self.form,))
         self.publisher = Publisher(self, self.signer, config, epoch=PublisherEpoch(run, life), clock=lambda: self.now_s)
-        for desk in self.desks:
-            desk.on_learner_opened("learner")
+        for distributor in self.distributors:
+            distributor.on_learner_opened("learner")
 
     def publish(self, versions: int = 1, share: float = 1.0) -> None:
         """Publishes versions; `changed` is the number of adapter values that differ between two."""
@@ -91,28 +91,29 @@ class PatchSite:
             while self.words:
                 self._deliver(*self.words.popleft())
             self.receiver.step()
-            for desk in self.desks:
-                if desk.has_messages:
-                    desk.process_message(0.0)
-                desk.collect_patches()
-                desk.download.fetcher.send_requests()
+            for distributor in self.distributors:
+                if distributor.has_messages:
+                    distributor.process_message(0.0)
+                distributor.collect_patches()
+                distributor.download.fetcher.send_requests()
             self.now_s += 0.01
             if not self.words and all(
-                not desk.has_messages and not desk.download.fetcher.targets for desk in self.desks
+                not distributor.has_messages and not distributor.download.fetcher.targets
+                for distributor in self.distributors
             ):
                 break
-        for desk in self.desks:
-            if desk.retention.flush.is_pending:
-                desk.save()
+        for distributor in self.distributors:
+            if distributor.retention.flush.is_pending:
+                distributor.save()
         if self.words:
             self.settle()
 
     def catch_up(self) -> int:
         """Reconnects the robot. Returns the bytes that lead it to the newest version."""
         self.sent_bytes = 0
-        self.desks[-1].on_robot_opened("robot")
+        self.distributors[-1].on_robot_opened("robot")
         self.settle()
-        self.desks[-1].on_peer_closed("robot")
+        self.distributors[-1].on_peer_closed("robot")
         assert self.receiver.loaded_version == self.version and self.receiver.rejected == 0
         published, _ = self.publisher.server.index.manifests[self.form, self.version]
         assert build_tensor_set(dict(self.held), self.form).digest == published.digest
@@ -133,8 +134,10 @@ class PatchSite:
     def _load(self, manifest: WeightsManifest, arrays: Mapping[str, Array], heard_s: float) -> None:
         return
 
-    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
-        self.words.append((len(self.desks) - 1, "robot", WeightsRequest(parcel=parcel, first=first, count=count), None))
+    def _ask(self, patch: bytes, first: int, count: int) -> bool:
+        self.words.append(
+            (len(self.distributors) - 1, "robot", WeightsRequest(parcel=patch, first=first, count=count), None)
+        )
         return True
 
     def _sender(self, number: int) -> SendMessage:
@@ -147,16 +150,16 @@ class PatchSite:
     def _deliver(self, place: int, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """Sends a message to the distributor at `place`, or from it to its source or receiver."""
         if place >= 0:
-            return self.desks[place].on_message(name, message, payload)
+            return self.distributors[place].on_message(name, message, payload)
         number = -1 - place
         if name == "robot":
             return self._to_robot(message, payload)
         if name == "relay":
-            return self.desks[number + 1].on_message("learner", message, payload)
+            return self.distributors[number + 1].on_message("learner", message, payload)
         if number > 0:
             if isinstance(message, WeightsOfferRequest):
-                return self.desks[number - 1].on_robot_opened("relay")
-            return self.desks[number - 1].on_message("relay", message, payload)
+                return self.distributors[number - 1].on_robot_opened("relay")
+            return self.distributors[number - 1].on_message("relay", message, payload)
         return self.publisher.on_message(Envelope(message, payload))
 
     def _to_robot(self, message: AnyMessage, payload: Payload | None) -> None:
@@ -169,16 +172,18 @@ class PatchSite:
 
 
 @pytest.mark.parametrize("form", ["exact", "bf16"])
-@pytest.mark.parametrize("desks", [1, 2])
+@pytest.mark.parametrize("distributors", [1, 2])
 @pytest.mark.parametrize("started_at", [1, 3])
-def test_late_receiver_fetches_only_the_adapter(tmp_path: Path, form: Precision, desks: int, started_at: int) -> None:
+def test_late_receiver_fetches_only_the_adapter(
+    tmp_path: Path, form: Precision, distributors: int, started_at: int
+) -> None:
     """Also through a relay, and from the first version, before the trained tensors are known."""
-    site = PatchSite(tmp_path, desks, form=form)
+    site = PatchSite(tmp_path, distributors, form=form)
     site.publish(started_at)
     assert site.catch_up() > BACKBONE_BYTES / 2
     site.publish(MAX_VERSIONS_BEHIND + 70)
     assert site.catch_up() < 1.2 * ADAPTER_BYTES
-    kept = newest_version(VersionStore(tmp_path / "desk-0").load())
+    kept = newest_version(VersionStore(tmp_path / "distributor-0").load())
     assert kept is not None and kept[0].version == site.version
 
 
@@ -232,13 +237,13 @@ def test_patches_are_bounded_by_the_kept_versions(
 ) -> None:
     site = PatchSite(tmp_path)
     site.publish(MAX_VERSIONS_BEHIND + 9)
-    assert len(VersionStore(tmp_path / "desk-0").load().complete_versions()) == 2
+    assert len(VersionStore(tmp_path / "distributor-0").load().complete_versions()) == 2
     site.now_s += 2 * OFFER_PIN_S
     site.publish()
     site.catch_up()
-    desk = site.desks[0]
-    assert len(desk.index.complete_versions()) == 2
-    assert sorted(info.codec for info in desk.index.patch_infos()) == ["full", "parts", "parts"]
+    distributor = site.distributors[0]
+    assert len(distributor.index.complete_versions()) == 2
+    assert sorted(info.codec for info in distributor.index.patch_infos()) == ["full", "parts", "parts"]
     assert sorted(info.codec for info in site.offers[-1].parcels) == ["full", "parts"]
     assert len(site.publisher.server.index.patches) == 2
 
@@ -259,18 +264,18 @@ def test_parts_in_transfer_are_retained(tmp_path: Path) -> None:
     """A receiver on a slow link would have to fetch all parts of a newer version."""
     site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 4)
     site.publish(4)
-    parts = next(info for info in site.desks[0].index.patch_infos() if info.version == 3)
+    parts = next(info for info in site.distributors[0].index.patch_infos() if info.version == 3)
     assert parts.codec == "parts" and parts.block_count > 3
 
     def gets(grain: int) -> tuple[bool, bool]:
         """Whether the robot gets a block from the distributor, and the distributor from the learner."""
         request, answers = WeightsRequest(parcel=parts.id, first=grain, count=1), list[AnyMessage]()
-        site.desks[0].on_message("slow", request, None)
+        site.distributors[0].on_message("slow", request, None)
         site.publisher.on_message(Envelope(request, None))
         while site.words:
             answers += [word for word in (site.words.popleft()[2],) if not isinstance(word, WeightsOffer)]
-        of_desk, of_learner = (isinstance(answer, WeightsBlocks) for answer in answers)
-        return of_desk, of_learner
+        of_distributor, of_learner = (isinstance(answer, WeightsBlocks) for answer in answers)
+        return of_distributor, of_learner
 
     for grain in (0, 1, parts.block_count - 1):
         assert gets(grain) == (True, True)
@@ -312,7 +317,7 @@ class DistantSite(PatchSite):
             while self.under_way and self.under_way[0][0] <= self.now_s:
                 self._deliver(*self.under_way.popleft()[1])
             self.receiver.step()
-            self.desks[0].step(0.0)
+            self.distributors[0].step(0.0)
             self.now_s += 0.01
 
 
@@ -323,7 +328,7 @@ def test_versions_faster_than_a_round_trip_arrive(tmp_path: Path, link: str, ten
     """Also with a separate table of tensors; as parts, or as full patches."""
     site = DistantSite(tmp_path, link, tensors, frozen)
     site.publish(20)
-    site.desks[0].on_robot_opened("robot")
+    site.distributors[0].on_robot_opened("robot")
     site.publish(20)
     for _ in range(3):
         site.publish(20)

@@ -36,7 +36,7 @@ class LossyLink:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.desk = WeightsDistributor(VersionStore(folder), self._down)
+        self.distributor = WeightsDistributor(VersionStore(folder), self._down)
         self.swallows: tuple[type, ...] = ()
         self.lost: list[AnyMessage] = []
         self._downward: queue.Queue[Envelope] = queue.Queue()
@@ -50,7 +50,7 @@ class LossyLink:
         return True
 
     def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
-        self.desk.on_message("learner", message, payload)
+        self.distributor.on_message("learner", message, payload)
         return True
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
@@ -61,18 +61,18 @@ class LossyLink:
 
     def connect_anew(self) -> None:
         self.swallows = ()
-        self.desk.on_peer_closed("learner")
-        self.desk.on_learner_opened("learner")
+        self.distributor.on_peer_closed("learner")
+        self.distributor.on_learner_opened("learner")
 
 
 @pytest.fixture
 def cable(tmp_path: Path) -> Iterator[LossyLink]:
     made = LossyLink(tmp_path)
-    made.desk.start()
-    made.desk.on_learner_opened("learner")
+    made.distributor.start()
+    made.distributor.on_learner_opened("learner")
     yield made
-    made.desk.close()
-    assert made.desk.failure is None
+    made.distributor.close()
+    assert made.distributor.failure is None
 
 
 def until(condition: object, what: str) -> None:
@@ -86,7 +86,7 @@ def test_confirmation_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> 
     with Publisher(cable, new_signer(), PublishConfig()) as publisher:
         cable.swallows = (WeightsReceived,)
         publisher.publish({"w": np.zeros(10, np.float32)}, 1, updates=1)
-        until(lambda: cable.lost, "the desk has it on disk")
+        until(lambda: cable.lost, "the distributor has it on disk")
         assert not publisher.wait_until_stored(0.0)
         cable.connect_anew()
         assert publisher.wait_until_stored(DEADLINE_S)
@@ -98,10 +98,10 @@ def test_progress_is_repeated_to_a_reconnected_learner(cable: LossyLink) -> None
         for version in (1, 2, 3):
             publisher.publish({"w": np.full(10, version, np.float32)}, version, updates=version)
             assert publisher.wait_until_stored(DEADLINE_S)
-        cable.desk.on_message("panda-0", WeightsApplied(robot="panda-0", version=1, seconds=0.1), None)
+        cable.distributor.on_message("panda-0", WeightsApplied(robot="panda-0", version=1, seconds=0.1), None)
         until(lambda: publisher.versions_ahead == 2, "the learner knows")
         cable.swallows = (WeightsProgress,)
-        cable.desk.on_message("panda-0", WeightsApplied(robot="panda-0", version=3, seconds=0.1), None)
+        cable.distributor.on_message("panda-0", WeightsApplied(robot="panda-0", version=3, seconds=0.1), None)
         assert cable.lost == [WeightsProgress(oldest=3)] and publisher.versions_ahead == 2
         cable.connect_anew()
         until(lambda: publisher.versions_ahead == 0, "the learner may go on")

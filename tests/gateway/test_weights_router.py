@@ -53,7 +53,7 @@ class RouterBench:
 
     def __init__(self, folder: Path, *robots: Peer) -> None:
         self.robots, self.sent = list(robots), list[tuple[str, AnyMessage]]()
-        self.desks = WeightsRouter(folder, self.send, 4, lambda: self.robots)
+        self.router = WeightsRouter(folder, self.send, 4, lambda: self.robots)
 
     def send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
         self.sent.append((name, message))
@@ -62,7 +62,7 @@ class RouterBench:
     def answered(self, name: str) -> bool:
         """Whether a distributor answers the robot's request, here with `WeightsGone`."""
         self.sent.clear()
-        self.desks.on_message(name, WeightsRequest(parcel=b"x" * 32, first=0, count=1), None)
+        self.router.on_message(name, WeightsRequest(parcel=b"x" * 32, first=0, count=1), None)
         return [who for who, _ in self.sent] == [name]
 
 
@@ -74,67 +74,67 @@ def test_each_embodiment_has_a_learner() -> None:
 
 def test_robot_gets_weights_of_its_embodiment_only(tmp_path: Path) -> None:
     a, b = robot("a", PANDA), robot("b", ARM)
-    hall = RouterBench(tmp_path, a, b)
-    hall.desks.on_peer_opened(learner(FIRST, PANDA))
+    bench = RouterBench(tmp_path, a, b)
+    bench.router.on_peer_opened(learner(FIRST, PANDA))
     for peer in (a, b):
-        hall.desks.on_peer_opened(peer)
-    assert hall.answered("a") and not hall.answered("b")
-    hall.desks.on_peer_opened(learner(SECOND, ARM))
-    assert hall.answered("b") and hall.answered("a")
-    hall.desks.on_peer_closed("b")
-    assert not hall.answered("b")
+        bench.router.on_peer_opened(peer)
+    assert bench.answered("a") and not bench.answered("b")
+    bench.router.on_peer_opened(learner(SECOND, ARM))
+    assert bench.answered("b") and bench.answered("a")
+    bench.router.on_peer_closed("b")
+    assert not bench.answered("b")
 
 
 def test_restarted_gateway_keeps_the_learners_embodiments(tmp_path: Path) -> None:
-    hall = RouterBench(tmp_path)
-    hall.desks.on_peer_opened(learner(FIRST, PANDA))
-    hall.desks.on_peer_opened(learner(SECOND, ARM))
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(learner(FIRST, PANDA))
+    bench.router.on_peer_opened(learner(SECOND, ARM))
     nobody_acts = WeightsProgress(oldest=-1)
-    assert hall.sent == [(name, said) for name in (FIRST, SECOND) for said in (WeightsOfferRequest(), nobody_acts)]
+    assert bench.sent == [(name, said) for name in (FIRST, SECOND) for said in (WeightsOfferRequest(), nobody_acts)]
     assert (learner_folder(tmp_path, SECOND) / EMBODIMENT_FILE).read_text() == ARM.embodiment
     again = RouterBench(tmp_path)
     other = msgspec.structs.replace(PANDA, rate_hz=20.0)
     for peer in (robot("b", ARM), robot("x", other), robot("old", None)):
-        again.desks.on_peer_opened(peer)
+        again.router.on_peer_opened(peer)
     assert again.answered("b") and not again.answered("x") and again.answered("old")
 
 
 def test_relayed_robot_gets_no_weights_from_the_cloud(tmp_path: Path) -> None:
-    hall = RouterBench(tmp_path)
-    hall.desks.on_peer_opened(robot("a", PANDA, via="hall"))
-    assert not hall.answered("a")
-    hall.desks.on_peer_opened(Peer("hall", "relay", "key", "nowhere", b"1"))
-    assert hall.answered("hall")
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(robot("a", PANDA, via="bench"))
+    assert not bench.answered("a")
+    bench.router.on_peer_opened(Peer("bench", "relay", "key", "nowhere", b"1"))
+    assert bench.answered("bench")
 
 
-def take_in(desk: WeightsDistributor) -> None:
+def take_in(distributor: WeightsDistributor) -> None:
     """Does the work of the distributor's thread, which does not run here."""
-    while desk.has_messages:
-        desk.process_message(0.0)
-        desk.collect_patches()
-    desk.download.fetcher.send_requests()
+    while distributor.has_messages:
+        distributor.process_message(0.0)
+        distributor.collect_patches()
+    distributor.download.fetcher.send_requests()
 
 
 def test_relay_gets_named_offers_of_every_learner(tmp_path: Path) -> None:
-    hall = RouterBench(tmp_path)
-    hall.desks.on_peer_opened(Peer("hall", "relay", "key", "nowhere", b"1"))
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(Peer("bench", "relay", "key", "nowhere", b"1"))
     signer, offers = new_signer(), dict[str, WeightsOffer]()
     for number, (name, spec) in enumerate(((FIRST, PANDA), (SECOND, ARM)), 1):
-        hall.desks.on_peer_opened(learner(name, spec))
+        bench.router.on_peer_opened(learner(name, spec))
         state = build_tensor_set({"w": np.full(3, number, np.float32)})
-        manifest, parcel = build_manifest(state, number, 1, 0, (0.0, 0.0)), full_patch(state, number)
-        offer = WeightsOffer(manifests=(signer.sign(manifest),), parcels=(parcel.info,), signer=signer.public_key)
-        hall.sent.clear()
-        desk = hall.desks.distributor(name)
-        desk.on_message(name, offer, None)
-        take_in(desk)
-        desk.on_message(name, WeightsBlocks(parcel=parcel.info.id, first=0), parcel.payload)
-        take_in(desk)
-        ((_, offers[name]),) = ((who, said) for who, said in hall.sent if who == "hall")
-        hall.sent.clear()
-        hall.desks.on_message("hall", WeightsRequest(parcel=parcel.info.id, first=0, count=1), None)
-        ((who, answer),) = hall.sent
-        assert who == "hall" and isinstance(answer, WeightsBlocks)
+        manifest, patch = build_manifest(state, number, 1, 0, (0.0, 0.0)), full_patch(state, number)
+        offer = WeightsOffer(manifests=(signer.sign(manifest),), parcels=(patch.info,), signer=signer.public_key)
+        bench.sent.clear()
+        distributor = bench.router.distributor(name)
+        distributor.on_message(name, offer, None)
+        take_in(distributor)
+        distributor.on_message(name, WeightsBlocks(parcel=patch.info.id, first=0), patch.payload)
+        take_in(distributor)
+        ((_, offers[name]),) = ((who, said) for who, said in bench.sent if who == "bench")
+        bench.sent.clear()
+        bench.router.on_message("bench", WeightsRequest(parcel=patch.info.id, first=0, count=1), None)
+        ((who, answer),) = bench.sent
+        assert who == "bench" and isinstance(answer, WeightsBlocks)
     assert {name: (offer.learner, offer.embodiment) for name, offer in offers.items()} == {
         FIRST: (FIRST, PANDA.embodiment),
         SECOND: (SECOND, ARM.embodiment),
@@ -142,43 +142,43 @@ def test_relay_gets_named_offers_of_every_learner(tmp_path: Path) -> None:
 
 
 def test_learner_progress_includes_relayed_robots(tmp_path: Path) -> None:
-    hall = RouterBench(tmp_path)
-    hall.desks.on_peer_opened(learner(FIRST, PANDA))
-    hall.desks.on_peer_opened(robot("a", PANDA, via="hall"))
-    hall.sent.clear()
-    hall.desks.on_message("a", WeightsApplied(robot="a", version=3, seconds=0.1), None)
-    assert hall.sent == [(FIRST, WeightsProgress(oldest=3))] and "staleness_s/a" in hall.desks.scalars()
-    hall.desks.on_peer_closed("a")
-    assert hall.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(learner(FIRST, PANDA))
+    bench.router.on_peer_opened(robot("a", PANDA, via="bench"))
+    bench.sent.clear()
+    bench.router.on_message("a", WeightsApplied(robot="a", version=3, seconds=0.1), None)
+    assert bench.sent == [(FIRST, WeightsProgress(oldest=3))] and "staleness_s/a" in bench.router.scalars()
+    bench.router.on_peer_closed("a")
+    assert bench.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
 
 
 def test_early_relayed_robot_delays_no_other_learner(tmp_path: Path) -> None:
-    b = robot("b", ARM, via="hall")
-    hall = RouterBench(tmp_path, b)
-    hall.desks.on_peer_opened(b)
-    hall.desks.on_peer_opened(learner(FIRST, PANDA))
-    hall.sent.clear()
-    hall.desks.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
-    assert hall.sent == [], "nobody learns for it yet"
-    hall.desks.on_peer_opened(learner(SECOND, ARM))
-    hall.sent.clear()
-    hall.desks.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
-    assert hall.sent == [(SECOND, WeightsProgress(oldest=3))]
+    b = robot("b", ARM, via="bench")
+    bench = RouterBench(tmp_path, b)
+    bench.router.on_peer_opened(b)
+    bench.router.on_peer_opened(learner(FIRST, PANDA))
+    bench.sent.clear()
+    bench.router.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    assert bench.sent == [], "nobody learns for it yet"
+    bench.router.on_peer_opened(learner(SECOND, ARM))
+    bench.sent.clear()
+    bench.router.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    assert bench.sent == [(SECOND, WeightsProgress(oldest=3))]
 
 
 def test_robot_is_reassigned_when_its_learner_connects(tmp_path: Path) -> None:
     b = robot("b", ARM)
-    hall = RouterBench(tmp_path, b)
-    hall.desks.on_peer_opened(b)
-    assert hall.answered("b"), "nobody knows yet for whom the first learner learns"
-    hall.desks.on_peer_opened(learner(FIRST, PANDA))
-    assert not hall.answered("b")
+    bench = RouterBench(tmp_path, b)
+    bench.router.on_peer_opened(b)
+    assert bench.answered("b"), "nobody knows yet for whom the first learner learns"
+    bench.router.on_peer_opened(learner(FIRST, PANDA))
+    assert not bench.answered("b")
 
 
 def test_metrics_of_other_learners_have_a_prefix(tmp_path: Path) -> None:
-    hall = RouterBench(tmp_path)
-    hall.desks.on_peer_opened(learner(SECOND, ARM))
-    scalars = hall.desks.scalars()
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(learner(SECOND, ARM))
+    scalars = bench.router.scalars()
     assert {"weights_version", f"{SECOND}/weights_version"} <= set(scalars)
 
 

@@ -130,11 +130,13 @@ class SimulatedRobot:
         room_bytes = self.receiver.prefetch_budget_bytes
         return replace(told, form=held.manifest.form, digest=held.manifest.digest, ahead_bytes=room_bytes)
 
-    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
-        return self._say(WeightsRequest(parcel=parcel, first=first, count=count))
+    def _ask(self, patch: bytes, first: int, count: int) -> bool:
+        return self._say(WeightsRequest(parcel=patch, first=first, count=count))
 
     def _say(self, message: AnyMessage) -> bool:
-        return self.link.send("back", lambda m, p: self.world.desks[-1].on_message(self.name, m, p), message, None)
+        return self.link.send(
+            "back", lambda m, p: self.world.distributors[-1].on_message(self.name, m, p), message, None
+        )
 
 
 class WeightsSimulation:
@@ -154,7 +156,7 @@ class WeightsSimulation:
         self.weights = {f"layers.{n:04d}.weight": noise(size // 4 // tensors, draws) for n in range(tensors)}
         self.weights["adapter"] = noise(size // 40, draws)
         self.links = [self._link() for _ in range(self.rng.choice([1, 1, 2]))]
-        self.desks = [self._desk(n) for n in range(len(self.links))]
+        self.distributors = [self._distributor(n) for n in range(len(self.links))]
         forms = (self.forms, self.forms[:1])
         self.robots = [SimulatedRobot(f"robot-{n}", self._link(), self.rng.choice(forms), self) for n in range(2)]
         self.version, self.life = 0, 0
@@ -183,23 +185,23 @@ class WeightsSimulation:
         clock, life = (lambda: self.now_s), PublisherEpoch(b"run", self.life)
         self.publisher = Publisher(self, self.signer, config, epoch=life, clock=clock)
         self.links[0].up = True
-        self.desks[0].on_learner_opened("learner")
+        self.distributors[0].on_learner_opened("learner")
 
     def join_relay(self) -> None:
         if len(self.links) > 1:
             self.links[1].up = True
-            self.desks[0].on_robot_opened("relay")
+            self.distributors[0].on_robot_opened("relay")
 
     def join(self, robot: SimulatedRobot) -> None:
         robot.link.up = True
-        self.desks[-1].on_robot_opened(robot.name)
+        self.distributors[-1].on_robot_opened(robot.name)
 
     def _link(self) -> SimulatedLink:
         return SimulatedLink(lambda: self.now_s, *self.rng.choice(LINKS))
 
-    def _desk(self, number: int) -> WeightsDistributor:
+    def _distributor(self, number: int) -> WeightsDistributor:
         return WeightsDistributor(
-            VersionStore(self.folder / f"desk-{number}"), self._sender(number), 2, clock=lambda: self.now_s
+            VersionStore(self.folder / f"distributor-{number}"), self._sender(number), 2, clock=lambda: self.now_s
         )
 
     def _sender(self, number: int) -> SendMessage:
@@ -210,7 +212,7 @@ class WeightsSimulation:
                 if isinstance(message, WeightsOfferRequest | WeightsProgress | WeightsReceived):
                     return True  # as in `Relay`: only the gateway handles it
                 return self.links[1].send(
-                    "back", lambda m, p: self.desks[0].on_message("relay", m, p), message, payload
+                    "back", lambda m, p: self.distributors[0].on_message("relay", m, p), message, payload
                 )
             if name == "relay":
                 return self.links[1].send("there", self._to_relay, message, payload)
@@ -223,12 +225,14 @@ class WeightsSimulation:
         self.publisher.on_message(Envelope(message, payload))
 
     def _to_relay(self, message: AnyMessage, payload: Payload | None) -> None:
-        if isinstance(message, WeightsOffer) and (message.greeting or not self.desks[1].has_learner):
-            self.desks[1].on_learner_opened("learner")
-        self.desks[1].on_message("learner", message, payload)
+        if isinstance(message, WeightsOffer) and (message.greeting or not self.distributors[1].has_learner):
+            self.distributors[1].on_learner_opened("learner")
+        self.distributors[1].on_message("learner", message, payload)
 
     def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
-        return self.links[0].send("there", lambda m, p: self.desks[0].on_message("learner", m, p), message, payload)
+        return self.links[0].send(
+            "there", lambda m, p: self.distributors[0].on_message("learner", m, p), message, payload
+        )
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         return None
@@ -252,15 +256,15 @@ class WeightsSimulation:
             for link in links:
                 link.carry()
             self.publisher.offer_if_due()
-            wait_s = min(min(map(self._work, self.desks)), min(robot.step() for robot in self.robots))
+            wait_s = min(min(map(self._work, self.distributors)), min(robot.step() for robot in self.robots))
             events_s = [link.next_s() for link in links] + [at_s for at_s, _ in self.later]
             until_s = min(end_s, trouble_s, next_s if publish else np.inf, self.now_s + max(1e-3, wait_s), *events_s)
             self.now_s = max(self.now_s + 1e-4, until_s)
 
-    def _work(self, desk: WeightsDistributor) -> float:
-        wait_s = desk.step(0.0)
-        while desk.has_messages:
-            wait_s = desk.step(0.0)
+    def _work(self, distributor: WeightsDistributor) -> float:
+        wait_s = distributor.step(0.0)
+        while distributor.has_messages:
+            wait_s = distributor.step(0.0)
         return wait_s
 
     def train(self) -> None:
@@ -284,7 +288,7 @@ class WeightsSimulation:
         what, robot = self.rng.choice(TROUBLE), self.rng.choice(self.robots)
         if what in ("robot", "link of a robot") and robot.link.up:
             robot.link.cut()
-            self.desks[-1].on_peer_closed(robot.name)
+            self.distributors[-1].on_peer_closed(robot.name)
             if what == "robot":
                 robot.start()
             self._soon(lambda: self.join(robot))
@@ -298,25 +302,25 @@ class WeightsSimulation:
             self.bring_out()
         elif what == "link of the relay" and self.links[-1].up and len(self.links) > 1:
             self.links[1].cut()
-            self.desks[0].on_peer_closed("relay")
+            self.distributors[0].on_peer_closed("relay")
             self._soon(self.join_relay)
         elif what == "gateway" and not self.later:
             for link in self.links:
                 link.cut()
-            self.desks[0] = self._desk(0)
+            self.distributors[0] = self._distributor(0)
             self._back()
             self.join_relay()
-            for each in self.robots if len(self.desks) == 1 else ():
+            for each in self.robots if len(self.distributors) == 1 else ():
                 each.link.cut()
                 self.join(each)
 
     def _leave_learner(self) -> None:
         self.links[0].cut()
-        self.desks[0].on_peer_closed("learner")
+        self.distributors[0].on_peer_closed("learner")
 
     def _back(self) -> None:
         self.links[0].up = True
-        self.desks[0].on_learner_opened("learner")
+        self.distributors[0].on_learner_opened("learner")
 
     def _soon(self, act: Callable[[], None]) -> None:
         self.later.append((self.now_s + self.rng.uniform(0.1, AWAY_S), act))
@@ -340,9 +344,9 @@ def check(folder: Path, seed: int, trouble: bool) -> None:
         assert trouble or not robot.receiver.rejected, "of a new life it may hear first in another form"
         sent, _ = world.publisher.server.index.manifests[robot.receiver.loaded.manifest.form, world.version]
         assert robot.receiver.loaded.state.digest == sent.digest
-    for desk in world.desks:
+    for distributor in world.distributors:
         most = 60 + 4 * OFFER_PIN_S * len(world.forms) / world.period_s
-        assert len(desk.index.patches) < most, "what nobody will want is given up"
+        assert len(distributor.index.patches) < most, "what nobody will want is given up"
 
 
 @pytest.mark.parametrize("trouble", [False, True])

@@ -1,8 +1,8 @@
 """A network between simulated machines, behind the interface of libzmq that the tunnel uses.
 
 A connection behaves as TCP: messages arrive whole and in order. Connections are independent. A broken one loses the
-last messages in flight of each direction; earlier ones of its client may arrive after the client has opened another. The
-gateway gets no event of a broken connection.
+last messages in flight of each direction; earlier ones of its client may arrive after the client has opened another.
+The gateway gets no event of a broken connection.
 """
 
 from __future__ import annotations

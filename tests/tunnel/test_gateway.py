@@ -91,7 +91,7 @@ def test_chunks_become_durable_once_and_leave_the_outbox(run: Path) -> None:
         for index in range(20, 40):  # sent again, as after a lost acknowledgement
             outbox.append(chunk(index))
         assert site.client("panda-0", outbox).drain(120) == 0
-        console = site.client("desk")
+        console = site.client("console-0")
         until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["duplicates"] == 10, "counted")  # type: ignore[attr-defined]
         site.clients[0].close()
     assert stored(run) == [("episode-0", index) for index in range(40)]
@@ -240,7 +240,7 @@ def test_quarantine_revokes_the_lease_at_once(run: Path) -> None:
 
 def test_commands_reach_the_robot_and_replies_all_consoles(run: Path) -> None:
     with serving(run) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         order = OperatorCommand(robot="panda-0", operator="alice", order="take-over")
         assert console.send(order)
         assert next_of(robot, OperatorCommand) == order
@@ -258,7 +258,7 @@ def test_commands_reach_the_robot_and_replies_all_consoles(run: Path) -> None:
 def test_command_to_an_absent_robot_is_refused(run: Path, absent: str) -> None:
     with serving(run) as site:
         site.client("learner")
-        console = site.client("desk")
+        console = site.client("console-0")
         console.send(OperatorCommand(robot=absent, operator="alice", order="e-stop", press=7))
         console.send(OperatorCommand(robot=absent, operator="alice", order="take-over"))
         for reply in (console.receive_stop(120), next_of(console, OperatorReply)):
@@ -268,7 +268,7 @@ def test_command_to_an_absent_robot_is_refused(run: Path, absent: str) -> None:
 def test_e_stop_passes_blocked_commands(run: Path) -> None:
     """The robot reads no commands, until its window and every queue before it are full."""
     with serving(run) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         order = OperatorCommand(robot="panda-0", operator="eve", order="reset")
         flooded = 0
         while (reply := console.receive(0)) is None or not isinstance(reply, OperatorReply):
@@ -285,7 +285,7 @@ def test_e_stop_passes_blocked_commands(run: Path) -> None:
 
 def test_every_episode_report_reaches_the_console(run: Path) -> None:
     with serving(run) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         for number in range(300):
             robot.send(episode_report(number))
         assert [next_of(console, EpisodeReport).episode for _ in range(300)] == [f"e{n}" for n in range(300)]  # type: ignore[union-attr]
@@ -307,7 +307,7 @@ def test_messages_read_by_several_threads_keep_their_order(run: Path, monkeypatc
     reports = [episode_report(number) for number in range(2)]
     monkeypatch.setattr(ChannelReader, "put", delay_the_first)
     with serving(run) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         received: list[object] = []
         reader = threading.Thread(target=lambda: received.extend(next_of(console, EpisodeReport) for _ in reports))
         reader.start()
@@ -322,7 +322,7 @@ def test_messages_read_by_several_threads_keep_their_order(run: Path, monkeypatc
 
 def test_newest_preview_replaces_a_waiting_one(run: Path) -> None:
     with serving(run) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=0), b"0"), "sent")
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=1), b"1"), "sent")
         until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=2), b"2"), "sent")
@@ -335,7 +335,7 @@ def test_newest_preview_replaces_a_waiting_one(run: Path) -> None:
 
 def test_end_of_a_run_reaches_present_and_later_peers(run: Path) -> None:
     with serving(run) as site:
-        robot, console, learner = site.client("panda-0"), site.client("desk"), site.client("learner")
+        robot, console, learner = site.client("panda-0"), site.client("console-0"), site.client("learner")
         console.send(StopRun(reason="done"))
         for client in (robot, learner, console):
             assert next_of(client, StopRun) == StopRun(reason="done")
@@ -361,7 +361,7 @@ def test_robot_spec_is_registered(run: Path) -> None:
 def test_full_disk_delays_acknowledgements_and_loses_no_chunk(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = threading.Event()
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
-        robot, console = site.client("panda-0", outbox), site.client("desk")
+        robot, console = site.client("panda-0", outbox), site.client("console-0")
         for index in range(20):
             outbox.append(chunk(index), sync=False)
         outbox.sync()
@@ -390,7 +390,7 @@ def _full_while(full: threading.Event, flush):  # type: ignore[no-untyped-def]
 
 def test_commands_are_audited_with_the_robots_reply(run: Path) -> None:
     with serving(run) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         for robot_name, order, address in (("panda-0", "e-stop", "10.0.0.9"), ("panda-9", "reset", "")):
             console.send(OperatorCommand(robot=robot_name, operator="ana", order=order, address=address))  # type: ignore[arg-type]
         assert robot.receive_stop(120) is not None
@@ -428,7 +428,7 @@ def status(robot: str, authority: str = "policy", operator: str = "", **other: o
 def test_device_changes_are_reported_to_consoles(run: Path) -> None:
     plugged = [camera("head", "7")]
     with serving(run, probes={"usb": ScheduledProbe(lambda: tuple(plugged), interval_s=0.02)}) as site:
-        robot, console = site.client("panda-0"), site.client("desk")
+        robot, console = site.client("panda-0"), site.client("console-0")
         robot.send(LeaseRequest(robot="panda-0", holder="edge"))
         assert isinstance(next_of(robot, LeaseGrant), LeaseGrant)
         forged = [camera("head", "1", kind=Kind.ROBOT), camera("elsewhere", "2", name="no-node")]

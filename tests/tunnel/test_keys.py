@@ -175,7 +175,7 @@ def test_relay_key_may_act_only_as_its_robots(tmp_path: Path) -> None:
 
 
 def test_key_rotation_across_two_computers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    robot, desk = tmp_path / "robot", tmp_path / "desk"
+    robot, desk = tmp_path / "robot", tmp_path / "console-0"
     run_keys("new", "panda-0", "--folder", str(robot))
     old = load_keypair(robot / "panda-0.key")
     run_keys("allow", "panda-0", "--role", "robot", f"--public={old.public}", "--folder", str(desk))

@@ -19,7 +19,7 @@ sys.addaudithook(lambda event, args: found.append((event, str(args)[:200])) if a
 
 def work(first):
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
-        robot, console = site.client("panda-0", outbox), site.client("desk")
+        robot, console = site.client("panda-0", outbox), site.client("console-0")
         learner = site.client("learner")
         for index in range(first, first + 20):
             outbox.append(chunk(index))

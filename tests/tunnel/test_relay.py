@@ -147,7 +147,7 @@ def test_killed_or_offline_relay_loses_no_chunk(tmp_path: Path) -> None:
 def test_relay_forwards_leases_commands_and_reports(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
-        console = cloud.client("desk")
+        console = cloud.client("console-0")
         robot = far.robot("far-0")
         robot.wait_open(120)
         assert cloud.gateway is not None

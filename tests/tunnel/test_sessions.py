@@ -165,8 +165,8 @@ def test_message_in_another_name_is_refused(bench: SessionBench, name: str) -> N
         ("panda-0", OperatorCommand(robot="panda-1", operator="x", order="drive")),
         ("panda-0", StopRun(reason="x")),
         ("learner", OperatorCommand(robot="panda-0", operator="x", order="drive")),
-        ("desk", LeaseRequest(robot="panda-0", holder="x")),
-        ("desk", status(1)),
+        ("console-0", LeaseRequest(robot="panda-0", holder="x")),
+        ("console-0", status(1)),
     ],
 )
 def test_message_of_another_role_is_refused(bench: SessionBench, name: str, message: object) -> None:
@@ -346,7 +346,7 @@ def test_lost_acknowledgement_is_repeated_in_the_welcome(bench: SessionBench, tm
 
 
 def test_command_during_a_lost_link_is_dropped(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = bench.open("desk")
+    client = bench.open("console-0")
 
     def while_the_link_is_lost(line: ChannelSocket, envelope: Envelope) -> bool:
         bench.server.close()
@@ -360,7 +360,7 @@ def test_command_during_a_lost_link_is_dropped(bench: SessionBench, monkeypatch:
     assert client.send(StopRun(reason="this one waits"))
     bench.server = bench.serve(bench.server.endpoint)
     until(lambda: bench.handler.messages, "what waits arrives")
-    assert bench.handler.messages == [("desk", StopRun(reason="this one waits"))]
+    assert bench.handler.messages == [("console-0", StopRun(reason="this one waits"))]
 
 
 def test_late_credit_does_not_count_in_the_next_session(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer
 
-PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "desk": "console"}
+PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "console-0": "console"}
 # Long timeouts: a busy machine must not end a session. Tests of silence have their own limits.
 QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=60.0, handshake_s=60.0, backoff_min_s=0.01, backoff_max_s=0.1)
 CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05, retry_s=0.02)
