@@ -30,8 +30,10 @@ from robots.reach_task import REACH_TASK, add_reach_task
 from robots.ros2_controllers import RESPONSE_TIMEOUT_S, ControllerManager, RosController, values_by_joint
 from robots.ros2_node import RosNode, RosServiceClient
 from robots.ros2_readings import CaptureTimes, ForceReading, JointReadings, StopButton
-from robots.ros2_spec import Ros2Config, RosCameraConfig, make_layout, read_description
+from robots.ros2_spec import Ros2Config, Ros2Layout, RosCameraConfig, make_layout, read_description
 from robots.urdf import KinematicChain
+
+log = logging.getLogger(__name__)
 
 CHANNELS_FROM_ENCODING = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "8UC1": 1, "8UC3": 3}
 """The supported encodings of sensor_msgs/msg/Image, with their bytes per pixel."""
@@ -150,7 +152,98 @@ def decode_jpeg_image(content: bytes) -> Array:
     return image
 
 
-log = logging.getLogger(__name__)
+class _RobotTopics:
+    """The state that the robot publishes: joint states, and optionally a force and a stop button. For one connection.
+
+    Attributes:
+        button: the stop button.
+    """
+
+    def __init__(self, config: Ros2Config, layout: Ros2Layout) -> None:
+        self._config, self._layout = config, layout
+        self._readings = JointReadings(config.commanded_joints, config.clock)
+        self._force: ForceReading | None = None
+        self._sensor: KinematicChain | None = None
+        self.button = StopButton()
+
+    def subscribe(self, node: RosNode) -> None:
+        """Subscribe, and block until every topic of the config has delivered a message."""
+        config = self._config
+        node.subscribe_sensor("sensor_msgs/msg/JointState", config.joint_states, self._on_joint_state)
+        if config.wrench is not None:
+            times = CaptureTimes(config.clock)
+            node.subscribe_sensor(
+                "geometry_msgs/msg/WrenchStamped", config.wrench.topic, lambda m: self._on_wrench(m, times)
+            )
+        if config.estop_topic:
+            there = f"there is no publisher on {config.estop_topic}"
+            node.wait_until(lambda: node.rclpy_node.count_publishers(config.estop_topic) > 0, config.connect_s, there)
+            node.subscribe_state("std_msgs/msg/Bool", config.estop_topic, self._on_stop_button)
+        try:
+            node.wait_until(lambda: not self._missing_inputs(), config.connect_s, "some topics delivered nothing")
+        except HardwareLost as error:
+            raise HardwareLost(f"{error}: {self._missing_inputs()}") from None
+        if self._force is not None and self._layout.urdf is not None:
+            self._sensor = self._layout.urdf.chain(self._force.frame, config.base)
+
+    def joints(self) -> tuple[Array, Array, int]:
+        """Positions and velocities of all commanded joints, float64 (n,), and the capture time of the oldest."""
+        return self._readings.latest(self._config.commanded_joints)
+
+    def state(self) -> tuple[Array, int]:
+        """The state as in the robot's spec, and the capture time of its oldest part."""
+        positions, velocities, captured_ns = self.joints()
+        parts = [positions]
+        if self._config.velocities:
+            parts.append(velocities[: len(self._config.joints)])
+        values = values_by_joint(self._config.commanded_joints, positions)
+        if self._layout.tool is not None:
+            parts.append(self._layout.tool.pose(values)[:3, 3])
+        if self._force is not None:
+            parts.append(self._force_on_tool(self._force, values))
+            captured_ns = min(captured_ns, self._force.t_capture_ns)
+        return np.concatenate(parts).astype(np.float32), captured_ns
+
+    def _missing_inputs(self) -> list[str]:
+        """The topics and joints of the config without a message, or with an outdated one."""
+        config, readings = self._config, self._readings
+        missing = [f"{name} on {config.joint_states}" for name in readings.missing(config.commanded_joints)]
+        if not missing and (age_s := _age_s(readings.latest(config.commanded_joints)[2])) > config.stale_s:
+            missing.append(f"a recent joint state: the newest is {age_s:.3f} s old")
+        if readings.clock_error or (
+            missing and config.clock == "shared" and not readings.missing(config.commanded_joints)
+        ):
+            missing.append(f"{readings.clock_error or 'old stamps'}: synchronise the clocks, or set `clock`")
+        if not readings.missing(config.commanded_joints) and (silent := self._joints_without_velocity()):
+            missing.append(f"velocities of {silent} on {config.joint_states}: publish them, or set `velocities: false`")
+        if config.wrench is not None and self._force is None:
+            missing.append(config.wrench.topic)
+        if config.estop_topic and not self.button.was_received:
+            missing.append(config.estop_topic)
+        return missing
+
+    def _joints_without_velocity(self) -> list[str]:
+        """The arm's joints without a velocity, if the state needs velocities."""
+        joints = self._config.joints if self._config.velocities else ()
+        velocities = self._readings.latest(self._config.commanded_joints)[1]
+        return [name for name, velocity in zip(joints, velocities, strict=False) if not np.isfinite(velocity)]
+
+    def _force_on_tool(self, reading: ForceReading, values: Mapping[str, float]) -> Array:
+        assert self._config.wrench is not None
+        force = -reading.force if self._config.wrench.of_tool else reading.force
+        turned: Array = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
+        return turned
+
+    def _on_joint_state(self, message: Any) -> None:
+        self._readings.update(message.name, message.position, message.velocity, header_stamp_ns(message.header))
+
+    def _on_wrench(self, message: Any, times: CaptureTimes) -> None:
+        captured_ns, force = times.captured_ns(header_stamp_ns(message.header)), message.wrench.force
+        if captured_ns is not None:
+            self._force = ForceReading(np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns)
+
+    def _on_stop_button(self, message: Any) -> None:
+        self.button.update(bool(message.data))
 
 
 class Ros2Robot(Robot):
@@ -169,10 +262,7 @@ class Ros2Robot(Robot):
         self._controllers = _make_controllers(config)
         self._manager: ControllerManager | None = None
         self._stop_client: RosServiceClient | None = None
-        self._readings = JointReadings(config.commanded_joints, config.clock)
-        self._force: ForceReading | None = None
-        self._sensor: KinematicChain | None = None
-        self._button = StopButton()
+        self._topics = _RobotTopics(config, self._layout)
         self._target: Array | None = None
         self._connected = self._moving = self._deactivated = False
 
@@ -190,11 +280,13 @@ class Ros2Robot(Robot):
         self._device_lock.acquire()
         try:
             self._node.open()
-            self._subscribe()
-            self._find_sensor()
-            if self._button.is_pressed:
+            self._topics = _RobotTopics(self.config, self._layout)
+            self._topics.subscribe(self._node)
+            if self.config.stop_service:
+                self._stop_client = RosServiceClient(self._node, "std_srvs/srv/Trigger", self.config.stop_service)
+            if self._topics.button.is_pressed:
                 raise EmergencyStopped(f"a stop button of the cell is pressed ({self.config.estop_topic})")
-            self._require_in_range(self._readings.latest(self.config.commanded_joints)[0])
+            self._require_in_range(self._topics.joints()[0])
             self._find_controllers()
             self._connected, self._moving, self._deactivated = True, True, False
             self._hold()
@@ -204,18 +296,9 @@ class Ros2Robot(Robot):
 
     def observe(self) -> Observation:
         self._require_link()
-        positions, velocities, captured_ns = self._readings.latest(self.config.commanded_joints)
-        parts = [positions]
-        if self.config.velocities:
-            parts.append(velocities[: len(self.config.joints)])
-        values = values_by_joint(self.config.commanded_joints, positions)
-        if self._layout.tool is not None:
-            parts.append(self._layout.tool.pose(values)[:3, 3])
-        if self._force is not None:
-            parts.append(self._force_on_tool(self._force, values))
-            captured_ns = min(captured_ns, self._force.t_capture_ns)
+        state, captured_ns = self._topics.state()
         self._require_fresh(captured_ns)
-        return Observation({STATE: np.concatenate(parts).astype(np.float32)}, captured_ns)
+        return Observation({STATE: state}, captured_ns)
 
     def command(self, action: Array) -> Array:
         """See `hal.robot.Robot`. After a safe stop it first activates the controllers, which takes longer.
@@ -227,7 +310,7 @@ class Ros2Robot(Robot):
         self.spec.action.validate(action)
         self._require_link()
         self._require_button_released()
-        positions, _, captured_ns = self._readings.latest(self.config.commanded_joints)
+        positions, _, captured_ns = self._topics.joints()
         self._require_alive(captured_ns)
         self._require_in_range(positions)
         if self._deactivated:
@@ -266,57 +349,6 @@ class Ros2Robot(Robot):
                 log.warning("ros2.stop_failed %s; its controllers keep their last target", error)
         self._disconnect()
 
-    def _subscribe(self) -> None:
-        """Subscribe, and block until every topic of the config has delivered a message."""
-        config, node = self.config, self._node
-        self._readings = JointReadings(config.commanded_joints, config.clock)
-        self._force, self._button = None, StopButton()
-        node.subscribe_sensor("sensor_msgs/msg/JointState", config.joint_states, self._on_joint_state)
-        if config.wrench is not None:
-            times = CaptureTimes(config.clock)
-            node.subscribe_sensor(
-                "geometry_msgs/msg/WrenchStamped", config.wrench.topic, lambda m: self._on_wrench(m, times)
-            )
-        if config.estop_topic:
-            there = f"there is no publisher on {config.estop_topic}"
-            node.wait_until(lambda: node.rclpy_node.count_publishers(config.estop_topic) > 0, config.connect_s, there)
-            node.subscribe_state("std_msgs/msg/Bool", config.estop_topic, self._on_stop_button)
-        if config.stop_service:
-            self._stop_client = RosServiceClient(node, "std_srvs/srv/Trigger", config.stop_service)
-        try:
-            node.wait_until(lambda: not self._missing_inputs(), config.connect_s, "some topics delivered nothing")
-        except HardwareLost as error:
-            raise HardwareLost(f"{error}: {self._missing_inputs()}") from None
-
-    def _find_sensor(self) -> None:
-        """Look up the force sensor's frame in the description, if it is there."""
-        if self._force is not None and self._layout.urdf is not None:
-            self._sensor = self._layout.urdf.chain(self._force.frame, self.config.base)
-
-    def _missing_inputs(self) -> list[str]:
-        """The topics and joints of the config without a message, or with an outdated one."""
-        config, readings = self.config, self._readings
-        missing = [f"{name} on {config.joint_states}" for name in readings.missing(config.commanded_joints)]
-        if not missing and (age_s := self._age_s(readings.latest(config.commanded_joints)[2])) > config.stale_s:
-            missing.append(f"a recent joint state: the newest is {age_s:.3f} s old")
-        if readings.clock_error or (
-            missing and config.clock == "shared" and not readings.missing(config.commanded_joints)
-        ):
-            missing.append(f"{readings.clock_error or 'old stamps'}: synchronise the clocks, or set `clock`")
-        if not readings.missing(config.commanded_joints) and (silent := self._joints_without_velocity()):
-            missing.append(f"velocities of {silent} on {config.joint_states}: publish them, or set `velocities: false`")
-        if config.wrench is not None and self._force is None:
-            missing.append(config.wrench.topic)
-        if config.estop_topic and not self._button.was_received:
-            missing.append(config.estop_topic)
-        return missing
-
-    def _joints_without_velocity(self) -> list[str]:
-        """The arm's joints without a velocity, if the state needs velocities."""
-        joints = self.config.joints if self.config.velocities else ()
-        velocities = self._readings.latest(self.config.commanded_joints)[1]
-        return [name for name, velocity in zip(joints, velocities, strict=False) if not np.isfinite(velocity)]
-
     def _find_controllers(self) -> None:
         config = self.config
         if config.manager:
@@ -337,11 +369,11 @@ class Ros2Robot(Robot):
 
     def _hold(self) -> None:
         """Make the measured pose the target; if the readings are outdated, keep the last target."""
-        positions, _, captured_ns = self._readings.latest(self.config.commanded_joints)
+        positions, _, captured_ns = self._topics.joints()
         goal = positions.astype(np.float32)
         if self._target is not None:
             grip = len(self.config.joints)
-            fresh = self._age_s(captured_ns) <= self.config.stale_s
+            fresh = _age_s(captured_ns) <= self.config.stale_s
             goal = np.concatenate([goal[:grip] if fresh else self._target[:grip], self._target[grip:]])
         self._send(goal)  # unclipped: clipping to a limit would make the joint jump
         self._moving = False
@@ -386,45 +418,29 @@ class Ros2Robot(Robot):
         topic = self.config.estop_topic
         if topic and self._node.rclpy_node.count_publishers(topic) == 0:
             raise HardwareLost(f"there is no publisher on {topic} any more: the state of the stop button is unknown")
-        silent_s = self._button.silence_s
+        silent_s = self._topics.button.silence_s
         if 0 < self.config.estop_timeout_s < silent_s:
             raise HardwareLost(f"no message on {topic} for {silent_s:.3f} s: the state of the stop button is unknown")
-        if self._button.take_pressed():
+        if self._topics.button.take_pressed():
             raise EmergencyStopped(f"a stop button of the cell is pressed, or was just now ({topic})")
 
     def _require_in_range(self, positions: Array) -> None:
         require_joints_in_range(self.spec, positions[: len(self.config.joints)], self._low, self._high)
 
     def _require_alive(self, captured_ns: int) -> None:
-        age_s = self._age_s(captured_ns)
+        age_s = _age_s(captured_ns)
         if age_s > max(self.config.lost_after_s, self.config.stale_s):
             raise HardwareLost(f"{self.config.model} has sent no joint state for {age_s:.3f} s")
 
     def _require_fresh(self, captured_ns: int) -> None:
         self._require_alive(captured_ns)
-        age_s, allowed_s = self._age_s(captured_ns), self.config.stale_s
+        age_s, allowed_s = _age_s(captured_ns), self.config.stale_s
         if age_s > allowed_s:
             raise StaleObservation(f"the newest reading is {age_s:.3f} s old; at most {allowed_s:g} s are allowed")
 
-    def _age_s(self, captured_ns: int) -> float:
-        return (time.monotonic_ns() - captured_ns) / 1e9
 
-    def _force_on_tool(self, reading: ForceReading, values: Mapping[str, float]) -> Array:
-        assert self.config.wrench is not None
-        force = -reading.force if self.config.wrench.of_tool else reading.force
-        turned: Array = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
-        return turned
-
-    def _on_joint_state(self, message: Any) -> None:
-        self._readings.update(message.name, message.position, message.velocity, header_stamp_ns(message.header))
-
-    def _on_wrench(self, message: Any, times: CaptureTimes) -> None:
-        captured_ns, force = times.captured_ns(header_stamp_ns(message.header)), message.wrench.force
-        if captured_ns is not None:
-            self._force = ForceReading(np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns)
-
-    def _on_stop_button(self, message: Any) -> None:
-        self._button.update(bool(message.data))
+def _age_s(captured_ns: int) -> float:
+    return (time.monotonic_ns() - captured_ns) / 1e9
 
 
 def _make_controllers(config: Ros2Config) -> tuple[RosController, ...]:
