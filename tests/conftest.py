@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The tests of a group share an expensive fixture, or start Ray, which a small machine runs twice at a time at most.
+GROUPS = {
+    "test_end_to_end.py": "runs 1",
+    "test_stopping.py": "runs 1",
+    "test_person.py": "runs 2",
+    "inference/test_policy_location.py": "runs 2",
+    "hal/test_ray_cluster.py": "runs 2",
+    "algorithms/test_distributed.py": "a second training process",
+    "console/test_console_browser.py": "a browser",
+    "robots/test_ur.py": "a simulated controller",
+    "test_bring_your_robot.py": "an environment with the template",
+}
+
 # Folders of this process, which is one of several under `pytest -n`, and of the processes that its tests start:
 # locks, sockets and e-stops (a socket's path has at most 107 bytes), and audit logs that belong to no run.
 _FOLDERS = {
@@ -43,6 +57,24 @@ def pytest_unconfigure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Workers of `pytest -n auto`. The tests wait for other processes half of their time; a worker takes up to 1 GB."""
     return min(16, 2 * (os.cpu_count() or 1) + 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `make test` a worker gets one test after the other, but all tests of a group.
+
+    The mark xdist_group does not work with pytest 9.2 and pytest-xdist 3.8.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            return GROUPS.get(nodeid.partition("::")[0].removeprefix("tests/"), nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

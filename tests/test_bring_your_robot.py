@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from template_kit import install_template
 
-pytestmark = pytest.mark.xdist_group("bring your robot")
 ROOT = Path(__file__).resolve().parent.parent
 RUN_S = 240
 
@@ -27,9 +26,6 @@ def run(python: Path | str, *arguments: object, cwd: Path) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
-
-
-pytestmark = pytest.mark.xdist_group("bring your robot")
 
 
 @pytest.fixture(scope="module")

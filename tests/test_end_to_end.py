@@ -90,7 +90,6 @@ def require_summary(run: Path) -> dict[str, object]:
     return summary
 
 
-@pytest.mark.xdist_group("runs 1")
 @pytest.mark.long(60)
 @pytest.mark.timeout(3600)
 def test_run_trains_resumes_and_reports(tmp_path: Path) -> None:

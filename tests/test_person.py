@@ -23,7 +23,7 @@ import pytest
 from user_sys.episode import Phase
 from user_sys.store.store import StoreReader
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800), pytest.mark.xdist_group("runs 2"), pytest.mark.long(50)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800), pytest.mark.long(50)]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

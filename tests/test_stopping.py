@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from run_kit import Launch, until, user_sys
 
-pytestmark = [pytest.mark.xdist_group("runs 1"), pytest.mark.long(30)]
+pytestmark = pytest.mark.long(30)
 HOLD_S, END_S = 2.0, 10.0
 SLACK_S = 5.0  # for a busy machine
 

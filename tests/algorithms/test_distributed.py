@@ -28,7 +28,7 @@ from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.policies.policy import Policy
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.long(20)]
+pytestmark = pytest.mark.long(20)
 torch.set_num_threads(1)
 SMALL = RlpdConfig(actor_hidden=(17, 16), critic_hidden=(16, 15), critics=3)
 

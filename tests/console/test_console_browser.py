@@ -18,7 +18,7 @@ from console_kit import SimulatedRun, until
 from user_sys.console.server import ConsoleServer
 from user_sys.messages import MetricsReport
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("console browser"), pytest.mark.long(40)]
+pytestmark = [pytest.mark.browser, pytest.mark.long(40)]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

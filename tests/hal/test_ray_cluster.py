@@ -183,7 +183,6 @@ def test_restarted_lock_actor_holds_lock_before_its_first_call(tmp_path: Path, m
     assert RobotLockActor("arm-0", "run two", True).acquire().startswith(f"pid {os.getpid()} of ")
 
 
-@pytest.mark.xdist_group("runs 2")
 @pytest.mark.long(15)
 def test_process_survives_death_of_child_and_of_actor(tmp_path: Path) -> None:
     done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False)

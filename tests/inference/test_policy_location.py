@@ -36,7 +36,6 @@ def versions(run: Path, robot: str) -> set[int]:
     return {int(v) for chunk in chunks if chunk.header.robot == robot for v in chunk.columns["policy_version"]}
 
 
-@pytest.mark.xdist_group("runs 2")
 @pytest.mark.long(50)
 @pytest.mark.timeout(3600)
 def test_run_uses_its_policy_server_and_survives_its_death(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from robots.ur_connection import (
 from user_sys.compose import RobotConfig, build_robot_setup
 
 pytest.importorskip("rtde_control")
-pytestmark = [pytest.mark.xdist_group("ur"), pytest.mark.long(45)]
+pytestmark = pytest.mark.long(45)
 
 DEADLINE_S = 60.0
 PATIENT = {"rate_hz": 10.0, "silence_s": 30.0, "stale_after_s": 30.0}  # a busy machine is late by seconds
