@@ -30,7 +30,12 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
-CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
+DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+FAKE = """
+robots: [{name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 20, cameras: [front]}}]
+demonstrations: {episodes: 1}
+learner: {max_training_s: 600, batch_size: 32, warmup_updates: 5}
+"""
 RUN_DEADLINE_S, LIFT_DEADLINE_S = 600.0, 240.0
 MOMENT_S = 60.0  # what takes a tenth of a second on a machine that has nothing else to do
 SPEED_M_S = 0.4 * 0.6  # the arm's fastest, at the page's 60%
@@ -55,16 +60,17 @@ def until(what: Callable[[], Any], deadline_s: float, why: str) -> Any:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes], str]]:
-    """The demo's run, its process and the address that it prints."""
-    printed = tmp_path / "printed"
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, subprocess.Popen[bytes], str]]:
+    """A run, its process and the address that it prints. The parameter is the text of its configuration."""
+    printed, config = tmp_path / "printed", tmp_path / "person.yaml"
+    config.write_text(request.param)
     runtime = Path(f"/tmp/us-person-{os.getpid()}")
     command = [
         sys.executable,
         "-m",
         "user_sys.commands.main",
         "train",
-        str(CONFIG),
+        str(config),
         "--name",
         "person",
         "--runs",
@@ -212,16 +218,38 @@ def lift(person: Person, ended: Callable[[], bool]) -> None:
         person.page.wait_for_timeout(800)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [DEMO.read_text()], indirect=True, ids=["demo"])
 def test_person_lifts_the_cube_by_keyboard_and_hands_back(
     run: tuple[Path, subprocess.Popen[bytes], str], page: Any
 ) -> None:
     folder, process, _ = run
     person = Person(page)
     until(lambda: person.badge() == "POLICY" and person.see()[2], RUN_DEADLINE_S, "the policy drives, in pictures")
+    take_over_and_hand_back(
+        person, lambda: until(lambda: lifted_by_hand(person), 3 * LIFT_DEADLINE_S, "the cube is lifted by hand")
+    )
+    process.send_signal(signal.SIGINT)
+    assert process.wait(RUN_DEADLINE_S) == 130
+    check_store(folder / "store", success=True)
 
+
+@pytest.mark.parametrize("run", [FAKE], indirect=True, ids=["fake"])
+def test_person_drives_by_keyboard_and_hands_back(run: tuple[Path, subprocess.Popen[bytes], str], page: Any) -> None:
+    folder, process, _ = run
+    person = Person(page)
+    until(lambda: person.badge() == "POLICY", RUN_DEADLINE_S, "the policy drives")
+    take_over_and_hand_back(person, lambda: person.press("w", 0.1))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(RUN_DEADLINE_S) == 130
+    check_store(folder / "store", success=False)
+
+
+def take_over_and_hand_back(person: Person, drive: Callable[[], Any]) -> None:
+    page = person.page
     page.keyboard.press("t")
     until(lambda: person.badge() == "YOU", MOMENT_S, "the person has the arm")
-    until(lambda: lifted_by_hand(person), 3 * LIFT_DEADLINE_S, "the cube is lifted by hand")
+    drive()
 
     page.keyboard.press("h")
     until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy has it back")
@@ -233,18 +261,15 @@ def test_person_lifts_the_cube_by_keyboard_and_hands_back(
     page.keyboard.press("h")
     until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy goes on")
 
-    process.send_signal(signal.SIGINT)
-    assert process.wait(RUN_DEADLINE_S) == 130
-    check_store(folder / "store")
 
-
-def check_store(path: Path) -> None:
-    """The store has an episode that a person brought to success, with the person's phase and actions."""
+def check_store(path: Path, success: bool) -> None:
+    """The store has an episode with the person's phase and actions; with `success`, one that the person completed."""
     with StoreReader.open(path) as reader:
         chunks = [reader.read(row) for row in reader.refresh().chunks]
-        by_hand = {e.episode for e in reader.episodes() if e.source == "online" and e.intervention_steps and e.success}
+        online = [each for each in reader.episodes() if each.source == "online" and each.intervention_steps]
+    by_hand = {each.episode for each in online if each.success or not success}
     assert by_hand
-    mine = [chunk for chunk in chunks if chunk.header.episode in by_hand]
-    phases = {Phase(int(p)) for chunk in mine for p in chunk.columns["phase"]}
+    driven = [chunk for chunk in chunks if chunk.header.episode in by_hand]
+    phases = {Phase(int(p)) for chunk in driven for p in chunk.columns["phase"]}
     assert phases & {Phase.TELEOP, Phase.CORRECTION}
-    assert any(np.abs(chunk.columns["action.applied"][:, :3]).max() > 0.01 for chunk in mine)
+    assert any(np.abs(chunk.columns["action.applied"][:, :3]).max() > 0.01 for chunk in driven)
