@@ -1,4 +1,4 @@
-"""The watch over a computer's devices: it tells what is there, at each change."""
+"""The device monitor reports the present devices at each change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROBOT = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="des
 
 
 def test_added_and_removed_devices_are_reported() -> None:
-    plugged, told = [CAMERA, GPU, GONE, ROBOT], queue.Queue[tuple[ResourceRecord, ...]]()
-    with DeviceMonitor(told.put, {"usb": ScheduledProbe(lambda: tuple(plugged), interval_s=0.01)}):
-        while [r.name for r in told.get(timeout=60)] != ["desk/camera-7", "desk/gpu-0"]:
+    plugged, reports = [CAMERA, GPU, GONE, ROBOT], queue.Queue[tuple[ResourceRecord, ...]]()
+    with DeviceMonitor(reports.put, {"usb": ScheduledProbe(lambda: tuple(plugged), interval_s=0.01)}):
+        while [r.name for r in reports.get(timeout=60)] != ["desk/camera-7", "desk/gpu-0"]:
             pass
         plugged.remove(CAMERA)
-        assert [r.name for r in told.get(timeout=60)] == ["desk/gpu-0"]
+        assert [r.name for r in reports.get(timeout=60)] == ["desk/gpu-0"]
         plugged.append(CAMERA)
-        assert [r.name for r in told.get(timeout=60)] == ["desk/camera-7", "desk/gpu-0"]
+        assert [r.name for r in reports.get(timeout=60)] == ["desk/camera-7", "desk/gpu-0"]

@@ -1,4 +1,4 @@
-"""Discovery that goes on: what appears, degrades, vanishes and returns, and probes that hang or fail."""
+"""Repeated discovery: changes of resources, and probes that hang or fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPEC = RobotSpec(
 
 
 class Bench:
-    """A bench on which things are put, and a probe that looks at it."""
+    """A probe with records and a failure that a test sets."""
 
     def __init__(self, *records: ResourceRecord) -> None:
         self.records = records
@@ -51,20 +51,20 @@ def quick(probe: Bench) -> ScheduledProbe:
 
 def next_event(discoverer: Discoverer) -> DiscoveryEvent:
     event = discoverer.next_event(DEADLINE_S)
-    assert event is not None, "nothing happened"
+    assert event is not None, f"no event within {DEADLINE_S:g} s"
     return event
 
 
 def test_each_change_of_a_robot_is_an_event() -> None:
     bench = Bench()
     with Discoverer({"bench": quick(bench)}) as discoverer:
-        story = []
+        changes = []
         for records in ((ARM,), (msgspec.structs.replace(ARM, trouble="no permission"),), (ARM,), (), (ARM,)):
             bench.records = records
             event = next_event(discoverer)
             assert event.record is not None and event.record.name == "arm-0" and event.probe == "bench"
-            story.append((event.change, event.record.health, event.text))
-    assert story == [
+            changes.append((event.change, event.record.health, event.text))
+    assert changes == [
         (ResourceChange.APPEARED, Health.READY, ""),
         (ResourceChange.DEGRADED, Health.READY, "no permission"),
         (ResourceChange.RECOVERED, Health.READY, ""),
@@ -121,11 +121,11 @@ def test_duplicate_name_of_one_probe_keeps_first_record() -> None:
     with Discoverer({"bench": quick(bench)}) as discoverer:
         assert next_event(discoverer).change is ResourceChange.APPEARED
         bench.records = ()
-        assert next_event(discoverer).change is ResourceChange.VANISHED, "and nothing has changed to and fro meanwhile"
+        assert next_event(discoverer).change is ResourceChange.VANISHED, "there is no event in between"
 
 
 def test_oldest_lost_records_are_dropped() -> None:
-    """As of the nodes of a ROS graph, whose names have a number that grows."""
+    """E.g. of the nodes of a ROS graph, whose names contain growing numbers."""
     bench = Bench(*(msgspec.structs.replace(ARM, name=f"arm-{number:05}") for number in range(MAX_LOST_RECORDS + 100)))
     with Discoverer({"bench": quick(bench)}) as discoverer:
         for change in (ResourceChange.APPEARED, ResourceChange.VANISHED):
@@ -146,7 +146,7 @@ def test_discover_waits_for_each_probe_within_its_timeout() -> None:
         released.wait(DEADLINE_S)
 
     def patient() -> Iterable[ResourceRecord]:
-        """Is asked first, and answers once the other has found something, however late its thread begins."""
+        """Is listed first, and answers after the other probe has found a record."""
         assert found_one.wait(DEADLINE_S)
         return ()
 
@@ -180,11 +180,11 @@ def test_networked_robot_is_ready_with_firmware_or_lost() -> None:
 
         thread = threading.Thread(target=greet)
         thread.start()
-        (there,) = probe()
+        (present,) = probe()
         thread.join()
-    (gone,) = probe()
-    assert there.health is Health.READY
-    assert (there.labels["firmware"], there.labels["site"]) == ("Controller 5.11.1", "lab")
-    assert gone.health is Health.LOST and gone.trouble == f"nothing answers at {address}: Connection refused"
+    (lost,) = probe()
+    assert present.health is Health.READY
+    assert (present.labels["firmware"], present.labels["site"]) == ("Controller 5.11.1", "lab")
+    assert lost.health is Health.LOST and lost.trouble == f"nothing answers at {address}: Connection refused"
     (nonsense,) = configured_robots_probe({"arm-0": SPEC}, addresses={"arm-0": "nowhere"})()
     assert nonsense.trouble == "'nowhere' is not an address: write HOST:PORT"

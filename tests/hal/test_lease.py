@@ -14,7 +14,7 @@ from hal.lease import Fence, LeaseTable, MachineLock
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """Seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -51,7 +51,7 @@ def test_lease_ends_without_renewal(clock: Clock) -> None:
     assert table.lease("panda-0") is None
     assert table.expire() == ("panda-0",)
     assert table.expire() == ()
-    assert table.renew("panda-0", lease.token) == lease, "it comes back, for nobody took the robot"
+    assert table.renew("panda-0", lease.token) == lease, "it is restored, since no session acquired the robot"
     table.release("panda-0", lease.token)
     with pytest.raises(LeaseError, match="has ended"):
         table.renew("panda-0", lease.token)

@@ -1,5 +1,4 @@
-"""Every limit of motion, checked by a second implementation (`benchmarks.limits`) in worlds that move as commanded, and
-in worlds that do not."""
+"""All limits of motion, checked by a second implementation (`benchmarks.limits`), with and without disturbances."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ LOW = (-9.0, -9.0, -9.0)
 WISHES = st.lists(
     st.tuples(st.tuples(*[st.floats(-1.5, 1.5)] * 3), st.integers(1, 30), st.booleans()), min_size=1, max_size=25
 )
-"""Wishes in shares of the greatest step or of the range, each for so many periods, at full or at reduced speed."""
+"""Proposals in shares of the greatest step or of the range, each with its periods and whether speed is reduced."""
 
 
 def robot(rate_hz: float, kind: str, acceleration: float, jerk: float) -> RobotSpec:
@@ -61,7 +60,7 @@ def robot(rate_hz: float, kind: str, acceleration: float, jerk: float) -> RobotS
 
 
 def felt(spec: RobotSpec) -> RobotSpec:
-    """`spec` with a sensor of the force on the tool, of which 20 N are allowed."""
+    """`spec` with a force sensor on the tool and a limit of 20 N."""
     (place,) = spec.observation
     state = ArraySpec(
         name=STATE,
@@ -75,8 +74,7 @@ def felt(spec: RobotSpec) -> RobotSpec:
 
 
 class World:
-    """A robot behind its kernel and the second implementation. `share` of each step of a tool or joint is carried out,
-    all of it in a world that moves as commanded."""
+    """A robot with its kernel and the second implementation. It carries out `share` of each step."""
 
     def __init__(self, spec: RobotSpec) -> None:
         self.spec, self.limits = spec, Limits(spec)
@@ -130,7 +128,7 @@ def test_pushed_robot_exceeds_only_limits_that_conflict_with_its_place(
 @pytest.mark.parametrize("periods", [3, 5, 9])
 def test_axis_outside_its_place_returns_within_limits(speed: float, periods: int) -> None:
     world = World(robot(100.0, "tool_delta", 3.0, 40.0))
-    world.at = np.array((0.55, 0.0, 0.0))  # somebody pushed it there
+    world.at = np.array((0.55, 0.0, 0.0))  # an external push
     for x in [-speed] * periods + [0.004] * 20:  # it may come back, and stop on its way, and not go out again
         assert not world.command(np.array((x, 0.0, 0.0)))
     assert world.at[0] < 0.55

@@ -1,4 +1,4 @@
-"""What a person reads when a job cannot be placed: each sentence as it is said."""
+"""The explanation of a job that cannot be placed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a Ray cluster, from what Ray tells of it, and what a person reads when a job does not get a part."""
+"""Records and bundles of a Ray cluster, from the data that Ray returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARM = ResourceRequest(kind=Kind.ROBOT, name="panda-0")
 
 
 def gpu(number: int, model: str = "NVIDIA L4", gigabytes: int = 24) -> ResourceRecord:
-    """As its own computer knows it."""
+    """The record on its own computer."""
     name, labels = f"its-own-name/gpu-{number}", {"uuid": f"GPU-{number}-{gigabytes}"}
     return ResourceRecord(
         kind=Kind.GPU, name=name, model=model, node="its-own-name", labels=labels, memory_bytes=gigabytes * GB
@@ -28,7 +28,7 @@ def gpu(number: int, model: str = "NVIDIA L4", gigabytes: int = 24) -> ResourceR
 def node(
     key: str, host: str, address: str, *gpus: ResourceRecord, alive: bool = True, **resources: float
 ) -> dict[str, Any]:
-    """As ``ray.nodes`` has it."""
+    """A node in the form of ``ray.nodes``."""
     own = {f"node:{address}": 1.0, "memory": 64e9, **resources, **ray_resources(gpus)}
     return {
         "NodeID": key, "NodeManagerHostname": host, "NodeManagerAddress": address, "Alive": alive, "Resources": own,

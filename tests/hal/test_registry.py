@@ -17,7 +17,7 @@ ARM = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk"
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """Seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -40,7 +40,7 @@ def registry(clock: Clock, tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def book(tmp_path: Path) -> OperatorOverrides:
-    """What a person writes into, from another process perhaps."""
+    """The overrides as another process writes them."""
     return OperatorOverrides(tmp_path / "orders.json")
 
 
@@ -154,7 +154,7 @@ def test_leases_and_records_survive_restart(tmp_path: Path, clock: Clock) -> Non
     assert registry.renew("panda-0", lease.token) == lease
     clock.now_s += 6
     registry.announce(ARM)
-    assert registry.poll() == ("gpu",), "it did not announce itself again"
+    assert registry.poll() == ("gpu",), "it has not announced itself again"
     assert registry.renew("panda-0", lease.token) == lease
 
 
@@ -311,8 +311,8 @@ def test_override_is_audited_once_over_restarts(
     restarted.poll()
     Registry(LeaseTable(None, clock=clock), tmp_path, clock)
     entries = read_audit_log(tmp_path / "audit.jsonl")
-    told = [(e.event, e.person, e.reason) for e in entries]
-    assert told == [("quarantined", "carol", "oil"), ("restored", "dora", "")]
+    found = [(e.event, e.person, e.reason) for e in entries]
+    assert found == [("quarantined", "carol", "oil"), ("restored", "dora", "")]
 
 
 def test_full_disk_delays_changes_until_it_is_writable(book: OperatorOverrides, clock: Clock, tmp_path: Path) -> None:
@@ -333,8 +333,8 @@ def test_full_disk_delays_changes_until_it_is_writable(book: OperatorOverrides, 
     assert registry.renew("ur-0", second.token) == second
     with pytest.raises(LeaseError, match="released|ended|quarantined"):
         registry.renew("panda-0", first.token)
-    told = {(e.event, e.robot) for e in read_audit_log(tmp_path / "audit.jsonl")}
-    assert {("quarantined", "panda-0"), ("reinstated", "ur-0")} <= told
+    found = {(e.event, e.robot) for e in read_audit_log(tmp_path / "audit.jsonl")}
+    assert {("quarantined", "panda-0"), ("reinstated", "ur-0")} <= found
     again = LeaseTable(disk / "leases.json", clock=clock)
     with pytest.raises(LeaseError, match="has ended; acquire it again"):
         again.renew("panda-0", first.token)

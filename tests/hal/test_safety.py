@@ -310,7 +310,7 @@ def test_shared_latch_stops_next_run(tmp_path: Path) -> None:
     kernel.rearm("carol")
     assert EstopLatch(second).read() is EstopLatch(shared).read() is None
     assert SafetyKernel(SPEC, latch_path=second, shared_latch=shared).latched_estop is None
-    assert SafetyKernel(SPEC, latch_path=first).latched_estop is not None, "nobody has re-armed that run's robot there"
+    assert SafetyKernel(SPEC, latch_path=first).latched_estop is not None, "that latch has not been cleared"
 
 
 @pytest.mark.parametrize("content", [b"\x00\x00", b'{"by": "\x90"}'])

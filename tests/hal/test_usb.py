@@ -1,4 +1,4 @@
-"""The USB probe on a sysfs tree as Linux lays it out."""
+"""The USB probe on a sysfs tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Computer:
         return device
 
     def node(self, device: Path, kind: str, name: str, *, interface: str = "1.0", path: str = "") -> Path:
-        """Makes the node `name` of class `kind` below one of the device's interfaces, and its file in /dev."""
+        """Creates the node `name` of class `kind` below one of the device's interfaces, and its file in /dev."""
         at = device / f"{device.name}:{interface}"
         place = at / kind / name
         place.mkdir(parents=True)
