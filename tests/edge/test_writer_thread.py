@@ -16,9 +16,9 @@ def never() -> None:
 
 def test_tasks_run_in_order_before_the_exit() -> None:
     done: list[int] = []
-    with WriterThread(never) as scribe:
+    with WriterThread(never) as writer:
         for number in range(MAX_QUEUED_TASKS):
-            scribe.put(lambda number=number: done.append(number))  # type: ignore[misc]
+            writer.put(lambda number=number: done.append(number))  # type: ignore[misc]
     assert done == list(range(MAX_QUEUED_TASKS))
 
 
@@ -30,10 +30,10 @@ def test_full_queue_blocks_and_reports() -> None:
         free.set()
 
     done: list[int] = []
-    with WriterThread(blocked) as scribe:
-        scribe.put(lambda: done.append(int(free.wait(60))))
+    with WriterThread(blocked) as writer:
+        writer.put(lambda: done.append(int(free.wait(60))))
         for _ in range(MAX_QUEUED_TASKS + 1):
-            scribe.put(lambda: done.append(1))
+            writer.put(lambda: done.append(1))
     assert reported.is_set() and done == [1] * (MAX_QUEUED_TASKS + 2)
 
 
@@ -42,13 +42,13 @@ def test_task_error_is_raised_by_put_and_ends_the_tasks() -> None:
         raise StoreError("the disk failed")
 
     done: list[int] = []
-    with pytest.raises(StoreError, match="the disk failed"), WriterThread(lambda: None) as scribe:
-        scribe.put(fail)
+    with pytest.raises(StoreError, match="the disk failed"), WriterThread(lambda: None) as writer:
+        writer.put(fail)
         while True:
-            scribe.put(lambda: done.append(1))
+            writer.put(lambda: done.append(1))
     assert done == []
 
 
 def test_error_of_the_last_task_is_raised_at_the_exit() -> None:
-    with pytest.raises(StoreError, match="full"), WriterThread(never) as scribe:
-        scribe.put(lambda: (_ for _ in ()).throw(StoreError("full")))
+    with pytest.raises(StoreError, match="full"), WriterThread(never) as writer:
+        writer.put(lambda: (_ for _ in ()).throw(StoreError("full")))

@@ -1,1 +1,1 @@
-"""A policy that acts elsewhere than in the session's process: in a policy process, on a GPU at the robots' site."""
+"""Policies that run in a policy server, for example on a GPU near the robots, instead of in the session."""
