@@ -87,7 +87,7 @@ class Measured:
 def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning: bool = False) -> Measured:
     """Runs the robot for so long. Raises RunError when it does not start to act, or its session or learner fails."""
     options = {"rate_hz": RATE_HZ, "cameras": ["front", "wrist"] if loaded else [], "image_size": 128}
-    robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime=realtime, options=options)
+    robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime_scheduling=realtime, options=options)
     with tempfile.TemporaryDirectory(prefix="us-") as runs, ExitStack() as stack:
         learner = LearnerConfig(max_training_s=seconds + START_S)
         config = RunConfig(

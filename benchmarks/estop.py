@@ -121,7 +121,7 @@ class Site:
 
     def __init__(self, stack: ExitStack) -> None:
         options = {"rate_hz": RATE_HZ, "cameras": ["front"], "image_size": 128}
-        robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime="off", options=options)
+        robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime_scheduling="off", options=options)
         config = RunConfig(robots=(robot,), runs=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="us-"))))
         self.folder, card = create_run_folder(config, "run", free_endpoint("tcp://127.0.0.1:0"))
         prepare_run_folder(config, self.folder, card)

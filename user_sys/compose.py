@@ -47,8 +47,8 @@ class RobotConfig:
         task: of the driver.
         real_time: whether the control period follows the clock; null: all but sim and fake. Simulated robots run as
             fast as the machine allows otherwise, and follow the clock while a person drives.
-        realtime: auto: the driver process requests SCHED_FIFO and locked memory if the robot follows the clock. If
-            that is refused, the robot is driven all the same. off: does not request them.
+        realtime_scheduling: auto requests SCHED_FIFO and locked memory for a driver that follows the clock. If that is
+            refused, the robot is driven all the same. off does not request them.
         explore: before the first weights: on acts at random, off holds, auto lets simulated robots explore.
         cpus: processors for the driver process; empty for all.
         frame_stride: without real_time, pictures are taken in every n-th control period.
@@ -63,7 +63,7 @@ class RobotConfig:
     driver: str = "sim"
     task: str = "lift"
     real_time: bool | None = None
-    realtime: Literal["auto", "off"] = "auto"
+    realtime_scheduling: Literal["auto", "off"] = "auto"
     explore: Literal["auto", "on", "off"] = "auto"
     cpus: tuple[int, ...] = ()
     frame_stride: int = 5

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 @pytest.mark.parametrize(("real_time", "realtime"), [(True, "auto"), (True, "off"), (False, "auto")])
 def test_driver_gets_realtime_or_reports_the_refusal(tmp_path: Path, real_time: bool, realtime: str) -> None:
-    config = RobotConfig(name="fake-0", driver="fake", real_time=real_time, realtime=realtime)  # type: ignore[arg-type]
+    config = RobotConfig(name="fake-0", driver="fake", real_time=real_time, realtime_scheduling=realtime)  # type: ignore[arg-type]
     with driver_process(tmp_path, config) as running, DriverClient("fake-0", token=1) as driver:
         driver.attach()
         asked = real_time and realtime == "auto"

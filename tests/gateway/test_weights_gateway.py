@@ -273,7 +273,7 @@ def test_restarted_gateway_gets_the_robots_versions(site: WeightsSite) -> None:
 
 def test_learner_may_publish_only_a_rounded_precision(site: WeightsSite) -> None:
     with site.serving():
-        publisher = site.publisher(PublishConfig(forms=("bf16",)))
+        publisher = site.publisher(PublishConfig(precisions=("bf16",)))
         with WeightsRobot(site, "one") as robot:
             publish(publisher, weights(1), 1, robot)
             found = robot.swapper.policy.weights["w"]  # type: ignore[attr-defined]
@@ -289,7 +289,7 @@ def test_many_tensors_in_three_precisions_reach_robots(site: WeightsSite) -> Non
     draw = np.random.default_rng(0)
     arrays = {f"layers.{n:04d}.attention.weight": draw.normal(size=(4, 4)).astype(np.float32) for n in range(1000)}
     with site.serving():
-        publisher = site.publisher(PublishConfig(forms=("exact", "bf16", "int8")))
+        publisher = site.publisher(PublishConfig(precisions=("exact", "bf16", "int8")))
         with WeightsRobot(site, "one") as one:
             publish(publisher, dict(arrays), 1, one)
             name = next(iter(arrays))

@@ -68,7 +68,7 @@ class PatchSite:
         """Starts a learner with its own pretrained backbone."""
         values = np.random.default_rng(seed).normal(size=(self.tensors, BACKBONE_BYTES // 4 // self.tensors))
         self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
-        config = PublishConfig(forms=(self.form,))
+        config = PublishConfig(precisions=(self.form,))
         self.publisher = Publisher(self, self.signer, config, epoch=PublisherEpoch(run, life), clock=lambda: self.now_s)
         for distributor in self.distributors:
             distributor.on_learner_opened("learner")

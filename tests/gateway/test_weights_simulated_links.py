@@ -181,7 +181,7 @@ class WeightsSimulation:
     def learner(self) -> None:
         """Starts the learner, or its publisher process."""
         self.life += 1
-        config = PublishConfig(forms=self.forms, governor=GovernorConfig(enabled=False))
+        config = PublishConfig(precisions=self.forms, governor=GovernorConfig(enabled=False))
         clock, life = (lambda: self.now_s), PublisherEpoch(b"run", self.life)
         self.publisher = Publisher(self, self.signer, config, epoch=life, clock=clock)
         self.links[0].up = True

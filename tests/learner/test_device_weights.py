@@ -169,7 +169,7 @@ def test_the_governors_share_reaches_a_fetch_that_is_under_way(site: PublisherSi
 
 
 def test_what_is_rounded_on_the_device_is_published_with_its_error(site: PublisherSite) -> None:
-    setup = replace(site.setup(), publish=PublishConfig(forms=("bf16",)))
+    setup = replace(site.setup(), publish=PublishConfig(precisions=("bf16",)))
     expected, errors = quantize(weights(1), "bf16")
     with PublisherClient(setup, site.stops.append) as learner:
         learner.publish(HostCopier(HOST, "bf16").snapshot(on_device(weights(1))), 1, updates=1)

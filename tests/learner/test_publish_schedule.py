@@ -109,7 +109,7 @@ def test_the_learner_waits_for_robots_that_are_too_far_behind_when_it_is_told_to
     assert not SimulatedLoop(NEVER).publishing.is_too_far_ahead
 
 
-@pytest.mark.parametrize("wrong", [{"every_s": 0.0}, {"every_s": -1.0}, {"kl": -0.1}, {"forms": ()}])
+@pytest.mark.parametrize("wrong", [{"every_s": 0.0}, {"every_s": -1.0}, {"kl": -0.1}, {"precisions": ()}])
 def test_settings_that_publish_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"learner\.publish"):
         PublishConfig(**wrong)  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_a_device_that_cannot_round_is_told_at_the_start(monkeypatch: pytest.Mon
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr("user_sys.weights.gpu_copy.round_to_bf16", fails)
-    with pytest.raises(ConfigError, match="forms is bf16 alone.*RuntimeError: Failed to find C compiler"):
+    with pytest.raises(ConfigError, match="precisions is bf16 alone.*RuntimeError: Failed to find C compiler"):
         HostCopier(torch.device("cpu"), pack="bf16")
     HostCopier(torch.device("cpu"))
 

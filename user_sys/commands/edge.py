@@ -154,7 +154,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         state=folder / robot.name,
         seed=config.seed,
         real_time=robot.follows_clock,
-        realtime=robot.realtime,
+        realtime_scheduling=robot.realtime_scheduling,
         explore=robot.explores,
         outbox=config.outbox,
         recorder=config.recorder,

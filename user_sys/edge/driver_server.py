@@ -448,7 +448,7 @@ def _run(config: RobotConfig, state: Path) -> None:
         try:
             # Before the robot is connected: its threads must keep its watchdog fed, and locking memory halts them all
             sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
-            realtime = config.follows_clock and config.realtime == "auto"
+            realtime = config.follows_clock and config.realtime_scheduling == "auto"
             refused = enable_realtime(config.cpus) if realtime else ""
             environment.on_robot_connected = reset_priority_of_new_threads  # for the threads of cameras
             if not connect_unless_stopped(environment, stop):

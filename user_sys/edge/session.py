@@ -82,7 +82,7 @@ class SessionConfig:
         state: folder of the outbox.
         seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
         real_time: control periods follow the clock while the policy drives, too.
-        realtime: with `real_time`, request SCHED_FIFO for the control loop; ``off`` does not.
+        realtime_scheduling: with `real_time`, request SCHED_FIFO for the control loop; ``off`` does not.
         explore: a policy without weights acts at random; otherwise the robot holds until the first weights arrive.
         policy_address: file with the address of the policy server that the run started.
     """
@@ -94,7 +94,7 @@ class SessionConfig:
     state: Path = Path("edge")
     seed: int = 0
     real_time: bool = False
-    realtime: Literal["auto", "off"] = "auto"
+    realtime_scheduling: Literal["auto", "off"] = "auto"
     explore: bool = False
     policy_address: Path = Path("policy.address")
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
@@ -465,7 +465,7 @@ def _set_priority(config: SessionConfig, driver: DriverClient) -> None:
 
     libzmq's thread for the driver's socket gets the same priority: if it waits for a CPU, so does the robot.
     """
-    if not config.real_time or config.realtime == "off":
+    if not config.real_time or config.realtime_scheduling == "off":
         request_short_time_slice()
     elif refused := start_with_realtime_priority(CONTROL_LOOP_PRIORITY, driver.open):
         log.warning("realtime.refused robot=%s: %s; commands may be late under load", config.robot, refused)

@@ -85,7 +85,7 @@ class LearnerConfig:
         batches_ahead: how many batches are got ready while one trains; 0 saves the threads, where states are all.
         warmup_updates: updates allowed on demonstrations alone, before the first online step.
         utd_max: the staleness bound: updates allowed for each online step, besides the warm-up.
-        publish: when weights are published, and in which forms.
+        publish: when weights are published, and in which precisions.
         checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
         report_interval_s: from one report of scalars to the next.
         device: what networks are trained on: ``cpu``, ``cuda``, or ``auto``: a GPU where the run's `needs` ask for one.

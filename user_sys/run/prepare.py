@@ -189,7 +189,7 @@ def prepare_run_folder(
             state=state.resolve(),
             seed=config.seed,
             real_time=robot.follows_clock,
-            realtime=robot.realtime,
+            realtime_scheduling=robot.realtime_scheduling,
             explore=robot.explores,
             policy_address=folder.policy_address.resolve(),
             outbox=config.outbox,

@@ -198,7 +198,7 @@ def make_host_copier(device: str, publish: PublishConfig) -> HostCopier | None:
     place = torch.device(device)
     if place.type == "cpu" and not publish.green_sms:
         return None
-    return HostCopier(place, copy_precision(publish.forms), publish.green_sms)
+    return HostCopier(place, copy_precision(publish.precisions), publish.green_sms)
 
 
 def copy_precision(forms: Collection[Precision]) -> CopyPrecision:
@@ -243,9 +243,9 @@ def _check_packing(device: torch.device) -> None:
             round_to_bf16(torch.zeros(count, device=device), 1)
     except Exception as error:  # of any type: from Triton, the C compiler or the driver
         raise ConfigError(
-            "learner.publish.forms is bf16 alone, so the GPU rounds with a Triton kernel, which fails here: "
+            "learner.publish.precisions is bf16 alone, so the GPU rounds with a Triton kernel, which fails here: "
             f"{type(error).__name__}: {error}; install the Triton that torch depends on and a C compiler, "
-            "or add exact to the forms, so that the CPU rounds"
+            "or add exact to precisions, so that the CPU rounds"
         ) from error
 
 

@@ -71,7 +71,7 @@ class PublishConfig:
         at_episode_ends: an episode has ended since the last version.
         kl: how far the policy has moved since the last version, as the mean Kullback-Leibler divergence over a batch;
             0 disables this condition.
-        forms: the precisions that robots may choose from; rounded ones are for slow links.
+        precisions: the ones that robots may choose from; rounded ones are for slow links.
         max_versions_ahead: the learner waits while the slowest robot is more versions behind than this; 0 never waits.
         governor: the budget of publishing next to the training step.
         green_sms: multiprocessors of a CUDA green context that rounds and copies weights of a GPU; 0 uses a stream of
@@ -83,7 +83,7 @@ class PublishConfig:
     every_updates: int = 0
     at_episode_ends: bool = False
     kl: float = 0.0
-    forms: tuple[Precision, ...] = ("exact",)
+    precisions: tuple[Precision, ...] = ("exact",)
     max_versions_ahead: int = 0
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     green_sms: int = 0
@@ -96,8 +96,8 @@ class PublishConfig:
             raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends, kl")
         if self.collective_ctas < 1:
             raise ConfigError(f"learner.publish: set collective_ctas to 1 or more, not {self.collective_ctas}")
-        if not self.forms:
-            raise ConfigError("learner.publish: list at least one of exact, bf16, int8 in forms")
+        if not self.precisions:
+            raise ConfigError("learner.publish: list at least one of exact, bf16, int8 in precisions")
         if self.green_sms < 0:
             raise ConfigError(
                 f"learner.publish: set green_sms to a number of multiprocessors, or 0, not {self.green_sms}"
@@ -336,8 +336,8 @@ class Publisher:
     ) -> None:
         self.governor = Governor(config.governor)
         self.progress = PublisherProgress()
-        self.server = PatchServer(channel, signer.public_key, config.forms, clock)
-        self._encoder = PatchEncoder(signer, config.forms, epoch, self.governor.yield_cpu)
+        self.server = PatchServer(channel, signer.public_key, config.precisions, clock)
+        self._encoder = PatchEncoder(signer, config.precisions, epoch, self.governor.yield_cpu)
         self._channel, self._on_change, self._clock = channel, on_change, clock
         self._pending: _PendingSnapshot | None = None
         self._is_encoding = False
