@@ -215,7 +215,7 @@ _DEVICES = {
 
 
 def _devices(machine: DoctorConfig) -> Iterator[CheckResult]:
-    for check, (patterns, purpose, tell) in _DEVICES.items():
+    for check, (patterns, purpose, result) in _DEVICES.items():
         found = [path for pattern in patterns for path in sorted((machine.root / "dev").glob(pattern))][:MAX_DEVICES]
         refused = [path for path in found if not machine.can_access(path)]
         if not found:
@@ -224,7 +224,7 @@ def _devices(machine: DoctorConfig) -> Iterator[CheckResult]:
             yield _ok(check, f"{_device_paths(machine, found)} are accessible")
         for group in sorted({_group_name(path) for path in refused}):
             inaccessible = [path for path in refused if _group_name(path) == group]
-            yield tell(
+            yield result(
                 check,
                 f"{_device_paths(machine, inaccessible)} may not be used by this user ({purpose})",
                 _permission_fix(group),
