@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.settings_page import page as settings_page
 
 from hal.driver import RobotSetupRequest, read_options
 from hal.errors import SpecError
@@ -104,6 +105,11 @@ def test_example_configuration_is_valid(kind: type[Any], text: str, tmp_path: Pa
 def test_wrong_key_in_an_example_is_detected(kind: type[Any], text: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, SpecError)):
         require_known(kind, text, tmp_path / "example.yaml")
+
+
+def test_settings_page_is_current() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    assert settings_page(text) == text, "run `make docs-settings`"
 
 
 def test_settings_page_lists_each_setting_with_its_default(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def _local_resources(args: Namespace) -> tuple[ResourceRecord, ...]:
 
 
 def _labels(pairs: Sequence[str]) -> dict[str, str]:
-    """Raises ConfigError for what Ray would refuse, or keep in other words than a run's `needs` ask for."""
+    """Raises ConfigError for what Ray would refuse, or keep in other words than a run's `resources` requests."""
     if wrong := [pair for pair in pairs if not pair.partition("=")[0] or not pair.partition("=")[2]]:
         raise ConfigError(f"--label {wrong[0]}: write NAME=VALUE, such as site=lab")
     labels = dict(pair.split("=", 1) for pair in pairs)

@@ -28,7 +28,7 @@ def training_device(requested: TrainingDevice, reserved: bool, gpu: int = 0) -> 
     """What `wanted` comes to on this computer: ``cpu`` or ``cuda``.
 
     Args:
-        reserved: the run has asked for a GPU (`needs`), which it is ``auto``'s to use.
+        reserved: the run has asked for a GPU (`resources`), which it is ``auto``'s to use.
         card: which of the GPUs that it sees this process trains on.
 
     Raises:
@@ -62,7 +62,7 @@ def require_gpu(found: int, gpu: int) -> None:
     if found <= gpu:
         raise ConfigError(
             f"each of learner.processes trains on a GPU of its own, one on GPU {gpu} of {local_node()}, and torch "
-            f"finds {found} there: set learner.processes to fewer, or have `needs` ask for as many GPUs as processes"
+            f"finds {found} there: set learner.processes to fewer, or let `resources` request as many GPUs as processes"
         )
 
 
@@ -88,7 +88,7 @@ class LearnerConfig:
         publish: when weights are published, and in which precisions.
         checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
         report_interval_s: from one report of scalars to the next.
-        device: what networks are trained on: ``cpu``, ``cuda``, or ``auto``: a GPU where the run's `needs` ask for one.
+        device: what networks are trained on: ``cpu``, ``cuda``, or ``auto``: a GPU where the run's `resources` requests one.
         threads: CPU threads of torch, in each process; one leaves the rest of a small machine to the robots.
         max_training_s: training ends then; time in which the staleness bound held it up does not count.
         max_updates: ... or after so many updates; 0 sets no such end.
