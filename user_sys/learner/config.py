@@ -88,7 +88,7 @@ class LearnerConfig:
         publish: when weights are published, and in which precisions.
         checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
         report_interval_s: from one report of scalars to the next.
-        device: what networks are trained on: ``cpu``, ``cuda``, or ``auto``: a GPU where the run's `resources` requests one.
+        device: of the networks: cpu, cuda, or auto: a GPU if `resources` requests one.
         threads: CPU threads of torch, in each process; one leaves the rest of a small machine to the robots.
         max_training_s: training ends then; time in which the staleness bound held it up does not count.
         max_updates: ... or after so many updates; 0 sets no such end.
