@@ -1,7 +1,8 @@
-"""A gateway, and what a learner's envoy needs to know of it."""
+"""A gateway for the tests of the learner's publisher process."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,14 +44,13 @@ def digest(arrays: Mapping[str, Array]) -> bytes:
     return build_tensor_set({name: array.copy() for name, array in arrays.items()}).digest
 
 
-def kill(learner: PublisherClient, number: int) -> None:
-    child = learner._child
-    assert child is not None
-    child.process.send_signal(number)
+def signal_publisher(learner: PublisherClient, number: int) -> None:
+    assert learner.pid is not None
+    os.kill(learner.pid, number)
 
 
 class PublisherSite:
-    """A gateway in a thread of the test, and what a learner needs to know of it."""
+    """A gateway in a thread of the test, with the keys and settings of a learner."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.keys, self.stops = run, run / "keys", list[str]()
@@ -70,7 +70,7 @@ class PublisherSite:
             stop.set()
             thread.join(DEADLINE_S)
 
-    def setup(self, key: str = "learner.key") -> PublisherSettings:
+    def settings(self, key: str = "learner.key") -> PublisherSettings:
         address = read_gateway_address(self.run)
         assert isinstance(address, GatewayAddress)
         hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
@@ -78,17 +78,17 @@ class PublisherSite:
             address.endpoint, str(self.keys / key), address.public_key, hello, str(self.keys), PublishConfig()
         )
 
-    def envoy(self) -> PublisherClient:
-        return PublisherClient(self.setup(), self.stops.append)
+    def client(self) -> PublisherClient:
+        return PublisherClient(self.settings(), self.stops.append)
 
     def manifests(self) -> list[WeightsManifest]:
-        """Of the versions on the gateway's disk, all of them signed with the learner's key."""
-        trust = TrustedLearnerKey(self.keys / "learner.verify")
+        """Returns the manifests on the gateway's disk, after verifying their signatures."""
+        key = TrustedLearnerKey(self.keys / "learner.verify")
         return [
-            trust.verify(signed, WeightsManifest)
+            key.verify(signed, WeightsManifest)
             for _, signed in VersionStore(self.run / "weights").load().manifests.values()
         ]
 
     def digests(self) -> dict[int, bytes]:
-        """Of the versions on the gateway's disk, by number."""
+        """Returns the digests of the versions on the gateway's disk, by number."""
         return {manifest.version: manifest.digest for manifest in self.manifests()}

@@ -288,9 +288,9 @@ def test_unreadable_checkpoints_are_counted(tracker: ProgressTracker) -> None:
 
 
 def test_training_held_by_a_pinned_version_warns(tracker: ProgressTracker) -> None:
-    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 1.0}))
+    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_pin": 1.0}))
     assert "training waits" in tracker.snapshot("training").warning
-    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 0.0}))
+    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_pin": 0.0}))
     assert not tracker.snapshot("training").warning
 
 

@@ -1,7 +1,7 @@
-"""The envoy's process: ``python -m user_sys.learner.publisher_process DESCRIPTOR``, started by `envoy.Envoy` alone.
+"""The publisher process of a learner: ``python -m user_sys.learner.publisher_process DESCRIPTOR``.
 
-It has the learner's connection to the gateway and its signing key, and compares, hashes, compresses, signs and sends
-what the learner publishes. It ends when the learner says so, or is no more.
+`publisher_client.PublisherClient` starts it. It owns the learner's connection to the gateway and its signing key; it
+compares, hashes, compresses, signs and sends what the learner publishes. It ends on request, or when the learner ends.
 """
 
 from __future__ import annotations
@@ -43,79 +43,81 @@ from user_sys.weights.signing import SIGNING_KEY_NAME, ensure_signer, next_epoch
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
-STATUS_INTERVAL_S = 0.1  # of what no learner waits for in the midst of its training
+STATUS_INTERVAL_S = 0.1  # for changes that no learner waits for
 SETTINGS_TIMEOUT_S = 30.0
-SEND_TIMEOUT_S = 60.0  # a learner that does not listen for so long is stuck
+SEND_TIMEOUT_S = 60.0  # a learner that does not read for so long is stuck
 
 
 def main(argv: list[str]) -> int:
-    """Serves the learner at the other end of the socket `argv` names. The exit status is 0 once it said farewell."""
+    """Serves the learner at the other end of the socket in `argv`. Returns 0 after a shutdown request."""
     configure_logging()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the learner says when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the learner decides
         signal.signal(number, signal.SIG_IGN)
-    line = MessageSocket(socket.socket(fileno=int(argv[0])))
+    channel = MessageSocket(socket.socket(fileno=int(argv[0])))
     try:
-        first = line.receive(SETTINGS_TIMEOUT_S)
+        first = channel.receive(SETTINGS_TIMEOUT_S)
         if first is None or not isinstance(first[0], PublisherSettings):
-            raise RunError("the learner did not say whom to speak for; this process is started by it, not by hand")
-        _serve(line, first[0])
+            raise RunError("the learner sent no settings; a learner starts this process, do not start it by hand")
+        _serve(channel, first[0])
     except LinkDown:
-        log.warning("envoy.learner_gone")
-        os._exit(1)  # nothing here is worth keeping, and no thread may keep the process alive
+        log.warning("publisher.learner_gone")
+        os._exit(1)  # no thread may keep the process alive
     except (UserSysError, OSError) as error:
-        log.error("envoy.failed %s: %s", type(error).__name__, error)
+        log.error("publisher.failed %s: %s", type(error).__name__, error)
         return 2
     return 0
 
 
-def _serve(line: MessageSocket, setup: PublisherSettings) -> None:
-    keys = Path(setup.signing_folder)
-    signer, life = ensure_signer(keys, SIGNING_KEY_NAME), PublisherEpoch(setup.run, next_epoch(keys))
-    with TunnelClient(setup.endpoint, load_keypair(Path(setup.tunnel_key)), setup.gateway_key, setup.hello) as client:
-        desk = _PublisherServer(line, client, at_once=setup.publish.max_versions_ahead > 0)
-        desk.publisher = Publisher(client, signer, setup.publish, desk.on_change, life)
-        with desk.publisher, DeviceMonitor(lambda records: client.send(DevicesReport(records=records))):
-            threading.Thread(target=desk.forward_stop, name="inbox", daemon=True).start()
-            while not desk.is_closing:
-                if (received := line.receive(STATUS_INTERVAL_S)) is not None:
-                    desk.on_message(*received)
-                desk.send_status_if_due()
-                if client.state is TunnelState.REFUSED and not desk.is_closing:
-                    raise SessionRefused(f"nothing can be published: {client.reason}")
+def _serve(channel: MessageSocket, settings: PublisherSettings) -> None:
+    keys = Path(settings.signing_folder)
+    signer = ensure_signer(keys, SIGNING_KEY_NAME)
+    epoch = PublisherEpoch(settings.run, next_epoch(keys))
+    keypair = load_keypair(Path(settings.tunnel_key))
+    with TunnelClient(settings.endpoint, keypair, settings.gateway_key, settings.hello) as client:
+        server = _PublisherServer(channel, client, is_immediate=settings.publish.max_versions_ahead > 0)
+        server.publisher = Publisher(client, signer, settings.publish, server.on_change, epoch)
+        with server.publisher, DeviceMonitor(lambda records: client.send(DevicesReport(records=records))):
+            threading.Thread(target=server.forward_stop, name="inbox", daemon=True).start()
+            while not server.is_closing:
+                if (received := channel.receive(STATUS_INTERVAL_S)) is not None:
+                    server.on_message(*received)
+                server.send_status_if_due()
+                if client.state is TunnelState.REFUSED and not server.is_closing:
+                    raise SessionRefused(f"the gateway refuses this learner: {client.reason}")
 
 
 class _PublisherServer:
-    """Takes in what the learner says, and tells it what becomes of its versions.
+    """Handles the learner's messages, and sends it the status of its versions.
 
     Args:
-        at_once: the learner waits for the robots, and hears of each change.
+        is_immediate: send each change at once, because the learner waits for robots.
     """
 
     publisher: Publisher
 
-    def __init__(self, line: MessageSocket, client: TunnelClient, at_once: bool) -> None:
+    def __init__(self, channel: MessageSocket, client: TunnelClient, is_immediate: bool) -> None:
         self.is_closing = False
-        self._line, self._client, self._at_once = line, client, at_once
-        self._told, self._told_s = NO_VERSION, 0.0  # the newest version that was told to be ready, and when
-        self._untold = False
-        self._fetching, self._told_share = False, 1.0
+        self._channel, self._client, self._is_immediate = channel, client, is_immediate
+        self._sent_version, self._sent_share, self._sent_s = NO_VERSION, 1.0, 0.0
+        self._has_unsent_change = False
+        self._is_device_copying = False
         self._slots: SharedTensorSlots | None = None
-        self._former: dict[str, Array] = {}
-        self._telling = threading.Lock()  # so that the last status that is told is the newest
+        self._arrays: dict[str, Array] = {}  # of the newest snapshot
+        self._status_lock = threading.Lock()  # the last status that is sent is the newest
 
-    def on_message(self, word: PublisherMessage, descriptor: int | None) -> None:
-        match word:
+    def on_message(self, message: PublisherMessage, descriptor: int | None) -> None:
+        match message:
             case StepTimes(steps=steps):
                 for ended_s, seconds in steps:
                     self.publisher.governor.observe(seconds, ended_s)
             case SharedMemoryInfo() if descriptor is not None:
-                self._slots = SharedTensorSlots(descriptor, word)
-            case DeviceCopyStarted() if not self._fetching:
-                self._fetching = True
+                self._slots = SharedTensorSlots(descriptor, message)
+            case DeviceCopyStarted() if not self._is_device_copying:
+                self._is_device_copying = True
                 self.publisher.governor.begin_push()
             case SnapshotReady() if self._slots is not None:
-                self._fetched(word.fetch_s)
-                self._publish(word, self._slots)
+                self._end_device_copy(message.fetch_s)
+                self._publish(message, self._slots)
             case ScalarReport(report=report):
                 self._client.send(report)
             case ShutdownRequest(flush_s=flush_s):
@@ -123,63 +125,64 @@ class _PublisherServer:
                 self.is_closing = True
 
     def forward_stop(self) -> None:
-        """Passes on what the gateway says to the learner, until the process ends."""
+        """Forwards the gateway's end of the run to the learner, until the process ends."""
         while not self.is_closing:
             if isinstance(message := self._client.receive(POLL_INTERVAL_S), StopRun):
-                self._tell(RunStopped(message.reason))
+                self._send(RunStopped(message.reason))
 
     def on_change(self) -> None:
         """Called by the publisher's threads."""
-        if self._at_once or self.publisher.progress.ready_version != self._told or self.publisher.failure is not None:
-            self._tell_status()
+        is_ready = self.publisher.progress.ready_version != self._sent_version
+        if self._is_immediate or is_ready or self.publisher.failure is not None:
+            self._send_status()
         else:
-            self._untold = True
+            self._has_unsent_change = True
 
     def send_status_if_due(self) -> None:
-        """Tells what has changed since it told last, if that is some time ago."""
-        moved = self._fetching and self.publisher.governor.share != self._told_share
-        if (self._untold or moved) and time.monotonic() - self._told_s >= STATUS_INTERVAL_S:
-            self._tell_status()
+        """Sends unsent changes, at most once per `STATUS_INTERVAL_S`."""
+        has_new_share = self._is_device_copying and self.publisher.governor.share != self._sent_share
+        if (self._has_unsent_change or has_new_share) and time.monotonic() - self._sent_s >= STATUS_INTERVAL_S:
+            self._send_status()
 
-    def _fetched(self, worked_s: float) -> None:
-        if self._fetching:
-            self._fetching = False
+    def _end_device_copy(self, worked_s: float) -> None:
+        if self._is_device_copying:
+            self._is_device_copying = False
             self.publisher.governor.end_push(worked_s)
 
-    def _tell_status(self) -> None:
-        with self._telling:
-            self._untold, self._told_s = False, time.monotonic()
-            publisher, error = self.publisher, self.publisher.failure
-            self._told, self._told_share = publisher.progress.ready_version, publisher.governor.share
-            self._tell(
+    def _send_status(self) -> None:
+        with self._status_lock:
+            self._has_unsent_change, self._sent_s = False, time.monotonic()
+            progress, governor, error = self.publisher.progress, self.publisher.governor, self.publisher.failure
+            self._sent_version, self._sent_share = progress.ready_version, governor.share
+            self._send(
                 PublisherStatus(
-                    ready_version=self._told,
-                    stored_version=publisher.progress.stored_version,
-                    oldest_in_use=publisher.progress.oldest_in_use,
-                    published=publisher.progress.published,
-                    next_allowed_s=publisher.progress.next_allowed_s,
-                    scalars=publisher.governor.scalars(),
+                    ready_version=self._sent_version,
+                    stored_version=progress.stored_version,
+                    oldest_in_use=progress.oldest_in_use,
+                    published=progress.published,
+                    next_allowed_s=progress.next_allowed_s,
+                    scalars=governor.scalars(),
                     failure=None if error is None else PublishFailure(type(error).__name__, str(error)),
-                    pinned_version=publisher.progress.pinned_version,
-                    share=self._told_share,
+                    pinned_version=progress.pinned_version,
+                    share=self._sent_share,
                 )
             )
 
     def _publish(self, snapshot: SnapshotReady, slots: SharedTensorSlots) -> None:
         unchanged = frozenset(snapshot.unchanged)
         arrays = {
-            name: self._former[name] if place in unchanged else view.copy()
-            for place, (name, view) in enumerate(slots.views[snapshot.slot].items())
+            name: self._arrays[name] if position in unchanged else view.copy()
+            for position, (name, view) in enumerate(slots.views[snapshot.slot].items())
         }
-        self._former = arrays
+        self._arrays = arrays
         if self.publisher.failure is None:
             self.publisher.publish(dict(arrays), snapshot.version, snapshot.updates, snapshot.rounding)
         else:
-            self._tell_status()
+            self._send_status()
 
-    def _tell(self, word: PublisherMessage) -> None:
-        if not self._line.send(word, SEND_TIMEOUT_S):
-            log.error("envoy.not_heard the learner does not listen; a new one is its business")
+    def _send(self, message: PublisherMessage) -> None:
+        if not self._channel.send(message, SEND_TIMEOUT_S):
+            log.error("publisher.send_failed the learner does not read; it starts a new publisher process")
             os._exit(1)
 
 

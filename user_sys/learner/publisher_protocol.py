@@ -1,6 +1,6 @@
-"""What the learner and its envoy say to each other: small records over a pair of sockets, and weights in shared memory.
+"""Messages between a learner and its publisher process: records over a socket pair, and weights in shared memory.
 
-Both ends run on one machine, from one installation, and the end of either closes the line.
+Both run on one machine from one installation. The end of either process closes the socket.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from user_sys.weights.snapshot import TensorLayout, layout_of
 from user_sys.weights.state import dtype_name, dtype_of
 
 SLOT_COUNT = 2
-"""One to write to while the other is read."""
+"""one to write to while the other is read"""
 MAX_RECORD_BYTES = 128 << 10  # a socket's buffer holds 200 KiB
 
 
 class PublisherSettings(msgspec.Struct, frozen=True, tag=True):
-    """The first record: as whom the envoy connects, and how it publishes.
+    """The first record: the settings of the process.
 
     Attributes:
-        tunnel_key: path of the learner's key pair of the tunnel.
-        signing_folder: folder of the learner's signing key, which the envoy alone reads.
-        run: identifies the numbers of its versions.
+        tunnel_key: path of the learner's key pair for the tunnel.
+        signing_folder: folder of the signing key, which only this process reads.
+        run: the id of the run.
     """
 
     endpoint: str
@@ -56,15 +56,15 @@ class SharedMemoryInfo(msgspec.Struct, frozen=True, tag=True):
 
 
 class DeviceCopyStarted(msgspec.Struct, frozen=True, tag=True):
-    """The next snapshot is being fetched from a device: a push is under way, and the governor's share is wanted."""
+    """The copy of the next snapshot from a device has begun: a push is in progress, and its share may change."""
 
 
 class SnapshotReady(msgspec.Struct, frozen=True, tag=True):
-    """A version to publish lies in `slot`, but for the tensors (by their place in the layout) that are `unchanged`.
+    """A version to publish lies in `slot`, except the tensors `unchanged` (positions in the layout).
 
     Attributes:
-        rounding: what was done to tensors on the device that they come from.
-        fetch_s: how long fetching it from there took, without rests.
+        rounding: the error of rounding on the device.
+        fetch_s: work of the copy from the device, without rests.
     """
 
     slot: int
@@ -76,7 +76,7 @@ class SnapshotReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, tag=True):
-    """Training steps, for the governor: when each ended, by the monotonic clock, and how many seconds it took."""
+    """Training steps for the governor: end on the monotonic clock, and seconds."""
 
     steps: tuple[tuple[float, float], ...]
 
@@ -86,30 +86,30 @@ class ScalarReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShutdownRequest(msgspec.Struct, frozen=True, tag=True):
-    """The envoy is to send what waits, for `flush_s` at most, and end."""
+    """Requests the process to send waiting messages for at most `flush_s`, and to end."""
 
     flush_s: float
 
 
 class PublishFailure(msgspec.Struct, frozen=True, tag=True):
-    """Why weights could not be published; `kind` is the error's class."""
+    """Why weights could not be published; `kind` is the class of the error."""
 
     kind: str
     text: str
 
 
 class PublisherStatus(msgspec.Struct, frozen=True, tag=True):
-    """Sent at once when `ready_version` or `failure` changes, else soon: each word takes the learner's interpreter.
+    """Sent at once if `ready_version` or `failure` changes, otherwise soon: each message interrupts the learner.
 
     Attributes:
-        ready_version: the newest version that is made ready; the slots of this and of earlier ones are free again.
-        stored_version: the newest that the gateway has on its disk.
-        oldest_in_use: with which a connected robot acts; -1 where none acts with any.
-        published: how many were made ready.
-        next_allowed_s: when another may follow, by the monotonic clock that all processes of a machine share.
-        failure: what ended publishing.
-        pinned_version: the version that a person ordered; -1 where none is.
-        share: the governor's; while weights are being fetched each change is told.
+        ready_version: the newest encoded version; its slot and those of earlier versions are free again.
+        stored_version: the newest on the gateway's disk.
+        oldest_in_use: the oldest in use by a connected robot; -1 if there is none.
+        published: number of encoded versions.
+        next_allowed_s: when the governor allows the next version, on the monotonic clock of the machine.
+        failure: the error that ended publishing.
+        pinned_version: the version that an operator has pinned; -1 if there is none.
+        share: the governor's share; sent at each change during a copy from a device.
     """
 
     ready_version: int
@@ -124,7 +124,7 @@ class PublisherStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStopped(msgspec.Struct, frozen=True, tag=True):
-    """The gateway says that the run is over."""
+    """The gateway has ended the run."""
 
     reason: str
 
@@ -143,7 +143,7 @@ PublisherMessage: TypeAlias = (
 
 
 class MessageSocket:
-    """One end of the pair. Any thread may send; one receives."""
+    """One end of the socket pair. Any thread may send; one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -153,27 +153,27 @@ class MessageSocket:
     def close(self) -> None:
         self._end.close()
 
-    def send(self, word: PublisherMessage, wait_s: float = 0.0, descriptor: int | None = None) -> bool:
-        """False where there is no room within `wait_s`, or the other end has closed."""
-        raw, deadline = msgspec.msgpack.encode(word), time.monotonic() + wait_s
+    def send(self, message: PublisherMessage, wait_s: float = 0.0, descriptor: int | None = None) -> bool:
+        """Returns False if there is no room within `wait_s`, or the other end has closed."""
+        raw, deadline = msgspec.msgpack.encode(message), time.monotonic() + wait_s
         while True:
             try:
                 socket.send_fds(self._end, [raw], [] if descriptor is None else [descriptor])
                 return True
             except BlockingIOError:
-                if not self._await(select.POLLOUT, deadline - time.monotonic()):
+                if not self._wait_for(select.POLLOUT, deadline - time.monotonic()):
                     return False
             except (BrokenPipeError, ConnectionResetError):
                 return False
 
     def receive(self, wait_s: float) -> tuple[PublisherMessage, int | None] | None:
-        """The next record, and the descriptor that came with it; None after `wait_s`.
+        """Returns the next record with its descriptor, or None after `wait_s`.
 
         Raises:
             LinkDown: the other end has closed.
-            WireError: no record.
+            WireError: the record cannot be decoded.
         """
-        if not self._await(select.POLLIN, wait_s):
+        if not self._wait_for(select.POLLIN, wait_s):
             return None
         try:
             raw, descriptors, _, _ = socket.recv_fds(self._end, MAX_RECORD_BYTES, 1)
@@ -184,9 +184,9 @@ class MessageSocket:
         try:
             return self._decoder.decode(raw), descriptors[0] if descriptors else None
         except DECODE_ERRORS as error:
-            raise WireError(f"not a word between learner and envoy: {error}") from None
+            raise WireError(f"a message between learner and publisher process cannot be decoded: {error}") from None
 
-    def _await(self, event: int, seconds: float) -> bool:
+    def _wait_for(self, event: int, seconds: float) -> bool:
         waiting = select.poll()
         waiting.register(self._end, event)
         return bool(waiting.poll(max(0.0, 1e3 * seconds)))
@@ -199,31 +199,32 @@ class _TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedTensorSlots:
-    """Shared memory for snapshots of weights of one layout: the layout itself, then `SLOT_COUNT` times room for them
-    all.
+    """Shared memory for snapshots of one layout: the encoded layout, then `SLOT_COUNT` slots.
 
-    It goes with the last of the two processes that have it, however they end.
+    The system frees it when both processes have ended.
 
     Attributes:
-        views: name to array, for each slot, in the order of the layout.
-        memory: what the other end needs besides the `descriptor`.
+        views: for each slot, name to array in the order of the layout.
+        memory: the description that the other end needs besides the `descriptor`.
     """
 
     def __init__(self, descriptor: int, memory: SharedMemoryInfo) -> None:
-        """Of memory that is there. Raises RunError: it is not of this size, or cannot be mapped."""
+        """Maps existing memory. Raises RunError if it has another size or cannot be mapped."""
         self.descriptor, self.memory = descriptor, memory
         try:
             content = mmap.mmap(descriptor, _pad_to_alignment(memory.layout_bytes) + SLOT_COUNT * memory.slot_bytes)
         except (OSError, ValueError) as error:
-            raise RunError(f"no memory to hand weights over: {error}") from None
+            raise RunError(f"the shared memory for weights cannot be mapped: {error}; free some memory") from None
         tensors = msgspec.msgpack.decode(content[: memory.layout_bytes], type=tuple[_TensorSpec, ...])
         first = _pad_to_alignment(memory.layout_bytes)
         self.views = tuple(_views(content, tensors, first + slot * memory.slot_bytes) for slot in range(SLOT_COUNT))
-        self._kinds = list(layout_of(self.views[0]).items())
+        self._layout = list(layout_of(self.views[0]).items())
 
     @classmethod
     def from_layout(cls, layout: TensorLayout) -> Self:
-        """New memory for snapshots like this. Raises WireError: a dtype does not travel; OSError: no memory."""
+        """Allocates memory for snapshots of `layout`. Raises WireError for an unsupported dtype, OSError without
+        memory.
+        """
         tensors = tuple(_TensorSpec(name, dtype_name(dtype), shape) for name, (dtype, shape) in layout.items())
         encoded = msgspec.msgpack.encode(tensors)
         size = sum(_pad_to_alignment(math.prod(shape) * dtype.itemsize) for dtype, shape in layout.values())
@@ -234,12 +235,12 @@ class SharedTensorSlots:
         return cls(descriptor, memory)
 
     def close(self) -> None:
-        """Gives the descriptor back; the memory goes when nobody looks at it any more."""
+        """Closes the descriptor; the mapped memory stays while arrays use it."""
         os.close(self.descriptor)
 
     def has_layout(self, layout: TensorLayout) -> bool:
-        """Whether it is the one that this memory is for, in its order."""
-        return list(layout.items()) == self._kinds
+        """Whether the memory is for `layout`, in its order."""
+        return list(layout.items()) == self._layout
 
 
 def _views(content: mmap.mmap, tensors: tuple[_TensorSpec, ...], offset: int) -> dict[str, Array]:

@@ -330,7 +330,7 @@ class LearnerStatistics:
 
     def add(self, report: MetricsReport) -> None:
         self._updates[report.node] = report.count
-        self._is_held[report.node] = bool(report.scalars.get("held_by_order", 0))
+        self._is_held[report.node] = bool(report.scalars.get("held_by_pin", 0))
         self.unreadable_checkpoints[report.node] = int(report.scalars.get("checkpoints_unreadable", 0))
         self._rate.add(self._clock(), self.updates)
         if "policy_version" in report.scalars:
