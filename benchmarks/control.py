@@ -103,7 +103,7 @@ def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning
         console = stack.enter_context(_client(CONSOLE, folder.keys, card.endpoint))
         pushes = None if learning else stack.enter_context(_client(LEARNER, folder.keys, card.endpoint))
         if learning:
-            argv = module_argv("user_sys.learner", folder.path, LEARNER, card.endpoint, "127.0.0.1", 0)
+            argv = module_argv("user_sys.run.learner_process", folder.path, LEARNER, card.endpoint, "127.0.0.1", 0)
             trainer = stack.enter_context(_process(argv, folder.path / "learner.log"))
         if not _takes_steps(console, acting):
             words = {name: last_log_message(folder.path / f"{name}.log") for name in ("gateway", "driver", "session")}

@@ -24,6 +24,7 @@ from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, Epi
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
 from user_sys.learner.config import LearnerConfig
+from user_sys.learner.trainer import RankTrainer
 from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner, WeightsPublisher
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
@@ -89,7 +90,7 @@ class PublishedVersion:
 
 @dataclass
 class RecordingPublisher:
-    """Copies versions as the envoy does, and keeps them all."""
+    """Copies and records versions."""
 
     versions: list[PublishedVersion]
     versions_ahead: int = 0
@@ -108,7 +109,7 @@ class RecordingPublisher:
 
 @dataclass
 class LearnerBench:
-    """A store with its writer, and what a learner published and reported."""
+    """A store, and the versions and scalars of a learner."""
 
     folder: Path
     writer: StoreWriter
@@ -128,16 +129,16 @@ class LearnerBench:
         clock: Callable[[], float] = time.monotonic,
         sink: WeightsPublisher | None = None,
         device: str = "cpu",
+        kind: type[RankTrainer] = RankTrainer,
     ) -> Learner:
+        reader = StoreReader.open(self.folder / "store")
+        self.trainer = kind(config, SPEC, reader, features=(), seed=seed, device=device, group=None)
         return Learner(
             config,
-            SPEC,
-            StoreReader.open(self.folder / "store"),
+            self.trainer,
             publisher=sink or RecordingPublisher(self.published),
             report=lambda count, scalars: self.reported.append((count, scalars)),
             checkpoint_dir=self.folder / checkpoints,
-            seed=seed,
-            device=device,
             clock=clock,
         )
 
@@ -154,7 +155,7 @@ def bench(tmp_path: Path) -> Iterator[LearnerBench]:
         yield LearnerBench(tmp_path, writer)
 
 
-def test_demonstrations_become_weights_that_a_robot_can_load(bench: LearnerBench) -> None:
+def test_learner_publishes_weights_that_a_policy_loads(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     learner = bench.train(replace(CONFIG, max_updates=10))
     assert learner.updates == 10 and learner.training_s > 0
@@ -167,7 +168,7 @@ def test_demonstrations_become_weights_that_a_robot_can_load(bench: LearnerBench
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_trains_publishes_and_goes_on_from_its_checkpoint_also_without_one(bench: LearnerBench) -> None:
+def test_gpu_learner_resumes_on_gpu_and_cpu(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.fill(EpisodeSource.ONLINE, 4)
     for updates, device in ((10, "cuda"), (20, "cuda"), (30, "cpu"), (40, "cuda")):
@@ -178,7 +179,7 @@ def test_on_a_gpu_it_trains_publishes_and_goes_on_from_its_checkpoint_also_witho
     assert np.isfinite(bench.reported[-1][1]["critic_loss"])
 
 
-def test_a_learner_whose_weights_are_fetched_publishes_what_it_would_on_the_processor(
+def test_fetched_weights_equal_those_of_a_cpu_learner(
     bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
@@ -193,7 +194,7 @@ def test_a_learner_whose_weights_are_fetched_publishes_what_it_would_on_the_proc
     assert kept is not None and kept.scalars["policy"] == here[-1][1].hex()
 
 
-def test_a_resumed_run_is_bit_identical(bench: LearnerBench) -> None:
+def test_resumed_run_is_bit_identical(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.fill(EpisodeSource.ONLINE, 4)
     bench.train(replace(CONFIG, max_updates=30), "straight")
@@ -206,7 +207,7 @@ def test_a_resumed_run_is_bit_identical(bench: LearnerBench) -> None:
         np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
 
 
-def test_time_and_versions_go_on_after_a_resumption(bench: LearnerBench) -> None:
+def test_resumed_run_continues_time_and_versions(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 2)
     first = bench.train(replace(CONFIG, max_updates=5))
     last_version = bench.published[-1].version
@@ -217,7 +218,7 @@ def test_time_and_versions_go_on_after_a_resumption(bench: LearnerBench) -> None
     assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
 
 
-def test_more_versions_than_are_reserved_bring_the_next_checkpoint_forward(
+def test_used_up_version_numbers_trigger_a_checkpoint(
     bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("user_sys.learner.learner.VERSIONS_PER_CHECKPOINT", 2)
@@ -228,7 +229,7 @@ def test_more_versions_than_are_reserved_bring_the_next_checkpoint_forward(
     assert kept is not None and kept.scalars["policy"] == bench.published[-1].state.digest.hex()
 
 
-def test_experience_that_comes_later_is_followed_and_bounds_the_updates(bench: LearnerBench) -> None:
+def test_updates_are_bounded_by_online_steps(bench: LearnerBench) -> None:
     config = replace(CONFIG, warmup_updates=20, utd_max=0.5, report_interval_s=0.0)
     bench.fill(EpisodeSource.DEMO, 2)
     stop, learner = threading.Event(), bench.learner(config)
@@ -253,7 +254,7 @@ def test_experience_that_comes_later_is_followed_and_bounds_the_updates(bench: L
     assert bench.reported[-1][1]["online_steps"] == 5 * STEPS
 
 
-def test_it_ends_when_the_training_time_is_used_up(bench: LearnerBench) -> None:
+def test_learner_ends_at_its_training_time(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 2)
     readings = itertools.count()  # of a clock on which everything takes a hundredth of a second
     config = replace(CONFIG, warmup_updates=10**9, max_training_s=0.2)
@@ -263,7 +264,7 @@ def test_it_ends_when_the_training_time_is_used_up(bench: LearnerBench) -> None:
     assert bench.learner(CONFIG).training_s == learner.training_s
 
 
-def test_what_is_not_finite_is_neither_published_nor_kept(bench: LearnerBench) -> None:
+def test_diverged_weights_are_neither_published_nor_saved(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 2, spoil=3e38)  # finite, as the buffer wants it, and too large for float32 to square
     with pytest.raises(NotFinite):
         bench.train(replace(CONFIG, max_updates=5))
@@ -272,14 +273,14 @@ def test_what_is_not_finite_is_neither_published_nor_kept(bench: LearnerBench) -
     assert kept is not None and kept.updates == 0
 
 
-def test_a_learner_that_can_set_no_multiprocessors_aside_is_refused_at_the_start(bench: LearnerBench) -> None:
+def test_green_context_without_a_gpu_is_refused(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 2)
-    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the processor"):
+    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the CPU"):
         bench.train(replace(CONFIG, publish=PublishConfig(green_sms=8)))
     assert bench.published == [] and load_latest_checkpoint(bench.folder / "a") is None
 
 
-def test_a_learner_whose_checkpoints_cannot_be_read_does_not_begin_anew(bench: LearnerBench) -> None:
+def test_unreadable_checkpoints_are_refused(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.train(replace(CONFIG, max_updates=5, checkpoints_kept=2))
     older, newer = sorted((bench.folder / "a").glob("*.checkpoint"))
@@ -293,7 +294,7 @@ def test_a_learner_whose_checkpoints_cannot_be_read_does_not_begin_anew(bench: L
         bench.learner(CONFIG)
 
 
-def test_training_pauses_while_the_disk_is_full_and_goes_on(
+def test_training_pauses_while_the_disk_is_full(
     bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
@@ -322,7 +323,7 @@ def test_training_pauses_while_the_disk_is_full_and_goes_on(
     assert bench.reported[-1][1]["disk_needed_bytes"] == 0
 
 
-def test_a_learner_that_is_told_to_stop_does_not_wait_for_the_disk(
+def test_stop_does_not_wait_for_a_full_disk(
     bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
@@ -340,7 +341,7 @@ def test_a_learner_that_is_told_to_stop_does_not_wait_for_the_disk(
     assert kept is not None and kept.updates == 5
 
 
-def test_a_checkpoint_of_another_run_is_refused(bench: LearnerBench, tmp_path: Path) -> None:
+def test_checkpoint_of_another_store_is_refused(bench: LearnerBench, tmp_path: Path) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.train(replace(CONFIG, max_updates=5))
     with pytest.raises(WireError, match="another RLPD"):
@@ -353,7 +354,7 @@ def test_a_checkpoint_of_another_run_is_refused(bench: LearnerBench, tmp_path: P
             other.learner(CONFIG)
 
 
-def test_settings_that_would_learn_nothing_are_refused() -> None:
+def test_settings_without_updates_are_refused() -> None:
     nothing = ({"batch_size": 0}, {"utd_max": 0.0}, {"warmup_updates": 0})
     for wrong in (*nothing, {"cache_bytes": 10}, {"batches_ahead": -1}, {"demo_fraction": 1.5}):
         with pytest.raises(ConfigError):
@@ -388,7 +389,7 @@ class LaggingPublisher:
         return {}
 
 
-def test_the_learner_waits_for_robots_that_are_too_far_behind_and_then_goes_on(bench: LearnerBench) -> None:
+def test_learner_waits_for_slow_robots(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     behind = LaggingPublisher()
     config = replace(CONFIG, publish=PublishConfig(every_updates=1, max_versions_ahead=3), max_updates=5)
@@ -396,7 +397,7 @@ def test_the_learner_waits_for_robots_that_are_too_far_behind_and_then_goes_on(b
     assert len(behind.updated_at) == 5 and min(behind.updated_at) > 50, "no update before the robots had caught up"
 
 
-def test_it_publishes_when_the_policy_has_moved_or_at_the_ends_of_episodes(bench: LearnerBench) -> None:
+def test_learner_publishes_by_kl_or_at_episode_ends(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     moved = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9), max_updates=25)
     bench.train(moved, "moved")
@@ -411,7 +412,7 @@ def test_it_publishes_when_the_policy_has_moved_or_at_the_ends_of_episodes(bench
     assert [published.updates for published in bench.published] == [1, 5]
 
 
-def test_a_policy_of_more_tensors_than_travel_ends_the_learner_at_the_start(
+def test_policy_with_too_many_tensors_is_refused(
     bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("user_sys.weights.state.MAX_TENSORS", 3)
@@ -435,32 +436,22 @@ def scene(bench: LearnerBench) -> None:
     bench.writer.sync()
 
 
-class RecordingLearner(Learner):
-    """Keeps of each update what was drawn, and the TD errors that came of it."""
+class RecordingTrainer(RankTrainer):
+    """Records each batch, and the TD errors after its update."""
 
-    def _update(self) -> None:
-        super()._update()
-        batch = self._share.batch
-        copies = (
-            batch.row,
-            batch.weight,
-            batch.reward,
-            batch.discount,
-            batch.terminated,
-            self._share.algorithm.td_errors(),
-        )
-        self.drawn = [*getattr(self, "drawn", []), tuple(np.array(column) for column in copies)]
+    def update(self) -> None:
+        super().update()
+        batch = self.batch
+        columns = (batch.row, batch.weight, batch.reward, batch.discount, batch.terminated, self.algorithm.td_errors())
+        self.batches = [*getattr(self, "batches", []), tuple(np.array(column) for column in columns)]
 
 
-def watched(bench: LearnerBench, sampler: SamplerConfig, updates: int = 40) -> list[tuple[Array, ...]]:
-    """Rows, weights, rewards, discounts, terminations and TD errors of `updates` updates of a learner."""
+def record_batches(bench: LearnerBench, sampler: SamplerConfig, updates: int = 40) -> list[tuple[Array, ...]]:
+    """Returns rows, weights, rewards, discounts, terminations and TD errors of `updates` updates of a learner."""
     config = replace(CONFIG, sampler=sampler, max_updates=updates)
-    learner = RecordingLearner(
-        config, SPEC, StoreReader.open(bench.folder / "store"), publisher=RecordingPublisher(bench.published),
-        report=lambda count, scalars: None, checkpoint_dir=bench.folder / "a",
-    )  # fmt: skip
-    learner.run(threading.Event())
-    return learner.drawn
+    bench.learner(config, kind=RecordingTrainer).run(threading.Event())
+    assert isinstance(bench.trainer, RecordingTrainer)
+    return bench.trainer.batches
 
 
 ONLY: list[tuple[SamplerConfig, set[int]]] = [
@@ -479,25 +470,25 @@ ONLY: list[tuple[SamplerConfig, set[int]]] = [
 
 
 @pytest.mark.parametrize(("sampler", "rows"), ONLY, ids=range(len(ONLY)))
-def test_a_run_draws_what_its_sampler_is_set_to(bench: LearnerBench, sampler: SamplerConfig, rows: set[int]) -> None:
+def test_sampler_filter_selects_rows(bench: LearnerBench, sampler: SamplerConfig, rows: set[int]) -> None:
     scene(bench)
-    assert set(np.concatenate([drawn[0] for drawn in watched(bench, sampler)]).tolist()) == rows
+    assert set(np.concatenate([drawn[0] for drawn in record_batches(bench, sampler)]).tolist()) == rows
 
 
-def test_n_steps_are_summed_and_discounted_up_to_the_end(bench: LearnerBench) -> None:
+def test_n_step_rewards_are_discounted_up_to_the_end(bench: LearnerBench) -> None:
     scene(bench)
-    for row, _, reward, discount, terminated, _ in watched(bench, SamplerConfig(n_step=3), 5):
+    for row, _, reward, discount, terminated, _ in record_batches(bench, SamplerConfig(n_step=3), 5):
         left = STEPS - row % STEPS  # steps to the end, which alone is rewarded
         np.testing.assert_allclose(discount, SMALL.discount ** np.minimum(left, 3), rtol=1e-6)
         np.testing.assert_allclose(reward, np.where(left <= 3, SMALL.discount ** (left - 1.0), 0), rtol=1e-6)
         np.testing.assert_array_equal(terminated, left <= 3)
 
 
-def test_what_surprises_the_critics_is_drawn_more_often_and_weighs_less(bench: LearnerBench) -> None:
+def test_prioritized_sampler_prefers_large_td_errors(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.writer.append(episode("z", EpisodeSource.ONLINE, 9, spoil=5.0))
     bench.writer.sync()
-    drawn = watched(bench, SamplerConfig(kind="prioritized"))
+    drawn = record_batches(bench, SamplerConfig(kind="prioritized"))
     surprising = [float((row >= 3 * STEPS).mean()) for row, *_ in drawn]
     assert surprising[0] == 0.25 and np.mean(surprising[10:]) > 0.5
     row, weight, *_ = drawn[-1]
@@ -509,12 +500,12 @@ def test_what_surprises_the_critics_is_drawn_more_often_and_weighs_less(bench: L
     assert [powers[row] for row in expected] == pytest.approx(list(expected.values()), rel=1e-5)
 
 
-def test_tasks_are_drawn_evenly_and_the_side_that_does_worse_more_often(bench: LearnerBench) -> None:
+def test_task_sampler_balances_tasks_and_prefers_failing_sources(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.writer.append(episode("u", EpisodeSource.DEMO, 8, task="u"))
     bench.writer.append(episode("z", EpisodeSource.ONLINE, 9, spoil=5.0))
     bench.writer.sync()
-    drawn = watched(bench, SamplerConfig(kind="tasks"), 30)
+    drawn = record_batches(bench, SamplerConfig(kind="tasks"), 30)
     other, online = set(range(3 * STEPS, 4 * STEPS)), set(range(4 * STEPS, 5 * STEPS))
     assert all(sum(row in other for row in drawing[0].tolist()) == 8 for drawing in drawn)
     shares = [sum(row in online for row in drawing[0].tolist()) / 8 for drawing in drawn]
@@ -523,7 +514,7 @@ def test_tasks_are_drawn_evenly_and_the_side_that_does_worse_more_often(bench: L
 
 @pytest.mark.parametrize("sampler", [PRIORITIZED, SamplerConfig(kind="tasks")], ids=["prioritized", "tasks"])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_run_that_hears_of_its_errors_resumes_bit_identically(
+def test_samplers_with_feedback_resume_bit_identically(
     bench: LearnerBench, sampler: SamplerConfig, ahead: int
 ) -> None:
     scene(bench)
@@ -537,7 +528,7 @@ def test_a_run_that_hears_of_its_errors_resumes_bit_identically(
         np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
 
 
-def test_online_steps_allow_updates_whatever_is_drawn_and_an_empty_choice_is_told(
+def test_filter_without_steps_is_logged_once(
     bench: LearnerBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene(bench)
@@ -552,7 +543,7 @@ def test_online_steps_allow_updates_whatever_is_drawn_and_an_empty_choice_is_tol
     learner = bench.learner(replace(CONFIG, sampler=sampler), clock=clock)
     learner.run(stop)
     assert learner.updates == 0 and bench.reported[-1][1]["online_steps"] == 2 * STEPS
-    assert caplog.text.count("learner.nothing_to_draw") == 1
+    assert caplog.text.count("learner.nothing_to_sample") == 1
 
 
 SAMPLER_ERRORS = {
@@ -571,12 +562,12 @@ SAMPLER_ERRORS = {
     "{kind: interventions, interventions: {weight: 0.5}}": ["weighted by 0.5", "at least 1"],
     "{kind: tasks, tasks: {low: 0.9}}": ["(0.9, 0.8)"],
     "{kind: tasks, only: {tasks: [lift]}}": ["finds tasks and sources by itself"],
-    "{kind: uniform}, demo_fraction: 0.25": ["demo_fraction means nothing to sampler.kind 'uniform'"],
+    "{kind: uniform}, demo_fraction: 0.25": ["demo_fraction has no effect with sampler.kind 'uniform'"],
 }
 
 
 @pytest.mark.parametrize("text", SAMPLER_ERRORS)
-def test_a_sampler_that_cannot_be_is_refused_before_a_run_starts(tmp_path: Path, text: str) -> None:
+def test_invalid_sampler_settings_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"learner: {{sampler: {text}}}")
     with pytest.raises(ConfigError) as caught:
@@ -585,7 +576,7 @@ def test_a_sampler_that_cannot_be_is_refused_before_a_run_starts(tmp_path: Path,
     assert [part for part in ("run.yaml: learner", *SAMPLER_ERRORS[text]) if part not in message] == [], message
 
 
-def test_a_samplers_settings_are_kept_with_the_run(tmp_path: Path) -> None:
+def test_sampler_settings_are_saved_with_the_run(tmp_path: Path) -> None:
     text = "{kind: tasks, n_step: 3, tasks: {window: 50}, only: {robots: [a], phases: [policy], success: true}}"
     (tmp_path / "run.yaml").write_text(f"learner: {{sampler: {text}}}")
     config = load(RunConfig, tmp_path / "run.yaml")

@@ -1,7 +1,4 @@
-"""Which processor a learner trains on.
-
-What can be set about a learner.
-"""
+"""The settings of a learner, and the device that it trains on."""
 
 from __future__ import annotations
 
@@ -21,22 +18,22 @@ log = logging.getLogger(__name__)
 TrainingDevice = Literal["auto", "cpu", "cuda"]
 CPU: Literal["cpu"] = "cpu"
 TRAINING_STREAM_PRIORITY = -1
-"""Priority of the stream on which a GPU trains; the lower, the more urgent. Pushes of weights have 0, the lowest."""
+"""Priority of the CUDA stream that trains; a lower number is more urgent. Pushes of weights have 0, the lowest."""
 
 
 def training_device(requested: TrainingDevice, reserved: bool, gpu: int = 0) -> str:
-    """What `wanted` comes to on this computer: ``cpu`` or ``cuda``.
+    """Resolves the setting `device` on this computer: ``cpu`` or ``cuda``.
 
     Args:
-        reserved: the run has asked for a GPU (`resources`), which it is ``auto``'s to use.
-        card: which of the GPUs that it sees this process trains on.
+        reserved: the run has requested a GPU (`resources`), which ``auto`` then uses.
+        gpu: index of this process's GPU among the visible ones.
 
     Raises:
-        ConfigError: ``cuda`` is wanted, and torch finds no GPU here; or a GPU is to be used, and there are too few.
+        ConfigError: ``cuda`` is set and torch finds no GPU here, or there are too few GPUs.
     """
     if requested == CPU or (requested == "auto" and not reserved):
         return CPU
-    import torch  # seconds: who only reads the configuration need not wait for it
+    import torch  # takes seconds, which readers of the configuration need not spend
 
     if torch.cuda.is_available():
         require_gpu(torch.cuda.device_count(), gpu)
@@ -44,12 +41,12 @@ def training_device(requested: TrainingDevice, reserved: bool, gpu: int = 0) -> 
     why = f"torch {torch.__version__} finds no GPU on {local_node()}"
     if requested == "cuda":
         raise ConfigError(f"learner.device is cuda, and {why}")
-    log.warning("learner.no_gpu the run needs a GPU, and %s: it trains on the processor", why)
+    log.warning("learner.no_gpu the run has requested a GPU, but %s: it trains on the CPU", why)
     return CPU
 
 
 def training_stream(device: str) -> AbstractContextManager[Any]:
-    """What this thread has a GPU do inside of it goes ahead of pushes; on the processor it changes nothing."""
+    """Runs this thread's GPU work ahead of pushes; it has no effect on the CPU."""
     if device == CPU:
         return nullcontext()
     import torch
@@ -58,11 +55,11 @@ def training_stream(device: str) -> AbstractContextManager[Any]:
 
 
 def require_gpu(found: int, gpu: int) -> None:
-    """Raises ConfigError: `found` GPUs are too few for a learner's process whose own is the one of number `card`."""
+    """Raises ConfigError if there is no GPU of index `gpu` among the `found` ones."""
     if found <= gpu:
         raise ConfigError(
-            f"each of learner.processes trains on a GPU of its own, one on GPU {gpu} of {local_node()}, and torch "
-            f"finds {found} there: set learner.processes to fewer, or let `resources` request as many GPUs as processes"
+            f"each of learner.processes trains on its own GPU, one of them on GPU {gpu} of {local_node()}, but "
+            f"torch finds {found} there: lower learner.processes, or request as many GPUs as processes in `resources`"
         )
 
 
@@ -72,26 +69,28 @@ DEMO_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The learner's settings.
+    """The settings of a learner.
 
     Attributes:
-        algorithm: RLPD's own settings.
-        processes: how many train it together, on one computer or several; each has a GPU of its own, or threads of its
-            own. Batch and cache are divided among them.
-        batch_size: transitions in an update.
-        demo_fraction: share of demonstrations and interventions in a batch of the mixed sampler.
-        sampler: what batches are drawn from, and how.
-        cache_bytes: memory of the replay buffer's hot cache; what does not fit is read from the disk when it is drawn.
-        batches_ahead: how many batches are got ready while one trains; 0 saves the threads, where states are all.
-        warmup_updates: updates allowed on demonstrations alone, before the first online step.
-        utd_max: the staleness bound: updates allowed for each online step, besides the warm-up.
+        algorithm: settings of RLPD.
+        processes: number of processes that train together, on one or several computers. Each has its own GPU or
+            threads;
+            batch and cache are divided among them.
+        batch_size: transitions per update.
+        demo_fraction: fraction of demonstrations and interventions in a batch of the mixed sampler.
+        sampler: which steps are sampled, and how.
+        cache_bytes: memory of the replay buffer's cache; other steps are read from disk when they are sampled.
+        batches_ahead: batches that threads prepare during an update; 0 needs no threads and suits state observations.
+        warmup_updates: updates on demonstrations before the first online step.
+        utd_max: bound of staleness: updates per online step, in addition to the warm-up.
         publish: when weights are published, and in which precisions.
-        checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
-        report_interval_s: from one report of scalars to the next.
-        device: of the networks: cpu, cuda, or auto: a GPU if `resources` requests one.
-        threads: CPU threads of torch, in each process; one leaves the rest of a small machine to the robots.
-        max_training_s: training ends then; time in which the staleness bound held it up does not count.
-        max_updates: ... or after so many updates; 0 sets no such end.
+        checkpoint_interval_s: seconds between checkpoints.
+        checkpoints_kept: number of checkpoints on disk.
+        report_interval_s: seconds between reports of scalars.
+        device: ``cpu``, ``cuda``, or ``auto``: a GPU if the run's `resources` request one.
+        threads: CPU threads of torch per process; 1 leaves the rest of a small computer to the robots.
+        max_training_s: limit of training time, without the time in which the staleness bound held it up.
+        max_updates: limit of updates; 0 is unlimited.
     """
 
     algorithm: RlpdConfig = field(default_factory=RlpdConfig)
@@ -114,25 +113,27 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.threads, self.checkpoints_kept) < 1:
-            raise ConfigError("learner: batch_size, threads and checkpoints_kept must be at least 1")
+            raise ConfigError("learner: set batch_size, threads and checkpoints_kept to 1 or more")
         if self.cache_bytes < MIN_CACHE_BYTES or self.batches_ahead < 0 or not 0 <= self.demo_fraction <= 1:
             raise ConfigError(
-                f"learner: cache_bytes must be at least {MIN_CACHE_BYTES}, batches_ahead not negative, "
-                "and demo_fraction a share between 0 and 1"
+                f"learner: set cache_bytes to {MIN_CACHE_BYTES} or more, batches_ahead to 0 or more, "
+                "and demo_fraction between 0 and 1"
             )
         if self.sampler.kind != "mixed" and self.demo_fraction != DEMO_FRACTION:
-            raise ConfigError(f"demo_fraction means nothing to sampler.kind {self.sampler.kind!r}: leave it out")
+            raise ConfigError(f"learner.demo_fraction has no effect with sampler.kind {self.sampler.kind!r}: remove it")
         if self.processes < 1 or self.batch_size % self.processes:
             raise ConfigError(
                 f"learner: {self.processes} processes do not divide a batch of {self.batch_size} evenly; "
-                "processes must be at least 1, and batch_size a multiple of it"
+                "set processes to 1 or more, and batch_size to a multiple of it"
             )
         if self.cache_bytes // self.processes < MIN_CACHE_BYTES:
             raise ConfigError(
-                f"learner: cache_bytes {self.cache_bytes} is shared by {self.processes} processes, and each needs "
-                f"{MIN_CACHE_BYTES}"
+                f"learner: cache_bytes {self.cache_bytes} is divided among {self.processes} processes, and each needs "
+                f"{MIN_CACHE_BYTES}; raise it"
             )
         if self.processes > 1 and self.publish.green_sms:
-            raise ConfigError("learner.publish: green_sms is for a learner of one process; set collective_ctas instead")
+            raise ConfigError("learner.publish: green_sms works with one process only; set collective_ctas instead")
         if self.utd_max <= 0 or self.warmup_updates < 1:
-            raise ConfigError("learner: utd_max must be above 0 and warmup_updates at least 1, or nothing is learned")
+            raise ConfigError(
+                "learner: set utd_max above 0 and warmup_updates to 1 or more, otherwise no update is allowed"
+            )

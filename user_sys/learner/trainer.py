@@ -1,7 +1,8 @@
-"""One process's share of the training: it follows the store, draws its part of each batch, and updates with the others.
+"""The trainer of one process: it reads the replay buffer, draws its part of each batch, and updates the algorithm.
 
-A learner of one process has all of it. Of several, each has a `RankTrainer`; rank 0's is the learner's own, and
-whatever is done with that the others do at the same time (`RankTrainer.obey`).
+A learner with one process has one trainer. With several, each process is a rank with a trainer of its own. Rank 0
+belongs to the learner; it broadcasts a `RankCommand` before each collective operation, and the others follow it in
+`RankTrainer.run_worker_loop`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from user_sys.algorithms.distributed import TrainingGroup
 
 GATHER_TIMEOUT_S = 300.0
-"""Rank 0 fetches a share at the governor's pace."""
+"""Rank 0 gathers at the rate of its governor."""
 SAMPLER_PREFIX = "sampler."  # before the names of the sampler's arrays in a checkpoint
 RANK_PREFIX = "rank."  # ... and before that and the number of its process, where that is not 0
 PROCESS_COUNT_KEY = "processes"  # how many made a checkpoint
 
 
 class RankCommand(IntEnum):
-    """What all processes do next."""
+    """The next operation of all processes."""
 
     REFRESH = 0
     UPDATE = 1
@@ -47,11 +48,15 @@ class RankCommand(IntEnum):
 
 
 class RankTrainer:
-    """One thread constructs it and calls it.
+    """Trains in one process. One thread constructs it and calls it.
 
     Attributes:
-        demo_online: the demonstrations and the online steps there are, whatever is drawn from.
-        can_sample: every process has something to draw, as of the newest `refresh`.
+        algorithm: the algorithm with its networks.
+        replay: the buffer that batches are drawn from.
+        demo_online: the demonstrations and the online steps in the store, whatever the sampler draws.
+        batch: the newest batch.
+        can_sample: every process has steps to draw, as of the last `refresh`.
+        processes: number of processes that train together.
     """
 
     def __init__(
@@ -65,166 +70,184 @@ class RankTrainer:
         device: str,
         group: TrainingGroup | None,
     ) -> None:
-        """Args:
-        device: torch's name of what trains; for a GPU, batches lie in page-locked memory.
-        ranks: this process among others; None where it is alone.
+        """Builds the algorithm, the replay buffer and the sampler.
+
+        Args:
+            reader: the store, used from this thread only.
+            features: the observations that the policy reads; empty for all vectors.
+            device: a torch device; for a GPU, batches lie in page-locked memory.
+            group: the processes that train together; None for a single process.
 
         Raises:
-            ConfigError: settings that do not fit the robot or the device.
+            ConfigError: the settings do not fit the robot or the device.
         """
-        from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's processes alone need it
+        from user_sys.algorithms.rlpd import Rlpd  # imports torch, which only the learner's processes need
         from user_sys.weights.gpu_copy import make_host_copier
 
-        rank, world = (0, 1) if group is None else (group.rank, group.world)
-        self._ranks, self._rank, self._world, self._publish = group, rank, world, config.publish
-        self._giver = ThreadPoolExecutor(1, thread_name_prefix="weights-give")  # its thread starts when it is needed
-        self._giving: Future[None] | None = None
-        self.can_sample = False
-        copies = make_host_copier(device, config.publish)
-        self.algorithm = Rlpd(
-            config.algorithm, spec, features=features, seed=seed, device=device, copier=copies, group=group
+        rank, processes = (0, 1) if group is None else (group.rank, group.world)
+        self._reader, self._group, self._rank, self.processes, self._publish = (
+            reader,
+            group,
+            rank,
+            processes,
+            config.publish,
         )
-        here = StepFilter(embodiments=frozenset({spec.embodiment}))
+        self._gather_executor = ThreadPoolExecutor(1, thread_name_prefix="weights-give")
+        self._gathering: Future[None] | None = None
+        self.can_sample = False
+        copier = make_host_copier(device, config.publish)
+        self.algorithm = Rlpd(
+            config.algorithm, spec, features=features, seed=seed, device=device, copier=copier, group=group
+        )
+        step_filter = StepFilter(embodiments=frozenset({spec.embodiment}))
         self.replay = ReplayBuffer(
-            reader, ObservationFeatures.of(spec), cache_bytes=config.cache_bytes // world, step_filter=here
+            reader, ObservationFeatures.of(spec), cache_bytes=config.cache_bytes // processes, step_filter=step_filter
         )
         self.demo_online = DemoOnlineSelector(spec.embodiment, config.demo_fraction)
-        chooser = (
+        selector = (
             self.demo_online
             if config.sampler.is_unfiltered_mixture
             else config.sampler.make_selector(spec.embodiment, config.demo_fraction)
         )
-        if chooser is not self.demo_online:
+        if selector is not self.demo_online:
             self.replay.subscribe(self.demo_online.update)
         steps = TransitionBuilder(config.sampler.n_step, config.algorithm.discount)
-        size, pin = config.batch_size // world, device != CPU
-        self._sampler = Sampler(self.replay, chooser, steps, size, seed=seed, rank=rank, world=world, pin=pin)
+        size, pin = config.batch_size // processes, device != CPU
+        self._sampler = Sampler(self.replay, selector, steps, size, seed=seed, rank=rank, world=processes, pin=pin)
         self._batches = Prefetcher(self._sampler, config.batches_ahead)
 
     def close(self) -> None:
-        """Ends the threads. Calling it twice is harmless."""
-        self._giver.shutdown(wait=False)
+        """Ends the threads. A second call has no effect."""
+        self._gather_executor.shutdown(wait=False)
         self._batches.close()
         self.replay.close()
 
     def run_worker_loop(self, checkpoints: Path) -> None:
-        """Does what rank 0 does, until that ends the training; `checkpoints` is its folder. Not for rank 0.
+        """Follows the commands of rank 0 until training ends; for other ranks. `checkpoints` is rank 0's folder.
 
         Raises:
-            RunError: there is not the checkpoint there that rank 0 has found.
+            RunError: the checkpoint that rank 0 loads is not there.
             StoreError: the store cannot be read.
         """
-        assert self._ranks is not None  # one process has nobody to obey
-        while (heard := self._ranks.receive_command())[0] != RankCommand.END:
-            match heard:
-                case [RankCommand.REFRESH, _]:
+        assert self._group is not None  # a single process has no commands
+        while (received := self._group.receive_command())[0] != RankCommand.END:
+            match received:
+                case RankCommand.REFRESH, _:
                     self.refresh()
-                case [RankCommand.UPDATE, _]:
+                case RankCommand.UPDATE, _:
                     self.update()
-                case [RankCommand.WEIGHTS, _]:
+                case RankCommand.WEIGHTS, _:
                     self.policy_weights()
-                case [RankCommand.SNAPSHOT, _]:
-                    self._give(self.policy_snapshot())
-                case [RankCommand.STATE, _]:
+                case RankCommand.SNAPSHOT, _:
+                    self._gather(self.policy_snapshot())
+                case RankCommand.STATE, _:
                     self.state_dict()
-                case [RankCommand.LOAD, updates]:
+                case RankCommand.LOAD, updates:
                     checkpoint = load_latest_checkpoint(checkpoints)
                     if checkpoint is None or checkpoint.updates != updates:
                         raise RunError(f"the checkpoint of update {updates} in {checkpoints} has vanished")
                     self.load_checkpoint(checkpoint)
-        if self._giving is not None:
-            self._giving.result(GATHER_TIMEOUT_S)
-
-    def _tell(self, turn: RankCommand, detail: int = 0) -> None:
-        if self._ranks is not None and self._rank == 0:
-            self._ranks.broadcast_command(turn, detail)
+        if self._gathering is not None:
+            self._gathering.result(GATHER_TIMEOUT_S)
 
     def refresh(self) -> None:
-        """Takes in what is new in the store."""
-        self._tell(RankCommand.REFRESH)
+        """Reads new steps from the store."""
+        self._broadcast(RankCommand.REFRESH)
         self.replay.refresh()
         self.can_sample = len(self._sampler) > 0
-        if self._ranks is not None:
-            self.can_sample = self._ranks.all_true(self.can_sample)
+        if self._group is not None:
+            self.can_sample = self._group.all_true(self.can_sample)
 
     def update(self) -> None:
-        """Makes one update, of all processes together, with a batch that each draws its part of."""
-        self._tell(RankCommand.UPDATE)
+        """Makes one update of all processes together; each draws its part of the batch."""
+        self._broadcast(RankCommand.UPDATE)
         self.batch = self._batches.next()
         self.algorithm.update(self.batch)
         if self._sampler.uses_feedback:
             self._sampler.feedback(self.batch, self.algorithm.td_errors())
 
+    def finished_episodes(self) -> int:
+        """Returns the number of complete episodes in the store."""
+        return int(self._reader.index.episodes.complete.sum())
+
+    def position(self) -> int:
+        """Returns the sequence number of the newest chunk that was read from the store; -1 if there is none."""
+        sequence = self.replay.observation_index.index.chunks.sequence
+        return int(sequence.max()) if len(sequence) else -1
+
     def policy_weights(self) -> dict[str, Array]:
-        """See `Algorithm.policy_weights`; of several processes rank 0 has them, the others nothing."""
-        self._tell(RankCommand.WEIGHTS)
+        """See `Algorithm.policy_weights`. With several processes rank 0 gets them, the others an empty dict."""
+        self._broadcast(RankCommand.WEIGHTS)
         return self.algorithm.policy_weights()
 
     def policy_snapshot(self) -> PolicySnapshot:
-        """See `Algorithm.policy_snapshot`; likewise. Where the next ones are to be compared with it, several processes
-        wait until it is there."""
-        self._tell(RankCommand.SNAPSHOT)
-        compared = self._ranks is not None and self._publish.kl > 0
-        return self.algorithm.policy_weights() if compared else self.algorithm.policy_snapshot()
+        """See `Algorithm.policy_snapshot`. Several processes that measure the KL divergence wait for the weights."""
+        self._broadcast(RankCommand.SNAPSHOT)
+        is_compared = self._group is not None and self._publish.kl > 0
+        return self.algorithm.policy_weights() if is_compared else self.algorithm.policy_snapshot()
 
-    def _give(self, snapshot: PolicySnapshot) -> None:
-        """Has another thread fetch it, which ends when rank 0 has it, one after the other. Not for rank 0, whose envoy
-        does it."""
-        if isinstance(snapshot, Mapping):
-            return
-        if self._giving is not None:
-            self._giving.result(GATHER_TIMEOUT_S)
-        self._giving = self._giver.submit(_fetch, snapshot)
-
-    def policy_kl(self, former: PolicySnapshot) -> float:
-        """How far the policy has moved from `former` weights: a mean over this process's newest batch, in nats."""
-        newest = None if self._ranks is None else self.policy_weights()
-        return self.algorithm.policy_kl(former, self.batch, newest)
+    def policy_kl(self, reference: PolicySnapshot) -> float:
+        """Returns the mean KL divergence of the policy from `reference`, over this process's newest batch, in nats."""
+        newest = None if self._group is None else self.policy_weights()
+        return self.algorithm.policy_kl(reference, self.batch, newest)
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of all that determines later updates and is not in the store; of several processes rank 0 has the
-        state of them all, the others nothing."""
-        self._tell(RankCommand.STATE)
+        """Returns copies of the state that determines later updates and is not in the store.
+
+        With several processes rank 0 gets the state of all, the others an empty dict.
+        """
+        self._broadcast(RankCommand.STATE)
         own = {SAMPLER_PREFIX + name: value for name, value in self._batches.state_dict().items()}
         state = self.algorithm.state_dict()
-        return {**state, **own} if self._ranks is None else {**state, **_gather_sampler_states(own, self._ranks)}
+        return {**state, **own} if self._group is None else {**state, **_gather_sampler_states(own, self._group)}
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Takes up where `checkpoint` was made; the store is to have been followed.
+        """Continues from `checkpoint`, after a `refresh`.
 
-        False where another number of processes made it: networks and optimizers are taken then, and the sampler begins
-        anew.
+        Returns False if another number of processes wrote it: networks and optimizers are loaded, and the sampler
+        starts from its seed.
 
         Raises:
-            WireError: it is of other settings or another robot.
+            WireError: the checkpoint is of other settings or another robot.
         """
-        self._tell(RankCommand.LOAD, checkpoint.updates)
+        self._broadcast(RankCommand.LOAD, checkpoint.updates)
         arrays = checkpoint.arrays
-        self.algorithm.load_state_dict(
-            {k: v for k, v in arrays.items() if not k.startswith((SAMPLER_PREFIX, RANK_PREFIX))}
-        )
-        if checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self._world:
+        algorithm = {k: v for k, v in arrays.items() if not k.startswith((SAMPLER_PREFIX, RANK_PREFIX))}
+        self.algorithm.load_state_dict(algorithm)
+        if checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.processes:
             return False
         prefix = f"{RANK_PREFIX}{self._rank}.{SAMPLER_PREFIX}" if self._rank else SAMPLER_PREFIX
         own = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
         self._batches.load_state_dict(own)
         return True
 
+    def _broadcast(self, command: RankCommand, argument: int = 0) -> None:
+        if self._group is not None and self._rank == 0:
+            self._group.broadcast_command(command, argument)
 
-def _fetch(weights: DeviceWeights) -> None:
+    def _gather(self, snapshot: PolicySnapshot) -> None:
+        """Sends this rank's part of a snapshot to rank 0 in another thread; rank 0's publisher client receives it."""
+        if isinstance(snapshot, Mapping):
+            return
+        if self._gathering is not None:
+            self._gathering.result(GATHER_TIMEOUT_S)
+        self._gathering = self._gather_executor.submit(_fetch_shard, snapshot)
+
+
+def _fetch_shard(weights: DeviceWeights) -> None:
     weights.wait()
     weights.fetch({}, UnlimitedBudget())
 
 
 def _gather_sampler_states(own: Mapping[str, Array], ranks: TrainingGroup) -> dict[str, Array]:
-    """Everybody's arrays at rank 0, its own under their names; nothing elsewhere."""
+    """Returns the arrays of all ranks at rank 0, with a prefix for the others; an empty dict elsewhere."""
     import numpy as np
     from safetensors.numpy import load, save
 
-    everybody = ranks.gather_bytes(save({name: np.asarray(value, order="C") for name, value in own.items()}))
-    if not everybody:
+    states = ranks.gather_bytes(save({name: np.asarray(value, order="C") for name, value in own.items()}))
+    if not states:
         return {}
     found = dict(own)
-    for rank, raw in enumerate(everybody[1:], 1):
+    for rank, raw in enumerate(states[1:], 1):
         found |= {f"{RANK_PREFIX}{rank}.{name}": value for name, value in load(raw).items()}
     return found

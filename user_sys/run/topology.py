@@ -139,7 +139,7 @@ def learner_processes(
     checkpoints = learner_folder(folder.checkpoints, name)
     found = []
     for rank, slot in enumerate(slots):
-        argv = module_argv("user_sys.learner", folder.path, name, endpoint, slot.address, slot.gpu_index)
+        argv = module_argv("user_sys.run.learner_process", folder.path, name, endpoint, slot.address, slot.gpu_index)
         if rank:
             argv = module_argv("user_sys.learner.worker_process", checkpoints, rank, slot.address, slot.gpu_index)
         process = learner_process_name(name, rank)
