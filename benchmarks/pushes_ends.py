@@ -18,7 +18,7 @@ from user_sys.commands import main as commands
 from user_sys.run import topology
 from user_sys.weights.snapshot import PolicySnapshot
 
-LEARNER, PRODUCTS = "learner", "user_sys.learner"
+LEARNER, PRODUCTS = "learner", "user_sys.run.learner_process"
 STEPS = "steps.npy"
 ENDED, SECONDS, PUSHING, VERSION = range(4)
 """Columns of `STEPS`, float64: unix time at its end; how long it took; 1.0 if pushes were on; versions so far."""
@@ -40,19 +40,20 @@ def main(argv: list[str]) -> int:
 
 
 def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
-    from user_sys.learner import __main__ as products
-    from user_sys.learner.learner import Learner, VersionPublisher
+    from user_sys.learner.learner import VersionPublisher
+    from user_sys.learner.publisher_client import PublisherClient
+    from user_sys.run import learner_process
 
-    count_time, publish_if_due = Learner._count_time, VersionPublisher.publish_if_due
+    observe, publish_if_due = PublisherClient.observe, VersionPublisher.publish_if_due
     steps = list[tuple[float, float, float, float]]()
-    pushing = True
+    pushing, training_s = True, 0.0
 
-    def count_time_and_note(learner: Learner, trained: bool, seconds: float) -> None:
-        nonlocal pushing
-        count_time(learner, trained, seconds)
-        if trained:
-            steps.append((time.time(), seconds, float(pushing), float(learner._publishing.version)))
-        into_s = learner.training_s - from_s
+    def observe_and_record(client: PublisherClient, seconds: float) -> None:
+        nonlocal pushing, training_s
+        observe(client, seconds)
+        steps.append((time.time(), seconds, float(pushing), float(max(0, client.version))))
+        training_s += seconds
+        into_s = training_s - from_s
         pushing = into_s < 0 or into_s % (on_s + off_s) >= off_s
 
     def publish_in_turns(
@@ -64,10 +65,10 @@ def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
         if pushing:
             publish_if_due(publishing, updates, weights, kl)
 
-    Learner._count_time = count_time_and_note  # type: ignore[method-assign]
+    PublisherClient.observe = observe_and_record  # type: ignore[method-assign]
     VersionPublisher.publish_if_due = publish_in_turns  # type: ignore[method-assign]
     try:
-        return products.main(argv)
+        return learner_process.main(argv)
     finally:
         np.save(Path(argv[0]) / STEPS, np.array(steps))
 

@@ -162,7 +162,7 @@ def checkpointed_updates(run: Path) -> int:
     return max((int(path.stem.split("-")[1]) for path in (run / "checkpoints").glob("*.checkpoint")), default=0)
 
 
-def learner_on(node: Popen[bytes], module: bytes = b"user_sys.learner") -> int | None:
+def learner_on(node: Popen[bytes], module: bytes = b"user_sys.run.learner_process") -> int | None:
     for pid in children(node.pid):
         with contextlib.suppress(OSError):
             if module + b"\0" in Path(f"/proc/{pid}/cmdline").read_bytes():

@@ -30,7 +30,7 @@ def test_the_demo_learns_although_learner_session_and_gateway_are_killed(tmp_pat
     run = tmp_path / "runs" / "survivor"
     settings = ["--runs", tmp_path / "runs", "--console.port", "0", "--logging.wandb.mode", "disabled", "--any-result"]
     with user_sys(tmp_path, "train", DEMO, "--name", "survivor", *settings) as launch:
-        for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway"):
+        for module in ("user_sys.run.learner_process", "user_sys.edge.session", "user_sys.gateway"):
             before = updates(run)
             until(lambda before=before: updates(run) > before + 300, "training goes on", DEADLINE_S)
             os.kill(until(lambda module=module: launch.pid_of(module), module, DEADLINE_S), signal.SIGKILL)

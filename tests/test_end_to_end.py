@@ -128,7 +128,12 @@ def test_run_survives_a_kill_of_each_process(tmp_path: Path) -> None:
     with train(tmp_path, "fleet.yaml", "--name", "hurt", seconds=25.0) as launch:
         until(lambda: updates(run) > 50, "it trains")
         acknowledged: set[tuple[str, int]] = set()
-        for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway", "user_sys.edge.driver_server"):
+        for module in (
+            "user_sys.run.learner_process",
+            "user_sys.edge.session",
+            "user_sys.gateway",
+            "user_sys.edge.driver_server",
+        ):
             pid = until(lambda module=module: launch.pid_of(module), f"{module} runs")  # type: ignore[misc]
             acknowledged |= set(keys(run / "store"))
             os.kill(pid, signal.SIGKILL)

@@ -166,7 +166,11 @@ def test_interrupt_of_a_frozen_launcher(bench: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", ["gateway", "ray", "learner"])
 def test_interrupt_while_a_process_hangs(hung: str, bench: Bench) -> None:
-    words = {"gateway": ["user_sys.gateway"], "ray": ["gcs_server --", "/raylet --"], "learner": ["user_sys.learner "]}
+    words = {
+        "gateway": ["user_sys.gateway"],
+        "ray": ["gcs_server --", "/raylet --"],
+        "learner": ["user_sys.run.learner_process "],
+    }
     with bench.train() as launch:
         bench.await_motion(launch)
         with frozen(*pids_of(launch, *words[hung])):
@@ -206,7 +210,7 @@ def test_killed_launcher_leaves_no_robot_driven(bench: Bench) -> None:
 def test_second_interrupt_exits_immediately(bench: Bench) -> None:
     with bench.train() as launch:
         bench.await_motion(launch)
-        with frozen(*pids_of(launch, "user_sys.learner ")):  # it would be waited for
+        with frozen(*pids_of(launch, "user_sys.run.learner_process ")):  # it would be waited for
             began_s = time.monotonic()
             launch.interrupt()
             time.sleep(1.5)  # sooner it is the same one

@@ -24,8 +24,8 @@ from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, Epi
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
 from user_sys.learner.config import LearnerConfig
-from user_sys.learner.trainer import RankTrainer
 from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner, WeightsPublisher
+from user_sys.learner.trainer import RankTrainer
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.replay.sampler import InterventionsConfig, SamplerConfig, StepFilterConfig
@@ -179,9 +179,7 @@ def test_gpu_learner_resumes_on_gpu_and_cpu(bench: LearnerBench) -> None:
     assert np.isfinite(bench.reported[-1][1]["critic_loss"])
 
 
-def test_fetched_weights_equal_those_of_a_cpu_learner(
-    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_weights_equal_those_of_a_cpu_learner(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     config = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9, every_updates=4), max_updates=22)
     bench.train(config, "here")
@@ -218,9 +216,7 @@ def test_resumed_run_continues_time_and_versions(bench: LearnerBench) -> None:
     assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
 
 
-def test_used_up_version_numbers_trigger_a_checkpoint(
-    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_used_up_version_numbers_trigger_a_checkpoint(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("user_sys.learner.learner.VERSIONS_PER_CHECKPOINT", 2)
     bench.fill(EpisodeSource.DEMO, 2)
     bench.train(replace(CONFIG, max_updates=30, checkpoint_interval_s=3600.0))
@@ -294,9 +290,7 @@ def test_unreadable_checkpoints_are_refused(bench: LearnerBench) -> None:
         bench.learner(CONFIG)
 
 
-def test_training_pauses_while_the_disk_is_full(
-    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_pauses_while_the_disk_is_full(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     full = threading.Event()
     sync = os.fsync
@@ -323,9 +317,7 @@ def test_training_pauses_while_the_disk_is_full(
     assert bench.reported[-1][1]["disk_needed_bytes"] == 0
 
 
-def test_stop_does_not_wait_for_a_full_disk(
-    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_does_not_wait_for_a_full_disk(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.train(replace(CONFIG, max_updates=5))
     learner, stop = bench.learner(CONFIG), threading.Event()
@@ -412,9 +404,7 @@ def test_learner_publishes_by_kl_or_at_episode_ends(bench: LearnerBench) -> None
     assert [published.updates for published in bench.published] == [1, 5]
 
 
-def test_policy_with_too_many_tensors_is_refused(
-    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policy_with_too_many_tensors_is_refused(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("user_sys.weights.state.MAX_TENSORS", 3)
     with pytest.raises(WireError, match="at most 3 and"):
         bench.train(CONFIG)
@@ -514,9 +504,7 @@ def test_task_sampler_balances_tasks_and_prefers_failing_sources(bench: LearnerB
 
 @pytest.mark.parametrize("sampler", [PRIORITIZED, SamplerConfig(kind="tasks")], ids=["prioritized", "tasks"])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_samplers_with_feedback_resume_bit_identically(
-    bench: LearnerBench, sampler: SamplerConfig, ahead: int
-) -> None:
+def test_samplers_with_feedback_resume_bit_identically(bench: LearnerBench, sampler: SamplerConfig, ahead: int) -> None:
     scene(bench)
     config = replace(CONFIG, sampler=sampler, batches_ahead=ahead, max_updates=20)
     bench.train(config, "straight")
@@ -528,9 +516,7 @@ def test_samplers_with_feedback_resume_bit_identically(
         np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
 
 
-def test_filter_without_steps_is_logged_once(
-    bench: LearnerBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_filter_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
     scene(bench)
     stop, readings = threading.Event(), itertools.count()
 

@@ -68,7 +68,7 @@ def test_rank_zero_is_the_learner_and_workers_get_its_checkpoints(tmp_path: Path
     assert [node.log.name for node, _ in nodes] == ["learner-x-012345.log", "learner-x-012345-rank-1.log"]
     (learner, follower), checkpoints = (node.argv for node, _ in nodes), tmp_path / "checkpoints" / "learner-x-012345"
     assert learner[2:] == (
-        "user_sys.learner",
+        "user_sys.run.learner_process",
         str(tmp_path),
         "learner-x-012345",
         "tcp://10.0.0.9:1",
