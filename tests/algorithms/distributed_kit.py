@@ -33,11 +33,11 @@ class RankProcesses:
     """Both processes; `run` runs a function of a module in each, and returns what it gives here."""
 
     def __init__(self, ranks: TrainingGroup, line: Connection) -> None:
-        self._ranks, self._line = ranks, line
+        self._group, self._line = ranks, line
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
         self._line.send((work, args))
-        return work(self._ranks, *args)
+        return work(self._group, *args)
 
     def make(
         self, config: RlpdConfig, spec: RobotSpec, seed: int, kind: type[Rlpd] = Rlpd, fetched: bool = False
@@ -114,7 +114,7 @@ class ScriptedRlpd(Rlpd):
     """Draws the noise of a whole batch, the same everywhere, and takes its part of it."""
 
     def _draw_noise(self, mean: torch.Tensor) -> torch.Tensor:
-        rank, world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.world)
+        rank, world = (0, 1) if self._group is None else (self._group.rank, self._group.world)
         if not hasattr(self, "_script"):
             self._script = torch.Generator().manual_seed(7)
         whole = torch.empty(len(mean) * world, mean.shape[1]).normal_(generator=self._script)

@@ -30,7 +30,7 @@ from user_sys.learner import workers
 from user_sys.learner.checkpoint import Checkpoint, load_latest_checkpoint
 from user_sys.learner.config import LearnerConfig, require_gpu
 from user_sys.learner.learner import Learner, ReportScalars
-from user_sys.learner.trainer import RankCommand
+from user_sys.learner.trainer import RankCommand, RankTrainer
 from user_sys.learner.workers import (
     MAX_EXIT_BYTES,
     RankAddress,
@@ -51,20 +51,20 @@ HERE = "127.0.0.1"
 END_S = 600.0
 ENDLESS = replace(TWO, warmup_updates=10**9, max_training_s=1e9)
 ASSIGNMENT = TrainingSpec(config=TWO, spec=SPEC, store="", checkpoints="")
-FOLLOWER = ("-m", "user_sys.learner.worker_process")
+WORKER = ("-m", "user_sys.learner.worker_process")
 
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a follower may take its time to end."""
+    """A worker may end slowly on a busy machine."""
     monkeypatch.setattr(workers, "EXIT_TIMEOUT_S", END_S)
 
 
 @contextmanager
 def started(
-    checkpoints: Path, *ranks: int, address: str = HERE, program: Sequence[str] = FOLLOWER
+    checkpoints: Path, *ranks: int, address: str = HERE, program: Sequence[str] = WORKER
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Followers of the learner that writes to `checkpoints`, as whoever starts that starts them."""
+    """Starts worker processes of the learner that writes to `checkpoints`."""
     argv = (sys.executable, *program, str(checkpoints))
     processes = [subprocess.Popen([*argv, str(rank), address, str(rank)]) for rank in ranks]
     try:
@@ -84,7 +84,7 @@ def train(
     device: str = "cpu",
     alone: bool = False,
 ) -> Checkpoint:
-    """Trains as long as `config` says; the last checkpoint. `alone`: somebody else starts the followers."""
+    """Trains and returns the last checkpoint. With `alone` the caller starts the workers."""
     store, folder = bench.folder / "store", bench.folder / checkpoints
     told = TrainingSpec(config=config, spec=SPEC, store=str(store), checkpoints=str(folder), seed=seed, device=device)
     with (
@@ -93,16 +93,13 @@ def train(
         StoreReader.open(store) as reader,
     ):
         assert ranks is not None
+        trainer = RankTrainer(config, SPEC, reader, features=(), seed=seed, device=str(ranks.device), group=ranks)
         learner = Learner(
             config,
-            SPEC,
-            reader,
+            trainer,
             publisher=RecordingPublisher(bench.published),
             report=report or (lambda count, scalars: bench.reported.append((count, scalars))),
             checkpoint_dir=folder,
-            seed=seed,
-            device=str(ranks.device),
-            group=ranks,
         )
         learner.run(threading.Event())
     checkpoint = load_latest_checkpoint(folder)
@@ -111,9 +108,7 @@ def train(
 
 
 @pytest.mark.long(15)
-def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_from_there(
-    bench: LearnerBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_processes_resume_bit_identically(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.fill(EpisodeSource.ONLINE, 4)
     publish = PublishConfig(every_s=0.0, kl=1e-9)
@@ -125,7 +120,7 @@ def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_
     count, scalars = bench.reported[-1]
     assert count == 21 and scalars["demo_transitions"] == 3 * STEPS and np.isfinite(scalars["critic_loss"])
     own, others = (straight.arrays[f"{rank}sampler.chooser.powers"] for rank in ("", "rank.1."))
-    assert not np.array_equal(own, others), "each has drawn for itself"
+    assert not np.array_equal(own, others), "each rank draws its own batches"
 
     early = sorted((bench.folder / "straight").glob("*.checkpoint"))[1]  # the first was there before any update
     (bench.folder / "later").mkdir()
@@ -145,12 +140,12 @@ def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_
 @pytest.mark.slow  # two trainings, with a process that imports torch
 def test_a_follower_trains_on_with_the_next_learner_and_ends_only_when_the_training_does(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
-    with started(bench.folder / "a", 1) as (follower,):
+    with started(bench.folder / "a", 1) as (worker,):
         train(bench, replace(TWO, max_updates=5), alone=True)
-        assert follower.poll() is None
+        assert worker.poll() is None
         config = replace(TWO, max_updates=10, report_interval_s=0.0)
-        train(bench, config, alone=True, report=lambda *_: follower.terminate())
-        assert follower.wait(END_S) == 0
+        train(bench, config, alone=True, report=lambda *_: worker.terminate())
+        assert worker.wait(END_S) == 0
 
 
 @pytest.mark.gpu
@@ -184,7 +179,7 @@ def test_a_follower_that_is_killed_ends_the_learner_with_the_reason(
 
 
 def children(of: int) -> list[int]:
-    """The followers that are children of a process."""
+    """Returns the worker processes among the children of a process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -198,31 +193,31 @@ LEARNER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_followers import ENDLESS, train
-from test_service import Bench
-train(Bench(Path(sys.argv[1]), None), ENDLESS, report=lambda count, scalars: print(count, flush=True))
+from test_worker_group import ENDLESS, train
+from test_learner import LearnerBench
+train(LearnerBench(Path(sys.argv[1]), None), ENDLESS, report=lambda count, scalars: print(count, flush=True))
 """
 
 
-@pytest.mark.slow  # the learner's process and its follower both import torch
-def test_a_learner_that_is_killed_takes_its_follower_along(bench: LearnerBench) -> None:
+@pytest.mark.slow  # the learner's process and its worker both import torch
+def test_worker_ends_with_a_killed_learner(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     argv = [sys.executable, "-c", LEARNER, str(bench.folder), str(Path(__file__).parent)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and any(int(line) > 3 for line in process.stdout)
-    (follower,) = children(process.pid)
+    (worker,) = children(process.pid)
     process.kill()
     process.communicate(timeout=END_S)
-    wait_until(lambda: not Path(f"/proc/{follower}").exists())
+    wait_until(lambda: not Path(f"/proc/{worker}").exists())
 
 
 LEAVING_TOGETHER = """
 import sys
 import torch.distributed as dist
-from user_sys.algorithms.distributed import Ranks
+from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.learner.worker_process import main
-leave = Ranks.leave
-Ranks.leave = lambda ranks: (dist.barrier(), leave(ranks))
+destroy = TrainingGroup.destroy
+TrainingGroup.destroy = lambda group: (dist.barrier(), destroy(group))
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -248,7 +243,7 @@ def test_a_follower_says_farewell_before_it_leaves_since_nccl_lets_none_go_alone
 def test_they_train_on_the_processor_also_where_only_one_of_their_computers_has_a_gpu(
     bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # here; the follower sees none
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # here; the worker sees none
     monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT_S", 30.0)
     bench.fill(EpisodeSource.DEMO, 3)
     assert train(bench, replace(TWO, max_updates=3)).updates == 3
@@ -257,51 +252,53 @@ def test_they_train_on_the_processor_also_where_only_one_of_their_computers_has_
 def test_a_follower_whose_learner_is_gone_ends_wherever_it_is(bench: LearnerBench) -> None:
     folder = bench.folder / "a"
     entrance = RendezvousServer(folder, HERE, [1])
-    with started(folder, 1) as (follower,), closing(entrance):
+    with started(folder, 1) as (worker,), closing(entrance):
         line = entrance.accept_all(END_S, threading.Event())[1]
         meeting = create_rendezvous(HERE, 2)  # where nobody else comes
         line.send(replace_record(ASSIGNMENT, store=str(bench.folder / "store"), host=HERE, port=meeting.port))
         wait_until(lambda: meeting.num_keys() > 1)  # one is the store's own
-        assert follower.poll() is None
+        assert worker.poll() is None
         line.close()
-        assert follower.wait(END_S) == EXIT_ORPHANED
+        assert worker.wait(END_S) == EXIT_ORPHANED
 
 
 WAITING = """
 import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_followers import ASSIGNMENT, HERE
+from test_worker_group import ASSIGNMENT, HERE
 from msgspec.structs import replace
-from user_sys.learner import followers
-followers.NOTICE_S = 0.1
-with followers.Followers(replace(ASSIGNMENT, checkpoints=sys.argv[1]), followers.Place(HERE), threading.Event()):
+from user_sys.learner import workers
+workers.FAILURE_DETECTION_S = 0.1
+with workers.WorkerGroup(replace(ASSIGNMENT, checkpoints=sys.argv[1]), workers.RankAddress(HERE), threading.Event()):
     raise AssertionError("not all came together")
 """
 
 
-def test_a_follower_that_cannot_do_its_part_says_why_and_the_learner_ends_with_that(tmp_path: Path) -> None:
+def test_failing_worker_ends_the_learner_with_its_reason(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", WAITING, str(tmp_path), str(Path(__file__).parent)]
-    with started(tmp_path, 1, address="192.0.2.77") as (follower,):
+    with started(tmp_path, 1, address="192.0.2.77") as (worker,):
         learner = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=END_S, check=False)
-        assert follower.wait(END_S) == 2
+        assert worker.wait(END_S) == 2
     assert learner.returncode == workers.EXIT_STATUS
     why = "process 1 of the 2 that train together failed: RunError: no network interface of "
     assert why in learner.stderr and "has the address 192.0.2.77; there is 127.0.0.1" in learner.stderr
 
 
-def test_a_learner_that_is_told_to_stop_does_not_wait_for_followers_that_do_not_come(bench: LearnerBench) -> None:
+def test_stop_ends_the_wait_for_workers(bench: LearnerBench) -> None:
     stop = threading.Event()
     threading.Timer(0.2, stop.set).start()
     with WorkerGroup(replace_record(ASSIGNMENT, checkpoints=str(bench.folder / "a")), RankAddress(HERE), stop) as ranks:
         assert ranks is None
 
 
-def test_followers_that_do_not_come_are_named(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_workers_are_named(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "JOIN_TIMEOUT_S", 0.0)
     three = replace(TWO, processes=4)
     told = TrainingSpec(config=three, spec=SPEC, store="", checkpoints=str(bench.folder / "a"))
-    with pytest.raises(RunError, match=r"of the 4 processes .* these did not come within 0 s: 1, 2, 3; their own logs"):
+    with pytest.raises(
+        RunError, match=r"of the 4 processes .* these ranks did not join within 0 s: 1, 2, 3; see their logs"
+    ):
         WorkerGroup(told, RankAddress(HERE), threading.Event()).__enter__()
 
 
@@ -315,14 +312,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = END_S) -> None:
 WRONG = {
     "{processes: 0}": ["0 processes do not divide a batch of 256"],
     "{processes: 3}": ["3 processes do not divide a batch of 256 evenly", "a multiple of it"],
-    "{processes: 2, cache_bytes: 100000}": ["cache_bytes 100000 is shared by 2 processes", "65536"],
-    "{processes: 2, publish: {green_sms: 8}}": ["green_sms is for a learner of one process"],
-    "{publish: {collective_ctas: 0}}": ["collective_ctas is at least 1"],
+    "{processes: 2, cache_bytes: 100000}": ["cache_bytes 100000 is divided among 2 processes", "65536"],
+    "{processes: 2, publish: {green_sms: 8}}": ["green_sms works with one process only"],
+    "{publish: {collective_ctas: 0}}": ["set collective_ctas to 1 or more"],
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_processes_that_cannot_share_are_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_process_settings_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(f"learner: {text}")
     with pytest.raises(ConfigError) as caught:
         load(RunConfig, tmp_path / "run.yaml")

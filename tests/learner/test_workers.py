@@ -107,7 +107,7 @@ def test_those_that_have_read_the_note_come_in_and_each_has_a_line_of_its_own(
         theirs[rank].send(TextMessage(f"from {rank}"))
         assert ours[rank].receive(TextMessage, 100).text == f"from {rank}"
     ours[1].send(TextMessage("x" * 96))
-    with pytest.raises(WireError, match="a message of 104 bytes, of 100 at most"):
+    with pytest.raises(WireError, match="a message has 104 bytes, more than the limit of 100"):
         theirs[1].receive(TextMessage, 100)
     theirs[2].close()
     with pytest.raises(LinkDown):
@@ -216,7 +216,7 @@ def test_who_only_says_that_it_is_the_learner_is_told_nothing(tmp_path: Path) ->
                 line.send(AuthAccepted(bytes(32)))
 
         threading.Thread(target=pretend, daemon=True).start()
-        with pytest.raises(WireError, match="is not the learner"):
+        with pytest.raises(WireError, match="does not know the secret of this learner"):
             connect_to_learner(note, 1)
 
 
@@ -248,33 +248,33 @@ CABLE = """
 import fcntl, socket, struct, sys, threading
 from pathlib import Path
 from user_sys.errors import LinkDown
-from user_sys.learner import line
+from user_sys.learner import workers
 
 def loopback(up):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", int(up)))  # SIOCSIFFLAGS, IFF_UP
 
-line.SILENT_S = 2
+workers.KEEPALIVE_TIMEOUT_S = 2
 loopback(True)
-entrance = line.Entrance(Path(sys.argv[1]), "127.0.0.1", [1])
+server = workers.RendezvousServer(Path(sys.argv[1]), "127.0.0.1", [1])
 theirs = []
-comer = threading.Thread(target=lambda: theirs.append(line.come_in(Path(sys.argv[1]), 1)))
+comer = threading.Thread(target=lambda: theirs.append(workers.join_learner(Path(sys.argv[1]), 1)))
 comer.start()
-ours = entrance.await_all(60, threading.Event())[1]
+ours = server.accept_all(60, threading.Event())[1]
 comer.join()
 loopback(False)
 for end in (ours, *theirs):
     try:
-        end.receive(line.Welcome, 100)
+        end.receive(workers.AuthAccepted, 100)
     except LinkDown as gone:
         print(gone)
 """
 
 
-def test_a_cable_that_is_pulled_ends_the_line_at_both_ends_though_neither_says_so(tmp_path: Path) -> None:
+def test_pulled_cable_ends_the_connection_at_both_ends(tmp_path: Path) -> None:
     apart = ["unshare", "-rn"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to have a network of its own")
     argv = [*apart, sys.executable, "-c", CABLE, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.splitlines() == ["the line has ended: [Errno 110] Connection timed out"] * 2, done.stderr
+    assert done.stdout.splitlines() == ["the connection has ended: [Errno 110] Connection timed out"] * 2, done.stderr

@@ -1,4 +1,4 @@
-"""The interface of a learning algorithm: batches in, policy weights out. The learner knows nothing else of it."""
+"""The interface of a learning algorithm: batches in, policy weights out."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from user_sys.weights.snapshot import PolicySnapshot
 
 
 class TransitionArrays(Protocol):
-    """What an algorithm reads of a batch of n transitions; `user_sys.replay.batches.TransitionBatch` is one.
+    """The arrays of a batch of n transitions, such as a `user_sys.replay.batches.TransitionBatch`.
 
     Attributes:
         observation, next_observation: feature name to float32 (n, d); images uint8 (n, height, width, 3).
         action: float32 (n, a), the applied action in the action spec's units.
-        reward: float32 (n,), of all the transition's steps, discounted to the first.
-        discount: float32 (n,), what the next observation's value is multiplied by, `terminated` left aside.
-        terminated: bool (n,), where the next observation's value is not bootstrapped.
-        weight: float32 (n,), by what its loss is multiplied.
+        reward: float32 (n,), summed over the steps of the transition, discounted to the first.
+        discount: float32 (n,), factor of the next observation's value, without regard to `terminated`.
+        terminated: bool (n,), true if the next observation's value is not bootstrapped.
+        weight: float32 (n,), factor of the loss.
     """
 
     @property
@@ -39,40 +39,43 @@ class TransitionArrays(Protocol):
 
 
 class Algorithm(ABC):
-    """One thread calls it. Every method computes to its end before it returns, but for what a snapshot's says, and but
-    for an `update` on a GPU: what is read after it waits for it."""
+    """A learning algorithm. One thread calls it.
+
+    Every method completes before it returns, except a snapshot on a device, and an `update` on a GPU: later reads wait.
+    """
 
     @abstractmethod
     def update(self, batch: TransitionArrays) -> None:
-        """One gradient update of the value functions (and of the policy as often as the algorithm says).
+        """Makes one gradient update of the value functions, and of the policy if it is due.
 
         The batch's arrays are read only during the call, so that the caller may reuse them.
         """
 
     @abstractmethod
     def scalars(self) -> dict[str, float]:
-        """Losses and statistics of the newest update, for curves; computed when asked for. Empty before the first."""
+        """Computes losses and statistics of the newest update. Empty before the first."""
 
     @abstractmethod
     def policy_weights(self) -> dict[str, Array]:
-        """Copies, in host memory, of what the policy's `load` takes; not checked for finiteness."""
+        """Returns copies in host memory of the arrays that the policy's `load` takes; they may be non-finite."""
 
     def policy_snapshot(self) -> PolicySnapshot:
-        """The weights of this moment, to be published; names and order as in `policy_weights`. Does not wait.
+        """Returns the current weights for publishing, in the order of `policy_weights`, without blocking.
 
-        Where they lie in host memory: the arrays themselves, which hold them until the next update only. Else what is
-        fetched later, by another thread, and then gives what `policy_weights` would have given now.
+        In host memory these are the arrays themselves, valid until the next update. On a device they are a copy that
+        another
+        thread fetches later, with the values of this moment.
         """
         return self.policy_weights()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Array]:
-        """Copies of everything that determines later updates, random generators included."""
+        """Returns copies of all state that determines later updates, random generators included."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Takes up where `state` was taken: later updates on the same batches are bit-identical on the same machine.
+        """Restores `state`: later updates on the same batches are bit-identical on the same machine.
 
         Raises:
-            WireError: the names or shapes are not this algorithm's; nothing was changed.
+            WireError: names or shapes differ from this algorithm's; nothing was changed.
         """

@@ -1,4 +1,4 @@
-"""What every algorithm must do, as tests to inherit: a subclass gives `make` and `policy`, and pytest runs the rest."""
+"""The conformance suite of algorithms: a test class inherits `AlgorithmConformance` and defines `make` and `policy`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from user_sys.weights.snapshot import PolicySnapshot, UnlimitedBudget
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Single steps of `user_sys.policies.conformance.example_spec`, none weightier than another."""
+    """Single steps of `user_sys.policies.conformance.example_spec`, with equal weights."""
 
     observation: dict[str, Array]
     next_observation: dict[str, Array]
@@ -36,7 +36,7 @@ class ExampleBatch:
 
 
 def example_batch(rng: np.random.Generator, n: int = 32) -> ExampleBatch:
-    """`n` transitions drawn from `rng`; a tenth of them terminal, with reward 1."""
+    """Draws `n` transitions; a tenth of them are terminal, with reward 1."""
     spec, terminated = example_spec(), rng.random(n) < 0.1
     now, following = ([example_observation(rng) for _ in range(n)] for _ in range(2))
     return ExampleBatch(
@@ -49,7 +49,7 @@ def example_batch(rng: np.random.Generator, n: int = 32) -> ExampleBatch:
 
 
 def to_host_arrays(snapshot: PolicySnapshot) -> Mapping[str, Array]:
-    """Its arrays in host memory; blocks while they are fetched, where they are not there."""
+    """Returns the arrays in host memory; blocks while they are fetched from a device."""
     if isinstance(snapshot, Mapping):
         return snapshot
     arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in snapshot.layout.items()}
@@ -59,15 +59,15 @@ def to_host_arrays(snapshot: PolicySnapshot) -> Mapping[str, Array]:
 
 
 class AlgorithmConformance(ABC):
-    """See the file's head."""
+    """See the module."""
 
     @abstractmethod
     def make(self, spec: RobotSpec, seed: int) -> Algorithm:
-        """A fresh algorithm for `spec`, the same for the same seed."""
+        """Returns a new algorithm for `spec`; equal seeds give equal algorithms."""
 
     @abstractmethod
     def policy(self, spec: RobotSpec) -> Policy:
-        """The policy that takes its weights."""
+        """Returns a policy that loads its weights."""
 
     def test_the_policy_takes_its_weights_from_the_start(self) -> None:
         spec, rng = example_spec(), np.random.default_rng(0)
@@ -98,7 +98,7 @@ class AlgorithmConformance(ABC):
         algorithm, rng = self.make(example_spec(), 0), np.random.default_rng(2)
         for _ in range(2):
             snapshot, copy = algorithm.policy_snapshot(), algorithm.policy_weights()
-            if not isinstance(snapshot, Mapping):  # then it is fetched while training goes on
+            if not isinstance(snapshot, Mapping):  # it is fetched while training continues
                 algorithm.update(example_batch(rng))
             found = to_host_arrays(snapshot)
             assert list(found) == list(copy) and all(np.array_equal(found[name], copy[name]) for name in copy)

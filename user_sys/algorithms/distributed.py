@@ -1,22 +1,10 @@
-"""Which network interface of this computer has an address: gloo and NCCL are told an interface, and listen on it.
+"""Training in several processes, on one computer or several: sharded modules, collectives, and gathering of weights.
 
-Whole tensors of which several processes have shares, brought to one's host memory: never whole on its device.
-
-A network as FSDP2 wants it: parameters by name and what is computed with them, whole or in shares.
-
-Where several processes train it (`ranks.Ranks.shard`), each keeps a share of every parameter: some of the rows of its
-first dimension. The whole is there during a call and the backward pass that follows, and at no other time.
-
-Several processes that train one policy, on one computer or several: what they have of it, and what they say to each
-other.
-
-Rank 0 decides what is done next and says so (`tell`, `hear`); then all of them make the same collectives in the same
-order. Networks are sharded with FSDP2: parameters, gradients, and whatever follows their shape. Each collective has a
-deadline; one that another process left, or never came to, raises torch's RuntimeError.
-
-What passes between processes goes through gloo, what passes between GPUs through NCCL: both on the interface that has
-the process's address, and neither encrypted nor authenticated. Weights are gathered for publishing through a group of
-their own, which on GPUs may use a few thread blocks only and has no priority over training.
+Rank 0 broadcasts a command; then all ranks make the same collectives in the same order. Modules are sharded with FSDP2:
+each rank holds some rows of every parameter, gradient and moment. Each collective has a deadline; if a rank has left
+it, torch raises RuntimeError. Processes communicate through gloo and GPUs through NCCL, on the network interface of the
+rank's address, without encryption or authentication. Weights are gathered through a group of their own, which on GPUs
+uses few thread blocks and a low priority.
 """
 
 from __future__ import annotations
@@ -45,28 +33,28 @@ from user_sys.weights.precision import NO_ROUNDING, RoundingStats
 from user_sys.weights.snapshot import CopyBudget, TensorLayout
 from user_sys.weights.state import YieldHook, no_yield
 
-_SIOCGIFCONF = 0x8912  # linux/sockios.h: all IPv4 addresses, as pairs of a name of 16 bytes and a sockaddr of 24
+_SIOCGIFCONF = 0x8912  # linux/sockios.h: all IPv4 addresses, as pairs of a name (16 bytes) and a sockaddr (24 bytes)
 _RECORD = struct.Struct("16s4x4s16x")
 _MAX_ADDRESSES = 256
 _LOOPBACK_NET = "127."
 
 
 def interface_from_address(address: str) -> str:
-    """The name of the interface with the IPv4 `address`. All of 127.0.0.0/8 is the loopback interface's.
+    """Returns the name of the network interface with an IPv4 address; 127.0.0.0/8 belongs to the loopback interface.
 
     Raises:
-        RunError: none of this computer has it.
+        RunError: no interface of this computer has the address.
     """
     has = list(_interface_addresses())
     for name, own in has:
         if own == address or (address.startswith(_LOOPBACK_NET) and own.startswith(_LOOPBACK_NET)):
             return name
     there = ", ".join(sorted(own for _, own in has))
-    raise RunError(f"no network interface of {local_node()} has the address {address}; there is {there}")
+    raise RunError(f"no network interface of {local_node()} has the address {address}; it has {there}")
 
 
 def _interface_addresses() -> Iterator[tuple[str, str]]:
-    """Names and addresses. A name that ends in ``:LABEL`` is the interface's before it."""
+    """Yields names and addresses. A name ``NAME:LABEL`` belongs to the interface NAME."""
     room = array.array("B", bytes(_MAX_ADDRESSES * _RECORD.size))
     where, size = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -77,26 +65,26 @@ def _interface_addresses() -> Iterator[tuple[str, str]]:
 
 
 BUCKET_BYTES = 8 << 20
-"""Tensors come to rank 0 in pieces of this size at most: one piece is on its GPU besides its own share."""
+"""Size of the pieces that rank 0 receives: its GPU holds one piece besides its own shard."""
 
 
 class ShardGather:
-    """Gathers over a process group that nothing else uses at the same time. One thread of each process calls it."""
+    """Gathers whole tensors at rank 0, over a process group of its own. One thread of each process calls it."""
 
     def __init__(self, rank: int, world: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """`group` is torch's own for None."""
+        """`group` None selects torch's default group."""
         self._rank, self._world, self._device, self._group = rank, world, device, group
-        # The lowest priority, which is the default's too: training has a stream of its own kind.
+        # Priority 0 is the lowest and the default; training uses a stream of a higher priority.
         stream = torch.cuda.Stream
         self._stream = stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def gather(self, shares: Mapping[str, Tensor], into: Mapping[str, Array], yield_cpu: YieldHook = no_yield) -> None:
-        """Blocks until rank 0 has the whole tensors, and here until this process has given what it has to give.
+        """Blocks until rank 0 has the whole tensors, or until this rank has sent its shards.
 
         Args:
-            shares: this process's rows of each tensor, by name, in the same order everywhere. Of a single number rank 0
-                takes its own.
-            into: at rank 0, C-contiguous arrays of the whole tensors' shapes; elsewhere not looked at.
+            shares: this rank's rows of each tensor, by name, in the same order on all ranks. A scalar is taken from
+                rank 0.
+            into: at rank 0, C-contiguous arrays of the whole tensors' shapes; unused elsewhere.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -108,7 +96,7 @@ class ShardGather:
                     for piece in _buckets(share):
                         dist.send(piece, 0, group=self._group)
             if self._stream is not None:
-                self._stream.synchronize()  # who gave it away may let the shares go
+                self._stream.synchronize()  # the caller may free the shards
 
     def _assemble(self, share: Tensor, whole: Tensor, yield_cpu: YieldHook) -> None:
         for target, source in zip(_buckets(local_shard(whole, 0, self._world)), _buckets(share), strict=True):
@@ -128,11 +116,11 @@ class ShardGather:
         self._bring(bucket, target)
 
     def _bring(self, source: Tensor, target: Tensor) -> None:
-        """Into host memory; from a GPU by way of page-locked memory, so that the copy engines do it alone."""
+        """Copies to host memory; from a GPU through page-locked memory, so that the copy engines do it."""
         if self._stream is None:
             target.copy_(source)
             return
-        staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)  # torch keeps such memory for the next
+        staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)  # torch caches page-locked memory
         staged.copy_(source, non_blocking=True)
         self._stream.synchronize()
         target.copy_(staged)
@@ -140,12 +128,12 @@ class ShardGather:
 
 @dataclass(frozen=True, eq=False)
 class ShardedWeights:
-    """A `snapshot.DeviceWeights` of which each process has a share: all of them fetch, and rank 0 gets the whole.
+    """A `snapshot.DeviceWeights` in shards: all ranks fetch it, and rank 0 gets the whole.
 
     Attributes:
-        local: of this process.
-        shapes: of the whole tensors, by name.
-        replicated: what follows them, and everybody has.
+        local: shards of this rank.
+        shapes: shapes of the whole tensors, by name.
+        replicated: further arrays, equal on all ranks.
     """
 
     local: DeviceSnapshot
@@ -155,7 +143,7 @@ class ShardedWeights:
 
     @property
     def layout(self) -> TensorLayout:
-        """See `snapshot.DeviceWeights.layout`: as they are, never rounded on the way."""
+        """See `snapshot.DeviceWeights.layout`; never rounded."""
         kinds = {name: as_array(torch.empty(0, dtype=share.dtype)).dtype for name, share in self.local.tensors.items()}
         whole = {name: (kinds[name], shape) for name, shape in self.shapes.items()}
         return {**whole, **{name: (array.dtype, array.shape) for name, array in self.replicated.items()}}
@@ -165,7 +153,7 @@ class ShardedWeights:
         self.local.wait()
 
     def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> RoundingStats:
-        """See `snapshot.DeviceWeights.fetch`. At other ranks than 0 `into` stays as it is; it may be empty."""
+        """See `snapshot.DeviceWeights.fetch`. At other ranks than 0 `into` is unused and may be empty."""
         self.gather.gather(self.local.tensors, into, budget.yield_cpu)
         for name, value in self.replicated.items() if into else ():
             into[name][...] = value
@@ -173,18 +161,18 @@ class ShardedWeights:
 
 
 def shard_rows(count: int, rank: int, world: int) -> tuple[int, int]:
-    """Which of `count` rows are a rank's, from and to: dealt out as FSDP2 does it, so the last ranks may have none."""
+    """Returns the first row and the end of a rank's rows, divided as by FSDP2: the last ranks may have none."""
     each = -(-count // world)
     return min(count, rank * each), min(count, (rank + 1) * each)
 
 
 def local_shard(whole: Tensor, rank: int, world: int) -> Tensor:
-    """A rank's share of a whole tensor, in the same memory. A single number is everybody's."""
+    """Returns a view of a rank's rows of a whole tensor; a scalar belongs to all ranks."""
     return whole[slice(*shard_rows(len(whole), rank, world))] if whole.ndim else whole
 
 
 def _buckets(tensor: Tensor) -> Iterator[Tensor]:
-    """A contiguous tensor in flat pieces of `BUCKET_BYTES` at most, in the same memory; none of an empty one."""
+    """Yields flat views of a contiguous tensor, of at most `BUCKET_BYTES`."""
     flat, step = tensor.view(-1), BUCKET_BYTES // tensor.element_size()
     return (flat[start : start + step] for start in range(0, flat.numel(), step))
 
@@ -193,49 +181,53 @@ Parameters = dict[str, Tensor]
 
 
 class FunctionalModule(nn.Module):
-    """Called with what `compute` takes besides the parameters by name.
+    """A module of named parameters and a function: `compute` takes the parameters by name, then the call's arguments.
+
+    After `TrainingGroup.shard` the whole parameters exist only during a call and its backward pass.
 
     Attributes:
-        shapes: of the whole parameters, by name.
-        is_sharded: whether several processes have it among them.
+        shapes: shapes of the whole parameters, by name.
+        is_sharded: several processes hold shards of it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], compute: Callable[..., Any], *, trained: bool = True) -> None:
-        """Takes the parameters' memory over. `trained`: whether they get gradients."""
+        """Takes ownership of the parameters. `trained`: they get gradients."""
         super().__init__()
         self._compute = compute
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.is_sharded = False
-        for name, p in parameters.items():  # torch allows no dot in a name
+        for name, p in parameters.items():  # torch does not allow a dot in a name
             self.register_parameter(name.replace(".", "/"), nn.Parameter(p.detach(), requires_grad=trained))
         self._whole = self._named()
 
     def mark_sharded(self) -> None:
-        """From now on each process has a share only: lets go of the whole."""
+        """Releases the whole parameters; each rank holds a shard from now on."""
         self.is_sharded, self._whole = True, {}
 
     def frozen_copy(self) -> FunctionalModule:
-        """One with copies of the parameters, which get no gradients. Only before it is sharded."""
+        """Returns a module with copies of the parameters without gradients. Call it before sharding."""
         return FunctionalModule(
             {name: p.detach().clone() for name, p in self._named().items()}, self._compute, trained=False
         )
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Straight to `compute` where nothing has to be gathered: a module's call costs a small network a percent."""
+        """Calls `compute` directly if nothing is sharded: the overhead of a module's call costs a small network one
+        percent.
+        """
         return super().__call__(*args, **options) if self.is_sharded else self._compute(self._whole, *args, **options)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self._compute(self._named(), *args, **options)
 
     def local_parameters(self) -> Parameters:
-        """This process's share of each parameter, in the memory that is trained; all of it where it is not sharded."""
+        """Returns this rank's shards in the trained memory; whole parameters if nothing is sharded."""
         if not self.is_sharded:
             return self._whole
-        with torch.no_grad():  # then it is the very memory, and no node of a graph
+        with torch.no_grad():  # this gives the memory itself, without a node of the graph
             return {name: cast(Any, p).to_local().detach() for name, p in self._named().items()}
 
     def move_gradients_to(self, shares: Parameters) -> None:
-        """Moves what a backward pass has left of gradients, the mean over all processes, to the `local_parameters`."""
+        """Moves the gradients, averaged over all ranks, to the `local_parameters`."""
         with torch.no_grad():
             for name, p in self._named().items():
                 shares[name].grad = None if p.grad is None else cast(Any, p.grad).to_local()
@@ -246,14 +238,14 @@ class FunctionalModule(nn.Module):
 
 
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Longer than rank 0 may wait for its disk, for a batch and for a slot of its envoy, all in one turn."""
+"""Longer than rank 0 may wait for its disk, a batch and a slot of the publisher process in one step."""
 
 
 def create_rendezvous(address: str, world: int) -> TCPStore:
-    """Where `world` processes come together: kept by rank 0, which listens on `address` alone, at a free port.
+    """Creates the store at which `world` processes meet. Rank 0 keeps it, at a free port of `address`.
 
     Raises:
-        RunError: this computer has no such address, or torch cannot listen there.
+        RunError: this computer lacks the address, or torch cannot listen there.
     """
     try:
         with socket.create_server((address, 0)) as server:
@@ -272,49 +264,51 @@ def create_rendezvous(address: str, world: int) -> TCPStore:
 
 
 def join_rendezvous(address: str, port: int, world: int) -> TCPStore:
-    """What `create_rendezvous` has opened elsewhere. Raises RunError: it is not to be reached."""
+    """Connects to the store of `create_rendezvous`. Raises RunError if it cannot be reached."""
     try:
         return TCPStore(address, port, world, is_master=False, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     except RuntimeError as error:
-        raise RunError(f"the learner's first process is not to be reached at {address}:{port}: {error}") from error
+        raise RunError(f"rank 0 of the learner cannot be reached at {address}:{port}: {error}") from error
 
 
 class TrainingGroup:
-    """One process among those that train one policy; all of them make theirs at the same time. One thread calls it.
+    """One rank of the processes that train a policy. All of them construct it at the same time. One thread calls it.
 
     Attributes:
-        rank: this process's number; 0 decides.
-        world: how many there are.
-        device: what this one trains on.
-        weights_gather: gathers weights; another thread may call it, the same one each time.
+        rank: the number of this process.
+        world: the number of processes.
+        device: the device of this rank.
+        weights_gather: gathers weights; one other thread may call it.
     """
 
     def __init__(self, rank: int, world: int, device: str, store: Store, address: str, collective_ctas: int) -> None:
-        """Blocks until all have come.
+        """Blocks until all ranks have joined.
 
         Args:
-            device: torch's name of what this process alone trains on.
-            meeting: where they come together.
-            address: where the others find this process; of this computer.
-            collective_ctas: thread blocks of a GPU that gathering weights may use.
+            device: torch device of this rank.
+            store: the rendezvous.
+            address: an address of this computer at which the other ranks reach it.
+            collective_ctas: maximum number of thread blocks of a GPU for gathering weights.
 
         Raises:
-            RunError: not all came within `COLLECTIVE_TIMEOUT_S`, they cannot reach one another, or `address` is not
-                this computer's.
+            RunError: not all ranks joined within `COLLECTIVE_TIMEOUT_S`, they cannot connect, or this computer lacks
+                `address`.
         """
         self.rank, self.world = rank, world
         self.device = torch.device(device)
-        interface = interface_from_address(address)  # nobody beyond its network takes part
+        interface = interface_from_address(address)  # listen on this network only
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin like it
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={interface}"
+        )  # "=" selects this name and not all with this prefix
         try:
             self._join(store)
             self.weights_gather = ShardGather(rank, world, self.device, self._publishing_group(collective_ctas))
-            # NCCL connects when it is first used. Beside the training's own collectives that might wait for ever.
+            # NCCL connects at its first use, which could deadlock next to a collective of the training.
             shares = {"": self.local_shard(torch.zeros(world, device=self.device))}
             self.weights_gather.gather(shares, {"": np.zeros(world, np.float32)})
         except RuntimeError as error:
-            raise RunError(f"the {world} processes of the learner did not come together: {error}") from error
+            raise RunError(f"the {world} processes of the learner could not connect: {error}") from error
         self._gathering = ShardGather(rank, world, self.device, None)
 
     def _join(self, meeting: Store) -> None:
@@ -331,8 +325,8 @@ class TrainingGroup:
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
         everybody = dist.group.WORLD
-        assert everybody is not None  # it was just made
-        # Of torch's own making it would have another group, where this computer has a GPU and whatever the others have.
+        assert everybody is not None  # `init_process_group` has made it
+        # DeviceMesh would create another group if this computer had a GPU, whatever the others have.
         self._mesh = DeviceMesh.from_group(everybody, self.device.type)
 
     def _publishing_group(self, collective_ctas: int) -> dist.ProcessGroup:
@@ -340,35 +334,35 @@ class TrainingGroup:
         if self.device.type == "cpu":
             return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="gloo"))
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
-        options._timeout = timeout  # torch takes it from here, and warns where the two differ
+        options._timeout = timeout  # torch reads the timeout here, and warns if the two differ
         options.config.max_ctas = collective_ctas
         return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="nccl", pg_options=options))
 
     def destroy(self) -> None:
-        """Ends the groups. Among GPUs it blocks until all processes of this computer leave."""
+        """Destroys the groups. On GPUs it blocks until all processes of this computer do."""
         dist.destroy_process_group()
 
-    # What is done next
+    # Commands
 
     def broadcast_command(self, turn: int, detail: int = 0) -> None:
-        """Rank 0 says what all do next."""
+        """Broadcasts the next command and its argument; for rank 0."""
         dist.broadcast(torch.tensor([turn, detail]), 0)
 
     def receive_command(self) -> tuple[int, int]:
-        """What rank 0 says next: a turn and its detail. Blocks for `COLLECTIVE_TIMEOUT_S` at most."""
+        """Receives the next command and its argument. Blocks for at most `COLLECTIVE_TIMEOUT_S`."""
         said = torch.empty(2, dtype=torch.int64)
         dist.broadcast(said, 0)
         turn, detail = said.tolist()
         return turn, detail
 
     def all_true(self, mine: bool) -> bool:
-        """Whether it is so with all of them."""
+        """Returns whether `mine` is true on all ranks."""
         every = torch.tensor([int(mine)])
         dist.all_reduce(every, dist.ReduceOp.MIN)
         return bool(every.item())
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Everybody's `content` by rank, at rank 0; nothing elsewhere."""
+        """Returns the `content` of each rank at rank 0, an empty list elsewhere."""
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(content)]))
         if self.rank:
@@ -383,34 +377,34 @@ class TrainingGroup:
             found.append(piece.numpy().tobytes())
         return found
 
-    # Tensors in shares
+    # Sharded tensors
 
     def shard(self, network: FunctionalModule) -> None:
-        """Leaves this process its share of a network that all of them have made alike."""
+        """Shards a module that is equal on all ranks."""
         from torch.distributed.fsdp import fully_shard
 
         sharded = fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
         if self.device.type == "cpu":
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no average: torch divides
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no average, so torch divides
         network.mark_sharded()
 
     def all_reduce_mean(self, tensor: Tensor) -> None:
-        """Makes `tensor` the mean of everybody's."""
+        """Replaces `tensor` by the mean over all ranks."""
         dist.all_reduce(tensor)
         tensor.div_(self.world)
 
     def global_norm(self, shares: Sequence[Tensor]) -> Tensor:
-        """The Euclidean norm, as one vector, of tensors of which each process has a share."""
+        """Returns the Euclidean norm of sharded tensors, taken as one vector."""
         squared = torch.nn.utils.get_total_norm(shares).square()
         dist.all_reduce(squared)
         return squared.sqrt()
 
     def local_shard(self, whole: Tensor) -> Tensor:
-        """This process's share of a whole tensor, in the same memory. A single number is everybody's."""
+        """Returns a view of this rank's rows of a whole tensor; a scalar belongs to all ranks."""
         return local_shard(whole, self.rank, self.world)
 
     def gather_tensors(self, shares: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-        """Whole tensors of `shapes` in rank 0's host memory; nothing elsewhere. See `ShardGather.gather`."""
+        """Returns the whole tensors of `shapes` in host memory at rank 0, an empty dict elsewhere."""
         found = {}
         if self.rank == 0:
             found = {name: torch.empty(shapes[name], dtype=share.dtype).numpy() for name, share in shares.items()}

@@ -1,4 +1,4 @@
-"""What can be set about RLPD, apart from `rlpd` so that reading a run's configuration imports no torch."""
+"""The settings of RLPD, in a module without torch so that reading a configuration stays fast."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from user_sys.errors import ConfigError
 
 @dataclass(frozen=True)
 class RlpdConfig:
-    """RLPD's settings.
+    """The settings of RLPD.
 
     Attributes:
-        actor_hidden, critic_hidden: widths of their hidden layers.
+        actor_hidden, critic_hidden: widths of the hidden layers.
         critics: E, the size of the ensemble.
-        target_critics: Z, how many of them make a target.
-        discount: gamma, of one control period; batches are made with it.
-        target_rate: rho, how fast target critics follow.
+        target_critics: Z, the number of critics in a target.
+        discount: gamma per control period.
+        target_rate: rho, the rate at which target critics follow.
         learning_rate: of actor, critics and temperature (Adam).
-        actor_period: G, critic updates for each actor update.
-        initial_temperature: alpha at the start.
-        entropy_per_action: the target entropy, in nats, for each element of the action scaled to [-1, 1].
-        acting_rate: how fast the weights that act follow the actor. One actor is good on average and bad now and then;
-            robots get the mean of the last hundred or so (Polyak and Juditsky, 1992). 1 publishes the actor itself.
-        backup_entropy: whether y includes the entropy of the next action.
-        gradient_norm_max: each network's gradient is scaled down to this norm.
+        actor_period: G, critic updates per actor update.
+        initial_temperature: initial alpha.
+        entropy_per_action: target entropy in nats, per element of the action scaled to [-1, 1].
+        acting_rate: rate at which the published weights follow the actor. Single actors are sometimes bad, so robots
+            get
+            the mean of about the last hundred (Polyak and Juditsky, 1992). 1 publishes the actor itself.
+        backup_entropy: y includes the entropy of the next action.
+        gradient_norm_max: maximum norm of each network's gradient.
     """
 
     actor_hidden: tuple[int, ...] = (256, 256)
@@ -43,10 +44,10 @@ class RlpdConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.target_critics <= self.critics:
-            raise ConfigError(f"target_critics is {self.target_critics}; it must lie in 1..critics={self.critics}")
+            raise ConfigError(f"target_critics is {self.target_critics}; set it between 1 and critics={self.critics}")
         if not 0 < self.discount < 1:
-            raise ConfigError(f"discount is {self.discount}; it must lie between 0 and 1")
+            raise ConfigError(f"discount is {self.discount}; set it between 0 and 1, both excluded")
         if not self.critic_hidden or min(self.critic_hidden) < 1 or self.actor_period < 1:
             raise ConfigError(
-                f"critic_hidden {self.critic_hidden} and actor_period {self.actor_period} must be positive"
+                f"critic_hidden is {self.critic_hidden} and actor_period {self.actor_period}; set both above 0"
             )

@@ -1,10 +1,9 @@
-"""Checkpoints: everything that a learner needs to go on as if it had never stopped.
+"""Checkpoints: everything that a learner needs to resume as if it had never stopped.
 
-A checkpoint is a folder, ``<number>-<updates>.checkpoint``; the number grows with each one that is written. It holds
-the arrays as safetensors files of at most `SHARD_BYTES`, unless one array alone is larger, and ``index.json``: format
-version, scalars, and length and BLAKE2b-256 of each file, under a digest of its own. The folder is written under a
-temporary name, synced, and renamed: after a killed process or a power cut a checkpoint is whole or absent. Older ones
-are removed only then. Nothing is ever pickled.
+A checkpoint is a folder, ``<number>-<updates>.checkpoint``; each new one has a greater number. It holds the arrays as
+safetensors files of at most `SHARD_BYTES` (more for a larger array), and ``index.json``: format version, scalars, and
+length and BLAKE2b-256 of each file, with a digest of its own. The folder is written under a temporary name, synced and
+renamed: after a killed process or a power cut a checkpoint is complete or absent. Older ones are removed only then.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Scalars = dict[str, int | float | str]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`arrays` by name and finite `scalars`; both come back bit-identical."""
+    """A checkpoint: `arrays` by name and finite `scalars`; both are restored bit-identically."""
 
     updates: int
     scalars: Scalars
@@ -57,7 +56,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Of the arrays."""
+        """The size of the arrays."""
         return sum(np.asarray(value).nbytes for value in self.arrays.values())
 
 
@@ -87,11 +86,11 @@ class _SealedIndex(_Format, frozen=True):
 
 @dataclass(frozen=True)
 class CheckpointScan:
-    """The checkpoints of a folder, from the newest to the newest readable one.
+    """The checkpoints of a folder, down to the newest readable one.
 
     Attributes:
-        readable: the newest readable one; None if there is none.
-        unreadable: those newer than it, and why each cannot be read.
+        readable: the newest readable checkpoint; None if there is none.
+        unreadable: newer ones, with the reason for each.
     """
 
     readable: Path | None
@@ -99,7 +98,7 @@ class CheckpointScan:
 
     @property
     def is_all_unreadable(self) -> bool:
-        """There are checkpoints, and none can be read."""
+        """There are checkpoints, but none can be read."""
         return self.readable is None and bool(self.unreadable)
 
     def __str__(self) -> str:
@@ -107,7 +106,7 @@ class CheckpointScan:
 
 
 def scan_checkpoints(folder: Path) -> CheckpointScan:
-    """Reads the checkpoints of `folder`, each file whole, until one is sound."""
+    """Reads the checkpoints of `folder` completely, from the newest on, until one is intact."""
     unreadable: dict[Path, str] = {}
     for path in _list_checkpoints(folder):
         if not (reason := _read_error(path)):
@@ -117,35 +116,35 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
 
 
 def load_latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest readable checkpoint of `folder`; newer ones are named in the log. None if the folder has none.
+    """Loads the newest readable checkpoint of `folder`; logs newer ones. Returns None if the folder has none.
 
     Raises:
-        RunError: there are checkpoints, and none can be read.
+        RunError: there are checkpoints, but none can be read.
     """
     found = scan_checkpoints(folder)
     if found.is_all_unreadable:
         raise RunError(unreadable_message(folder, found))
     for path, reason in found.unreadable.items():
-        _log.error("checkpoint.unreadable path=%s: %s; going on from %s", path, reason, found.readable)
+        _log.error("checkpoint.unreadable path=%s: %s; resuming from %s", path, reason, found.readable)
     return None if found.readable is None else read_checkpoint(found.readable)
 
 
 def unreadable_message(folder: Path, found: CheckpointScan) -> str:
-    """What to tell a person if no checkpoint of `folder` can be read."""
+    """Returns the error message if no checkpoint of `folder` can be read."""
     return (
-        f"no checkpoint in {folder} can be read, so its training would be lost: {found}. Put back a copy of one, or "
-        f"resume with the version of user-sys that wrote them. To begin the training anew, resume with {RESTART_FLAG}: "
-        "it keeps these files and everything that was recorded"
+        f"no checkpoint in {folder} can be read, so its training would be lost: {found}. Restore a copy of one, or "
+        f"resume with the version of user-sys that wrote them. To restart the training, resume with {RESTART_FLAG}: "
+        "it keeps these files and all recorded episodes"
     )
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`.
+    """Loads the checkpoint at `path`.
 
     Raises:
-        WireError: it is torn, damaged, or of another format version; the message says which.
+        WireError: it is incomplete, damaged, or of another format version; the message says which.
     """
-    from safetensors import SafetensorError  # the learner's computer alone has it
+    from safetensors import SafetensorError  # only the learner's computer has it
     from safetensors.numpy import load_file
 
     if reason := _read_error(path):
@@ -156,20 +155,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for name, _ in index.files():
             arrays |= load_file(path / name)
     except (OSError, SafetensorError) as error:
-        raise WireError(f"{path}: its content does not decode: {error}") from None
+        raise WireError(f"{path}: its content cannot be decoded: {error}") from None
     return Checkpoint(index.updates, index.scalars, arrays)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Writes `checkpoint` durably, then removes those older than the newest `keep` readable ones; blocks for the disk.
+    """Writes `checkpoint` durably, then removes all but the newest `keep` readable ones. Blocks for the disk.
 
     Raises:
-        DiskFull: there is no room; nothing of it stays, and the older checkpoints are still there.
+        DiskFull: there is no room; nothing of it stays, and the older checkpoints remain.
         RunError: the folder cannot be written, or a scalar is not finite.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob(f"*{_PARTIAL_SUFFIX}"):  # of a writer that was killed
+        for unfinished in folder.glob(f"*{_PARTIAL_SUFFIX}"):  # left by a killed writer
             shutil.rmtree(unfinished)
         older = _list_checkpoints(folder)
         path = folder / f"{_number(older[0]) + 1 if older else 0:06d}-{checkpoint.updates:012d}{_SUFFIX}"
@@ -183,7 +182,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes
 
 
 def quarantine_checkpoints(folder: Path) -> Path:
-    """Moves the checkpoints of `folder` into a new folder in it, which is returned. Raises OSError."""
+    """Moves the checkpoints of `folder` into a new folder in it, and returns that. Raises OSError."""
     aside = next(path for n in itertools.count(1) if not (path := folder / f"unreadable-{n}").exists())
     aside.mkdir()
     for path in _list_checkpoints(folder):
@@ -195,11 +194,14 @@ def quarantine_checkpoints(folder: Path) -> Path:
 
 @contextmanager
 def exclusive_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
-    """Keeps a second learner off `folder`, be it on another computer that shares the storage: one that is cut off, and
-    has been replaced, may be alive still. Blocks while another has it, and says so once; ends with the process.
+    """Locks `folder` against another learner, also on another computer with the same storage.
+
+    A learner that lost its connection and was replaced may still run. Blocks while another process holds the lock, and
+    logs
+    this once. The lock ends with the process.
 
     Yields:
-        False where `stop` was set first.
+        False if `stop` was set before.
 
     Raises:
         RunError: the folder cannot be written.
@@ -208,7 +210,9 @@ def exclusive_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = open(folder / "lock", "ab")
     except OSError as error:
-        raise RunError(f"checkpoints cannot be written to {folder}: {error.strerror}; free some space") from error
+        raise RunError(
+            f"checkpoints cannot be written to {folder}: {error.strerror}; free some space, or make it writable"
+        ) from error
     with handle:
         yield _lock(handle, stop)
 
@@ -222,15 +226,15 @@ def _lock(handle: BinaryIO, stop: threading.Event) -> bool:
         except BlockingIOError:
             if not said:
                 said = True
-                _log.warning("learner.waiting another process has %s", handle.name)
+                _log.warning("learner.waiting another process holds %s", handle.name)
             stop.wait(LOCK_POLL_S)
     return False
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, so that training waits for a copy in memory only.
+    """Writes checkpoints in its own thread, so that training waits only for a copy in memory.
 
-    One thread calls it. While one checkpoint is being written the next is declined: the queue never grows.
+    One thread calls it. While a checkpoint is being written, the next one is declined.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -240,19 +244,20 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is being written."""
+        """A checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the former could not be written, which `finish` and `write` raise."""
+        """The last checkpoint could not be written; `finish` and `write` raise the error."""
         return self._error is not None
 
     def write(self, checkpoint: Checkpoint) -> bool:
-        """Starts to write; False when the former is not done. `checkpoint`'s arrays must not change afterwards.
+        """Starts to write. Returns False while the previous one is being written. The arrays must not change
+        afterwards.
 
         Raises:
-            RunError: the former could not be written.
+            RunError: the previous checkpoint could not be written.
         """
         if self.is_busy:
             return False
@@ -262,11 +267,11 @@ class CheckpointWriter:
         return True
 
     def finish(self) -> None:
-        """Waits until what was started is on disk.
+        """Waits until the started checkpoint is on disk.
 
         Raises:
             DiskFull: there was no room for it.
-            RunError: it could not be written, or the disk did not answer within `WRITE_TIMEOUT_S`.
+            RunError: it could not be written, or the disk exceeded `WRITE_TIMEOUT_S`.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -285,19 +290,19 @@ class CheckpointWriter:
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """Newest first."""
+    """Returns the checkpoints, newest first."""
     named = [path for path in folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name)]
     return sorted(named, key=lambda path: (_number(path), path.name), reverse=True)
 
 
 def _number(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
-    assert match is not None  # `_list_checkpoints` lists no others
+    assert match is not None  # `_list_checkpoints` returns no others
     return int(match[1])
 
 
 def _prune(older: list[Path], keep: int) -> None:
-    """Removes what is older than the newest `keep` readable ones of `older`."""
+    """Removes the checkpoints of `older` beyond the newest `keep` readable ones."""
     for path in older:
         if keep <= 0:
             _remove(path)
@@ -309,7 +314,7 @@ def _remove(path: Path) -> None:
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    doomed = path.with_suffix(_PARTIAL_SUFFIX)  # in one step: half a checkpoint would look like a damaged one
+    doomed = path.with_suffix(_PARTIAL_SUFFIX)  # atomically: half a checkpoint would look damaged
     path.rename(doomed)
     shutil.rmtree(doomed)
 
@@ -322,7 +327,7 @@ def _write_atomically(path: Path, checkpoint: Checkpoint, shard_bytes: int) -> N
         sync_folder(beside)
         beside.rename(path)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the space
         raise
     sync_folder(path.parent)
 
@@ -342,14 +347,14 @@ def _write_files(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None
     try:
         msgspec.json.decode(encoded, type=_CheckpointIndex)
     except DECODE_ERRORS as error:
-        raise RunError(f"a checkpoint with these scalars could not be read again: {error}") from None
+        raise RunError(f"a checkpoint with these scalars could not be read back: {error}") from None
     _write_durably(
         folder / _INDEX, msgspec.json.encode(_SealedIndex(FORMAT_VERSION, _digest(encoded), msgspec.Raw(encoded)))
     )
 
 
 def _split(arrays: Mapping[str, Array], shard_bytes: int) -> Iterator[list[str]]:
-    """The names of the arrays that share a file."""
+    """Yields the names of the arrays of each file."""
     part: list[str] = []
     room = shard_bytes
     for name, value in arrays.items():
@@ -371,10 +376,10 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def _read_error(path: Path) -> str:
-    """Why the checkpoint at `path` cannot be read; empty if it can. Reads all of it, unless it was read before."""
+    """Returns why the checkpoint at `path` cannot be read; empty if it can. Reads all of it the first time."""
     try:
         if not path.is_dir():
-            return f"it is of another format version; this program reads {FORMAT_VERSION}"
+            return f"it has another format version; this program reads {FORMAT_VERSION}"
         stats = ((file.name, file.stat()) for file in sorted(path.iterdir()))
         return _cached_read_error(
             path, tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -390,29 +395,31 @@ def _cached_read_error(path: Path, _state: tuple[tuple[str, int, int, int], ...]
             if not (path / name).exists():
                 return f"its file {name} is missing"
             if (size := (path / name).stat().st_size) != shard.size_bytes:
-                return f"its file {name} has {size} bytes and should have {shard.size_bytes}"
+                return f"its file {name} has {size} bytes, expected {shard.size_bytes}"
             with open(path / name, "rb") as stream:
                 if hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest() != shard.blake2b:
-                    return f"its file {name} is damaged: the digest is wrong"
+                    return f"its file {name} is damaged: its digest differs"
     except WireError as error:
         return str(error)
     return ""
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Raises WireError: it is missing, torn, damaged, or of another format version; OSError: the disk failed."""
+    """Raises WireError if it is missing, incomplete, damaged or of another format version; OSError if the disk
+    fails.
+    """
     try:
         raw = (path / _INDEX).read_bytes()
         if (found := msgspec.json.decode(raw, type=_Format).format) != FORMAT_VERSION:
             raise WireError(f"its format version is {found}; this program reads {FORMAT_VERSION}")
         sealed = msgspec.json.decode(raw, type=_SealedIndex)
         if _digest(sealed.index) != sealed.blake2b:
-            raise WireError(f"its file {_INDEX} is damaged: the digest is wrong")
+            raise WireError(f"its file {_INDEX} is damaged: its digest differs")
         return msgspec.json.decode(sealed.index, type=_CheckpointIndex)
     except FileNotFoundError:
         raise WireError(f"its file {_INDEX} is missing") from None
     except DECODE_ERRORS as error:
-        raise WireError(f"its file {_INDEX} is torn or damaged: {error}") from None
+        raise WireError(f"its file {_INDEX} is incomplete or damaged: {error}") from None
 
 
 def _digest(content: bytes | msgspec.Raw) -> str:

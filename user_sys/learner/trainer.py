@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 GATHER_TIMEOUT_S = 300.0
 """Rank 0 gathers at the rate of its governor."""
-SAMPLER_PREFIX = "sampler."  # before the names of the sampler's arrays in a checkpoint
-RANK_PREFIX = "rank."  # ... and before that and the number of its process, where that is not 0
-PROCESS_COUNT_KEY = "processes"  # how many made a checkpoint
+SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
+RANK_PREFIX = "rank."  # prefix of other ranks' arrays, before their number
+PROCESS_COUNT_KEY = "processes"  # how many processes wrote a checkpoint
 
 
 class RankCommand(IntEnum):

@@ -1,9 +1,8 @@
-"""A process that trains with a learner's own: ``python -m user_sys.learner.worker_process CHECKPOINTS RANK ADDRESS
-CARD``.
+"""A worker process of a learner: ``python -m user_sys.learner.worker_process CHECKPOINTS RANK ADDRESS GPU``.
 
-It comes in to the learner that writes to the folder CHECKPOINTS, trains its share of the policy and does what rank 0
-does, until that says that training is over; then it waits for the next one, since the learner may be started again. It
-ends when the learner's first process is no more, or by SIGTERM: while it trains, not before rank 0 says so.
+It joins the learner that writes to CHECKPOINTS and follows rank 0 until training ends. Then it waits for the next
+learner, because that may be restarted. It ends with the learner's rank 0, or by SIGTERM; during training a SIGTERM
+takes effect when rank 0 ends the training.
 """
 
 from __future__ import annotations
@@ -46,112 +45,113 @@ MAX_ERROR_CHARS = 2000
 
 
 def main(argv: list[str]) -> int:
-    """Trains with the learner, as often as there is one. The exit status is 0 where it was told to end while it did,
-    `EXIT_ORPHANED` where the learner has ended.
+    """Trains with each learner in turn. Returns 0 if it was asked to end.
 
-    `argv`: the folder of the learner's checkpoints; this process's number; its address, where the others find it; and
-    which of the GPUs that it sees is its own, where it trains on one.
+    The process exits with `EXIT_ORPHANED` if the learner has ended. `argv`: the learner's checkpoints; the rank;
+    the address at which the other ranks reach it; and the index of its GPU among the visible ones.
     """
     configure_logging()
-    checkpoints, rank, address, card = argv
-    place = RankAddress(address, int(card))
+    checkpoints, rank, address, gpu = argv
+    rank_address = RankAddress(address, int(gpu))
     while True:
-        line, told = _receive_spec(Path(checkpoints), int(rank))
-        with _deferred_signals() as asked, closing(line):
-            ended_well = _train(told, int(rank), place, line)
-        if asked or not ended_well:
+        connection, spec = _receive_spec(Path(checkpoints), int(rank))
+        with _deferred_signals() as received_signals, closing(connection):
+            ended_well = _train(spec, int(rank), rank_address, connection)
+        if received_signals or not ended_well:
             return 0 if ended_well else 2
 
 
 @contextmanager
 def _deferred_signals() -> Iterator[list[int]]:
-    """Signals that would end the process are noted in the list, and come to nothing until the context is left."""
-    asked: list[int] = []
+    """Records signals that would end the process, and defers them until the context ends."""
+    received: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, _: asked.append(number))
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _receive_spec(checkpoints: Path, rank: int) -> tuple[PeerConnection, TrainingSpec]:
-    """Blocks until there is a learner and all of it has come."""
+    """Blocks until a learner with all its workers has sent the spec."""
     while True:
-        line = join_learner(checkpoints, rank)
-        log.info("follower.came_in rank=%d", rank)
+        connection = join_learner(checkpoints, rank)
+        log.info("worker.joined rank=%d", rank)
         try:
-            return line, line.receive(TrainingSpec, MAX_SPEC_BYTES)
+            return connection, connection.receive(TrainingSpec, MAX_SPEC_BYTES)
         except (LinkDown, WireError) as error:
-            line.close()
-            log.warning("follower.not_taken %s", error)
+            connection.close()
+            log.warning("worker.not_accepted %s", error)
             time.sleep(RETRY_INTERVAL_S)
 
 
-def _exit_with_learner(line: PeerConnection, done: threading.Event) -> None:
-    """Ends the process at once when the learner's end of the line closes: by whatever end, also in a collective."""
+def _exit_with_learner(connection: PeerConnection, done: threading.Event) -> None:
+    """Ends the process at once when the learner closes the connection, also within a collective."""
     with suppress(LinkDown, WireError):
-        line.receive(WorkerExit, 0)  # nothing ever comes
+        connection.receive(WorkerExit, 0)  # no message ever arrives
     if not done.is_set():
         os._exit(EXIT_ORPHANED)
 
 
-def _train(told: TrainingSpec, rank: int, place: RankAddress, line: PeerConnection) -> bool:
-    """Whether it ended as it was told; the learner hears of it either way."""
+def _train(spec: TrainingSpec, rank: int, rank_address: RankAddress, connection: PeerConnection) -> bool:
+    """Trains, and reports the end to the learner. Returns False after an error."""
     done = threading.Event()
-    threading.Thread(target=_exit_with_learner, args=(line, done), name="learner", daemon=True).start()
+    threading.Thread(target=_exit_with_learner, args=(connection, done), name="learner", daemon=True).start()
 
-    def farewell(error: str) -> None:
+    def report_end(error: str) -> None:
         done.set()
-        with suppress(LinkDown):  # the learner does not hear it, and ends too
-            line.send(WorkerExit(error[:MAX_ERROR_CHARS]))
+        with suppress(LinkDown):  # the learner has ended too
+            connection.send(WorkerExit(error[:MAX_ERROR_CHARS]))
 
     try:
-        ranks = _run_rank(told, rank, place)
-        farewell("")
-        ranks.destroy()  # with the others: NCCL lets go of none before all of its computer leave
+        ranks = _run_rank(spec, rank, rank_address)
+        report_end("")
+        ranks.destroy()  # together with the others: NCCL waits for all processes of the computer
     except (UserSysError, HalError, OSError, RuntimeError) as error:
-        if RuntimeError in (type(error), type(error.__cause__)):  # of a collective
-            time.sleep(FAILURE_DETECTION_S)  # where the learner has left it, the end of its line ends this process
-        log.error("follower.failed %s: %s", type(error).__name__, error)
-        farewell(f"{type(error).__name__}: {error}")
+        if RuntimeError in (type(error), type(error.__cause__)):  # from a collective
+            time.sleep(
+                FAILURE_DETECTION_S
+            )  # if the learner has left the collective, the end of its connection ends this process
+        log.error("worker.failed %s: %s", type(error).__name__, error)
+        report_end(f"{type(error).__name__}: {error}")
         return False
     return True
 
 
-def _run_rank(told: TrainingSpec, rank: int, place: RankAddress) -> TrainingGroup:
-    """Trains; what is left to leave."""
-    config = told.config
+def _run_rank(spec: TrainingSpec, rank: int, rank_address: RankAddress) -> TrainingGroup:
+    """Trains, and returns the group to destroy."""
+    config = spec.config
     torch.set_num_threads(config.threads)
-    torch.set_flush_denormal(True)  # as in the learner's own process
-    device = told.device
+    torch.set_flush_denormal(True)  # as in the learner's process
+    device = spec.device
     if device == "cuda":
-        require_gpu(torch.cuda.device_count(), place.gpu)
-        device = f"cuda:{place.gpu}"
-    meeting = join_rendezvous(told.host, told.port, config.processes)
-    ranks = TrainingGroup(rank, config.processes, device, meeting, place.address, config.publish.collective_ctas)
-    with StoreReader.open(Path(told.store), wait_s=STORE_TIMEOUT_S) as reader:
-        share = RankTrainer(
+        require_gpu(torch.cuda.device_count(), rank_address.gpu)
+        device = f"cuda:{rank_address.gpu}"
+    store = join_rendezvous(spec.host, spec.port, config.processes)
+    ranks = TrainingGroup(rank, config.processes, device, store, rank_address.address, config.publish.collective_ctas)
+    with StoreReader.open(Path(spec.store), wait_s=STORE_TIMEOUT_S) as reader:
+        trainer = RankTrainer(
             config,
-            told.spec,
+            spec.spec,
             reader,
-            features=told.features,
-            seed=told.seed,
+            features=spec.features,
+            seed=spec.seed,
             device=str(ranks.device),
             group=ranks,
         )
         try:
-            log.info("follower.started rank=%d", rank)
-            share.run_worker_loop(Path(told.checkpoints))
+            log.info("worker.started rank=%d", rank)
+            trainer.run_worker_loop(Path(spec.checkpoints))
         finally:
-            share.close()
+            trainer.close()
     return ranks
 
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     logging.shutdown()
-    os._exit(status)  # torch's groups, which have ended, now and then abort a process that ends as Python would have it
+    os._exit(status)  # torch sometimes aborts a process with destroyed groups during Python's own clean-up

@@ -1,18 +1,12 @@
-"""The line between a learner's first process and another of its processes, be that on another computer of the cluster.
+"""The worker group of a learner: processes that train together, on one computer or several of a cluster.
 
-The first listens, and leaves a note of where among its checkpoints, with a secret that is new each time. Who comes
-shows that it has read the note, and the first that it wrote it; the secret itself never crosses the line. What follows
-is plain text, as between the nodes of the cluster.
+The learner's process is rank 0. It listens, and leaves its address and a fresh secret in a file next to its
+checkpoints. Each worker connects and both prove that they know the secret, which is never sent. Later messages are
+plain text. Rank 0 then sends each worker its `TrainingSpec`.
 
-A line ends at once with the process at its other end, however that ends, and within `KEEPALIVE_TIMEOUT_S` of a computer
-that vanishes or a cable that is pulled: the kernels of both computers look after that, however busy the processes are.
-
-A learner's followers: processes that train with it, on its computer or others of the cluster.
-
-The learner's own process is rank 0. The others are started by whoever starts that one, come in to it over a `line`, and
-are told what to train. A follower that ends unasked ends the learner, with the reason; whoever looks after them
-starts them all again, from the learner's checkpoint. A follower whose learner ends, by SIGKILL too, ends at once, and
-within `line.SILENT_S` where the learner's computer vanishes.
+A worker that ends unexpectedly ends the learner with the reason; its supervisor restarts all from the checkpoint. A
+worker ends at once with its learner. TCP keep-alive closes a connection within `KEEPALIVE_TIMEOUT_S` if a computer
+vanishes, however busy the processes are.
 """
 
 from __future__ import annotations
@@ -53,7 +47,7 @@ KEEPALIVE_PROBES = 4
 MAX_HANDSHAKE_BYTES = 256
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_PENDING_HANDSHAKES = 16
-"""So many may be asked for their proof at a time."""
+"""Maximum number of handshakes in progress."""
 CONNECT_TIMEOUT_S = 5.0
 ACCEPT_POLL_S = 0.1
 RETRY_INTERVAL_S = 0.25
@@ -62,7 +56,7 @@ _SIZE = struct.Struct(">I")
 
 
 class RendezvousInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a learner's first process is to be found, for as long as it is the same process."""
+    """The address and secret of a learner's rank 0, valid while that process runs."""
 
     address: str
     port: int
@@ -70,13 +64,13 @@ class RendezvousInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuthChallenge(msgspec.Struct, frozen=True, tag=True):
-    """The first word of the one that listens."""
+    """The first message of the listener."""
 
     nonce: bytes
 
 
 class AuthResponse(msgspec.Struct, frozen=True, tag=True):
-    """The answer of the one that comes, as the learner's process of number `rank`."""
+    """The worker's reply to the challenge."""
 
     rank: int
     nonce: bytes
@@ -84,16 +78,16 @@ class AuthResponse(msgspec.Struct, frozen=True, tag=True):
 
 
 class AuthAccepted(msgspec.Struct, frozen=True, tag=True):
-    """The one that listens has found the greeting right."""
+    """The listener's reply to a valid response."""
 
     proof: bytes
 
 
 class PeerConnection:
-    """One end of a line: whole messages, in order. One thread at a time sends, one receives; any closes it."""
+    """A connection between ranks: whole messages in order. One thread at a time sends, one receives; any closes it."""
 
     def __init__(self, link: socket.socket) -> None:
-        """`link` is a connected TCP socket, the line's from now on."""
+        """Takes ownership of the connected TCP socket `link`."""
         self._link = link
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -104,30 +98,30 @@ class PeerConnection:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_TIMEOUT_S * 1000)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Blocks for `KEEPALIVE_TIMEOUT_S` at most. Raises LinkDown: the line has ended."""
+        """Blocks for at most `KEEPALIVE_TIMEOUT_S`. Raises LinkDown if the connection has ended."""
         content = msgspec.msgpack.encode(message)
         try:
             self._link.sendall(_SIZE.pack(len(content)) + content)
         except OSError as error:
-            raise LinkDown(f"the line has ended: {error}") from error
+            raise LinkDown(f"the connection has ended: {error}") from error
 
-    def receive(self, kind: type[MessageT], most_bytes: int, until: float | None = None) -> MessageT:
+    def receive(self, kind: type[MessageT], max_bytes: int, until: float | None = None) -> MessageT:
         """Blocks for the next message.
 
         Args:
-            until: on the monotonic clock; None waits for as long as there is somebody at the other end.
+            until: deadline on the monotonic clock; None waits while the connection is open.
 
         Raises:
-            LinkDown: the line has ended, or nothing whole came in time.
-            WireError: what came is no such message, or longer than `most_bytes`.
+            LinkDown: the connection has ended, or no complete message arrived in time.
+            WireError: the message cannot be decoded, or exceeds `max_bytes`.
         """
         (size,) = _SIZE.unpack(self._exactly(_SIZE.size, until))
-        if size > most_bytes:
-            raise WireError(f"a message of {size} bytes, of {most_bytes} at most")
+        if size > max_bytes:
+            raise WireError(f"a message has {size} bytes, more than the limit of {max_bytes}")
         try:
             return msgspec.msgpack.decode(self._exactly(size, until), type=kind)
         except DECODE_ERRORS as error:
-            raise WireError(f"no {kind.__name__}: {error}") from error
+            raise WireError(f"a message cannot be decoded as {kind.__name__}: {error}") from error
 
     def _exactly(self, size: int, until: float | None) -> bytes:
         content = b""
@@ -135,133 +129,132 @@ class PeerConnection:
             while len(content) < size:
                 self._link.settimeout(None if until is None else max(0.001, until - time.monotonic()))
                 if not (piece := self._link.recv(size - len(content))):
-                    raise LinkDown("the line has ended")
+                    raise LinkDown("the connection has ended")
                 content += piece
             self._link.settimeout(None)
         except OSError as error:
-            raise LinkDown(f"the line has ended: {error}") from error
+            raise LinkDown(f"the connection has ended: {error}") from error
         return content
 
     def close(self) -> None:
-        """Ends the line, for a thread that waits for its next message too. Calling it twice is harmless."""
+        """Closes the connection, also for a thread that waits in `receive`. A second call has no effect."""
         with suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
         self._link.close()
 
 
 class RendezvousServer:
-    """Where the others come in to a learner's first process, from making it to `close`. One thread calls it."""
+    """Accepts the workers of a learner until `close`. One thread calls it."""
 
     def __init__(self, checkpoints: Path, address: str, ranks: Collection[int]) -> None:
-        """Listens on `address` alone, and leaves the note.
+        """Listens on `address` only, and writes the rendezvous file.
 
         Args:
-            ranks: the numbers of those that are to come.
+            ranks: the ranks to accept.
 
         Raises:
-            RunError: this computer has no such address, or the note cannot be written.
+            RunError: this computer lacks the address, or the file cannot be written.
         """
-        self._note, self._ranks = checkpoints / RENDEZVOUS_FILE, frozenset(ranks)
+        self._file, self._ranks = checkpoints / RENDEZVOUS_FILE, frozenset(ranks)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._lock = threading.Lock()
-        self._lines: dict[int, PeerConnection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._open = True
-        self._strangers = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
+        self._handshakes = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
         try:
             self._server = socket.create_server((address, 0))
         except OSError as error:
             raise RunError(f"the learner's processes cannot meet at {address}: {error.strerror or error}") from error
         self._server.settimeout(ACCEPT_POLL_S)
-        note = RendezvousInfo(address=address, port=self._server.getsockname()[1], secret=self._secret)
+        info = RendezvousInfo(address=address, port=self._server.getsockname()[1], secret=self._secret)
         try:
-            replace_durably(self._note, msgspec.json.encode(note), PRIVATE_FILE_MODE)
+            replace_durably(self._file, msgspec.json.encode(info), PRIVATE_FILE_MODE)
         except OSError as error:
             self._server.close()
-            raise RunError(f"{self._note} cannot be written: {error.strerror or error}") from error
+            raise RunError(f"{self._file} cannot be written: {error.strerror or error}") from error
 
     def accept_all(self, within_s: float, stop: threading.Event) -> dict[int, PeerConnection]:
-        """Blocks until all have come, one line for each number: of two with the same, the later. The lines are the
-        caller's from then on.
+        """Blocks until all ranks have joined; of two with one rank, the later counts. The caller owns the connections.
 
         Returns:
-            None of them where `stop` was set first.
+            An empty dict if `stop` was set before.
 
         Raises:
-            RunError: not all came in time.
+            RunError: not all ranks joined in time.
         """
         until = time.monotonic() + within_s
         while not stop.is_set():
             with self._lock:
-                missing = sorted(self._ranks - self._lines.keys())
+                missing = sorted(self._ranks - self._connections.keys())
                 if not missing:
-                    lines, self._lines = self._lines, {}
-                    return lines
+                    connections, self._connections = self._connections, {}
+                    return connections
             if time.monotonic() > until:
                 raise RunError(
-                    f"of the {len(self._ranks) + 1} processes that train together these did not come within "
-                    f"{within_s:.0f} s: {', '.join(map(str, missing))}; their own logs say why"
+                    f"of the {len(self._ranks) + 1} processes that train together, these ranks did not join within "
+                    f"{within_s:.0f} s: {', '.join(map(str, missing))}; see their logs"
                 )
             self._take_next()
         return {}
 
     def close(self) -> None:
-        """Lets nobody in from now on. Calling it twice is harmless."""
+        """Accepts no more workers. A second call has no effect."""
         self._server.close()
         with self._lock:
             self._open = False
-            lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.close()
+            connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            connection.close()
 
     def _take_next(self) -> None:
         try:
             link, (host, *_) = self._server.accept()
         except TimeoutError:
             return
-        if not self._strangers.acquire(blocking=False):
+        if not self._handshakes.acquire(blocking=False):
             link.close()
             return
-        threading.Thread(target=self._ask, args=(PeerConnection(link), host), name="entrance", daemon=True).start()
+        threading.Thread(target=self._handshake, args=(PeerConnection(link), host), name="server", daemon=True).start()
 
-    def _ask(self, line: PeerConnection, host: str) -> None:
-        """Keeps who shows that it knows the secret; sends away who does not."""
+    def _handshake(self, connection: PeerConnection, host: str) -> None:
+        """Accepts a worker that knows the secret, and closes other connections."""
         try:
-            self._keep(_authenticate(line, self._secret, self._ranks), line)
+            self._register(_authenticate(connection, self._secret, self._ranks), connection)
         except (LinkDown, WireError) as error:
-            line.close()
-            log.warning("follower.refused host=%s: %s", host, error)
+            connection.close()
+            log.warning("worker.refused host=%s: %s", host, error)
         finally:
-            self._strangers.release()
+            self._handshakes.release()
 
-    def _keep(self, rank: int, line: PeerConnection) -> None:
+    def _register(self, rank: int, connection: PeerConnection) -> None:
         with self._lock:
-            former = self._lines.get(rank) if self._open else line
+            previous = self._connections.get(rank) if self._open else connection
             if self._open:
-                self._lines[rank] = line
-        if former is not None:
-            former.close()
+                self._connections[rank] = connection
+        if previous is not None:
+            previous.close()
 
 
 def join_learner(checkpoints: Path, rank: int) -> PeerConnection:
-    """The line to the learner whose note lies in `checkpoints`, as its process of number `rank`.
+    """Connects to the learner of `checkpoints` as `rank`. Blocks until a learner accepts this process.
 
-    Blocks for as long as there is no learner that lets this process in: one that has ended has left its note.
+    A learner that has ended leaves its file behind, so this retries.
     """
-    said = ""
+    last_error = ""
     while True:
-        note = read_rendezvous(checkpoints)
+        info = read_rendezvous(checkpoints)
         try:
-            if note is not None:
-                return connect_to_learner(note, rank)
-        except (LinkDown, WireError, OSError, OverflowError) as error:  # the last: no port
-            if str(error) != said:
-                said = str(error)
-                log.info("follower.waits %s", said)
+            if info is not None:
+                return connect_to_learner(info, rank)
+        except (LinkDown, WireError, OSError, OverflowError) as error:  # OverflowError: the port is out of range
+            if str(error) != last_error:
+                last_error = str(error)
+                log.info("worker.waits %s", last_error)
         time.sleep(RETRY_INTERVAL_S)
 
 
 def read_rendezvous(checkpoints: Path) -> RendezvousInfo | None:
-    """What the newest learner of `checkpoints` has left there; None where there is none that can be read."""
+    """Returns the rendezvous file of the newest learner; None if there is none that can be read."""
     try:
         with (checkpoints / RENDEZVOUS_FILE).open("rb") as file:
             return msgspec.json.decode(file.read(MAX_RENDEZVOUS_BYTES), type=RendezvousInfo)
@@ -269,66 +262,66 @@ def read_rendezvous(checkpoints: Path) -> RendezvousInfo | None:
         return None
 
 
-def connect_to_learner(note: RendezvousInfo, rank: int) -> PeerConnection:
-    """Connects, and is let in.
+def connect_to_learner(info: RendezvousInfo, rank: int) -> PeerConnection:
+    """Connects and authenticates.
 
     Raises:
-        OSError, OverflowError: nobody listens there.
-        LinkDown: it was refused, or nothing came in time.
-        WireError: who listens is not the one that wrote the note.
+        OSError, OverflowError: nothing listens at the address.
+        LinkDown: the connection was refused, or no reply arrived in time.
+        WireError: the listener does not know the secret.
     """
     until = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    line = PeerConnection(socket.create_connection((note.address, note.port), timeout=CONNECT_TIMEOUT_S))
+    connection = PeerConnection(socket.create_connection((info.address, info.port), timeout=CONNECT_TIMEOUT_S))
     try:
-        theirs = line.receive(AuthChallenge, MAX_HANDSHAKE_BYTES, until).nonce
+        theirs = connection.receive(AuthChallenge, MAX_HANDSHAKE_BYTES, until).nonce
         ours = secrets.token_bytes(SECRET_BYTES)
-        line.send(AuthResponse(rank, ours, _proof(note.secret, "follower", rank, theirs, ours)))
-        proof = line.receive(AuthAccepted, MAX_HANDSHAKE_BYTES, until).proof
-        if not hmac.compare_digest(proof, _proof(note.secret, "learner", rank, theirs, ours)):
-            raise WireError(f"who listens at {note.address}:{note.port} is not the learner")
+        connection.send(AuthResponse(rank, ours, _proof(info.secret, "follower", rank, theirs, ours)))
+        proof = connection.receive(AuthAccepted, MAX_HANDSHAKE_BYTES, until).proof
+        if not hmac.compare_digest(proof, _proof(info.secret, "learner", rank, theirs, ours)):
+            raise WireError(f"the process at {info.address}:{info.port} does not know the secret of this learner")
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    return line
+    return connection
 
 
-def _authenticate(line: PeerConnection, secret: bytes, ranks: Collection[int]) -> int:
-    """Which of `ranks` is at the other end, having told it so. Raises LinkDown, WireError: it is none of them."""
+def _authenticate(connection: PeerConnection, secret: bytes, ranks: Collection[int]) -> int:
+    """Authenticates a worker and returns its rank. Raises LinkDown, WireError."""
     until = time.monotonic() + HANDSHAKE_TIMEOUT_S
     ours = secrets.token_bytes(SECRET_BYTES)
-    line.send(AuthChallenge(ours))
-    greeting = line.receive(AuthResponse, MAX_HANDSHAKE_BYTES, until)
-    if not hmac.compare_digest(greeting.proof, _proof(secret, "follower", greeting.rank, ours, greeting.nonce)):
-        raise WireError("it does not know this learner's secret")
-    if greeting.rank not in ranks:
-        raise WireError(f"no process of number {greeting.rank} is awaited")
-    line.send(AuthAccepted(_proof(secret, "learner", greeting.rank, ours, greeting.nonce)))
-    return greeting.rank
+    connection.send(AuthChallenge(ours))
+    response = connection.receive(AuthResponse, MAX_HANDSHAKE_BYTES, until)
+    if not hmac.compare_digest(response.proof, _proof(secret, "follower", response.rank, ours, response.nonce)):
+        raise WireError("it does not know this learner's secret; it belongs to another run")
+    if response.rank not in ranks:
+        raise WireError(f"rank {response.rank} is not part of this learner")
+    connection.send(AuthAccepted(_proof(secret, "learner", response.rank, ours, response.nonce)))
+    return response.rank
 
 
 def _proof(secret: bytes, role: str, rank: int, listener: bytes, comer: bytes) -> bytes:
-    """Both nonces are part of it, each with its length: what one end has shown means nothing on another line."""
-    said = msgspec.msgpack.encode((role, rank, listener, comer))
-    return hmac.digest(secret, said, hashlib.sha256)
+    """Computes a proof over both nonces, so that it is valid on one connection only."""
+    last_error = msgspec.msgpack.encode((role, rank, listener, comer))
+    return hmac.digest(secret, last_error, hashlib.sha256)
 
 
 JOIN_TIMEOUT_S = COLLECTIVE_TIMEOUT_S
-"""From the learner's start until all of its followers have come: their computers may be slow to start a process."""
+"""From the learner's start until all workers have joined; their computers may start processes slowly."""
 EXIT_TIMEOUT_S = 30.0
 FAILURE_DETECTION_S = 5.0
-"""A collective fails soon after a process of it has ended; on GPUs it may not. Nobody waits for longer than this."""
+"""A collective fails soon after a process ends, but may not on GPUs. This limits the wait."""
 EXIT_STATUS = 2
 MAX_SPEC_BYTES = 200 << 10
 MAX_EXIT_BYTES = 8 << 10
 
 
 class TrainingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a follower is told: the learner's settings, what it learns for and from, and where all of them meet.
+    """The settings that a worker receives.
 
     Attributes:
-        checkpoints: folder of the learner's.
+        checkpoints: the learner's folder.
         device: ``cpu`` or ``cuda``.
-        host, port: see `ranks.find_meeting`.
+        host, port: see `distributed.join_rendezvous`.
     """
 
     config: LearnerConfig
@@ -344,11 +337,11 @@ class TrainingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Of a process among the learner's.
+    """The address of a rank.
 
     Attributes:
-        address: where the others find it; of its computer.
-        gpu: which of the GPUs that it sees is its own, where it trains on one.
+        address: IP address at which the other ranks reach it.
+        gpu: index of its GPU among the visible ones.
     """
 
     address: str
@@ -356,31 +349,33 @@ class RankAddress:
 
 
 class WorkerExit(msgspec.Struct, frozen=True):
-    """A follower's last word: it has ended the training because of `error`, or as it was told, and will now leave."""
+    """The last message of a worker: it ends because of `error`, or on request if that is empty."""
 
     error: str = ""
 
 
 class WorkerGroup:
-    """A learner's followers, from entering to leaving. Entering blocks until all of them have come, and gives this
-    process, as rank 0; None where it was told to stop before."""
+    """The workers of a learner, as a context. Entering blocks until all have joined, and returns the group of rank 0.
 
-    def __init__(self, assignment: TrainingSpec, place: RankAddress, stop: threading.Event) -> None:
-        """`stop` ends the wait for the followers."""
-        self._assignment, self._place, self._stop = assignment, place, stop
+    It returns None if `stop` was set before.
+    """
+
+    def __init__(self, training: TrainingSpec, address: RankAddress, stop: threading.Event) -> None:
+        """`stop` ends the wait for workers."""
+        self._spec, self._address, self._stop = training, address, stop
         self._ranks: TrainingGroup | None = None
-        self._lines: dict[int, PeerConnection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._closing = threading.Event()
         self._ended = threading.Event()
-        self._left: set[int] = set()
+        self._ended_ranks: set[int] = set()
         self._changed = threading.Condition()
-        self._why = ""
+        self._reason_text = ""
 
     def __enter__(self) -> TrainingGroup | None:
         try:
             self._ranks = self._start()
         except BaseException as error:
-            reason = self._reason(error)
+            reason = self._cause(error)
             self._close(clean=False)
             if reason is error:
                 raise
@@ -390,83 +385,85 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._ranks is None:
             return
-        clean = error is None and self._dismiss(self._ranks)
+        clean = error is None and self._end_workers(self._ranks)
         reason = error
         if not clean:
-            reason = self._reason(error or RunError("the learner's followers did not end as they were told"))
+            reason = self._cause(error or RunError("the learner's workers did not end on request; see their logs"))
         self._close(clean)
         if reason is not None and reason is not error:
             raise reason from error
 
     def _start(self) -> TrainingGroup | None:
-        told = self._assignment
-        processes = told.config.processes
-        log.info("learner.awaits_followers count=%d address=%s", processes - 1, self._place.address)
-        entrance = RendezvousServer(Path(told.checkpoints), self._place.address, range(1, processes))
+        spec = self._spec
+        processes = spec.config.processes
+        log.info("learner.waits_for_workers count=%d address=%s", processes - 1, self._address.address)
+        server = RendezvousServer(Path(spec.checkpoints), self._address.address, range(1, processes))
         try:
-            self._lines = entrance.accept_all(JOIN_TIMEOUT_S, self._stop)
+            self._connections = server.accept_all(JOIN_TIMEOUT_S, self._stop)
         finally:
-            entrance.close()
-        if not self._lines:
+            server.close()
+        if not self._connections:
             return None
-        meeting = create_rendezvous(self._place.address, processes)
-        told = msgspec.structs.replace(told, host=self._place.address, port=meeting.port)
-        for rank, line in self._lines.items():
-            threading.Thread(target=self._watch, args=(rank, line), name=f"rank-{rank}", daemon=True).start()
-            line.send(told)
-        device = f"cuda:{self._place.gpu}" if told.device == "cuda" else told.device
-        return TrainingGroup(0, processes, device, meeting, self._place.address, told.config.publish.collective_ctas)
+        store = create_rendezvous(self._address.address, processes)
+        spec = msgspec.structs.replace(spec, host=self._address.address, port=store.port)
+        for rank, connection in self._connections.items():
+            threading.Thread(target=self._watch, args=(rank, connection), name=f"rank-{rank}", daemon=True).start()
+            connection.send(spec)
+        device = f"cuda:{self._address.gpu}" if spec.device == "cuda" else spec.device
+        return TrainingGroup(0, processes, device, store, self._address.address, spec.config.publish.collective_ctas)
 
-    def _watch(self, rank: int, line: PeerConnection) -> None:
-        """Waits for the end of a follower; ends the learner where that came unasked and is not noticed otherwise."""
+    def _watch(self, rank: int, connection: PeerConnection) -> None:
+        """Waits for the end of a worker. Ends the learner if the worker ended unexpectedly and a collective hangs."""
         try:
-            error = line.receive(WorkerExit, MAX_EXIT_BYTES).error
+            error = connection.receive(WorkerExit, MAX_EXIT_BYTES).error
             if not error:
                 with self._changed:
-                    self._left.add(rank)
+                    self._ended_ranks.add(rank)
                     self._changed.notify_all()
                 return
             how = f"failed: {error}"
         except (LinkDown, WireError) as gone:
-            how = f"is gone ({gone}); its own log may say why"
+            how = f"is gone ({gone}); see its log"
         if self._closing.is_set():
             return
-        self._gone_because(f"process {rank} of the {self._assignment.config.processes} that train together {how}")
+        self._on_worker_ended(f"process {rank} of the {self._spec.config.processes} that train together {how}")
         if not self._closing.wait(FAILURE_DETECTION_S):
-            os._exit(EXIT_STATUS)  # the learner waits for one that is no more
+            os._exit(EXIT_STATUS)  # the learner waits in a collective for this worker
 
-    def _gone_because(self, why: str) -> None:
+    def _on_worker_ended(self, why: str) -> None:
         with self._changed:
-            if not self._ended.is_set():  # else this one failed because of the first that did
-                self._why = why
+            if not self._ended.is_set():  # otherwise this failure follows from the first
+                self._reason_text = why
                 self._ended.set()
-                log.error("learner.follower_ended %s", why)
+                log.error("learner.worker_ended %s", why)
             self._changed.notify_all()
 
-    def _dismiss(self, ranks: TrainingGroup) -> bool:
-        """Whether all followers have ended as they were told."""
+    def _end_workers(self, ranks: TrainingGroup) -> bool:
+        """Returns whether all workers have ended on request."""
         try:
             ranks.broadcast_command(RankCommand.END)
         except RuntimeError:
-            log.exception("learner.followers_gone")
+            log.exception("learner.workers_gone")
             return False
         with self._changed:
-            self._changed.wait_for(lambda: self._left == self._lines.keys() or self._ended.is_set(), EXIT_TIMEOUT_S)
-            return self._left == self._lines.keys()
+            self._changed.wait_for(
+                lambda: self._ended_ranks == self._connections.keys() or self._ended.is_set(), EXIT_TIMEOUT_S
+            )
+            return self._ended_ranks == self._connections.keys()
 
-    def _reason(self, error: BaseException) -> BaseException:
-        """Why training failed with `error`: where a collective did, because a follower has ended."""
+    def _cause(self, error: BaseException) -> BaseException:
+        """Returns the cause of `error`: a worker's end, if a collective failed."""
         if (
             isinstance(error, RuntimeError | RunError | LinkDown)
-            and self._lines
+            and self._connections
             and self._ended.wait(FAILURE_DETECTION_S / 2)
         ):
-            return RunError(self._why)
+            return RunError(self._reason_text)
         return error
 
     def _close(self, clean: bool) -> None:
         self._closing.set()
-        for line in self._lines.values():
-            line.close()
-        if self._ranks is not None and (clean or self._assignment.device == "cpu"):
-            self._ranks.destroy()  # as its followers do now; among GPUs this would wait for those that are gone
+        for connection in self._connections.values():
+            connection.close()
+        if self._ranks is not None and (clean or self._spec.device == "cpu"):
+            self._ranks.destroy()  # with its workers; on GPUs this would wait for workers that are gone

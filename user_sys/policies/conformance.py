@@ -1,4 +1,4 @@
-"""What every policy must do, as tests to inherit: a subclass gives `make` and `weights` and pytest runs the rest.
+"""The conformance suite of policies: a test class inherits `PolicyConformance` and defines `make` and `weights`.
 
 Example::
 
@@ -27,7 +27,7 @@ SENTENCE = "lift the cube"
 
 
 def example_spec() -> RobotSpec:
-    """A robot with two observation vectors, one of them with an unbounded element, and a lopsided action box."""
+    """Returns a robot with two observation vectors, an unbounded element, and asymmetric action bounds."""
     return RobotSpec(
         model="conformance",
         rate_hz=10.0,
@@ -49,15 +49,15 @@ def example_observation(rng: np.random.Generator) -> dict[str, Array]:
 
 
 class PolicyConformance(ABC):
-    """See the file's head."""
+    """See the module."""
 
     @abstractmethod
     def make(self, spec: RobotSpec) -> Policy:
-        """A fresh policy for `spec`; two calls give policies that draw alike."""
+        """Returns a new policy for `spec`; two calls give policies that draw equally."""
 
     @abstractmethod
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
-        """Weights that its `load` takes; different seeds act differently."""
+        """Returns weights for `load`; different seeds act differently."""
 
     def test_acts_within_the_bounds_before_and_after_weights(self) -> None:
         spec, rng = example_spec(), np.random.default_rng(0)
@@ -133,7 +133,7 @@ def _spoiled(weights: dict[str, Array]) -> list[dict[str, Array]]:
 
 
 def _raises(kind: type[Exception], call: Callable[[], object]) -> str:
-    """The message of the `kind` that `call` raises; pytest is not imported, so that the suite loads without it."""
+    """Returns the message of the `kind` that `call` raises. The suite does not import pytest."""
     try:
         call()
     except kind as error:

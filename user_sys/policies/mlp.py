@@ -1,7 +1,7 @@
 """A squashed Gaussian policy as a small multilayer perceptron, in plain numpy.
 
-For one observation of a few dozen numbers numpy is faster than torch, and a robot's computer needs no torch. The
-learner's twin in torch is `user_sys.algorithms.rlpd.actor_forward`; a test holds the two together.
+numpy is faster than torch for one observation of a few dozen numbers, and a robot's computer needs no torch. The
+learner has the same network in torch, `user_sys.algorithms.rlpd.actor_forward`; a test compares the two.
 
 Weights (all float32; `n` inputs, `a` action elements, layers numbered from 0)::
 
@@ -25,13 +25,13 @@ from user_sys.policies.policy import ActionChunk, Policy
 INPUT_CLIP = 5.0
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 EXPLORATION_CORRELATION = 0.7
-"""How much of its direction an untrained policy keeps from one step to the next: white noise would go nowhere."""
+"""Correlation of an untrained policy's actions from step to step: white noise would not move the robot."""
 
 
 def bounds_affine(specs: Sequence[ArraySpec]) -> tuple[Array, Array]:
-    """(offset, scale) that map the concatenated `specs` from their bounds to [-1, 1].
+    """Returns (offset, scale) that map the concatenated `specs` from their bounds to [-1, 1].
 
-    An element without finite bounds, or with equal ones, is shifted by nothing and scaled by 1.
+    An element without finite bounds, or with equal bounds, gets offset 0 and scale 1.
     """
     low = np.concatenate([np.asarray(s.low, np.float64) for s in specs])
     high = np.concatenate([np.asarray(s.high, np.float64) for s in specs])
@@ -42,7 +42,7 @@ def bounds_affine(specs: Sequence[ArraySpec]) -> tuple[Array, Array]:
 
 
 def action_affine(spec: ArraySpec) -> tuple[Array, Array]:
-    """(centre, scale) that map [-1, 1] to the bounds of the action `spec`.
+    """Returns (centre, scale) that map [-1, 1] to the bounds of the action `spec`.
 
     Raises:
         SpecError: a bound is not finite; a squashed policy cannot cover it.
@@ -54,12 +54,12 @@ def action_affine(spec: ArraySpec) -> tuple[Array, Array]:
 
 
 def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArraySpec, ...]:
-    """The observations that a policy reads, in order: `features`, or all of the robot's vectors."""
+    """Returns the observations that a policy reads, in order: `features`, or all vectors of the robot."""
     return tuple(spec.feature(name) for name in features) if features else spec.observation
 
 
 def require_features(specs: Sequence[ArraySpec], observation: Mapping[str, Array]) -> None:
-    """Raises SpecError: one of `specs` is missing in the observation, or has another shape there."""
+    """Raises SpecError if one of `specs` is missing in the observation or has another shape there."""
     for spec in specs:
         if spec.name not in observation:
             raise SpecError(f"the policy reads {spec.name!r}; the observation has {sorted(observation)}")
@@ -68,12 +68,12 @@ def require_features(specs: Sequence[ArraySpec], observation: Mapping[str, Array
 
 
 class MlpPolicy(Policy):
-    """Draws actions; until the first `load` it explores uniformly within the action bounds, smoothly over time."""
+    """Draws actions. Until the first `load` it explores uniformly within the action bounds, smoothly over time."""
 
     precisions = ("exact", "bf16", "int8")
 
     def __init__(self, spec: RobotSpec, *, features: Sequence[str] = (), seed: int = 0) -> None:
-        """Acts on the robot described by `spec`, from `features` (default: all its vectors), drawing with `seed`."""
+        """Builds a policy for `spec` that reads `features` (default: all vectors) and draws with `seed`."""
         self._specs = feature_specs(spec, features)
         self._inputs = sum(len(s.labels) for s in self._specs)
         self._centre, self._scale = action_affine(spec.action)
@@ -122,12 +122,14 @@ class MlpPolicy(Policy):
         return self._chunk(self._centre + self._scale * _gaussian_to_uniform(self._wander), np.nan)
 
     def _chunk(self, action: Array, log_prob: float) -> ActionChunk:
-        within = np.clip(action, self._low, self._high).astype(np.float32)  # rounding may step over a bound
+        within = np.clip(action, self._low, self._high).astype(np.float32)  # rounding may exceed a bound
         return ActionChunk(within[None], np.array([log_prob], np.float32))
 
 
 def squashed_log_prob(noise: Array, log_std: Array, squashed: Array) -> float:
-    """Log density of ``squashed = tanh(mean + exp(log_std) * noise)`` (Haarnoja et al. 2018, appendix C)."""
+    """Returns the log density of ``squashed = tanh(mean + exp(log_std) * noise)`` (Haarnoja et al. 2018, appendix
+    C).
+    """
     gaussian = -0.5 * noise**2 - log_std - 0.5 * np.log(2 * np.pi)
     return float(np.sum(gaussian - np.log1p(1e-6 - squashed**2)))
 

@@ -1,7 +1,7 @@
-"""The multilayer perceptron of `user_sys.policies.mlp`, computed by torch on a device such as a GPU.
+"""The multilayer perceptron of `user_sys.policies.mlp` in torch, for example on a GPU.
 
-What surrounds the network is the numpy policy's own: features, exploration, draws, squashing, densities and bounds.
-With one seed both draw the same noise, and differ by the rounding of the network alone.
+It inherits features, exploration, draws, squashing, densities and bounds from the numpy policy. With one seed both draw
+the same noise, and differ only by the rounding of the network.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from user_sys.policies.mlp import INPUT_CLIP, LOG_STD_MAX, LOG_STD_MIN, MlpPolic
 
 
 class CudaStreams(NamedTuple):
-    """Of a GPU: what acts goes before what others compute there, and does not queue behind a load."""
+    """CUDA streams: acting has priority over other work on the GPU, and does not wait for a load."""
 
     acting: torch.cuda.Stream | None = None
     loading: torch.cuda.Stream | None = None
 
 
 class TorchMlpPolicy(MlpPolicy):
-    """See `MlpPolicy`; an `act` costs two transfers and one kernel launch or two a layer.
+    """See `MlpPolicy`; `act` takes two transfers and one or two kernel launches per layer.
 
-    On a GPU all policies of a process share a stream to act on, and one to load on.
+    All policies of a process share one stream for acting and one for loading on a GPU.
     """
 
     def __init__(self, spec: RobotSpec, device: str, *, features: Sequence[str] = (), seed: int = 0) -> None:
@@ -39,21 +39,21 @@ class TorchMlpPolicy(MlpPolicy):
     def load(self, weights: Mapping[str, Array]) -> None:
         """See `Policy.load`."""
         super().load(weights)
-        assert self._weights is not None  # they were taken
+        assert self._weights is not None  # `super().load` has set them
         w = self._weights
         heads = [
             np.concatenate([w[f"{head}.{part}"] for head in ("mean", "log_std")], -1) for part in ("weight", "bias")
         ]
         layers = [*self._hidden, (heads[0], heads[1])]
         loading = self._streams.loading
-        with torch.cuda.stream(loading):  # on a processor this does nothing
+        with torch.cuda.stream(loading):  # has no effect on a CPU
             self._layers = [(self._on_device(weight), self._on_device(bias)) for weight, bias in layers]
             if loading is not None:
                 loading.synchronize()
 
     @torch.inference_mode()
     def _gaussian(self, x: Array) -> tuple[Array, Array]:
-        assert self._weights is not None  # `act` has looked
+        assert self._weights is not None  # `act` has checked
         w = self._weights
         scaled = np.clip((x - w["input.offset"]) * w["input.scale"], -INPUT_CLIP, INPUT_CLIP)
         with torch.cuda.stream(self._streams.acting):
@@ -70,7 +70,7 @@ class TorchMlpPolicy(MlpPolicy):
 
 
 def warm_up_gpu() -> bool:
-    """Readies the calling thread, which is to act, for products of matrices. False: no GPU."""
+    """Prepares matrix products for the calling thread, which will act. Returns False without a GPU."""
     if not torch.cuda.is_available():
         return False
     device = torch.device("cuda")
@@ -82,7 +82,7 @@ def warm_up_gpu() -> bool:
 
 @cache
 def _streams(device: torch.device) -> CudaStreams:
-    """One of each: the library of matrix products takes its time to start on a stream, and 8 to 32 MB that it keeps."""
+    """Returns the shared streams: on each stream the matrix library starts slowly and keeps 8 to 32 MB."""
     if device.type != "cuda":
         return CudaStreams()
     return CudaStreams(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The interface of a policy: observations and a sentence in, a chunk of actions out."""
+"""The interface of a policy: observations and an instruction in, a chunk of actions out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from user_sys.messages import Precision
 
 @dataclass(frozen=True)
 class ActionChunk:
-    """The actions of the next H control periods; H is 1 for policies that decide anew at each step.
+    """The actions of the next H control periods; H is 1 for policies that act on each observation.
 
     Attributes:
         actions: float32 (H, a), in the action spec's units and within its bounds.
         log_prob: float32 (H,), natural log of the density from which each action was drawn, over actions scaled to
-            [-1, 1]; NaN where the action was not drawn (deterministic) or the policy has no density.
+            [-1, 1]; NaN if the action is deterministic or the policy has no density.
     """
 
     actions: Array
@@ -25,33 +25,34 @@ class ActionChunk:
 
 
 class Policy(ABC):
-    """Numpy in, numpy out. One thread calls one policy object; `act` waits for nothing but its own arithmetic, be that
-    in another process.
+    """A policy: numpy in, numpy out. One thread calls a policy object. `act` blocks only for its own computation, which
+    may run in another process.
 
     Attributes:
-        precisions: of weights that it acts well with, the most exact first; rounded ones come to `load` as float32.
+        precisions: accepted precisions of weights, the most exact first; `load` gets rounded weights as float32.
     """
 
     precisions: tuple[Precision, ...] = ("exact",)
 
     @abstractmethod
     def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-        """Decides what to do next.
+        """Selects the next actions.
 
         Args:
-            observation: feature name to array, one unbatched observation as the robot's spec says; more is ignored.
+            observation: feature name to array, one unbatched observation by the robot's spec; may hold further
+                features.
             sentence: the task's instruction; a policy of one task ignores it.
-            deterministic: the most likely action instead of a draw, e.g. in evaluation.
+            deterministic: return the most likely action instead of a draw, for example in evaluation.
 
         Raises:
             SpecError: a feature that the policy reads is missing or has another shape.
-            PolicyAway: it acts in another process, and there is no action now.
+            PolicyUnavailable: the policy runs in another process and gives no action now.
         """
 
     @abstractmethod
     def load(self, weights: Mapping[str, Array]) -> None:
-        """Takes `weights` in, all or nothing; later `act`s use them.
+        """Loads all of `weights` or none; later calls of `act` use them.
 
         Raises:
-            WireError: the names or shapes are not this policy's; the former weights stay.
+            WireError: names or shapes do not fit this policy; the previous weights stay.
         """
