@@ -78,7 +78,7 @@ def test_a_large_state_is_several_files_and_comes_back_as_it_was(tmp_path: Path)
 
 def test_a_scalar_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, example(1), keep=1)
-    with pytest.raises(RunError, match="could not be read again"):
+    with pytest.raises(RunError, match="could not be read back"):
         save_checkpoint(tmp_path, Checkpoint(2, {"loss": float("nan")}, {}), keep=1)
     assert updates_of(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
 
@@ -107,7 +107,7 @@ def spoil(path: Path, how: str) -> str:
     match how:
         case "torn":
             file.write_bytes(file.read_bytes()[:-5])
-            return "bytes and should have"
+            return "bytes, expected"
         case "damaged":
             file.write_bytes(file.read_bytes()[:-1] + b"\xff")
             return "digest is wrong"

@@ -286,7 +286,7 @@ def test_unreadable_checkpoints_are_refused(bench: LearnerBench) -> None:
     assert resumed.updates < 5
     resumed.close()
     (older / "index.json").write_bytes(b"{}")
-    with pytest.raises(RunError, match=f"{newer.name}: .* is missing; .*{older.name}: .*is torn or damaged"):
+    with pytest.raises(RunError, match=f"{newer.name}: .* is missing; .*{older.name}: .*is incomplete or damaged"):
         bench.learner(CONFIG)
 
 
@@ -336,7 +336,7 @@ def test_stop_does_not_wait_for_a_full_disk(bench: LearnerBench, monkeypatch: py
 def test_checkpoint_of_another_store_is_refused(bench: LearnerBench, tmp_path: Path) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.train(replace(CONFIG, max_updates=5))
-    with pytest.raises(WireError, match="another RLPD"):
+    with pytest.raises(WireError, match="does not fit this RLPD"):
         bench.learner(replace(CONFIG, algorithm=replace(SMALL, critics=4)))
     (tmp_path / "other").mkdir()
     with StoreWriter.open(tmp_path / "other" / "store") as writer:
@@ -406,7 +406,7 @@ def test_learner_publishes_by_kl_or_at_episode_ends(bench: LearnerBench) -> None
 
 def test_policy_with_too_many_tensors_is_refused(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("user_sys.weights.state.MAX_TENSORS", 3)
-    with pytest.raises(WireError, match="at most 3 and"):
+    with pytest.raises(WireError, match="exceed the limits of 3 tensors"):
         bench.train(CONFIG)
     assert bench.published == [] and load_latest_checkpoint(bench.folder / "a") is None
 
@@ -543,11 +543,11 @@ SAMPLER_ERRORS = {
     "{only: {max_age_s: .nan}}": ["only: max_age_s is nan"],
     "{only: {max_age_versions: -1}}": ["only: max_age_versions is -1"],
     "{n_step: 0}": ["n_step is 0"],
-    "{prioritized: {alpha: 0.5}}": ["prioritized means nothing to kind 'mixed'"],
+    "{prioritized: {alpha: 0.5}}": ["prioritized does not apply to kind 'mixed'"],
     "{kind: prioritized, prioritized: {alpha: 1.5}}": ["alpha 1.5", "0..1"],
-    "{kind: interventions, interventions: {weight: 0.5}}": ["weighted by 0.5", "at least 1"],
+    "{kind: interventions, interventions: {weight: 0.5}}": ["weight of interventions is 0.5", "at least 1"],
     "{kind: tasks, tasks: {low: 0.9}}": ["(0.9, 0.8)"],
-    "{kind: tasks, only: {tasks: [lift]}}": ["finds tasks and sources by itself"],
+    "{kind: tasks, only: {tasks: [lift]}}": ["sets tasks and sources itself"],
     "{kind: uniform}, demo_fraction: 0.25": ["demo_fraction has no effect with sampler.kind 'uniform'"],
 }
 
