@@ -110,7 +110,7 @@ def spoil(path: Path, how: str) -> str:
             return "bytes, expected"
         case "damaged":
             file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-            return "digest is wrong"
+            return "digest differs"
         case "incomplete":
             file.unlink()
             return "is missing"
@@ -120,7 +120,7 @@ def spoil(path: Path, how: str) -> str:
         case _:
             shutil.rmtree(path)
             path.write_bytes(b"USCK" + bytes(60))
-            return "of another format version"
+            return "another format version"
 
 
 SPOILT = ["torn", "damaged", "incomplete", "other version", "old format"]
