@@ -226,7 +226,7 @@ def test_a_learner_that_was_replaced_and_is_alive_still_keeps_its_successor_wait
         deadline = time.monotonic() + 120
         while "learner.waiting" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert "learner.waiting another process has" in caplog.text and not took_over.is_set()
+        assert "learner.waiting another process holds" in caplog.text and not took_over.is_set()
     assert took_over.wait(120)
     successor.join(120)
     assert load_latest_checkpoint(tmp_path / "checkpoints") is None, "the lock is no checkpoint"
