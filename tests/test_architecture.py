@@ -30,6 +30,7 @@ ROOMS = {
     "torch": (
         "user_sys/algorithms/",
         "user_sys/learner/",
+        "user_sys/run/learner_process.py",
         "user_sys/policies/",
         "user_sys/replay/sampler.py",
         "user_sys/weights/gpu",
