@@ -129,10 +129,10 @@ def test_two_processes_resume_bit_identically(bench: LearnerBench, caplog: pytes
     assert straight.arrays.keys() == resumed.arrays.keys()
     for name, value in straight.arrays.items():
         np.testing.assert_array_equal(value, resumed.arrays[name], err_msg=name)
-    assert "other_processes" not in caplog.text
+    assert "process_count_changed" not in caplog.text
 
     alone = bench.learner(replace(config, processes=1, max_updates=24), "later")
-    assert alone.updates == 21 and caplog.text.count("learner.other_processes before=2 now=1") == 1
+    assert alone.updates == 21 and caplog.text.count("learner.process_count_changed before=2 now=1") == 1
     alone.run(threading.Event())
     assert bench.published[-1].updates == 24
 
@@ -170,9 +170,7 @@ def test_a_follower_that_is_killed_ends_the_learner_with_the_reason(
             killed.set()
             os.kill(children(os.getpid())[0], signal.SIGKILL)
 
-    with pytest.raises(
-        RunError, match=r"^process 1 of the 2 that train together is gone \(.*\); its own log may say why$"
-    ):
+    with pytest.raises(RunError, match=r"^process 1 of the 2 that train together is gone \(.*\); see its log$"):
         train(bench, replace(ENDLESS, report_interval_s=0.0), report=kill)
     assert killed.is_set() and not children(os.getpid())
     assert load_latest_checkpoint(bench.folder / "a") is not None, "there is a checkpoint to go on from"
@@ -184,7 +182,7 @@ def children(of: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(state[1]) == of and state[0] != "Z" and b"follower_process" in (folder / "cmdline").read_bytes():
+            if int(state[1]) == of and state[0] != "Z" and b"worker_process" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 
@@ -282,7 +280,7 @@ def test_failing_worker_ends_the_learner_with_its_reason(tmp_path: Path) -> None
         assert worker.wait(END_S) == 2
     assert learner.returncode == workers.EXIT_STATUS
     why = "process 1 of the 2 that train together failed: RunError: no network interface of "
-    assert why in learner.stderr and "has the address 192.0.2.77; there is 127.0.0.1" in learner.stderr
+    assert why in learner.stderr and "has the address 192.0.2.77; it has 127.0.0.1" in learner.stderr
 
 
 def test_stop_ends_the_wait_for_workers(bench: LearnerBench) -> None:
@@ -328,5 +326,5 @@ def test_invalid_process_settings_are_refused(tmp_path: Path, text: str) -> None
 
 def test_each_process_needs_a_gpu_of_its_own() -> None:
     require_gpu(found=2, gpu=1)
-    with pytest.raises(ConfigError, match=r"one on GPU 2 of \S+, and torch finds 2 there: set learner\.processes"):
+    with pytest.raises(ConfigError, match=r"GPU 2 of \S+, but torch finds 2 there: lower learner\.processes"):
         require_gpu(found=2, gpu=2)
