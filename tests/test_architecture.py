@@ -33,7 +33,7 @@ ROOMS = {
         "user_sys/run/learner_process.py",
         "user_sys/policies/",
         "user_sys/replay/sampler.py",
-        "user_sys/weights/gpu",
+        "user_sys/weights/gpu_",
     ),
     "fastapi": ("user_sys/console/",),
     "starlette": ("user_sys/console/",),
