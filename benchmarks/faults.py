@@ -59,8 +59,8 @@ STALE = ("request.refused StaleObservation", "request.refused HardwareLost", "ro
 DRIVE = """
 import sys
 if sys.argv.pop(1) == "lerobot":
-    from lerobot_kit import let_torchvision_in
-    let_torchvision_in()
+    from lerobot_kit import allow_torchvision_import
+    allow_torchvision_import()
 from user_sys.edge.driver_server import main
 sys.exit(main(sys.argv[1:]))
 """
