@@ -151,7 +151,7 @@ def _libraries(machine: DoctorConfig) -> Iterator[CheckResult]:
         if importlib.util.find_spec(library.module) is not None:
             yield _ok("libraries", f"{library.module} is installed, for {library.purpose}")
         else:
-            message = f"{library.module} is not installed; {library.purpose} needs it"
+            message = f"{library.module} is not installed; it is for {library.purpose}"
             yield _advice("libraries", message, library.install)
 
 

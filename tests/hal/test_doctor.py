@@ -68,7 +68,7 @@ def test_used_port_missing_library_and_power_saving_are_advice(tmp_path: Path) -
     assert (
         found["ports", f"port {port} is in use (the console)"].fix == f"end what uses it (ss -ltnp 'sport = :{port}')"
     )
-    missing = found["libraries", "no_such_module is not installed; the driver x needs it"]
+    missing = found["libraries", "no_such_module is not installed; it is for the driver x"]
     assert (missing.status, missing.fix) == (CheckStatus.ADVICE, "pip install 'x'")
     assert found["libraries", "json is installed, for everything"].status is CheckStatus.OK
     assert found["real time", "processors save power, so they wake up late"].status is CheckStatus.ADVICE
