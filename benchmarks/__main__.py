@@ -47,6 +47,26 @@ class Program:
         return "-".join([self.module, *self.arguments.split()])
 
 
+LEARNING_MINUTES = {
+    "state": 30,
+    "pixels": 200,
+    "peg": 250,
+    "recap": 180,
+    "ppo": 60,
+    "asynchrony": 75,
+    "robots": 120,
+    "hg-dagger": 50,
+    "staying": 110,
+}
+VLA_MINUTES = {
+    "start": 50,
+    "language": 60,
+    "online": 150,
+    "alone": 330,
+    "fifth": 80,
+    "progress": 8,
+    "paraphrases": 55,
+}
 PROGRAMS = (
     Program("store", 3),
     Program("replay", 6),
@@ -64,10 +84,16 @@ PROGRAMS = (
     Program("policy_process", 2, quick="--seconds 5"),
     Program("control", 23, quick="--seconds 10"),
     Program("estop", 8, quick="--presses 10 --leaves 2"),
+    Program("console", 3, quick="--inputs 20 --pages 3"),
     Program("pushes", 8, quick="--seconds 50 --runs 1"),
-    Program("demo", 30, quick="--arms panda --seeds 0 --peer-limit-s 20"),
+    *(Program("learning", minutes, name, quick="--quick --seeds 0") for name, minutes in LEARNING_MINUTES.items()),
+    Program("interventions", 10, quick="--quick"),
+    *(Program("vla", minutes, name, quick="--quick --seeds 0") for name, minutes in VLA_MINUTES.items()),
+    Program("delay", 40, quick="--tasks follow --episodes 2 --updates 50 --demonstrations 5 --seconds 5"),
     Program("two_sites", 8),
     Program("gpu_push", 3, quick="--smoke"),
+    Program("gpu_learning", 3, quick="--smoke"),
+    Program("gpu_vla", 4, quick="--smoke"),
 )
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from benchmarks.harness import Row, report
 from benchmarks.holds import Holds, count_holds
 from hal.spec import Array
-from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
@@ -43,6 +43,7 @@ from user_sys.errors import RunError
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import last_log_message
 from user_sys.messages import PROTOCOL_VERSION, Hello, PreviewRequest, RobotStatus, StopRun
+from user_sys.policies.mlp import MlpPolicy
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
@@ -103,7 +104,7 @@ def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning
         console = stack.enter_context(_client(CONSOLE, folder.keys, card.endpoint))
         pushes = None if learning else stack.enter_context(_client(LEARNER, folder.keys, card.endpoint))
         if learning:
-            argv = module_argv("user_sys.run.learner_process", folder.path, LEARNER, card.endpoint, "127.0.0.1", 0)
+            argv = module_argv("user_sys.run.learner_process", folder.path, LEARNER, card.endpoint)
             trainer = stack.enter_context(_process(argv, folder.path / "learner.log"))
         if not _takes_steps(console, acting):
             words = {name: last_log_message(folder.path / f"{name}.log") for name in ("gateway", "driver", "session")}
@@ -157,7 +158,7 @@ def _load(
     learner: TunnelClient | None, console: TunnelClient, robot: RobotConfig, seconds: float, loaded: bool
 ) -> None:
     """Pushes weights in a learner's place, each second or once, and watches the pictures or not, until time is over."""
-    weights = Rlpd(RlpdConfig(), robot_spec(robot), seed=0).policy_weights()
+    weights = policy_arrays(MlpPolicy.make_module(robot_spec(robot)))
     end, version = time.monotonic() + seconds + SETTLE_S, 0
     with Publisher(learner, new_signer(), PublishConfig()) if learner else nullcontext() as publisher:
         while time.monotonic() < end:
@@ -211,7 +212,7 @@ def rows(seconds: float, realtime: Realtime) -> list[Row]:
 
 
 def rows_of(busy: Measured, alone: Measured, seconds: float, learning: bool) -> list[Row]:
-    where = f"{'beside a learner' if learning else 'loaded'}, {seconds:g} s"
+    where = f"{'next to a learner' if learning else 'loaded'}, {seconds:g} s"
     found: list[Row] = []
     for name, ours, bound in (
         ("period error", busy.period, alone.period),

@@ -22,10 +22,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,16 @@ from websockets.sync.client import connect
 from benchmarks.control import LEAVE_S, NAME, _client, _process, _takes_steps
 from benchmarks.harness import Row, report
 from user_sys.compose import RobotConfig
-from user_sys.console.hub import ConsoleHub
-from user_sys.console.server import ConsoleServer
+from user_sys.console.config import ConsoleConfig
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.episode import Phase, decode_chunk
 from user_sys.errors import RunError
-from user_sys.messages import EpisodeReport, MetricsReport, OperatorReply, RobotStatus, StopRun
+from user_sys.messages import StopRun
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
-from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
+from user_sys.run.prepare import free_endpoint, prepare_run_folder
+from user_sys.run.topology import CONSOLE
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
-from user_sys.tunnel.client import TunnelClient
 
 GOAL = 21
 IDLE_MS, FLOOD_MS = 50.0, 100.0
@@ -72,38 +71,6 @@ _LATCHED = re.compile(r"^(\S+ \S+) W \S+ estop\.latched ", re.MULTILINE)
 _CONFIRMED = re.compile(r"confirmed by its driver after (\d+) ms")
 
 
-def serve_console(folder: Path, endpoint: str) -> None:
-    """The console of a run, as its launcher has it, in a process of its own."""
-    with _client(CONSOLE, folder / "keys", endpoint) as client:
-        hub = ConsoleHub("estop", client.send)
-        server = ConsoleServer(hub, token="benchmark")
-        for take, period_s in ((_take_stop, 0.5), (_take_picture, 0.5)):
-            threading.Thread(target=_repeat, args=(take, client, hub, period_s), daemon=True).start()
-        print(server.start(), flush=True)
-        _repeat(_take_message, client, hub, 0.1)
-
-
-def _repeat(take: Callable[[TunnelClient, ConsoleHub, float], None], client: TunnelClient, hub: Any, s: float) -> None:
-    while True:
-        take(client, hub, s)
-
-
-def _take_message(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
-    message = client.receive(wait_s)
-    if isinstance(message, RobotStatus | EpisodeReport | MetricsReport | OperatorReply):
-        hub.update(message)
-
-
-def _take_stop(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
-    if isinstance(reply := client.receive_stop(wait_s), OperatorReply):
-        hub.update(reply)
-
-
-def _take_picture(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
-    if (shown := client.receive_preview(wait_s)) is not None:
-        hub.update_preview(shown[0], bytes(shown[1]))
-
-
 def flood(url: str) -> None:
     """Sends orders as fast as it can, without end, and reconnects when the connection closes."""
     parts = urlsplit(url)
@@ -117,26 +84,28 @@ def flood(url: str) -> None:
 
 
 class Site:
-    """A run's processes, with a console."""
+    """A run's processes, with its console. `robots`: their number; `options`: of each robot's driver."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        options = {"rate_hz": RATE_HZ, "cameras": ["front"], "image_size": 128}
+    def __init__(self, stack: ExitStack, robots: int = 1, **options: Any) -> None:
+        options = {"rate_hz": RATE_HZ, "cameras": ["front"], "image_size": 128} | options
         robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime_scheduling="off", options=options)
-        config = RunConfig(robots=(robot,), runs=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="us-"))))
+        others = (replace(robot, name=f"fake-{number}") for number in range(1, robots))
+        runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="us-")))
+        config = RunConfig(robots=(robot, *others), runs=runs, console=ConsoleConfig(port=0))
         self.folder, card = create_run_folder(config, "run", free_endpoint("tcp://127.0.0.1:0"))
         prepare_run_folder(config, self.folder, card)
         self.driver_log, self._stack, self._endpoint = self.folder.path / "driver.log", stack, card.endpoint
         self._start("gateway", module_argv("user_sys.gateway", "--run", self.folder.path))
-        (_, driver), (_, session) = robot_process_argv(NAME, self.folder.edge(NAME))
-        self._start("driver", driver)
-        self._session = self._start("session", session)
+        for name in [each.name for each in config.robots[::-1]]:  # NAME is the last one
+            (_, driver), (_, session) = robot_process_argv(name, self.folder.edge(name))
+            self._start("driver", driver)
+            self._session = self._start("session", session)
         with _client(CONSOLE, self.folder.keys, card.endpoint) as console:
             if not _takes_steps(console, self._session):
                 raise RunError(f"the robot takes no steps; see the logs in {self.folder.path}")
-        argv = module_argv("benchmarks.estop", "--console", self.folder.path, card.endpoint)
-        console_log = self.folder.path / "console.log"
-        self.console = self._start("console", argv)
-        self.url = _await(lambda: re.search(r"http://\S+", console_log.read_text()), "the console's address")[0]
+        self.console = self._start("console", module_argv("user_sys.run.console_process", self.folder.path))
+        address = self.folder.console_address
+        self.url = str(_await(lambda: address.exists() and address.read_text(), "the console's address"))
 
     def _start(self, name: str, argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
         return self._stack.enter_context(_process(argv, self.folder.path / f"{name}.log"))
@@ -288,12 +257,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presses", type=int, default=STATED_PRESSES, help="idle, and as many under flood")
     parser.add_argument("--leaves", type=int, default=STATED_LEAVES, help="of each kind")
-    parser.add_argument("--console", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--flood", help=argparse.SUPPRESS)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if args.console:
-        return serve_console(Path(args.console[0]), args.console[1])
     if args.flood:
         return flood(args.flood)
     less = [

@@ -95,8 +95,8 @@ def network_camera(folder: Path) -> Iterator[tuple[dict[str, Any], Callable[[], 
     argv = [sys.executable, str(PEERS / "mjpeg_camera.py"), str(picture)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        address = f"http://127.0.0.1:{process.stdout.readline().strip()}/stream.mjpg"
-        settings = {"kind": "opencv", "device": address, "width": 64, "height": 48, "rate_hz": CAMERA_HZ}
+        address = f"http://127.0.0.1:{process.stdout.readline().split()[-1]}/stream.mjpg"
+        settings = {"device": address, "width": 64, "height": 48, "rate_hz": CAMERA_HZ}
         yield settings, lambda: process.send_signal(signal.SIGSTOP)
         process.kill()
 
@@ -133,7 +133,7 @@ def ros2(folder: Path, rate_hz: float) -> Iterator[Arm]:
             {**options, "rate_hz": rate_hz, "cameras": {"front": camera}},
             0,
             lambda: {name: round(at, 4) for name, at in peer.state()["place"].items()},
-            {CABLE: peer.freeze, CAMERA: lambda: peer.say("mute pictures")},
+            {CABLE: peer.freeze, CAMERA: lambda: peer.send("mute pictures")},
         )
 
 
@@ -146,7 +146,7 @@ def franka(folder: Path, rate_hz: float) -> Iterator[Arm]:
         options = {"host": peer.host, "action": "joint_delta", "rate_hz": rate_hz, "realtime": False}
         breaks = {CABLE: lambda: peer.process.send_signal(signal.SIGSTOP), CAMERA: freeze}
         yield Arm({**options, "cameras": {"front": camera}}, 6, peer.angles, breaks)
-    peer.close()
+    peer.kill()
 
 
 ARMS = {"ur": ur, "lerobot": lerobot, "ros2": ros2, "franka": franka}

@@ -6,7 +6,7 @@ after each way to push, so that an interrupted run leaves the figures measured s
 
 A thread pushes without pause, as a learner does that publishes nothing but bfloat16: it copies the learner's float32
 weights, rounds them to bfloat16 by a kernel of so many thread blocks, and copies them to host memory, on a stream of
-the lowest priority or in a green context. Meanwhile this thread measures inference and training steps of the same
+the lowest priority. Meanwhile this thread measures inference and training steps of the same
 policy, in rounds with and without pushes in turn. Both threads need Python's lock, as in a learner's process; what a
 policy process infers has a lock of its own.
 """
@@ -27,15 +27,13 @@ from torch import nn
 
 from benchmarks.harness import Row, report
 from user_sys.codec import Array
-from user_sys.errors import ConfigError
 from user_sys.learner.config import training_stream
 from user_sys.weights.governor import PUSH_AFTERMATH_S, GovernedBudget, Governor, GovernorConfig
-from user_sys.weights.gpu_copy import HostCopier, green_stream, on_stream
-from user_sys.weights.snapshot import DeviceWeights, UnlimitedBudget
+from user_sys.weights.gpu_copy import HostCopier, on_stream
+from user_sys.weights.state import DeviceWeights, UnlimitedBudget
 
 CTAS = (1, 2, 4, 8, 16, 32)
 GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, max_ctas=CTAS[-1])
-GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
 STOP_S = 60.0
 SETTLING = 4  # rounds that do not count, in which the governor finds its share
 
@@ -114,7 +112,6 @@ class Mode:
     title: str
     ctas: int = CTAS[-1]
     governor: Governor | None = None
-    green_sms: int = 0
 
     def push(self, weights: DeviceWeights, into: Mapping[str, Array]) -> None:
         """Copies the weights to the host and reports to the governor, as the learner's publisher does."""
@@ -128,22 +125,11 @@ class Mode:
         governor.end_push(allowance.worked_s)
 
 
-def modes(device: torch.device) -> Iterator[Mode]:
+def modes() -> Iterator[Mode]:
     """First the one that has a goal."""
     yield Mode("governor on", governor=Governor(GOVERNED))
     for ctas in CTAS:
         yield Mode(f"{ctas} thread blocks, governor off", ctas)
-    if green(device):
-        yield Mode(f"green context of {GREEN_SMS} multiprocessors, governor off", green_sms=GREEN_SMS)
-
-
-def green(device: torch.device) -> bool:
-    """Whether there are green contexts."""
-    try:
-        green_stream(device, GREEN_SMS)
-    except ConfigError:
-        return False
-    return True
 
 
 @contextmanager
@@ -194,7 +180,7 @@ def measure(gpu: Gpu, observe: Callable[[float], None]) -> Measured:
 def rows(gpu: Gpu, mode: Mode) -> list[Row]:
     """Idle and pushing in turn; the governor learns from all of it."""
     observe = mode.governor.observe if mode.governor else lambda seconds: None
-    copies = HostCopier(gpu.device, "bf16", mode.green_sms)
+    copies = HostCopier(gpu.device, "bf16")
     into = {name: np.empty(shape, dtype) for name, (dtype, shape) in copies.layout(gpu.masters).items()}
     pairs, pushes = [], list[float]()
     for number in range(-(SETTLING if mode.governor else 1), gpu.scale.rounds):
@@ -234,7 +220,7 @@ def main() -> None:
     with training_stream(device.type):
         gpu = Gpu(SMOKE if options.smoke or device.type == "cpu" else FULL, device)
         found: list[Row] = []
-        for mode in modes(device):
+        for mode in modes():
             found += rows(gpu, mode)
             report("gpu_push", found, reduced=reduced)
     if device.type == "cpu":

@@ -17,6 +17,7 @@ from hal.ray_cluster import start_local_cluster
 from hal.robot import Observation
 from hal.safety import SafetyKernel
 from hal.spec import STATE, ArraySpec, Box, RobotSpec, SafetyLimits
+from hal.state_database import STATE_FILE, StateDatabase
 
 KERNEL_BUDGET_US = 100.0
 RAY_BUDGET_S = 30.0
@@ -122,7 +123,11 @@ def kernel_rows() -> list[Row]:
 
 
 def lease_rows(folder: Path) -> list[Row]:
-    table, fence, tokens = LeaseTable(folder / "leases.json"), Fence(folder / "fence"), iter(range(1, 1_000_000))
+    table, fence, tokens = (
+        LeaseTable(StateDatabase(folder / STATE_FILE)),
+        Fence(folder / "fence"),
+        iter(range(1, 1_000_000)),
+    )
     content = b"x" * 60
 
     def raw() -> None:

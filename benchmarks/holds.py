@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -48,6 +49,14 @@ def count_holds(
 
 def _lines(log: Path, event: str) -> list[tuple[float, str]]:
     """Unix times of the log's lines with this event, and their text after the robot's name."""
-    lines = [line for line in log.read_text().splitlines() if event in line]
-    stamp = "%Y-%m-%d %H:%M:%S,%f"
-    return [(datetime.strptime(line[:23], stamp).timestamp(), line.partition(": ")[2]) for line in lines]
+    return [_read(line) for line in log.read_text().splitlines() if event in line]
+
+
+def _read(line: str) -> tuple[float, str]:
+    """A line of a run's log is JSON, one of a process that the benchmark started is text, see `user_sys.logs`."""
+    if line.startswith("{"):
+        found = json.loads(line)
+        at, message = datetime.fromisoformat(found["time"]), found["message"]
+    else:
+        at, message = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f"), line
+    return at.timestamp(), message.partition(": ")[2]

@@ -1,197 +1,399 @@
-"""The demo's peer: plain RLPD in one process, without tunnel or fleet; acting and training take turns (goal 12).
+"""How well and how fast policies learn (goals 12 to 14): whole runs, as a person starts them, with several seeds.
 
-    python -m benchmarks.learning --arms panda --seeds 0 1 2
+    python -m benchmarks.learning                    # every part, one after the other
+    python -m benchmarks.learning state peg --seeds 0,1,2
+    python -m benchmarks.learning pixels --quick     # a short form of each run, only to see whether it works
 
-All settings are the demo's (`configs/demo*.yaml`): robot, demonstrations, algorithm, sampler, the rule by which
-training ends, its time limit, and the evaluation. Robot, safety kernel, episode loop, recorder, store and replay buffer
-are the product's. Cameras are off, since the policy reads none. A plain loop chooses only how many steps it
-takes for each update: as many as the demo does (`--steps-per-update`).
+A part is a list of variants: a configuration with overrides. Each variant trains with each seed by ``user-sys train``
+and is evaluated on 100 starts. A part writes ``benchmarks/out/learning-<part>.json``, and a plot with bands over the
+seeds, ``learning-<part>.png`` (`user_sys.run.compare`). ``--runs DIR`` keeps the runs; those that are there already
+are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
+import json
+import subprocess
+import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from benchmarks import learning_checks, peers
+from benchmarks.harness import OUT, ROOT, Row, report
+from user_sys.run.compare import Variant, draw_comparison, read_variants
 
-import torch
-
-from benchmarks.harness import ROOT, Row, report
-from user_sys.compose import build_robot_setup, make_policy
-from user_sys.config import load
-from user_sys.edge.agents import PolicyAgent
-from user_sys.edge.demonstrations import generate_demonstrations
-from user_sys.edge.environment import TimeStep
-from user_sys.edge.local_environment import open_local_environment
-from user_sys.edge.loop import EpisodeResult, run_episode
-from user_sys.edge.recorder import Recorder, SelectedAction
-from user_sys.episode import EpisodeSource
-from user_sys.learner.trainer import RankTrainer
-from user_sys.run.config import RunConfig
-from user_sys.run.evaluate import EvaluationConfig, evaluate
-from user_sys.store.store import StoreReader, StoreWriter
-
-CONFIGS = {arm: ROOT / "configs" / f"{name}.yaml" for arm, name in
-           (("panda", "demo"), ("so101", "demo-so101"), ("ur5e", "demo-ur5e"))}  # fmt: skip
-STEPS_PER_UPDATE = 7.0  # as the demo's runs show on two cores
+SEEDS = (0, 1, 2)
+PEER_LIMIT_S = 300.0
+RUN_MAX_S = 3600.0  # of training
+RUN_SLACK_S = 900.0  # of a run, for start, demonstrations and evaluation
+BEYOND_S = 1800.0  # of training after the target
+ENDED = (0, 1)  # exit statuses of a run that came to its end: its target was reached, or was not
+ALWAYS = (
+    "--console.enabled=false",
+    "--logging.wandb.mode=disabled",
+    "--evaluation.video_episodes=0",
+    "--evaluation.video_failures=0",
+)
+QUICK = (
+    "--learner.max_training_s=10",
+    "--learner.warmup_updates=20",
+    "--demonstrations.episodes=3",
+    "--evaluation.episodes=3",
+)
+RANDOMISED = "--robots.0.options={image_height: 64, image_width: 64, randomise: 1, distractors: 2}"
+BC = ("--learner.algorithm=bc", "--learner.options={action_noise: 0.05}")
+TRAINED_ENCODER = "--policy.options={}"
+TRAINED_ON = (  # an encoder that has seen 20 randomised scenes only must not freeze
+    "--policy.options={pretrain_updates: 250}",
+    "--learner.batch_size=64",
+    "--learner.max_training_s=1800",
+)
+Q_CHUNKING = ("--learner.algorithm=q_chunking", "--policy.kind=flow", "--policy.options={flow_steps: 1}")
+SAC_FLOW = (
+    "--learner.algorithm=sac_flow",
+    "--policy.kind=gated_flow",
+    "--learner.options={cloning: 5.0, critics_first: 600, initial_temperature: 0.0003}",
+)
+FLOW = ("--policy.kind=flow", "--demonstrations.episodes=5", "--learner.batch_size=64")
+ON_DROP = "--learner.publish.on_success_drop=best"
+REAL_TIME = ("--robots.0.real_time=true",)
 
 
 @dataclass(frozen=True)
-class Result:
-    """`successes` of `episodes` evaluations after `seconds` of acting and training; `done`: the rule ended it."""
+class Entry:
+    """One variant of a part.
 
-    seconds: float
-    steps: int
-    updates: int
-    successes: int
-    episodes: int
-    done: bool
+    Attributes:
+        name: of its runs, before the seed.
+        config: a file of ``configs/``.
+        overrides: of its settings, besides `ALWAYS`.
+        success: least share of the evaluation that meets the goal; None if nothing is asked of this variant.
+        seconds: most training time.
+        start: the variant whose policy this one starts from.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...] = ()
+    success: float | None = None
+    seconds: float | None = None
+    start: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The runs of one variant, one for each seed."""
+
+    entry: Entry
+    runs: tuple[Path, ...]
 
     @property
-    def words(self) -> str:
-        end = "" if self.done else "at the limit, "
-        return f"{end}{self.successes} of {self.episodes} after {self.seconds:.0f} s"
+    def summaries(self) -> list[dict[str, Any]]:
+        return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
 
-class PlainLoop:
-    """Acting and training in turns, in one thread. A context manager."""
+Check = Callable[[dict[str, Finished], bool], Iterator[Row]]
+"""More rows from the runs of a part, by variant; the flag asks for a short form."""
 
-    def __init__(self, config: RunConfig, seed: int, steps_per_update: float) -> None:
-        torch.set_num_threads(config.learner.threads)
-        torch.set_flush_denormal(True)
-        robot = config.robots[0]
-        self._robot = replace(robot, options={**robot.options, "cameras": []})
-        self._config, self._seed, self._owed_a_step = config, seed, 1 / steps_per_update
-        self._steps = self._updates = 0
-        self._owed, self._published_s = 0.0, 0.0
 
-    def __enter__(self) -> PlainLoop:
-        config = self._config
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self._store = stack.enter_context(StoreWriter.open(folder))
-            reader = stack.enter_context(StoreReader.open(folder))
-            self._station = build_robot_setup(self._robot)
-            spec = self._station.robot.spec
-            features = config.policy.features
-            self._share = RankTrainer(
-                config.learner, spec, reader, features=features, seed=self._seed, device="cpu", group=None
-            )
-            stack.callback(self._share.close)
-            self._policy = make_policy(config.policy, spec, self._seed)
-            self._stack = stack.pop_all()
-        return self
+@dataclass(frozen=True)
+class Part:
+    """Variants that are compared."""
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    entries: tuple[Entry, ...]
+    goal: int = 12
+    check: Check | None = None
+    quick: tuple[str, ...] = QUICK
 
-    def run(self, limit_s: float | None = None) -> Result:
-        """Trains by the demo's rule and evaluates. `limit_s`: at most; None is the demo's limit."""
-        limit_s = self._config.learner.max_training_s if limit_s is None else limit_s
-        for _ in self._demonstrations():
-            pass
-        self._share.refresh()
-        began_s, target = time.monotonic(), self._config.target
-        outcomes: deque[bool] = deque(maxlen=target.episodes)
-        done = False
-        while self._updates < self._config.learner.warmup_updates:
-            self._update()
-        for success in self._episodes():
-            outcomes.append(success)
-            done = len(outcomes) == target.episodes and sum(outcomes) >= target.success * target.episodes
-            if done or time.monotonic() - began_s > limit_s:
-                break
-        seconds = time.monotonic() - began_s
-        judged = EvaluationConfig(episodes=self._config.evaluation.episodes, video_episodes=0)
-        weights = self._share.policy_weights()
-        found = [
-            bool(summary.success)
-            for summary in evaluate(
-                self._robot, self._config.policy, weights, judged, lambda picture: None, seed=self._seed
-            )
-        ]
-        return Result(seconds, self._steps, self._updates, sum(found), len(found), done)
 
-    def _demonstrations(self) -> Iterator[EpisodeResult]:
-        config = self._config
-        return generate_demonstrations(
-            self._robot, config.demonstrations, 0, self._keep, config.recorder, seed=self._seed
-        )
+def _fleet(robots: int) -> str:
+    items = (f"{{name: panda-{n}, driver: sim, task: lift, real_time: true}}" for n in range(robots))
+    return f"--robots=[{', '.join(items)}]"
 
-    def _episodes(self) -> Iterator[bool]:
-        """Without end: whether each succeeded."""
-        station, chunks = self._station, list[bytes]()
-        task = station.task
-        record = Recorder(station.robot.spec, station.name, task.name, task.instruction, chunks.append)
-        pilot = PolicyAgent(lambda: (self._policy, 0), task.instruction, task.max_steps, deterministic=False)
-        with open_local_environment(station, self._robot) as driver:
-            for number in itertools.count():
-                start = 1_000_000 * self._seed + number
-                summary = run_episode(
-                    driver, pilot, record, source=EpisodeSource.ONLINE, seed=start, listeners=[self._train]
+
+def _lasting(seconds: float) -> tuple[str, ...]:
+    """Overrides of a run that trains for so long, whatever it reaches."""
+    return (f"--learner.max_training_s={seconds:g}", "--target.success=0")
+
+
+CONDITIONED = "{pictures: true, conditions: 2, condition: 1, guidance: 1.5}"
+EQUAL_UPDATES = (*_lasting(3600), "--learner.max_updates=10000")
+PARTS: dict[str, Part] = {
+    "state": Part(
+        tuple(
+            Entry(arm, f"{config}.yaml", success=0.95, seconds=60.0)
+            for arm, config in (("panda", "demo"), ("so101", "demo-so101"), ("ur5e", "demo-ur5e"))
+        ),
+        check=lambda runs, quick: state_peers(runs["panda"], quick),
+    ),
+    "pixels": Part(
+        (
+            Entry("rlpd", "demo-pixels.yaml", (), 0.95, 600.0),
+            Entry("bc", "demo-pixels.yaml", (*BC, TRAINED_ENCODER, *_lasting(120))),
+            Entry("rlpd-randomised", "demo-pixels.yaml", (RANDOMISED, *TRAINED_ON), 0.90, 1800.0),
+            Entry("bc-randomised", "demo-pixels.yaml", (*BC, TRAINED_ENCODER, RANDOMISED, *_lasting(300))),
+            Entry("rlpd-state", "demo.yaml", ("--learner.batch_size=128", *_lasting(60))),
+        ),
+        check=lambda runs, quick: learning_checks.pixel_rows(
+            runs["rlpd"].runs, runs["rlpd-state"].runs, 4 if quick else 50
+        ),
+    ),
+    "peg": Part(
+        (
+            Entry("rlpd", "peg.yaml", (), 0.95, 1200.0),
+            Entry("bc", "peg.yaml", (*BC, *_lasting(120))),
+            Entry("sac", "peg.yaml", ("--learner.algorithm=sac",)),
+            Entry("q-chunking", "peg.yaml", (*Q_CHUNKING, "--learner.options={}")),
+            Entry("sac-flow", "peg.yaml", SAC_FLOW, 0.90, 1200.0),
+        ),
+    ),
+    "recap": Part(
+        (
+            Entry(
+                "demonstrations",
+                "demo-pixels.yaml",
+                (*FLOW, "--policy.options={pictures: true}", "--learner.algorithm=bc", *EQUAL_UPDATES),
+            ),
+            Entry(
+                "recap",
+                "demo-pixels.yaml",
+                (*FLOW, f"--policy.options={CONDITIONED}", "--learner.algorithm=recap", *EQUAL_UPDATES),
+            ),
+        ),
+        check=lambda runs, quick: gain_rows(runs, "recap", "demonstrations", 0.15),
+    ),
+    "ppo": Part(
+        (
+            Entry("bc", "demo.yaml", ("--robots.0.task=reach", *BC, *_lasting(60), "--learner.max_updates=70")),
+            *(
+                Entry(
+                    f"ppo-staleness-{staleness}",
+                    "demo.yaml",
+                    (
+                        "--robots.0.task=reach", "--demonstrations.episodes=0", "--learner.algorithm=ppo",
+                        f"--learner.staleness={staleness}", "--learner.batch_size=32", "--learner.sampler.n_step=1",
+                        "--learner.max_training_s=600",
+                    ),
+                    0.95,
+                    600.0,
+                    start="bc",
                 )
-                self._keep(chunks)
-                chunks.clear()
-                self._share.refresh()
-                yield bool(summary.success)
-
-    def _keep(self, chunks: Sequence[bytes]) -> None:
-        for chunk in chunks:
-            self._store.append(chunk)
-        self._store.sync()
-
-    def _train(self, tick: TimeStep, decision: SelectedAction | None) -> None:
-        self._steps += 1
-        self._owed += self._owed_a_step
-        while self._owed >= 1.0:
-            self._owed -= 1.0
-            self._update()
-
-    def _update(self) -> None:
-        self._share.update()
-        self._updates += 1
-        if (now_s := time.monotonic()) - self._published_s >= self._config.learner.publish.every_s:
-            self._published_s = now_s
-            self._policy.load(self._share.policy_weights())
-
-
-def train(arm: str, seed: int, steps_per_update: float, limit_s: float | None = None) -> Result:
-    with PlainLoop(load(RunConfig, CONFIGS[arm]), seed, steps_per_update) as loop:
-        return loop.run(limit_s)
+                for staleness in (0, 2, 8)
+            ),
+        ),
+        quick=(*QUICK[:2], *QUICK[3:]),
+    ),
+    "asynchrony": Part(
+        (
+            Entry("asynchronous", "demo.yaml", (*REAL_TIME, *_lasting(600))),
+            Entry("synchronous", "demo.yaml", (*REAL_TIME, *_lasting(600), "--learner.staleness=0")),
+        ),
+        goal=13,
+        check=lambda runs, quick: asynchrony_rows(runs),
+    ),
+    "robots": Part(
+        tuple(
+            Entry(f"robots-{n}", "demo.yaml", (_fleet(n), "--learner.max_training_s=1800", "--target.success=0.8"))
+            for n in (1, 2, 4, 8)
+        ),
+        goal=14,
+        check=lambda runs, quick: scaling_rows(runs),
+    ),
+}  # fmt: skip
 
 
-def rows_of(arm: str, seed: int, result: Result) -> list[Row]:
-    name = f"plain RLPD, {arm}, seed {seed}"
-    return [
-        Row(12, f"{name}: success", "share", result.successes / result.episodes, None, None, note=result.words),
-        Row(12, f"{name}: acting and training", "s", result.seconds, None, None),
-        Row(12, f"{name}: environment steps", "steps", float(result.steps), None, None),
-        Row(12, f"{name}: updates", "updates", float(result.updates), None, None),
+def train(entry: Entry, seed: int, runs: Path, overrides: Sequence[str]) -> Path:
+    """Trains once, unless the run is there, and returns its folder.
+
+    Raises:
+        CalledProcessError: the run failed.
+        TimeoutExpired: it took longer than its training time and `RUN_SLACK_S`.
+    """
+    folder = runs / f"{entry.name}-seed{seed}"
+    if (folder / "summary.json").exists():
+        return folder
+    start = [f"--learner.initial_policy={runs / f'{entry.start}-seed{seed}'}"] if entry.start else []
+    arguments = [f"--name={folder.name}", f"--runs={runs}", f"--seed={seed}", "--any-result"]
+    command = [sys.executable, "-m", "user_sys.commands.main", "train", str(ROOT / "configs" / entry.config)]
+    command += [*arguments, *ALWAYS, *entry.overrides, *start, *overrides]
+    print("==", " ".join(command[2:]), flush=True)
+    done = subprocess.run(command, timeout=RUN_MAX_S + RUN_SLACK_S)
+    if done.returncode not in ENDED or not (folder / "summary.json").exists():
+        raise subprocess.CalledProcessError(done.returncode, command)
+    return folder
+
+
+def rows_of(part: Part, finished: Finished) -> Iterator[Row]:
+    """The worst of the seeds against the goal, and what the runs took."""
+    entry, summaries = finished.entry, finished.summaries
+    success = min(summary["success"] or 0.0 for summary in summaries)
+    longest = max(summary["training_s"] for summary in summaries)
+    worst = f"worst of {len(summaries)} seeds"
+    met = None if entry.success is None else success >= entry.success
+    ratio = None if entry.success is None else success
+    yield Row(part.goal, f"{entry.name}: success, {worst}", "share", success, 1.0, ratio, entry.success, met)
+    if entry.seconds is not None:
+        ratio, met = entry.seconds / max(longest, 1e-9), longest <= entry.seconds
+        yield Row(part.goal, f"{entry.name}: training time, {worst}", "s", longest, entry.seconds, ratio, 1.0, met)
+    [variant] = read_variants(finished.runs) if len(finished.runs) == 1 else _one_variant(finished.runs)
+    reached = variant.as_json(0.9)["reached"]
+    for name, unit in (("training_s", "s"), ("episodes", "episodes"), ("updates", "updates")):
+        if reached[name]:
+            note = f"{reached['runs']} of {len(finished.runs)} seeds"
+            figure = float(sorted(reached[name])[len(reached[name]) // 2])
+            yield Row(part.goal, f"{entry.name}: {name} to 90%", unit, figure, None, None, note=note)
+    for name, unit in (("env_steps", "steps"), ("updates", "updates"), ("successes_per_hour", "1/h")):
+        figures = sorted(summary[name] or 0.0 for summary in summaries)
+        yield Row(part.goal, f"{entry.name}: {name}, median", unit, float(figures[len(figures) // 2]), None, None)
+
+
+def _one_variant(runs: Sequence[Path]) -> list[Variant]:
+    """The runs as one variant, also if they differ in what they started from."""
+    found = read_variants(runs)
+    return [Variant(found[0].name, tuple(run for each in found for run in each.runs))]
+
+
+def state_peers(panda: Finished, quick: bool) -> Iterator[Row]:
+    """Seconds until each peer was done by the demo's rule on the first seed; how far it came, if it was not."""
+    summary, config = panda.summaries[0], ROOT / "configs" / panda.entry.config
+    limit_s, seed = (15.0 if quick else PEER_LIMIT_S), int(summary["seed"])
+    steps_per_update = summary["env_steps"] / max(1, summary["updates"])
+    found: dict[str, float | str] = {"plain loop": learning_checks.plain_s(config, seed, steps_per_update, limit_s)}
+    peer = peers.start("sb3_sac", config, seed, limit_s)
+    if isinstance(peer, str):
+        found["Stable-Baselines3's SAC"] = peer
+    else:
+        with peer:
+            seconds = peer.round(limit_s + RUN_SLACK_S)
+            found["Stable-Baselines3's SAC"] = seconds if seconds > 0 else f"at the limit, {peer.last_line}"
+    ours = float(summary["training_s"])
+    measured = [figure for figure in found.values() if not isinstance(figure, str)]
+    fastest = min(measured, default=None)
+    ratio = None if fastest is None else fastest / max(ours, 1e-9)
+    met = None if ratio is None else ratio >= 1.0
+    yield Row(12, f"panda, seed {seed}: training next to peers", "s", ours, fastest, ratio, 1.0, met, found)
+
+
+def gain_rows(runs: dict[str, Finished], name: str, base: str, gain: float) -> Iterator[Row]:
+    """By how much `name` succeeds more often than `base`, in the mean of the seeds."""
+    mine, theirs = (
+        sum(each["success"] or 0.0 for each in runs[which].summaries) / len(runs[which].runs) for which in (name, base)
+    )
+    more = mine - theirs
+    yield Row(12, f"{name}: success above {base}", "share", more, gain, more / gain, 1.0, more >= gain)
+
+
+def asynchrony_rows(runs: dict[str, Finished]) -> Iterator[Row]:
+    """Generation and updates an hour, asynchronous against synchronous; success no lower."""
+    mine, theirs = (runs[name].summaries for name in ("asynchronous", "synchronous"))
+
+    def per_hour(summaries: list[dict[str, Any]], count: str) -> float:
+        return 3600 * sum(each[count] for each in summaries) / max(1e-9, sum(each["training_s"] for each in summaries))
+
+    for name, count, target in (("generation", "env_steps", 1.5), ("updates", "updates", 5.0)):
+        ours, bound = per_hour(mine, count), per_hour(theirs, count)
+        ratio = ours / max(bound, 1e-9)
+        yield Row(13, f"{name} an hour, bound: synchronous", "1/h", ours, bound, ratio, target, ratio >= target)
+    ours, bound = (sum(each["success"] or 0.0 for each in which) / len(which) for which in (mine, theirs))
+    met = ours >= bound
+    yield Row(13, "success, bound: synchronous", "share", ours, bound, ours / max(bound, 1e-9), 1.0, met)
+
+
+def scaling_rows(runs: dict[str, Finished]) -> Iterator[Row]:
+    """How much sooner N robots reach 80% than one: at least 0.8 N."""
+    seconds: dict[int, float] = {}
+    for finished in runs.values():
+        [variant] = _one_variant(finished.runs)
+        reached = variant.as_json(0.8)["reached"]["training_s"]
+        if len(reached) == len(finished.runs):
+            seconds[int(finished.entry.name.rpartition("-")[2])] = sorted(reached)[len(reached) // 2]
+    for robots, took in seconds.items():
+        if robots > 1 and 1 in seconds:
+            faster = seconds[1] / max(took, 1e-9)
+            met = faster >= 0.8 * robots
+            yield Row(14, f"{robots} robots: time to 80%; bound: one", "s", took, seconds[1], faster, 0.8 * robots, met)
+
+
+def staying_rows(seeds: Sequence[int], quick: bool, runs: Path) -> Iterator[Row]:
+    """Success after half an hour of training beyond the target, with a failure of a person marked as a success."""
+    before, after = list[float](), list[float]()
+    for seed in seeds:
+        folder = train(Entry("staying", "demo.yaml"), seed, runs, QUICK if quick else ())
+        summary = json.loads((folder / "summary.json").read_text())
+        learning_checks.add_hand_driven(folder)
+        until_s = summary["training_s"] + (10.0 if quick else BEYOND_S)
+        options = (*ALWAYS[2:], ON_DROP, *_lasting(until_s), *(QUICK[3:] if quick else ()), "--any-result")
+        command = [sys.executable, "-m", "user_sys.commands.main", "train", "--resume", str(folder), *options]
+        subprocess.run(command, check=True, timeout=BEYOND_S + RUN_SLACK_S)
+        before.append(summary["success"] or 0.0)
+        after.append(json.loads((folder / "summary.json").read_text())["success"] or 0.0)
+    worst, note = min(after), f"before: {min(before):.0%}"
+    yield Row(12, f"staying good: success, worst of {len(after)} seeds", "share", worst, 1.0, worst, 0.95,
+              worst >= 0.95, note=note)  # fmt: skip
+
+
+HG_DAGGER = (
+    "--learner.algorithm=hg_dagger",
+    "--learner.options={steps: [demonstrations, successes]}",
+    "--demonstrations.episodes=5",
+    "--learner.max_training_s=900",
+    "--learner.batch_size=64",
+    TRAINED_ENCODER,
+)
+PROGRAMMED: dict[str, Callable[[Sequence[int], bool, Path], Iterator[Row]]] = {
+    "hg-dagger": partial(learning_checks.hg_dagger_rows, overrides=HG_DAGGER),
+    "staying": staying_rows,
+}
+"""Parts whose runs a program steers: seeds, whether in short form, and a folder for runs, to rows."""
+
+
+def run_part(name: str, seeds: Sequence[int], quick: bool, runs: Path) -> list[Row]:
+    """Runs all of a part, draws its plot, and returns its rows."""
+    part, finished, rows = PARTS[name], dict[str, Finished](), list[Row]()
+    for entry in part.entries:
+        overrides = part.quick if quick else ()
+        folders = tuple(train(entry, seed, runs / name, overrides) for seed in seeds)
+        finished[entry.name] = Finished(entry, folders)
+        rows += rows_of(part, finished[entry.name])
+    if part.check is not None:
+        rows += part.check(finished, quick)
+    drawn = [
+        Variant(each.entry.name, tuple(run for variant in _one_variant(each.runs) for run in variant.runs))
+        for each in finished.values()
     ]
+    OUT.mkdir(exist_ok=True)
+    draw_comparison(OUT / f"learning-{name}.png", drawn)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=["panda"], choices=list(CONFIGS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps-per-update", type=float, default=STEPS_PER_UPDATE)
-    parser.add_argument("--limit-s", type=float, help="of training; the demo's if left out")
+    known = [*PARTS, *PROGRAMMED]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="such as 0,1,2")
+    parser.add_argument("--quick", action="store_true", help="short runs, only to see whether they work")
+    parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for arm, seed in itertools.product(options.arms, options.seeds):
-        result = train(arm, seed, options.steps_per_update, options.limit_s)
-        print(f"{arm}, seed {seed}: {result.words}", flush=True)
-        rows += rows_of(arm, seed, result)
-    report("learning", rows, reduced="" if options.limit_s is None else f"{options.limit_s:g} s of training at most")
+    if unknown := set(options.parts) - set(known):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    reduced = "short runs" if options.quick else "" if set(SEEDS) <= set(seeds) else f"seeds {options.seeds}"
+    for name in options.parts or known:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="user-sys-learning-") as temporary:
+            runs = options.runs or Path(temporary)
+            if name in PROGRAMMED:
+                rows = list(PROGRAMMED[name](seeds, options.quick, runs / name))
+            else:
+                rows = run_part(name, seeds, options.quick, runs)
+        report(f"learning-{name}", rows, reduced=reduced)
+        print(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
 
 
 if __name__ == "__main__":

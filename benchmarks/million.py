@@ -29,8 +29,8 @@ from benchmarks.replay import BATCH, CHUNK_STEPS, EPISODE_STEPS, FLOATS, feature
 from benchmarks.store import chunk
 from user_sys.episode import IMAGE_PREFIX, Chunk, frame_columns
 from user_sys.replay.batches import ObservationFeatures
-from user_sys.replay.cache import SLOT_BYTES
-from user_sys.replay.prioritized import PrioritizedSelector
+from user_sys.replay.buffer import TAG_BYTES
+from user_sys.replay.selectors import PrioritizedSelector
 from user_sys.store.store import StoreReader, StoreWriter
 
 MILLION = 1_000_000
@@ -129,7 +129,7 @@ def appends(costs: list[Cost]) -> list[Row]:
         rows.append(Row(4, found % what, "ms", last, first, first / last))
         first, last = (statistics.median(getattr(c, ours) / getattr(c, raw) for c in part) for part in (early, late))
         target = SAME if what == "durable" else None
-        name = f"{found % what}, each beside a raw append"
+        name = f"{found % what}, each next to a raw append"
         rows.append(Row(4, name, "times", last, first, first / last, target, reached(first / last, target)))
     return rows
 
@@ -180,11 +180,11 @@ def checkpoints(path: Path, folder: Path, wanted: ObservationFeatures, cache_byt
             held.append(time.perf_counter() - start)
         thread = longest_insert(folder / "thread", drawing.state_dict, apart=False)
         process = longest_insert(folder / "process", drawing.state_dict, apart=True)
-    beside = f"inserting an episode beside checkpoints without pause, {what}: the longest"
+    title = f"inserting an episode next to checkpoints without pause, {what}: the longest"
     return [
         _hold(f"sampling is held by a checkpoint, {what}: the longest of {len(held)}", max(held)),
-        _hold(f"{beside}, in the same process", thread),
-        _hold(f"{beside}, in another process as in a running system", process),
+        _hold(f"{title}, in the same process", thread),
+        _hold(f"{title}, in another process as in a running system", process),
     ]
 
 
@@ -243,7 +243,7 @@ class Point(NamedTuple):
 
 def point(path: Path, wanted: ObservationFeatures, steps: int, ratio: float) -> Point:
     # A quarter of the budget goes to vectors: the budget is such that the frames' part holds the share asked for.
-    budget = int(ratio * steps * 1.01 * (SIDE * SIDE * 3 + SLOT_BYTES) / 0.75)
+    budget = int(ratio * steps * 1.01 * (SIDE * SIDE * 3 + TAG_BYTES) / 0.75)
     gc.collect()  # the buffer of the point before
     before = resident_bytes()
     with replaying(path, wanted, budget) as replay:
@@ -255,14 +255,14 @@ def point(path: Path, wanted: ObservationFeatures, steps: int, ratio: float) -> 
         return Point(
             ratio,
             rate,
-            resident_bytes() - before - stated_bytes(replay.observation_index.observation_count, steps),
+            resident_bytes() - before - stated_bytes(replay.index.observation_count, steps),
             budget,
         )
 
 
 def stated_bytes(observations: int, steps: int) -> int:
     """Memory besides the cache, by docs/replay.md: the index, places and checksums of frames, a filter's rows."""
-    return 31 * steps + 75 * (steps // CHUNK_STEPS) + 16 * observations + 4 * steps
+    return 31 * steps + 84 * (steps // CHUNK_STEPS) + 16 * observations + 4 * steps
 
 
 def resident_bytes() -> int:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from user_sys.commands import main as commands
 from user_sys.run import topology
-from user_sys.weights.snapshot import PolicySnapshot
 
 LEARNER, PRODUCTS = "learner", "user_sys.run.learner_process"
 STEPS = "steps.npy"
@@ -40,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
-    from user_sys.learner.learner import VersionPublisher
+    from user_sys.learner.learner import PublishedTrainer, VersionPublisher
     from user_sys.learner.publisher_client import PublisherClient
     from user_sys.run import learner_process
 
@@ -56,14 +54,9 @@ def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
         into_s = training_s - from_s
         pushing = into_s < 0 or into_s % (on_s + off_s) >= off_s
 
-    def publish_in_turns(
-        publishing: VersionPublisher,
-        updates: int,
-        weights: Callable[[], PolicySnapshot],
-        kl: Callable[[PolicySnapshot], float],
-    ) -> None:
+    def publish_in_turns(publishing: VersionPublisher, updates: int, trainer: PublishedTrainer) -> None:
         if pushing:
-            publish_if_due(publishing, updates, weights, kl)
+            publish_if_due(publishing, updates, trainer)
 
     PublisherClient.observe = observe_and_record  # type: ignore[method-assign]
     VersionPublisher.publish_if_due = publish_in_turns  # type: ignore[method-assign]

@@ -30,11 +30,10 @@ from benchmarks.harness import OUT, Row, against, compare, report
 from benchmarks.store import chunk, pictures
 from user_sys.codec import Array
 from user_sys.episode import IMAGE_PREFIX, Chunk, frame_columns
-from user_sys.replay.batches import ObservationFeatures, TransitionBatch, TransitionBuilder
+from user_sys.replay.batches import BatchSpec, ObservationFeatures
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.prioritized import PrioritizedSelector
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.selectors import Selector, StepFilter, UniformSelector
+from user_sys.replay.selectors import PrioritizedSelector, Selector, StepFilter, UniformSelector
 from user_sys.store.store import StoreReader, StoreWriter
 
 BATCH = 256
@@ -119,15 +118,15 @@ def wait_filled(replay: ReplayBuffer) -> None:
         time.sleep(0.02)
 
 
-def sampler(replay: ReplayBuffer, chooser: Selector | None = None, n: int = BATCH) -> Sampler[TransitionBatch]:
+def sampler(replay: ReplayBuffer, chooser: Selector | None = None, n: int = BATCH) -> Sampler:
     return Sampler(
-        replay, UniformSelector() if chooser is None else chooser, TransitionBuilder(), n
+        replay, UniformSelector() if chooser is None else chooser, BatchSpec(), n
     )  # a new one is empty, so false
 
 
 def cache_for(rows: int, wanted: ObservationFeatures) -> int:
     """Bytes in which `rows` observations surely fit."""
-    frames = sum(table.nbytes for table in wanted.frame_tables(1).values())
+    frames = sum(int(np.prod(shape)) for shape in wanted.cameras.values())
     return int(rows * (frames + 400) * 1.5)
 
 
@@ -234,7 +233,7 @@ def while_writing(
     write_jpeg(path, 2, jpegs, ROWS)
     cache_bytes, number = cache_for(2 * ROWS, wanted), itertools.count()
 
-    def rate(replay: ReplayBuffer, drawing: Sampler[TransitionBatch]) -> float:
+    def rate(replay: ReplayBuffer, drawing: Sampler) -> float:
         batch = drawing.empty_batch()
 
         def follow() -> None:
@@ -248,7 +247,7 @@ def while_writing(
         copy = folder / f"copy-{next(number)}"
         shutil.copytree(path, copy)
         with replaying(copy, wanted, cache_bytes) as replay, committing(copy, robots) as writer:
-            drawing, chunks = sampler(replay, UniformSelector(where)), replay.observation_index.index.chunks
+            drawing, chunks = sampler(replay, UniformSelector(where)), replay.index.chunks
             before = len(chunks)
             while len(chunks) < before + 8 and writer.poll() is None:
                 replay.refresh()
@@ -424,7 +423,7 @@ def main() -> None:
         ]
         rows += [
             while_writing(folder, jpegs, StepFilter(), "all experience", 0.7),
-            while_writing(folder, jpegs, StepFilter(tasks=frozenset({"lift"})), "what was there before", None),
+            while_writing(folder, jpegs, StepFilter(tasks=("lift",)), "what was there before", None),
             while_writing(folder, jpegs, StepFilter(), "all experience", None, robots=8),
             while_writing(folder, jpegs, StepFilter(), "all experience", None, robots=100),
             cold_raw(folder),

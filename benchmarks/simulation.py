@@ -14,10 +14,10 @@ import mujoco
 import numpy as np
 
 from benchmarks.harness import Row, compare, report
-from sim.driver import make_task
 from sim.experts import make_expert
 from sim.rendering import make_cameras
 from sim.robot import ARMS, SimRobot, SimRobotConfig
+from sim.tasks import make_task
 
 GOAL = 0  # of the simulation none is stated
 PERIODS = 300
@@ -98,7 +98,7 @@ def held_cube(name: str) -> tuple[mujoco.MjModel, mujoco.MjData]:
     arm = robot.config.arm
     x, y = np.mean(arm.cube_start_area, axis=0)
     height = arm.cube_edge_m / 2
-    robot.world.reset(np.array([x, y, max(height, arm.workspace.low[2])]), np.array([x, y, height]))
+    robot.world.reset(np.array([x, y, max(height, arm.workspace.low[2])]), {"cube": (x, y, height, 0.0)})
     for _ in range(8):
         robot.command(np.zeros(4, np.float32))
     return robot.world.model, robot.world.data

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.sites`` (goal 8). At each of two sites a robot shows its policy what two cameras see (98 kB),
 waits for the action, and carries it out for `MOVE_S`; `STEPS` steps are an episode, and its length is the time of its
-steps. The policy acts in a policy process (`user_sys.inference`), through the session's own `PolicyClient`.
+steps. The policy explores in a policy process (`user_sys.inference`), through the session's own `RemotePolicy`.
 
-The product decides where that process runs: `place_run` gets the needs of the run and the resources of three computers,
+The product decides where that process runs: `plan_run` gets the needs of the run and the resources of three computers,
 one at each site and one with the store. Needs with ``near_by: site`` bring it to the robot's site; needs without leave
 it next to the store. A robot reaches a process at another site through an emulated link (`sim.network_emulator`) of
 `DELAY_MS` one way and `MBIT_S` each way, as in configs/two-sites.yaml, and one at its own site directly.
@@ -29,18 +29,24 @@ from benchmarks.tunnel_ends import announce, far_end
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
 from sim.network_emulator import EmulatedLink, LinkConfig
-from user_sys.codec import Array
-from user_sys.compose import PolicyConfig, RobotConfig, policy_precisions, robot_spec
+from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.edge.robot_processes import module_argv
 from user_sys.errors import PolicyUnavailable, RunError
-from user_sys.inference.protocol import POLICY_NODE
-from user_sys.inference.remote_policy import PolicyClient, read_server_address
+from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
+from user_sys.inference.remote_policy import RemotePolicy, read_server_address
 from user_sys.messages import PROTOCOL_VERSION, Hello
-from user_sys.policies.policy import Policy
-from user_sys.run.allocation import place_run
+from user_sys.run.allocation import plan_run
 from user_sys.run.config import ResourceRequestConfig, RunConfig
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.tunnel.keys import (
+    GATEWAY_NAME,
+    KeyPair,
+    Keyring,
+    load_keypair,
+    load_public_key,
+    new_keypair,
+    save_keypair,
+)
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import AnyMessage, Payload, TunnelState
 from user_sys.tunnel.server import Peer, TunnelServer
@@ -50,7 +56,6 @@ STEPS = 20
 MOVE_S = 0.1
 RATE_HZ, ANSWER_WITHIN = 2.0, 0.9  # an action may take 0.45 s, so that the far policy can answer at all
 PICTURES = 2 * 128 * 128 * 3 // 4  # float32 values that are as many bytes as two cameras' pictures
-HIDDEN = 8
 STORE = "store"  # the site of the computer with the store
 ROBOTS = 100
 DEADLINE_S = 60.0
@@ -78,8 +83,8 @@ def site_of_policy(site: str, sites: Sequence[str], *, near: bool) -> str:
         ResourceRecord(kind=Kind.ROBOT, name=f"robot-{each}", model="fake", node=each, labels={"site": each})
         for each in sites
     ]
-    placed = place_run(config, config.requests(), [*robots, *computers], store_nodes=(STORE,))
-    return placed.assigned[-1][0].labels["site"]
+    plan = plan_run(config, config.requests(), [*robots, *computers], store_nodes=(STORE,))
+    return plan.require()[-1][0].labels["site"]
 
 
 def pictured() -> RobotSpec:
@@ -90,24 +95,11 @@ def pictured() -> RobotSpec:
     return replace(robot_spec(RobotConfig(driver="fake")), rate_hz=RATE_HZ, observation=(seen,))
 
 
-def weights(spec: RobotSpec) -> dict[str, Array]:
-    """Of a small policy that reads all of it."""
-    rng, actions = np.random.default_rng(0), len(spec.action.labels)
-    sizes = {"hidden.0": (PICTURES, HIDDEN), "mean": (HIDDEN, actions), "log_std": (HIDDEN, actions)}
-    low, high = (np.array(bound, np.float32) for bound in (spec.action.low, spec.action.high))
-    found = {"input.offset": np.zeros(PICTURES, np.float32), "input.scale": np.ones(PICTURES, np.float32)}
-    for name, size in sizes.items():
-        found |= {f"{name}.weight": rng.normal(0, 0.01, size).astype(np.float32)}
-        found |= {f"{name}.bias": np.zeros(size[1], np.float32)}
-    return found | {"action.centre": (low + high) / 2, "action.scale": (high - low) / 2}
-
-
 class Site:
     """One robot and its policy."""
 
-    def __init__(self, policy: Policy, spec: RobotSpec) -> None:
+    def __init__(self, policy: RemotePolicy, spec: RobotSpec) -> None:
         self._policy, self._spec = policy, spec
-        policy.load(weights(spec))
         self._await()
 
     def _await(self) -> None:
@@ -138,7 +130,7 @@ class Site:
 def sites(names: Sequence[str], *, near: bool, linked: bool = True) -> Iterator[list[Site]]:
     """Robots at work at these sites, each with the policy process that placement gives its run."""
     spec, link = pictured(), LinkConfig(delay_ms=DELAY_MS, up_mbit_s=MBIT_S, down_mbit_s=MBIT_S)
-    forms, found = policy_precisions(PolicyConfig()), []
+    found = []
     with ExitStack() as stack:
         for name in names:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -146,19 +138,22 @@ def sites(names: Sequence[str], *, near: bool, linked: bool = True) -> Iterator[
             if linked and site_of_policy(name, names, near=near) != name:
                 endpoint = stack.enter_context(EmulatedLink(endpoint.removeprefix("tcp://"), link)).endpoint
             own, server = load_keypair(keys / f"{name}.key"), load_public_key(keys / f"{POLICY_NODE}.pub")
-            way = PolicyClient(spec, "mlp", (), forms, own, server, lambda at=endpoint: at, ANSWER_WITHIN)  # type: ignore[misc]
-            found.append(Site(stack.enter_context(way).make_policy(0), spec))
+            description = PolicyDescription(kind="mlp", options={}, features=(), spec=spec)
+            timeout_s = ANSWER_WITHIN / RATE_HZ
+            policy = RemotePolicy(description, own, server, lambda at=endpoint: at, timeout_s, explore=True)  # type: ignore[misc]
+            found.append(Site(stack.enter_context(policy), spec))
         yield found
 
 
 @contextmanager
 def policy_process(folder: Path, robot: str) -> Iterator[str]:
     """The endpoint of a policy process that lets `robot` in with the keys in `folder`."""
-    for name in (POLICY_NODE, robot):
+    for name in (POLICY_NODE, GATEWAY_NAME, robot):
         save_keypair(new_keypair(), folder, name)
     Keyring(folder).allow(load_keypair(folder / f"{robot}.key").public, robot, "robot")
     address = folder / "address"
-    options = ("--listen", "tcp://127.0.0.1:0", "--keys", folder, "--device", "cpu", "--announce", address)
+    settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": folder, "device": "cpu"}
+    options = [f"--{key}={value}" for key, value in {**settings, "announce": address}.items()]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(module_argv("user_sys.inference", *options), stderr=log)
     try:
@@ -183,7 +178,7 @@ def two_sites_row() -> Row:
     names = ("left", "right")
     with sites(names, near=True) as local, sites(names, near=False) as central:
         return compare(
-            f"two sites: episode of {STEPS} steps, policies placed near their robots; bound: placed beside the store "
+            f"two sites: episode of {STEPS} steps, policies placed near their robots; bound: placed next to the store "
             f"({DELAY_MS:g} ms, {MBIT_S:g} Mbit/s)",
             lambda: episode_s(local),
             lambda: episode_s(central),
@@ -198,7 +193,7 @@ def one_site_row() -> Row:
     """Everything is at the store's site: what asking for a place near the robot costs when there is nothing to gain."""
     with sites((STORE,), near=True) as local, sites((STORE,), near=False) as central:
         row = compare(
-            f"one site: episode of {STEPS} steps, policy placed near its robot; bound: placed beside the store",
+            f"one site: episode of {STEPS} steps, policy placed near its robot; bound: placed next to the store",
             lambda: episode_s(local),
             lambda: episode_s(central),
             goal=8,

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import sqlite3
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -136,27 +133,6 @@ class Disk:
                 os.fdatasync(fd)
                 yield time.perf_counter() - start
 
-    def ours_overlapped(self, group: int) -> float:
-        """Seconds for all, the next group appended while the disk syncs this one, as the gateway commits."""
-        with StoreWriter.open(self.fresh()) as writer:
-
-            def append(packets: list[bytes]) -> Callable[[], None]:
-                for packet in packets:
-                    writer.append(packet)
-                return functools.partial(writer.sync, writer.flush())
-
-            return overlapped(append, self.groups(group))
-
-    def raw_overlapped(self, group: int) -> float:
-        with appended(self.fresh()) as fd:
-
-            def append(packets: list[bytes]) -> Callable[[], None]:
-                for packet in packets:
-                    os.write(fd, packet)
-                return functools.partial(os.fdatasync, fd)
-
-            return overlapped(append, self.groups(group))
-
     def sqlite(self, journal: str, group: int) -> Iterator[float]:
         with contextlib.closing(sqlite3.connect(self.fresh(), isolation_level=None)) as connection:
             connection.execute(f"pragma journal_mode={journal}")
@@ -183,29 +159,6 @@ def appended(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def overlapped(append: Callable[[list[bytes]], Callable[[], None]], groups: Iterator[list[bytes]]) -> float:
-    """Seconds for all groups; two threads in turn, one appends a group while the other syncs the one before."""
-    appending, syncing = threading.Lock(), threading.Lock()
-
-    def commit() -> None:
-        while True:
-            with appending:
-                if (packets := next(groups, None)) is None:
-                    return
-                sync = append(packets)
-                syncing.acquire()
-            try:
-                sync()
-            finally:
-                syncing.release()
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(commit), pool.submit(commit)]:
-            done.result()
-    return time.perf_counter() - start
-
-
 ROLLBACK, WAL = "SQLite FULL, its rollback journal", "SQLite FULL, WAL"
 
 
@@ -214,7 +167,7 @@ def ingest(disk: Disk, group: int, what: str) -> list[Row]:
     size = len(disk.packets[0])
     with contextlib.ExitStack() as stack:
         lmdb = peers.start("lmdb_writes", disk.folder, size, len(disk.packets), group)
-        how = "each acknowledged" if group == 1 else f"{group} a commit, one after the other"
+        how = "each acknowledged" if group == 1 else f"{group} a commit"
         row = compare(
             f"durable ingest, {what}, {how}",
             lambda: disk.rate(sum(disk.ours(group))),
@@ -230,18 +183,6 @@ def ingest(disk: Disk, group: int, what: str) -> list[Row]:
             },
         )
     return [row, against(row, ROLLBACK, 3.0), against(row, WAL, 3.0)]
-
-
-def group_commit(disk: Disk, what: str) -> Row:
-    return compare(
-        f"group commit, {what}, {GROUP} a commit, the next appended meanwhile",
-        lambda: disk.rate(disk.ours_overlapped(GROUP)),
-        lambda: disk.rate(disk.raw_overlapped(GROUP)),
-        pairs=15,
-        goal=3,
-        unit="MB/s",
-        target=0.9,
-    )
 
 
 def parts_of(disk: Disk, what: str) -> list[Row]:
@@ -284,7 +225,7 @@ def main() -> None:
             room.mkdir()
             disk = Disk(room, packets)
             rows += [*ingest(disk, 1, what), *ingest(disk, GROUP, what), *parts_of(disk, what)]
-            rows += [group_commit(disk, what), tail(disk, what)]
+            rows.append(tail(disk, what))
             shutil.rmtree(room)
     report("store", rows)
 

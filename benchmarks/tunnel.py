@@ -1,4 +1,4 @@
-"""The tunnel against bare libzmq CURVE, the way to a durable acknowledgement, and control under load (goals 5 to 8).
+"""The tunnel against bare libzmq CURVE, the way to a durable acknowledgement, and control under load (goals 5 to 7).
 
 ``python -m benchmarks.tunnel`` prints a table and writes ``benchmarks/out/tunnel.json``. Everything runs over loopback;
 each far end is a process of its own, as in a run.
@@ -36,7 +36,6 @@ ROUND_TRIPS = 1000
 DURABLE_BYTES = 64 * MB
 DEADLINE_S = 60.0
 SETTLE_S = 0.3
-TRANSPORTS = "by Unix socket; bound: libzmq CURVE over TCP"
 GRPC, RAY = "LeRobot's way (gRPC, plain)", "Ray (an actor's method, plain)"
 
 
@@ -73,7 +72,7 @@ def stream_row(size: int, count: int) -> Row:
             return count * size / timed(lambda: ray.stream(packet, count)) / 1e9
 
         peers: dict[str, Callable[[], float] | str] = {GRPC: lerobot, RAY: by_ray if ray else ABSENT}
-        name = f"encrypted stream, {size >> 10} KiB a message, {TRANSPORTS}"
+        name = f"encrypted stream, {size >> 10} KiB a message; bound: libzmq CURVE"
         return compare(name, ours, bound, goal=5, unit="GB/s", target=0.9, peers=peers)
 
 
@@ -96,7 +95,7 @@ def round_trip_row() -> Row:
             return percentile(lambda: ray.round_trip(payload), ROUND_TRIPS, 0.5)
 
         return compare(
-            f"request round trip, median, {TRANSPORTS}",
+            "request round trip, median; bound: libzmq CURVE",
             lambda: percentile(lambda: request(client), ROUND_TRIPS, 0.5),
             lambda: percentile(lambda: bare.round_trip(payload), ROUND_TRIPS, 0.5),
             goal=5,
@@ -105,38 +104,6 @@ def round_trip_row() -> Row:
             more_is_better=False,
             peers={RAY: by_ray if ray else ABSENT},
         )
-
-
-# Goal 8, one site ----------------------------------------------------------------------------------------------------
-
-
-def one_site_rows(size: int, count: int) -> list[Row]:
-    """What stays on one machine takes the short way; it must be no slower than the way that every robot could take."""
-    near, far = MemorySource(bytes(size), 0), MemorySource(bytes(size), 0)
-
-    def rate(source: MemorySource, client: TunnelClient) -> float:
-        source.restart(count)
-        return count * size / timed(lambda: drained(client)) / 1e9
-
-    with tunnel(near) as local, tunnel(far, over="tcp") as central:
-        stream = compare(
-            f"one site: stream by the short way, {size >> 10} KiB a message; bound: over TCP",
-            lambda: rate(near, local),
-            lambda: rate(far, central),
-            goal=8,
-            unit="GB/s",
-            target=1.0,
-        )
-        answers = compare(
-            "one site: round trip by the short way, median; bound: over TCP",
-            lambda: percentile(lambda: request(local), ROUND_TRIPS, 0.5),
-            lambda: percentile(lambda: request(central), ROUND_TRIPS, 0.5),
-            goal=8,
-            unit="µs",
-            target=1.0,
-            more_is_better=False,
-        )
-    return [stream, answers]
 
 
 # Goal 6 ---------------------------------------------------------------------------------------------------------------
@@ -263,7 +230,6 @@ def main() -> None:
         stream_row(MB, STREAM_MESSAGES),
         stream_row(64 << 10, 8 * STREAM_MESSAGES),
         round_trip_row(),
-        *one_site_rows(MB, STREAM_MESSAGES),
         durable_row(MB),
         durable_row(64 << 10),
         loaded_row(),

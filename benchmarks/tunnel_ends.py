@@ -24,7 +24,7 @@ from user_sys.messages import (
     LeaseGrant,
     LeaseRequest,
     MetricsReport,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsReceived,
 )
 from user_sys.tunnel.client import TunnelClient
@@ -53,7 +53,7 @@ class MemorySource:
 
     def pending(self, after_sequence: int) -> Iterator[PendingChunk]:
         for sequence in range(max(after_sequence, self.acknowledged) + 1, self.count):
-            yield PendingChunk(sequence, "e", sequence, self.packet)
+            yield PendingChunk(sequence, self.packet)
 
     def acknowledge(self, sequence: int) -> None:
         self.acknowledged = max(self.acknowledged, sequence)
@@ -81,7 +81,7 @@ class Echo:
     def __init__(self) -> None:
         self.server: TunnelServer
         self._pushing = False
-        self._weights = WeightsBlocks(parcel=b"p", first=0)
+        self._weights = WeightsBlobs(version=bytes(32), parts=())
         self._payload = bytes(LOAD_PAYLOAD)
 
     def refusal_reason(self, hello: Hello) -> str:
@@ -169,19 +169,13 @@ def hello() -> Hello:
 
 
 @contextmanager
-def tunnel(source: MemorySource | None, *, over: str = "local") -> Iterator[TunnelClient]:
-    """A client of an `Echo`, by the Unix socket that it finds, or `over` TCP."""
+def tunnel(source: MemorySource | None) -> Iterator[TunnelClient]:
+    """A client of an `Echo`."""
     robot = new_keypair()
     with far_end("echo", robot.public) as (endpoint, public_key):
-        endpoint = endpoint if over == "local" else _past_the_short_way(endpoint)
         with TunnelClient(endpoint, robot, public_key, hello(), outbox=source) as client:
             client.wait_open(10)
             yield client
-
-
-def _past_the_short_way(endpoint: str) -> str:
-    """The same address in another spelling, for which the short way is not taken."""
-    return endpoint.replace("127.0.0.1", "127.1")
 
 
 def push_weights(client: TunnelClient, on: bool) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,6 @@ PLOT = OUT / "two-sites.png"
 RUN_DEADLINE_S = 1500.0
 LOOK_EVERY_S = 0.5
 WANTED = 0.95
-_POSITION = struct.Struct("<q")
 
 
 class OutboxWatch:
@@ -45,23 +43,16 @@ class OutboxWatch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._reader: LogReader | None = None
-        self._sizes: dict[int, int] = {}
         self.recorded = 0
         self.looks: list[tuple[float, int, int]] = []  # Unix time, chunks, bytes
 
     def look(self) -> None:
-        if self._reader is None:
-            if not (self._path / "acknowledged").exists():
-                return
-            self._reader = LogReader.open(self._path)
-        for ref in self._reader.records():
-            self._sizes[ref.sequence] = ref.length
-            self.recorded = max(self.recorded, ref.sequence + 1)
-        raw = (self._path / "acknowledged").read_bytes()
-        done = _POSITION.unpack_from(raw)[0] if raw else -1
-        self._sizes = {sequence: size for sequence, size in self._sizes.items() if sequence > done}
-        self.looks.append((time.time(), len(self._sizes), sum(self._sizes.values())))
+        if not self._path.exists():
+            return
+        files = [file for file in self._path.iterdir() if file.suffix in (".chunk", ".acknowledged")]
+        sizes = [int(file.name.split("_")[1]) for file in files if file.suffix == ".chunk"]
+        self.recorded = max([self.recorded, *(1 + int(file.name.split("_")[0]) for file in files)])
+        self.looks.append((time.time(), len(sizes), sum(sizes)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The two ends of a push, in a process each as in a run: a gateway with versions to hand out, and a robot's inlet."""
+"""The two ends of a push, in a process each as in a run: a gateway with two versions, and a robot's receiver."""
 
 from __future__ import annotations
 
@@ -13,26 +13,36 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace as with_fields
 
+from benchmarks.weights_models import Weights
 from user_sys.codec import Array
-from user_sys.messages import NO_VERSION, PROTOCOL_VERSION, Hello, WeightsApplied, WeightsOffer, WeightsRequest
+from user_sys.messages import (
+    NO_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+    WeightsApplied,
+    WeightsManifest,
+    WeightsOffer,
+    WeightsRequest,
+)
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import AnyMessage, Payload
-from user_sys.tunnel.server import TunnelServer
-from user_sys.tunnel.session import Peer
-from user_sys.weights.distribution import PrefetchPlanner, read_blocks
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
+from user_sys.tunnel.server import Peer, TunnelServer
+from user_sys.weights.catalog import BlobCache, StoredVersion, VersionCatalog, WeightsServer, build_offer
 from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.patches import Patch, VersionIndex, delta_patch, full_patch
-from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
 from user_sys.weights.signing import new_signer
-from user_sys.weights.state import BF16, TensorSet, build_manifest, build_tensor_set
+from user_sys.weights.state import build_tensor_set
 
 DEADLINE_S = 120.0
+LIMITS = TunnelLimits(handshake_s=30.0)  # a satellite link takes seconds to open
 LOOK_S = 0.5
+
+MakePair = Callable[[], tuple[Weights, Weights]]
+"""Makes the weights of two versions, which are pushed in turn."""
 
 
 class Holder(Policy):
@@ -52,133 +62,98 @@ class Holder(Policy):
             np.copyto(self.weights[name], array)
 
 
-def floats(megabytes: int, tensors: int) -> dict[str, Array]:
-    rng, size = np.random.default_rng(0), megabytes * 250_000 // tensors
-    return {f"layer.{i}": rng.normal(size=size).astype(np.float32) for i in range(tensors)}
-
-
-def large(parameters: int, tensors: int = 100) -> dict[str, Array]:
-    """bfloat16 weights between 2^-8 and 2^8, drawn once and repeated."""
-    values = np.random.default_rng(0).integers(0x3B80, 0x4380, parameters // tensors).astype(np.uint16)
-    return {f"layer.{i:03}": np.roll(values, i).view(BF16) for i in range(tensors)}
-
-
-def updated(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, Array]:
-    """Moves that share of the values to their neighbour, up or down, as a small step does in bf16."""
-    rng, found = np.random.default_rng(seed), {}
-    for name, array in weights.items():
-        fresh = array.copy()
-        bits = fresh.view(np.uint16)
-        chosen = np.flatnonzero(rng.random(bits.size, np.float32) < share)
-        bits[chosen] += rng.integers(0, 2, chosen.size, np.uint16) * np.uint16(2) - np.uint16(1)
-        found[name] = fresh
-    return found
-
-
 @dataclass(frozen=True)
-class Pair:
-    """Two versions, and what leads from each to the other; and how long that took to make."""
+class Sizes:
+    """Bytes of a version and of what travels from one version to the next, its codecs, and the seconds to encode it."""
 
-    before: TensorSet
-    after: TensorSet
-    there: Patch
-    back: Patch
+    full_bytes: int
+    sent_bytes: int
+    codecs: str
     encode_s: float
 
 
-def changed(parameters: int, share: float) -> Pair:
-    """That share of the values of a large policy changed."""
-    weights = large(parameters)
-    return _pair(build_tensor_set(weights), build_tensor_set(updated(weights, share, 1)))
-
-
-def adapted(parameters: int) -> Pair:
-    """An adapter of 2.25M parameters next to a large frozen policy."""
-    before = build_tensor_set(large(parameters))
-    adapters = {f"adapter.{i}": np.random.default_rng(i).normal(size=45_000).astype(np.float32) for i in range(50)}
-    tuned = {name: array + np.float32(1e-3) for name, array in adapters.items()}
-    with_adapters = build_tensor_set({**before.tensors, **adapters}, previous=before)
-    return _pair(with_adapters, build_tensor_set({**before.tensors, **tuned}, previous=with_adapters))
-
-
-def _pair(before: TensorSet, after: TensorSet) -> Pair:
-    started = time.perf_counter()
-    there, back = delta_patch(0, before, 1, after), delta_patch(0, after, 1, before)
-    encode_s = (time.perf_counter() - started) / 2
-    assert there is not None and back is not None
-    return Pair(before, after, there, back, encode_s)
+def sizes_of(before: Weights, after: Weights) -> Sizes:
+    """Encodes the change from `before` to `after` for a receiver that holds `before`."""
+    old, new = build_tensor_set(before), build_tensor_set(after, build_tensor_set(before))
+    cache, held = BlobCache(1 << 40), dict(old.blobs())
+    for digest, content in (*held.items(), *new.blobs()):
+        cache.put(digest, content)
+    started_s, sent, codecs = time.perf_counter(), 0, set[str]()
+    for base, entry in zip(old.entries, new.entries, strict=True):
+        for was, digest in zip(base.blobs, entry.blobs, strict=True):
+            if digest not in held:
+                encoded = cache.encoded(digest, was, new.tensors[entry.name].itemsize)
+                assert encoded is not None
+                sent += len(encoded.payload)
+                codecs.add(encoded.codec)
+    return Sizes(new.size_bytes, sent, " and ".join(sorted(codecs)), time.perf_counter() - started_s)
 
 
 class _Gateway:
-    """A gateway for weights only: answers requests from a version index."""
+    """A gateway for weights only."""
 
-    def __init__(self) -> None:
-        self.server: TunnelServer
-        self.catalogue = VersionIndex()
-        self.version = NO_VERSION
-        self.signer = new_signer()
-        self._waiting: dict[str, WeightsApplied] = {}
+    def __init__(self, pair: tuple[Weights, Weights]) -> None:
+        self.tunnel: TunnelServer
+        self.signer, self.version = new_signer(), NO_VERSION
+        self._states = tuple(build_tensor_set(weights) for weights in pair)
+        self._catalog = VersionCatalog(BlobCache(1 << 40))
+        self._newest: StoredVersion | None = None
+        self._lock = threading.Lock()
+        self._server = WeightsServer(
+            self._catalog.cache, lambda name, message, payload: self.tunnel.send(name, message, payload), self._offer
+        )
 
     def refusal_reason(self, hello: Hello) -> str:
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
-        return
+        with self._lock:
+            self._server.add_peer(peer.name)
 
     def on_peer_closed(self, peer: Peer, reason: str) -> None:
-        return
+        with self._lock:
+            self._server.remove_peer(peer.name)
 
     def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
-        if isinstance(message, WeightsRequest):
-            self._answer(peer.name, message)
-        elif isinstance(message, WeightsApplied):
-            self._waiting[peer.name] = message
+        with self._lock:
+            self._server.on_peer_message(peer.name)
+            if isinstance(message, WeightsRequest):
+                self._server.on_request(peer.name, message)
+            assert isinstance(message, WeightsRequest | WeightsApplied)
 
-    def _answer(self, name: str, request: WeightsRequest) -> None:
-        for found, content in read_blocks(self.catalogue, request):
-            self.server.send(name, found, content)
-
-    def push(self, name: str, offer: WeightsOffer) -> None:
-        """Offers a version to a robot, and sends ahead the part that the robot accepts unasked."""
-        waits = self._waiting.pop(name, None)
-        ahead = PrefetchPlanner(self.catalogue, self.version).requests(waits) if waits is not None else ()
-        assert self.server.send(name, with_fields(offer, ahead=ahead))
-        for request in ahead:
-            self._answer(name, request)
-
-    def offer(self, state: TensorSet, patch: Patch) -> WeightsOffer:
-        """Adds the next version to the index: the patch is announced under this version's number."""
+    def push(self) -> None:
+        """Offers the next version to all robots."""
         self.version += 1
-        base = NO_VERSION if patch.info.base == NO_VERSION else self.version - 1
-        info = with_fields(patch.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
-        self.catalogue.patches = {info.id: Patch(info, patch.payload)}
-        manifest = build_manifest(state, self.version, 0, 0, (0.0, 0.0))
-        signed = self.signer.sign(manifest)
-        self.catalogue.manifests = {("exact", self.version): (manifest, signed)}
-        return WeightsOffer(manifests=(signed,), parcels=(info,), signer=self.signer.public_key)
+        state = self._states[self.version % 2]
+        manifest = WeightsManifest(
+            version=self.version,
+            updates=0,
+            precision="exact",
+            digest=state.digest,
+            table_bytes=len(state.table),
+            size_bytes=state.size_bytes,
+            published_unix_ns=0,
+        )
+        with self._lock:
+            self._newest = self._catalog.add_tensors(manifest, self.signer.sign(manifest), state)
+            self._server.offer_to_all()
+
+    def _offer(self) -> WeightsOffer | None:
+        newest = () if self._newest is None else (self._newest,)
+        return build_offer(newest, self._catalog.cache, self.signer.public_key)
 
 
-def _serve(pipe: Connection, make: Callable[[], Pair | dict[str, Array]], folder: str) -> None:
+def _serve(pipe: Connection, make: MakePair, folder: str) -> None:
     """The gateway's process: pushes the next version on each request, until the pipe is closed."""
-    gateway, keys = _Gateway(), new_keypair()
-    made = make()
-    pair = made if isinstance(made, Pair) else None
-    state = pair.before if pair else build_tensor_set(made)  # type: ignore[arg-type]
-    full = full_patch(state, 0)
-    with TunnelServer("tcp://127.0.0.1:0", keys, Keyring(Path(folder)), gateway) as gateway.server:
-        pipe.send((gateway.server.endpoint, keys.public, _sizes(full, pair)))
+    pair = make()
+    gateway, keys = _Gateway(pair), new_keypair()
+    with TunnelServer("tcp://127.0.0.1:0", keys, Keyring(Path(folder)), gateway, LIMITS) as gateway.tunnel:
+        pipe.send((gateway.tunnel.endpoint, keys.public, sizes_of(*pair)))
         with pipe:
             while names := _told(pipe):
-                if pair is None or gateway.version == NO_VERSION:
-                    offer = gateway.offer(state, full)
-                elif gateway.version % 2 == 0:
-                    offer = gateway.offer(pair.after, pair.there)
-                else:
-                    offer = gateway.offer(pair.before, pair.back)
-                _await_peers(gateway.server, names)
+                _await_peers(gateway.tunnel, names)
                 started_s = time.perf_counter()
-                for name in names:
-                    gateway.push(name, offer)
+                gateway.push()
                 pipe.send(started_s)
 
 
@@ -195,22 +170,6 @@ def _told(pipe: Connection) -> tuple[str, ...]:
         return tuple(pipe.recv())
     except EOFError:
         return ()
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of a full patch and of a difference, its codec, and the seconds of making it; of a full one alone 0."""
-
-    full_bytes: int
-    delta_bytes: int
-    codec: str
-    encode_s: float
-
-
-def _sizes(full: Patch, pair: Pair | None) -> Sizes:
-    if pair is None:
-        return Sizes(full.info.size_bytes, 0, "full", 0.0)
-    return Sizes(full.info.size_bytes, pair.there.info.size_bytes, pair.there.info.codec, pair.encode_s)
 
 
 class Notifying(DoubleBufferedPolicy):
@@ -272,7 +231,9 @@ class Pushes:
             Keyring(self._folder).allow(self._keys[name].public, name, "robot")
         hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=name)
         swapper, config = Notifying(), ReceiverConfig(governor=GovernorConfig(enabled=False))
-        with TunnelClient(endpoint or self.endpoint, self._keys[name], self._public_key, hello) as client:
+        with TunnelClient(
+            endpoint or self.endpoint, self._keys[name], self._public_key, hello, limits=LIMITS
+        ) as client:
             client.wait_open(DEADLINE_S)
             with WeightsReceiver(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
                 yield Robot(name, client, swapper, inlet)
@@ -288,7 +249,7 @@ class Pushes:
 
 
 @contextmanager
-def pushing(make: Callable[[], Pair | dict[str, Array]]) -> Iterator[Pushes]:
+def pushing(make: MakePair) -> Iterator[Pushes]:
     """A gateway's process; `make` is called there."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:

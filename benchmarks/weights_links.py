@@ -12,11 +12,14 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from benchmarks.harness import Row, compare
-from benchmarks.weights_ends import floats, pushing
+from benchmarks.weights_ends import pushing
+from benchmarks.weights_models import unrelated
 from sim.network_emulator import EmulatedLink, LinkConfig
 
 FAST = tuple(f"fast-{n}" for n in range(7))
 SLOW_LINK = LinkConfig(delay_ms=20.0, up_mbit_s=1.0, down_mbit_s=1.0)
+FAR_SHAPES = {f"layer.{n}": (625, 500) for n in range(8)}  # 10 MB
+FLEET_SHAPES = {f"layer.{n}": (125, 250) for n in range(8)}  # 1 MB
 FAR = "far"
 FAR_LINKS = (
     LinkConfig(delay_ms=50.0, up_mbit_s=100.0, down_mbit_s=100.0),  # another continent
@@ -31,7 +34,7 @@ def far_rows() -> list[Row]:
 
 def _far_row(config: LinkConfig) -> Row:
     with ExitStack() as stack:
-        pushes = stack.enter_context(pushing(partial(floats, 10, 8)))
+        pushes = stack.enter_context(pushing(partial(unrelated, FAR_SHAPES)))
         link = stack.enter_context(EmulatedLink(urlsplit(pushes.endpoint).netloc, config))
         robot = stack.enter_context(pushes.robot(FAR, link.endpoint))
         seconds = [pushes.seconds([FAR], [robot]) for _ in range(9)][2:]  # the first two find out how fast the link is
@@ -47,7 +50,7 @@ def fleet_row() -> Row:
     Milliseconds until the last of the seven acts with a version of 1 MB.
     """
     with ExitStack() as stack:
-        pushes = stack.enter_context(pushing(partial(floats, 1, 8)))
+        pushes = stack.enter_context(pushing(partial(unrelated, FLEET_SHAPES)))
         fast = [stack.enter_context(pushes.robot(name)) for name in FAST]
         numbers = itertools.count()
         link = stack.enter_context(EmulatedLink(urlsplit(pushes.endpoint).netloc, SLOW_LINK))
@@ -60,7 +63,7 @@ def fleet_row() -> Row:
             return 1e3 * seconds
 
         return compare(
-            "1 MB to seven robots, until the last acts, beside one at 1 Mbit/s; bound: without it",
+            "1 MB to seven robots, until the last acts, next to one at 1 Mbit/s; bound: without it",
             beside_the_slow_one,
             lambda: 1e3 * pushes.seconds(FAST, fast),
             goal=9,

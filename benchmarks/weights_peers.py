@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import zmq
 
-from user_sys.codec import Array
+from user_sys.codec import BF16, Array
 from user_sys.tunnel.keys import new_keypair
-from user_sys.weights.state import BF16
 
 MESSAGE_BYTES = 1 << 20
 GRPC_CHUNK_BYTES = 2 << 20

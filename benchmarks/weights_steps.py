@@ -22,8 +22,7 @@ import torch
 
 from benchmarks.harness import OUT, Row, reached
 from user_sys.algorithms.conformance import example_batch
-from user_sys.algorithms.rlpd import Rlpd
-from user_sys.algorithms.rlpd_config import RlpdConfig
+from user_sys.algorithms.rlpd import Rlpd, RlpdSettings
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.publisher_protocol import PublisherSettings
@@ -32,10 +31,9 @@ from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
 
 PAIRS = 15
 MANY_PAIRS = 45  # for the goal of 1%: the medians of fifteen differ by more from one sitting to the next
@@ -44,7 +42,7 @@ STEPS = 60  # in each half of a pair: short, so that what else runs on the machi
 BEFORE_S = 0.85  # of each half, not counted: gateway and robot work on a push for almost as long
 BATCH = 256
 GOVERNED_S = 30.0
-PERIOD = RlpdConfig().actor_period
+PERIOD = RlpdSettings().actor_period
 PLOT = OUT / "weights-governor.png"
 
 
@@ -77,7 +75,8 @@ class Fleet:
         self.run = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self.version = self.steps = 0
         spec, rng = example_spec(), np.random.default_rng(0)
-        self.algorithm, self.batch = Rlpd(RlpdConfig(), spec, seed=0), example_batch(rng, BATCH)
+        self.algorithm = Rlpd(RlpdSettings(), MlpPolicy.make_module(spec), spec)
+        self.batch = example_batch(rng, BATCH)
         for name, role in (("learner", "learner"), ("panda-0", "robot")):
             allow(self.run, name, role)  # type: ignore[arg-type]
         argv = [sys.executable, "-m", "user_sys.gateway", "--run", str(self.run)]
@@ -113,10 +112,11 @@ class Fleet:
         """Seconds of one update as the learner makes it, including its publishing."""
         self.steps += 1
         started = time.perf_counter()
-        self.algorithm.update(self.batch)
+        self.algorithm.update(self.batch, self.steps)
         if push and not publisher.is_busy:
             self.version += 1
-            publisher.publish(self.algorithm.policy_snapshot(), self.version, self.version)
+            weights = {name: tensor.numpy() for name, tensor in self.algorithm.policy.state_dict().items()}
+            publisher.publish(weights, self.version, self.version)
         taken_s = time.perf_counter() - started
         publisher.observe(taken_s)
         return taken_s

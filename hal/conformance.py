@@ -1,4 +1,4 @@
-"""The contracts of robots, cameras and teleoperators as test suites, which a driver's own tests inherit.
+"""The contracts of robots, cameras, teleoperators and tasks as test suites, which other tests inherit.
 
 A driver, in this project or in another package, is done when its suite passes::
 
@@ -6,25 +6,29 @@ A driver, in this project or in another package, is done when its suite passes::
         def make_robot(self) -> Robot:
             return MyRobot(MyRobotConfig(...))
 
-The suites command gentle actions only and import no test framework.
+A task's suite inherits `TaskConformance` and defines ``make_setup``. The suites command gentle actions only, those of
+tasks by the safety kernel. They import no test framework.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
 
 from hal.camera import Camera
-from hal.errors import HardwareLost, SpecError
+from hal.driver import RobotSetup
+from hal.errors import HalError, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
+from hal.task import TaskMix, TaskOutcome
 from hal.teleoperator import Teleoperator
 
 
@@ -245,3 +249,115 @@ class TeleoperatorConformance(ABC):
 def _assert_within(applied: Array, spec: RobotSpec) -> None:
     low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
     assert ((applied >= low) & (applied <= high)).all(), f"applied {applied.tolist()} exceeds the spec's bounds"
+
+
+class _Stopped(HalError):
+    """Raised by the `check_stop` of a test."""
+
+
+class TaskConformance(ABC):
+    """The contract of `hal.task.Task`. Each test makes its own robot.
+
+    Attributes:
+        draws_start: a reset draws the start of robot or scene from its random generator.
+        episodes: how many the expert plays.
+        expert_success: share of them that must succeed.
+    """
+
+    draws_start = True
+    episodes = 10
+    expert_success = 0.9
+
+    @abstractmethod
+    def make_setup(self) -> RobotSetup:
+        """A fresh robot, not connected, with the task."""
+
+    def test_task_describes_itself(self) -> None:
+        task = self.make_setup().task
+        for each in task.tasks if isinstance(task, TaskMix) else (task,):
+            assert each.name and each.instruction, "a task has a name and an instruction"
+            assert each.max_steps >= 1, f"{each.name}: max_steps is {each.max_steps}"
+            assert all(each.sentences), f"{each.name}: a sentence is empty"
+            each.settings()  # all of its settings have defaults
+
+    def test_start_depends_on_the_random_generator_alone(self) -> None:
+        starts = [self._start(seed) for seed in (1, 1, 2)]
+        assert _equal(starts[0], starts[1]), "two resets with equal generators differ"
+        if self.draws_start:
+            assert not _equal(starts[0], starts[2]), "two resets with other generators are equal"
+
+    def test_second_reset_forgets_the_first_episode(self) -> None:
+        setup = self.make_setup()
+        with setup.robot as robot:
+            setup.task.reset(robot, np.random.default_rng(2))
+            for _ in range(3):
+                robot.command(gentle_action(robot.spec, robot.observe()))
+            setup.task.reset(robot, np.random.default_rng(1))
+            assert _equal(robot.observe().arrays, self._start(1)), "an earlier episode changes the start"
+
+    def test_outcomes_are_valid(self) -> None:
+        setup = self.make_setup()
+        with setup.robot as robot:
+            setup.task.reset(robot, np.random.default_rng(0))
+            for _ in range(min(setup.task.max_steps, 10)):
+                robot.command(gentle_action(robot.spec, robot.observe()))
+                outcome = setup.task.evaluate(robot.observe())
+                assert isinstance(outcome, TaskOutcome) and math.isfinite(outcome.reward), outcome
+                if outcome.terminated:
+                    break
+
+    def test_stop_during_a_reset_passes_through(self) -> None:
+        def stop() -> None:
+            raise _Stopped("a person stops the robot")
+
+        setup = self.make_setup()
+        with setup.robot as robot:
+            robot.check_stop = stop
+            with contextlib.suppress(_Stopped):  # it ends at once, or is stopped
+                setup.task.reset(robot, np.random.default_rng(0))
+
+    def test_expert_succeeds(self) -> None:
+        setup = self.make_setup()
+        if not setup.task.has_expert:
+            _require_no_expert(setup)
+            return
+        with setup.robot:
+            done = sum(self._succeeds(setup, seed) for seed in range(self.episodes))
+        assert done >= self.expert_success * self.episodes, f"the expert succeeded in {done} of {self.episodes}"
+
+    def _start(self, seed: int) -> dict[str, Array]:
+        setup = self.make_setup()
+        with setup.robot as robot:
+            setup.task.reset(robot, np.random.default_rng(seed))
+            return dict(robot.observe().arrays)
+
+    def _succeeds(self, setup: RobotSetup, seed: int) -> bool:
+        robot, task, kernel = setup.robot, setup.task, SafetyKernel(setup.robot.spec)
+        expert = task.make_expert(robot, seed, 0.0)
+        task.reset(robot, np.random.default_rng(seed))
+        kernel.reset()
+        for _ in range(task.max_steps):
+            _step(setup, kernel, expert(robot.observe().arrays))
+            outcome = task.evaluate(robot.observe())
+            if outcome.terminated or outcome.success:
+                return outcome.success is True
+        return False
+
+
+def _step(setup: RobotSetup, kernel: SafetyKernel, action: Array) -> None:
+    observed: Observation = setup.robot.observe()
+    decision = kernel.filter(action, observed)
+    assert decision.applied is not None, f"the safety kernel refuses the expert's action: {decision.text}"
+    kernel.set_applied(setup.robot.command(decision.applied))
+
+
+def _require_no_expert(setup: RobotSetup) -> None:
+    try:
+        setup.task.make_expert(setup.robot, 0, 0.0)
+    except SpecError:
+        return
+    raise AssertionError("has_expert is False, but make_expert gives one")
+
+
+def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    return one.keys() == other.keys() and all(np.allclose(one[name], other[name], atol=1e-6) for name in one)

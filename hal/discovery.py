@@ -6,10 +6,9 @@ the group ``user_sys.probes``, which refers to a callable without arguments::
     def probe() -> tuple[ResourceRecord, ...]: ...
 
 A record's resource is present (`Health.READY`), present with a defect (`trouble`), or known and absent (`Health.LOST`).
-Each probe runs in its own thread with its own interval and timeout (`ScheduledProbe`); a probe that hangs is reported
-and delays no other.
+Each probe runs in its own thread with a timeout; a probe that hangs is reported and delays no other.
 
-`discover` runs all probes once. `Discoverer` runs them repeatedly and emits changes. `DeviceMonitor` reports the
+`discover` runs all probes once. `Discoverer` runs them repeatedly and returns changes. `DeviceMonitor` reports the
 devices of this computer to a gateway while a gateway, a session or a learner runs here.
 
 Built-in probes are `probe_usb` (sysfs), `probe_compute`, `probe_gpus` (NVML) and `configured_robots_probe`. A USB
@@ -25,18 +24,16 @@ import grp
 import importlib
 import logging
 import os
-import queue
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -46,33 +43,29 @@ from hal.spec import RobotSpec
 logger = logging.getLogger(__name__)
 
 PROBE_GROUP = "user_sys.probes"
-DEFAULT_PROBE_INTERVAL_S = 2.0
-DEFAULT_PROBE_TIMEOUT_S = 5.0
-MAX_EVENTS = 10_000  # in the queue of a `Discoverer`
+PROBE_INTERVAL_S = 2.0  # the pause after each `poll`
+PROBE_TIMEOUT_S = 5.0  # of one call
 MAX_RECORDS = 10_000  # of one call of a probe
-MAX_LOST_RECORDS = 1_000
 
 CONNECT_TIMEOUT_S = 2.0
 ADDRESSES_TIMEOUT_S = 4.0  # for all addresses together, host name resolution included
-GREETING_TIMEOUT_S = 0.3  # for servers that send first: a UR's dashboard sends its name
-MAX_GREETING_BYTES = 200
 MAX_CONCURRENT_CONNECTIONS = 64
-_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]+")
 
 DEVICE_KINDS = frozenset({Kind.GPU, Kind.CAMERA, Kind.INPUT, Kind.BUS})
 DEVICE_PROBE_INTERVAL_S = 3.0
 DEVICE_REPORT_INTERVAL_S = 30.0  # a restarted gateway receives the devices again
 MAX_REPORTED_DEVICES = 64  # of one computer
-_EVENT_WAIT_S = 0.5
 _JOIN_TIMEOUT_S = 2.0
 
-OnDevices = Callable[[tuple[ResourceRecord, ...]], object]
+Probe = Callable[[], Iterable[ResourceRecord]]
+"""Lists resources of one sort. An exception means that it found nothing this time."""
 
 # CUDA cores per streaming multiprocessor by compute capability: CUDA C++ Programming Guide, "Arithmetic Instructions".
 _CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 _CORES_PER_NEWER_SM = 128
 
 # Vendor and product ids, by usb.ids, the makers' documentation and spacenavd's table; (vendor, "") is any product.
+_SPACE_MICE = "c603 c605 c606 c621 c623 c625 c626 c627 c628 c629 c62b".split()  # from Logitech
 KNOWN_DEVICES: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("1a86", "7523"): ("CH340 adapter, as Feetech buses have", ("feetech",)),
     ("1a86", "55d3"): ("CH343 adapter, as Feetech buses have", ("feetech",)),
@@ -88,17 +81,7 @@ KNOWN_DEVICES: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("8086", "0b5b"): ("RealSense D405", ("depth",)),
     ("8086", "0b5c"): ("RealSense D455", ("depth",)),
     ("256f", ""): ("3Dconnexion SpaceMouse", ("spacemouse",)),
-    ("046d", "c603"): ("3Dconnexion SpaceMouse Plus", ("spacemouse",)),
-    ("046d", "c605"): ("3Dconnexion CadMan", ("spacemouse",)),
-    ("046d", "c606"): ("3Dconnexion SpaceMouse Classic", ("spacemouse",)),
-    ("046d", "c621"): ("3Dconnexion SpaceBall 5000", ("spacemouse",)),
-    ("046d", "c623"): ("3Dconnexion SpaceTraveler", ("spacemouse",)),
-    ("046d", "c625"): ("3Dconnexion SpacePilot", ("spacemouse",)),
-    ("046d", "c626"): ("3Dconnexion SpaceNavigator", ("spacemouse",)),
-    ("046d", "c627"): ("3Dconnexion SpaceExplorer", ("spacemouse",)),
-    ("046d", "c628"): ("3Dconnexion SpaceNavigator for Notebooks", ("spacemouse",)),
-    ("046d", "c629"): ("3Dconnexion SpacePilot Pro", ("spacemouse",)),
-    ("046d", "c62b"): ("3Dconnexion SpaceMouse Pro", ("spacemouse",)),
+    **{("046d", product): ("3Dconnexion SpaceMouse", ("spacemouse",)) for product in _SPACE_MICE},
 }
 
 
@@ -207,7 +190,7 @@ def configured_robots_probe(
     *,
     addresses: Mapping[str, str] | None = None,
     labels: Mapping[str, Mapping[str, str]] | None = None,
-) -> Callable[[], Iterator[ResourceRecord]]:
+) -> Probe:
     """A probe for the robots of a config, simulated ones included.
 
     Args:
@@ -221,61 +204,46 @@ def configured_robots_probe(
     def probe() -> Iterator[ResourceRecord]:
         pool = ThreadPoolExecutor(MAX_CONCURRENT_CONNECTIONS)
         try:
-            answers = {name: pool.submit(probe_address, address) for name, address in address_of.items()}
+            answers = {name: pool.submit(address_trouble, address) for name, address in address_of.items()}
             until_s = time.monotonic() + ADDRESSES_TIMEOUT_S
             for name, spec in specs.items():
-                record = robot_record(name, spec, node or local_node(), "config")
-                facts = {**record.labels, **(labels or {}).get(name, {})}
-                if name not in answers:
-                    yield msgspec.structs.replace(record, labels=facts)
-                    continue
-                greeting, trouble = _await_answer(answers[name], address_of[name], until_s)
-                facts |= {"address": address_of[name], **({"firmware": greeting} if greeting else {})}
-                health = Health.LOST if trouble else Health.READY
-                yield msgspec.structs.replace(record, labels=facts, health=health, trouble=trouble)
+                address, trouble, facts = address_of.get(name, ""), "", dict((labels or {}).get(name, {}))
+                if address:
+                    facts["address"] = address
+                    try:
+                        trouble = answers[name].result(max(0.0, until_s - time.monotonic()))
+                    except TimeoutError:  # no system call ends a host name resolution
+                        trouble = f"nothing answers at {address}: timed out"
+                yield ResourceRecord(
+                    kind=Kind.ROBOT,
+                    name=name,
+                    model=spec.model,
+                    node=node or local_node(),
+                    capabilities=tuple(f"camera:{camera.name}" for camera in spec.cameras),
+                    labels={"rate_hz": f"{spec.rate_hz:g}", **facts},
+                    found_by="config",
+                    embodiment=spec.embodiment,
+                    health=Health.LOST if trouble else Health.READY,
+                    trouble=trouble,
+                )
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
     return probe
 
 
-def _await_answer(answer: Future[tuple[str, str]], address: str, until_s: float) -> tuple[str, str]:
-    """As `probe_address`, with a deadline: no system call ends a host name resolution."""
-    try:
-        return answer.result(max(0.0, until_s - time.monotonic()))
-    except TimeoutError:
-        return "", f"nothing answers at {address}: timed out"
+def address_trouble(address: str) -> str:
+    """Why nothing can connect to ``HOST:PORT``; empty if it works.
 
-
-def probe_address(address: str) -> tuple[str, str]:
-    """Connects to ``HOST:PORT``. Returns the server's greeting, and the reason if it cannot be reached (else empty).
-
-    Blocks for the host name resolution, for at most `CONNECT_TIMEOUT_S`, and for a greeting.
+    Blocks for the host name resolution, and for at most `CONNECT_TIMEOUT_S`.
     """
     if (host_port := parse_host_port(address)) is None:
-        return "", f"{address!r} is not an address: write HOST:PORT"
+        return f"{address!r} is not an address: write HOST:PORT"
     try:
-        with socket.create_connection(host_port, CONNECT_TIMEOUT_S) as link:
-            link.settimeout(GREETING_TIMEOUT_S)
-            with contextlib.suppress(TimeoutError):
-                return _UNPRINTABLE.sub(b" ", link.recv(MAX_GREETING_BYTES)).decode().strip(), ""
-            return "", ""
+        socket.create_connection(host_port, CONNECT_TIMEOUT_S).close()
+        return ""
     except (OSError, OverflowError, ValueError) as error:  # ValueError: an impossible host name
-        return "", f"nothing answers at {address}: {getattr(error, 'strerror', '') or error}"
-
-
-def robot_record(name: str, spec: RobotSpec, node: str, found_by: str) -> ResourceRecord:
-    """The record of a robot with this spec."""
-    return ResourceRecord(
-        kind=Kind.ROBOT,
-        name=name,
-        model=spec.model,
-        node=node,
-        capabilities=tuple(f"camera:{camera.name}" for camera in spec.cameras),
-        labels={"rate_hz": f"{spec.rate_hz:g}"},
-        found_by=found_by,
-        embodiment=spec.embodiment,
-    )
+        return f"nothing answers at {address}: {getattr(error, 'strerror', '') or error}"
 
 
 def probe_compute(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[ResourceRecord]:
@@ -369,24 +337,6 @@ def _sm_count(cores: int, capability: tuple[int, ...]) -> int:
     return cores // _CORES_PER_SM.get((capability[0], capability[1]), _CORES_PER_NEWER_SM)
 
 
-class Probe(Protocol):
-    """Lists resources of one sort. An exception means that it found nothing this time."""
-
-    def __call__(self) -> Iterable[ResourceRecord]: ...
-
-
-@dataclass(frozen=True)
-class ScheduledProbe:
-    """A probe with its own interval (the pause after each call) and timeout (of one call)."""
-
-    probe: Probe
-    interval_s: float = DEFAULT_PROBE_INTERVAL_S
-    timeout_s: float = DEFAULT_PROBE_TIMEOUT_S
-
-    def __call__(self) -> Iterable[ResourceRecord]:
-        return self.probe()
-
-
 @dataclass(frozen=True)
 class DiscoveryResult:
     """The records by name, and the failure of each probe that failed."""
@@ -396,7 +346,7 @@ class DiscoveryResult:
 
 
 class ResourceChange(enum.StrEnum):
-    """A change of a resource, or (the last two) of a probe."""
+    """A change of a resource, or (the last two) of a probe. ABSENT: a known resource that was never present."""
 
     APPEARED = "appeared"
     ABSENT = "absent"
@@ -418,59 +368,33 @@ class DiscoveryEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-def discover(probes: Mapping[str, Probe]) -> DiscoveryResult:
-    """Runs every probe once, concurrently, each within its own timeout.
+def discover(probes: Mapping[str, Probe], timeout_s: float = PROBE_TIMEOUT_S) -> DiscoveryResult:
+    """Runs every probe once, concurrently, each within the timeout.
 
     If two probes find the same name, the first one in `probes` prevails.
     """
-    calls = {source: _ProbeCall(source, probe) for source, probe in probes.items()}
-    found: dict[str, ResourceRecord] = {}
-    failures: dict[str, str] = {}
-    for source, call in calls.items():
-        records, failure = call.result()
-        if failure:
-            failures[source] = failure
-        for record in records:
-            if found.setdefault(record.name, record) is not record:
-                logger.warning("discovery.duplicate name=%s probe=%s", record.name, source)
-    return DiscoveryResult(tuple(found[name] for name in sorted(found)), failures)
+    discoverer = Discoverer(probes, timeout_s)
+    discoverer.poll()
+    return discoverer.snapshot()
 
 
 def installed_probes() -> dict[str, Probe]:
     """The built-in probes and those of installed packages, which are imported at their first call."""
     probes: dict[str, Probe] = {"compute": probe_compute, "nvml": probe_gpus, "usb": probe_usb}
-    for entry in entry_points(group=PROBE_GROUP):
-        probes[entry.name] = lazy_probe(entry.load)
-    return probes
+    return probes | {entry.name: lazy_probe(entry.load) for entry in entry_points(group=PROBE_GROUP)}
 
 
 def lazy_probe(load: Callable[[], Any]) -> Probe:
-    """The probe that `load` returns, imported at its first call in its own thread. Its schedule applies from then."""
-    return _LazyProbe(load)
-
-
-class _LazyProbe:
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
-        self.probe: Probe | None = None
-
-    def __call__(self) -> Iterable[ResourceRecord]:
-        if self.probe is None:
-            self.probe = self._load()
-        return self.probe()
-
-
-def _schedule(probe: Probe) -> ScheduledProbe:
-    found = probe.probe if isinstance(probe, _LazyProbe) else probe
-    return found if isinstance(found, ScheduledProbe) else ScheduledProbe(probe)
+    """The probe that `load` returns, imported at its first call in its own thread."""
+    return lambda: load()()
 
 
 class _ProbeCall:
     """One call of one probe in its own thread. Records that it yields before a failure count."""
 
-    def __init__(self, source: str, probe: Probe) -> None:
-        self._source, self._probe = source, probe
-        self._began_s = time.monotonic()
+    def __init__(self, source: str, probe: Probe, timeout_s: float) -> None:
+        self._source, self._probe, self._timeout_s = source, probe, timeout_s
+        self._until_s = time.monotonic() + timeout_s
         self._records: list[ResourceRecord] = []
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name=f"probe-{source}", daemon=True)
@@ -480,22 +404,13 @@ class _ProbeCall:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    @property
-    def _left_s(self) -> float:
-        return max(0.0, self._began_s + _schedule(self._probe).timeout_s - time.monotonic())
-
-    def wait(self, stop: threading.Event) -> None:
-        """Blocks until the call returns, its timeout ends, or `stop` is set."""
-        while self.running and self._left_s and not stop.is_set():
+    def result(self, stop: threading.Event | None = None) -> tuple[tuple[ResourceRecord, ...], str]:
+        """Its records and its failure (else empty). Blocks until the call returns, its timeout ends, or `stop` is
+        set."""
+        while self.running and time.monotonic() < self._until_s and not (stop and stop.is_set()):
             self._thread.join(0.05)
-
-    def result(self) -> tuple[tuple[ResourceRecord, ...], str]:
-        """Its records and its failure (else empty). Blocks until the call returns or its timeout ends."""
-        while self.running and (left_s := self._left_s):  # the import of a lazy probe changes the timeout
-            self._thread.join(min(left_s, 0.05))
-        if self.running:
-            return tuple(self._records), f"no answer within {_schedule(self._probe).timeout_s:g} s"
-        return tuple(self._records), self._failure
+        failure = f"no answer within {self._timeout_s:g} s" if self.running else self._failure
+        return tuple(self._records), failure
 
     def _run(self) -> None:
         try:
@@ -512,111 +427,68 @@ class _ProbeCall:
 
 
 class Discoverer:
-    """Runs probes repeatedly and emits changes. A context manager: within it, each probe has a thread.
+    """Runs probes repeatedly and returns changes. One thread calls it.
 
     A failing or hanging probe changes none of its earlier records: they are degraded until the probe answers again. A
-    hanging call is not repeated before it returns. The newest `MAX_LOST_RECORDS` lost resources are remembered; an
-    older one appears as new.
+    hanging call is not repeated before it returns, and delays one `poll` by its timeout. A resource that a probe no
+    longer lists is forgotten: it appears as new if it returns. Of two probes that find the same name, the first one
+    prevails while it finds it.
     """
 
-    def __init__(self, probes: Mapping[str, Probe]) -> None:
-        self._probes = dict(probes)
-        self._events: queue.Queue[DiscoveryEvent] = queue.Queue(MAX_EVENTS)
-        self._lock = threading.Lock()
-        self._known: dict[str, ResourceRecord] = {}
-        self._owner: dict[str, str] = {}
-        self._vanished: dict[str, None] = {}  # oldest first
+    def __init__(self, probes: Mapping[str, Probe], timeout_s: float = PROBE_TIMEOUT_S) -> None:
+        """`timeout_s`: of one call of a probe."""
+        self._probes, self._timeout_s = dict(probes), timeout_s
+        self._calls: dict[str, _ProbeCall] = {}
+        self._known: dict[str, tuple[str, ResourceRecord]] = {}  # with the probe that found it
         self._failures: dict[str, str] = {}
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._probe_repeatedly, args=(source,), name=f"discovery-{source}", daemon=True)
-            for source in self._probes
-        ]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(1.0)
 
     def snapshot(self) -> DiscoveryResult:
-        """All records, including LOST ones. Never blocks."""
-        with self._lock:
-            return DiscoveryResult(tuple(self._known[name] for name in sorted(self._known)), dict(self._failures))
+        """All records, including LOST ones, as of the last `poll`."""
+        return DiscoveryResult(tuple(self._known[name][1] for name in sorted(self._known)), dict(self._failures))
 
-    def next_event(self, wait_s: float) -> DiscoveryEvent | None:
-        """The oldest event in the queue; None if there is none within `wait_s`."""
-        try:
-            return self._events.get(timeout=wait_s)
-        except queue.Empty:
-            return None
+    def poll(self, stop: threading.Event | None = None) -> list[DiscoveryEvent]:
+        """Runs the probes concurrently. Returns the changes since the last call; only a part of them after `stop`."""
+        for source, probe in self._probes.items():
+            call = self._calls.get(source)
+            if call is None or not call.running:
+                self._calls[source] = _ProbeCall(source, probe, self._timeout_s)
+        events = list[DiscoveryEvent]()
+        for source, call in self._calls.items():
+            records, failure = call.result(stop)
+            if stop is None or not stop.is_set():
+                events += self._update(source, records, failure)
+        return events
 
-    def _probe_repeatedly(self, source: str) -> None:
-        probe = self._probes[source]
-        call: _ProbeCall | None = None
-        while not self._stop.is_set():
-            call = call if call is not None and call.running else _ProbeCall(source, probe)
-            call.wait(self._stop)
-            if not self._stop.is_set():
-                self._update(source, *call.result())
-            self._stop.wait(_schedule(probe).interval_s)
+    def _update(self, source: str, records: Iterable[ResourceRecord], failure: str) -> Iterator[DiscoveryEvent]:
+        if failure != self._failures.get(source, ""):
+            self._failures = {**self._failures, source: failure} if failure else _without(self._failures, source)
+            works = ResourceChange.PROBE_FAILED if failure else ResourceChange.PROBE_WORKS
+            yield DiscoveryEvent(change=works, probe=source, text=failure)
+        found: dict[str, ResourceRecord] = {}
+        for record in records:
+            if self._known.get(record.name, (source,))[0] == source:
+                found.setdefault(record.name, record)
+        for name, (owner, record) in list(self._known.items()):
+            if owner == source and name not in found and failure:
+                found[name] = msgspec.structs.replace(record, trouble=f"{source}: {failure}")
+            elif owner == source and name not in found:
+                del self._known[name]
+                if record.health is not Health.LOST:
+                    lost = msgspec.structs.replace(record, health=Health.LOST)
+                    yield DiscoveryEvent(change=ResourceChange.VANISHED, probe=source, record=lost)
+        for name, record in found.items():
+            before = self._known.get(name)
+            self._known[name] = source, record
+            if (change := classify_change(before and before[1], record)) is not None:
+                yield DiscoveryEvent(change=change, probe=source, record=record, text=record.trouble)
 
-    def _update(self, source: str, records: Iterable[ResourceRecord], failure: str) -> None:
-        with self._lock:
-            self._set_failure(source, failure)
-            seen: set[str] = set()
-            for record in records:
-                if record.name not in seen and self._may_update(source, record.name):
-                    self._owner[record.name] = source
-                    self._vanished.pop(record.name, None)
-                    seen.add(record.name)
-                    self._set_record(source, record)
-            for name in [n for n, owner in self._owner.items() if owner == source and n not in seen]:
-                record = self._known[name]
-                change = {"trouble": f"{source}: {failure}"} if failure else {"health": Health.LOST}
-                self._set_record(source, msgspec.structs.replace(record, **change))
-                if not failure:
-                    self._vanished.setdefault(name)
-            self._drop_oldest_vanished()
 
-    def _drop_oldest_vanished(self) -> None:
-        for name in [*self._vanished][: max(0, len(self._vanished) - MAX_LOST_RECORDS)]:
-            del self._vanished[name], self._known[name], self._owner[name]
-
-    def _may_update(self, source: str, name: str) -> bool:
-        """Of two probes that find the same name, the first one prevails while it finds it."""
-        known = self._known.get(name)
-        return known is None or known.health is Health.LOST or self._owner[name] == source
-
-    def _set_failure(self, source: str, failure: str) -> None:
-        if failure == self._failures.get(source, ""):
-            return
-        self._failures[source] = failure
-        if failure:
-            self._emit(DiscoveryEvent(change=ResourceChange.PROBE_FAILED, probe=source, text=failure))
-        else:
-            del self._failures[source]
-            self._emit(DiscoveryEvent(change=ResourceChange.PROBE_WORKS, probe=source))
-
-    def _set_record(self, source: str, record: ResourceRecord) -> None:
-        before, self._known[record.name] = self._known.get(record.name), record
-        change = classify_change(before, record)
-        if change is not None:
-            self._emit(DiscoveryEvent(change=change, probe=source, record=record, text=record.trouble))
-
-    def _emit(self, event: DiscoveryEvent) -> None:
-        try:
-            self._events.put_nowait(event)
-        except queue.Full:
-            logger.warning("discovery.event_dropped change=%s probe=%s", event.change, event.probe)
+def _without(failures: Mapping[str, str], source: str) -> dict[str, str]:
+    return {name: failure for name, failure in failures.items() if name != source}
 
 
 def classify_change(before: ResourceRecord | None, now: ResourceRecord) -> ResourceChange | None:
-    """The change from `before` to `now`; None without one. ABSENT: the resource is known and was never present."""
+    """The change from `before` to `now`; None without one."""
     lost = now.health is Health.LOST
     if before is None:
         return ResourceChange.ABSENT if lost else ResourceChange.APPEARED
@@ -630,17 +502,23 @@ def classify_change(before: ResourceRecord | None, now: ResourceRecord) -> Resou
 
 
 class DeviceMonitor:
-    """Calls `on_devices` with the present devices: at each change, and every `DEVICE_REPORT_INTERVAL_S`. A context
-    manager.
+    """Calls `on_devices` with the present devices, at most `MAX_REPORTED_DEVICES` and without their changing load: at
+    each change, and every `DEVICE_REPORT_INTERVAL_S`. A context manager.
     """
 
-    def __init__(self, on_devices: OnDevices, probes: Mapping[str, Probe] | None = None) -> None:
+    def __init__(
+        self,
+        on_devices: Callable[[tuple[ResourceRecord, ...]], object],
+        probes: Mapping[str, Probe] | None = None,
+        interval_s: float = DEVICE_PROBE_INTERVAL_S,
+    ) -> None:
         """Args:
         on_devices: called in this object's thread; must not raise.
-        probes: by default the installed ones, each every `DEVICE_PROBE_INTERVAL_S`.
+        probes: by default the installed ones without the computer's own.
         """
+        found = {name: probe for name, probe in installed_probes().items() if name != "compute"}
         self._on_devices = on_devices
-        self._discoverer = Discoverer(device_probes() if probes is None else probes)
+        self._discoverer, self._interval_s = Discoverer(found if probes is None else probes), interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
 
@@ -654,29 +532,13 @@ class DeviceMonitor:
 
     def _run(self) -> None:
         reported: tuple[ResourceRecord, ...] | None = None
-        due_s = time.monotonic() + DEVICE_PROBE_INTERVAL_S
-        with self._discoverer as discoverer:
-            while not self._stop.is_set():
-                event = discoverer.next_event(_EVENT_WAIT_S)
-                if event is None and time.monotonic() < due_s:
-                    continue
-                now = present_devices(discoverer.snapshot())
-                if now != reported or time.monotonic() >= due_s:
-                    reported, due_s = now, time.monotonic() + DEVICE_REPORT_INTERVAL_S
-                    self._on_devices(now)
-
-
-def device_probes() -> dict[str, Probe]:
-    """The installed probes without the computer's own, with their own intervals or `DEVICE_PROBE_INTERVAL_S`."""
-    probes = installed_probes()
-    del probes["compute"]
-    return {
-        name: ScheduledProbe(probe, DEVICE_PROBE_INTERVAL_S) if name in ("nvml", "usb") else probe
-        for name, probe in probes.items()
-    }
-
-
-def present_devices(found: DiscoveryResult) -> tuple[ResourceRecord, ...]:
-    """The present devices, at most `MAX_REPORTED_DEVICES`, without their changing load."""
-    present = (record for record in found.records if record.kind in DEVICE_KINDS and record.health is not Health.LOST)
-    return tuple(msgspec.structs.replace(record, load=0.0) for record in present)[:MAX_REPORTED_DEVICES]
+        due_s = 0.0
+        while not self._stop.is_set():
+            self._discoverer.poll(self._stop)
+            present = (r for r in self._discoverer.snapshot().records if r.health is not Health.LOST)
+            devices = (msgspec.structs.replace(r, load=0.0) for r in present if r.kind in DEVICE_KINDS)
+            now = tuple(devices)[:MAX_REPORTED_DEVICES]
+            if not self._stop.is_set() and (now != reported or time.monotonic() >= due_s):
+                reported, due_s = now, time.monotonic() + DEVICE_REPORT_INTERVAL_S
+                self._on_devices(now)
+            self._stop.wait(self._interval_s)

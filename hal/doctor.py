@@ -35,11 +35,11 @@ from hal.machine_folder import (
     runtime_folder,
     tests_folder,
 )
+from hal.resource import MAX_PORT
 
 MIN_FREE_BYTES = 5_000_000_000
 MIN_SHARED_BYTES = 200_000_000  # of /dev/shm, for Ray's object store
 MIN_RTPRIO = 20
-MAX_PORT = 65535
 MAX_CLOCK_ERROR_S = 0.05
 RENDER_TIMEOUT_S = 60.0
 MAX_DEVICES = 64  # of one sort
@@ -110,7 +110,6 @@ def run_checks(machine: DoctorConfig) -> Iterator[CheckResult]:
         _libraries,
         _gpus,
         _devices,
-        _cameras,
         _clock,
         _realtime,
         _rendering,
@@ -129,12 +128,12 @@ def _ok(check: str, message: str) -> CheckResult:
     return CheckResult(check=check, status=CheckStatus.OK, message=message)
 
 
-def _advice(check: str, message: str, fix: str) -> CheckResult:
-    return CheckResult(check=check, status=CheckStatus.ADVICE, message=message, fix=fix)
+def _advice(check: str, message: str, fix: str, status: CheckStatus = CheckStatus.ADVICE) -> CheckResult:
+    return CheckResult(check=check, status=status, message=message, fix=fix)
 
 
 def _problem(check: str, message: str, fix: str) -> CheckResult:
-    return CheckResult(check=check, status=CheckStatus.PROBLEM, message=message, fix=fix)
+    return _advice(check, message, fix, CheckStatus.PROBLEM)
 
 
 def _drivers(_: DoctorConfig) -> Iterator[CheckResult]:
@@ -203,36 +202,33 @@ def _torch(machine: DoctorConfig, cuda: int) -> Iterator[CheckResult]:
 _NO_NVIDIA_DRIVER = "no NVIDIA driver is loaded: this computer computes on its processors"
 
 
-_DEVICES = {
+# A computer's built-in input devices belong to root, so they are advice.
+_DEVICES: dict[str, tuple[tuple[str, ...], str, Callable[[str, str, str], CheckResult]]] = {
     "serial": (("ttyUSB*", "ttyACM*"), "motor buses", _problem),
     "video": (("video*",), "cameras", _problem),
-    "input": (
-        ("input/event*", "hidraw*"),
-        "keyboards, gamepads and SpaceMice",
-        _advice,
-    ),  # a computer's built-in ones belong to root
+    "input": (("input/event*", "hidraw*"), "gamepads and SpaceMice", _advice),
 }
 
 
 def _devices(machine: DoctorConfig) -> Iterator[CheckResult]:
+    def names(paths: Sequence[Path]) -> str:
+        return ", ".join(f"/{path.relative_to(machine.root)}" for path in paths)
+
     for check, (patterns, purpose, result) in _DEVICES.items():
         found = [path for pattern in patterns for path in sorted((machine.root / "dev").glob(pattern))][:MAX_DEVICES]
-        refused = [path for path in found if not machine.can_access(path)]
+        refused: dict[str, list[Path]] = {}
+        for path in found:
+            if not machine.can_access(path):
+                refused.setdefault(_group_name(path), []).append(path)
         if not found:
             yield _ok(check, f"none is attached ({purpose})")
         elif not refused:
-            yield _ok(check, f"{_device_paths(machine, found)} are accessible")
-        for group in sorted({_group_name(path) for path in refused}):
-            inaccessible = [path for path in refused if _group_name(path) == group]
-            yield result(
-                check,
-                f"{_device_paths(machine, inaccessible)} may not be used by this user ({purpose})",
-                _permission_fix(group),
-            )
-
-
-def _device_paths(machine: DoctorConfig, paths: Sequence[Path]) -> str:
-    return ", ".join(f"/{path.relative_to(machine.root)}" for path in paths)
+            yield _ok(check, f"{names(found)} are accessible")
+        for group, paths in sorted(refused.items()):
+            fix = f"sudo usermod -aG {group} $USER, then log in again"
+            if group == "root":
+                fix = 'let the person at the desk use it with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"'
+            yield result(check, f"{names(paths)} may not be used by this user ({purpose})", fix)
 
 
 def _group_name(path: Path) -> str:
@@ -241,22 +237,6 @@ def _group_name(path: Path) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
-
-
-def _permission_fix(group: str) -> str:
-    if group == "root":
-        return 'let the person at the desk use it with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"'
-    return f"sudo usermod -aG {group} $USER, then log in again"
-
-
-def _cameras(machine: DoctorConfig) -> Iterator[CheckResult]:
-    names = sorted((machine.root / "sys/class/video4linux").glob("video*/name"))
-    cameras = [f"/dev/{path.parent.name} ({path.read_text(errors='replace').strip()})" for path in names[:MAX_DEVICES]]
-    yield _ok("cameras", ", ".join(cameras) or "the kernel lists no camera (V4L2)")
-    for path in names[:MAX_DEVICES]:
-        if not (machine.root / "dev" / path.parent.name).exists():
-            message = f"the kernel lists {path.parent.name}, but /dev/{path.parent.name} is missing"
-            yield _problem("cameras", message, f"in a container, pass it through: --device /dev/{path.parent.name}")
 
 
 class _Timex(ctypes.Structure):
@@ -352,7 +332,7 @@ def _rendering(machine: DoctorConfig) -> Iterator[CheckResult]:
         )
 
 
-_EGL_FIX = "on Debian or Ubuntu: sudo apt-get install libegl1 libegl-mesa0"
+_EGL_FIX = "on Debian or Ubuntu: sudo apt-get install libegl1 libegl-mesa0 libopengl0"
 
 
 def _ports(machine: DoctorConfig) -> Iterator[CheckResult]:

@@ -6,25 +6,20 @@ An installed package adds a driver with an entry point of the group ``user_sys.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, TypeVar
 
 from hal.camera import Camera
 from hal.errors import SpecError
 from hal.robot import Robot
-from hal.spec import Array, RobotSpec
-from hal.task import Task
+from hal.settings import load_plugin, read_settings
+from hal.spec import RobotSpec
+from hal.task import Task, TaskRequest
 from hal.teleoperator import Teleoperator
 
 DRIVER_GROUP = "user_sys.drivers"
-
-ExpertPolicy = Callable[[Mapping[str, Array]], Array]
-"""A scripted expert: maps the observation's arrays to an action."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +28,23 @@ class RobotSetupRequest:
 
     Attributes:
         name: of the robot, unique in the fleet.
-        task: one of the driver's tasks.
+        task: the name of the task; of the first one if there are several.
         options: the driver's own settings; a driver refuses unknown ones.
         cameras: whether the robot gets its cameras.
-        high_resolution: simulated cameras draw larger images, for people.
+        film: whether a simulated robot gets `RobotSetup.film_cameras`.
+        tasks: all tasks of the robot (`hal.task.build_task`); empty for `task` alone.
     """
 
     name: str
     task: str
     options: Mapping[str, Any] = field(default_factory=dict)
     cameras: bool = True
-    high_resolution: bool = False
+    film: bool = False
+    tasks: tuple[TaskRequest, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            object.__setattr__(self, "tasks", (TaskRequest(self.task),))
 
 
 @dataclass(frozen=True)
@@ -51,57 +52,32 @@ class RobotSetup:
     """A robot with its task, cameras and input devices; nothing is connected yet.
 
     Attributes:
-        make_expert: makes a scripted expert from a seed and a noise (a share of the action's bounds), if there is one.
+        task: the robot's task, or its `hal.task.TaskMix`.
         teleoperators: input devices that are attached to the robot's computer.
+        film_cameras: larger views for people, which are no part of the robot's spec.
     """
 
     name: str
     robot: Robot
     task: Task
     cameras: tuple[Camera, ...] = ()
-    make_expert: Callable[[int, float], ExpertPolicy] | None = None
     teleoperators: tuple[Teleoperator, ...] = ()
+    film_cameras: tuple[Camera, ...] = ()
 
 
 Options = TypeVar("Options")
 
 
 def read_options(kind: type[Options], request: RobotSetupRequest) -> Options:
-    """The request's options as `kind`, a frozen dataclass of plain types.
+    """The request's options as `kind`, a frozen dataclass (`hal.settings`).
 
     Raises:
-        SpecError: an unknown option (the message suggests the nearest name), or a value of another type.
+        SpecError: an unknown option (the message suggests the nearest name), or a value that is not allowed.
     """
-    _require_known(kind, request.options, f"robot {request.name}")
     try:
-        return msgspec.convert(dict(request.options), kind, strict=True)
-    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        return read_settings(kind, request.options)
+    except SpecError as error:
         raise SpecError(f"robot {request.name}: {error}") from None
-
-
-def _require_known(kind: type, options: Mapping[str, Any], where: str) -> None:
-    known = {each.name: each for each in fields(kind)}
-    types = get_type_hints(kind)
-    for name, value in options.items():
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {sorted(known)}"
-            raise SpecError(f"{where}: unknown option {name!r}{hint}")
-        for inner, settings, place in _nested(types[name], value, f"{where}.{name}"):
-            _require_known(inner, settings, place)
-
-
-def _nested(annotation: Any, value: Any, where: str) -> Iterator[tuple[type, Mapping[str, Any], str]]:
-    """The dataclasses in `annotation`, each with its given settings and its path in the options."""
-    if is_dataclass(annotation) and isinstance(annotation, type):
-        if isinstance(value, Mapping):
-            yield annotation, value, where
-    elif get_origin(annotation) is dict and isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _nested(get_args(annotation)[1], each, f"{where}.{key}")
-    else:
-        for choice in get_args(annotation):
-            yield from _nested(choice, value, where)
 
 
 RobotSetupFactory = Callable[[RobotSetupRequest], RobotSetup]
@@ -118,17 +94,7 @@ def installed_drivers() -> list[str]:
     return sorted({entry.name for entry in entry_points(group=DRIVER_GROUP)})
 
 
-def load_driver(name: str) -> RobotSetupFactory:
-    """The driver `name` of an installed package, imported now.
-
-    Raises:
-        SpecError: no package offers it, or its package fails to import; the message names the package.
-    """
-    found = next(iter(entry_points(group=DRIVER_GROUP, name=name)), None)
-    if found is None:
-        raise SpecError(f"no driver {name!r} is installed; there are {installed_drivers() or 'none'}")
-    try:
-        factory: RobotSetupFactory = found.load()
-    except Exception as error:  # a foreign package may fail in any way
-        raise SpecError(f"driver {name!r} ({found.value}) does not load: {type(error).__name__}: {error}") from error
+def load_driver(name: str, built_in: Mapping[str, str] | None = None) -> RobotSetupFactory:
+    """The driver `name`, imported now: a built-in one, or one of an installed package. Raises as `load_plugin`."""
+    factory: RobotSetupFactory = load_plugin(DRIVER_GROUP, name, built_in or {})
     return factory

@@ -8,6 +8,7 @@ HalError
 │   ├── LeaseHeld        retry later: names the holder
 │   └── StaleToken       stop for good: a newer session has taken over
 ├── RegistryError        check the name and the health: no such resource, or the step is not allowed
+├── StateError           free space, or repair the file: leases and overrides cannot be read or written
 ├── EmergencyStopped     stop the robot: latched until a person re-arms it
 ├── PlacementError       request less: explains the request, the resources and the difference
 └── SupervisionError     read its log: a process cannot be started, or keeps exiting
@@ -48,6 +49,10 @@ class StaleToken(LeaseError):
 
 class RegistryError(HalError):
     """The registry has no such resource, or the resource's health does not allow the step."""
+
+
+class StateError(HalError):
+    """The database of leases, overrides and audit log cannot be read or written; nothing was changed."""
 
 
 class EmergencyStopped(HalError):

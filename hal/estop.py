@@ -126,6 +126,7 @@ class EstopLatch:
             with open_locked(self.path) as (handle, _):
                 if not os.pread(handle, 1, 0):
                     overwrite(handle, b"", FILE_BYTES)
+            sync_folder(self.path.parent)  # `press` syncs it only for a file that is new
 
     def _decode(self, raw: bytes) -> EmergencyStop | None:
         if not raw.strip():

@@ -22,12 +22,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.durable import make_folder_durably, replace_durably
+from hal.durable import make_folder_durably
 from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
 from hal.machine_folder import (
     MAX_NAME_CHARS,
@@ -42,6 +42,7 @@ from hal.machine_folder import (
     tests_folder,
     try_lock,
 )
+from hal.state_database import StateDatabase
 
 logger = logging.getLogger(__name__)
 
@@ -67,37 +68,32 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A robot's row in the file: its newest token, the holder while HELD, and the last holder while LAPSED."""
+class _Entry(NamedTuple):
+    """A robot's row in the table: its newest token, the holder while HELD, and the last holder while LAPSED."""
 
     token: int
-    holder: str | None
+    holder: str | None = None
     lapsed: str | None = None
-
-
-class _Table(msgspec.Struct, frozen=True, kw_only=True):
-    version: int = 1
-    robots: dict[str, _Entry] = {}
 
 
 class LeaseTable:
     """The leases of all robots. One thread calls it. Each change is synced before the method returns."""
 
     def __init__(
-        self, path: Path | None, ttl_s: float = DEFAULT_TTL_S, clock: Callable[[], int] = time.monotonic_ns
+        self, database: StateDatabase, ttl_s: float = DEFAULT_TTL_S, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
         """Args:
-            path: the table's file; None keeps it in memory, for tests.
+            database: of which only this table writes the leases.
             ttl_s: the duration of a lease without renewal.
             clock: monotonic nanoseconds.
 
         Raises:
-            LeaseError: the file cannot be read. Tokens must not start over, so a person has to repair the file.
+            StateError: the table cannot be read. Tokens must not start over, so a person has to repair the file.
         """
-        self._path = path
-        self._clock = clock
+        self._database, self._clock = database, clock
         self.ttl_s = ttl_s
-        self._entries = _read_table(path).robots
+        rows = database.rows("SELECT robot, token, holder, lapsed FROM lease")
+        self._entries = {robot: _Entry(*entry) for robot, *entry in rows}
         held = [robot for robot, entry in self._entries.items() if entry.holder is not None]
         self._deadline_ns = dict.fromkeys(held, self._next_deadline())
 
@@ -113,16 +109,16 @@ class LeaseTable:
         Raises:
             LeaseHeld: another session holds the lease; the message names it and the seconds left.
             SpecError: a name that is empty, too long or not printable.
-            OSError: the table cannot be written; no lease was given.
+            StateError: the table cannot be written; no lease was given.
         """
         require_robot_name(robot)
         if not holder.strip() or len(holder) > MAX_NAME_CHARS or not holder.isprintable():
             raise SpecError(f"a lease's holder must be a printable name of 1 to {MAX_NAME_CHARS} characters")
         self.expire()
-        entry = self._entries.get(robot, _Entry(token=0, holder=None))
+        entry = self._entries.get(robot, _Entry(0))
         if entry.holder is not None and entry.holder != holder:
             raise LeaseHeld(f"{robot} is driven by {entry.holder} for at least {self._seconds_left(robot):.1f} s more")
-        fresh = _Entry(token=max(entry.token, min_token) + 1, holder=holder)
+        fresh = _Entry(max(entry.token, min_token) + 1, holder)
         self._store(robot, fresh)
         self._deadline_ns[robot] = self._next_deadline()
         logger.info("lease.acquired robot=%s holder=%s token=%d", robot, holder, fresh.token)
@@ -134,12 +130,12 @@ class LeaseTable:
         Raises:
             StaleToken: a newer session drives the robot.
             LeaseError: the lease was released or revoked; acquire it again.
-            OSError: a lapsed lease cannot be written to the file.
+            StateError: a lapsed lease cannot be written to the file.
         """
         self.expire()
         entry = self._entries.get(robot)
         if entry is not None and entry.lapsed is not None and entry.token == token:
-            self._store(robot, _Entry(token=token, holder=entry.lapsed))
+            self._store(robot, _Entry(token, entry.lapsed))
             logger.info("lease.reinstated robot=%s holder=%s token=%d", robot, entry.lapsed, token)
         holder = self._require(robot, token)
         self._deadline_ns[robot] = self._next_deadline()
@@ -156,7 +152,7 @@ class LeaseTable:
         entry = self._entries.get(robot)
         if entry is None or (entry.holder is None and entry.lapsed is None):
             return
-        self._store(robot, _Entry(token=entry.token, holder=None))
+        self._store(robot, _Entry(entry.token))
         self._deadline_ns.pop(robot, None)
         logger.info("lease.ended robot=%s holder=%s token=%d", robot, entry.holder, entry.token)
 
@@ -173,7 +169,7 @@ class LeaseTable:
         entry = self._entries.get(robot)
         if entry is None or entry.holder is None:
             return
-        self._store(robot, _Entry(token=entry.token, holder=None, lapsed=entry.holder))
+        self._store(robot, _Entry(entry.token, lapsed=entry.holder))
         del self._deadline_ns[robot]
         logger.info("lease.lapsed robot=%s holder=%s token=%d", robot, entry.holder, entry.token)
 
@@ -195,10 +191,13 @@ class LeaseTable:
         return entry.holder
 
     def _store(self, robot: str, entry: _Entry) -> None:
-        entries = {**self._entries, robot: entry}
-        if self._path is not None:
-            replace_durably(self._path, msgspec.json.encode(_Table(robots=entries)))
-        self._entries = entries
+        with self._database.change() as connection:
+            connection.execute(
+                "INSERT INTO lease VALUES (?, ?, ?, ?) ON CONFLICT (robot) DO UPDATE"
+                " SET token = excluded.token, holder = excluded.holder, lapsed = excluded.lapsed",
+                (robot, *entry),
+            )
+        self._entries[robot] = entry
 
     def _next_deadline(self) -> int:
         return self._clock() + round(self.ttl_s * _NS)
@@ -369,20 +368,6 @@ def _warn_of_tests_folder() -> None:
 
 
 _warned_folders: set[Path] = set()
-
-
-def _read_table(path: Path | None) -> _Table:
-    if path is None or not path.exists():
-        return _Table()
-    try:
-        table = msgspec.json.decode(path.read_bytes(), type=_Table)
-    except (OSError, *DECODE_ERRORS) as error:
-        raise LeaseError(
-            f"the lease table {path} cannot be read ({error}); repair it: tokens must not start over"
-        ) from error
-    if table.version != 1:
-        raise LeaseError(f"the lease table {path} has version {table.version}; this program reads version 1")
-    return table
 
 
 def _read_token(path: Path | None) -> int:

@@ -8,7 +8,7 @@ A simulated robot belongs to the user who started it. Its files carry the user's
 without it in the system's folder for locks.
 
 Tests set the variable `TEST_FOLDER_VARIABLE`. The process then logs a warning, `doctor` reports a problem, and devices
-refuse it unless they are simulated (`robots.device_lock`).
+refuse it unless they are simulated (`robots.device`).
 """
 
 from __future__ import annotations

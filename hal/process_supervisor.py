@@ -3,7 +3,7 @@
 A supervised process is STOPPED, RUNNING, WAITING (for its restart) or FAILED::
 
     STOPPED -start-> RUNNING -exit status not 0, or a signal-> WAITING -pause over-> RUNNING
-    RUNNING -exit status 0-> STOPPED          WAITING -too many restarts-> FAILED
+    RUNNING -exit status 0-> STOPPED          RUNNING -too many failures-> FAILED
     RUNNING, WAITING -stop-> STOPPED          STOPPED, FAILED -start-> RUNNING
 
 The process is killed when its supervisor's process ends, also after a kill (PR_SET_PDEATHSIG), so that no orphan drives
@@ -18,30 +18,40 @@ import enum
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from hal.errors import SupervisionError
+from hal.pacing import Backoff
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 KILL_WAIT_S = 5.0  # from SIGKILL to the end of the process
-MAX_LOG_BYTES = 16 << 20  # of a log, and of its older copy
+MAX_LOG_BYTES, LOG_COPIES = 8 << 20, 9  # of a log and of each older copy; the number of older copies
 
 # Runs in the new process before the program: no Python code of a process with threads runs between fork and exec.
-# 1 is PR_SET_PDEATHSIG (linux/prctl.h), 9 is SIGKILL. It also detects a supervisor that died before the call.
+# 1 is PR_SET_PDEATHSIG (linux/prctl.h). It also detects a parent that died before the call.
 _BIND_TO_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[3:])"
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[1]));"
+    "os.getppid() == int(sys.argv[2]) or os._exit(1); os.execv(sys.argv[3], sys.argv[4:])"
 )
+
+
+def bound_argv(program: str, argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """The command line of a process that gets the signal `number` when the thread that starts it ends, also by a kill.
+
+    Args:
+        program: the path of its program.
+    """
+    return [sys.executable, "-ISc", _BIND_TO_PARENT, str(int(number)), str(os.getpid()), program, *argv]
 
 
 def set_parent_death_signal(number: int) -> None:
@@ -50,6 +60,13 @@ def set_parent_death_signal(number: int) -> None:
     libc.prctl(2, ctypes.byref(bound))  # PR_GET_PDEATHSIG
     if bound.value:
         libc.prctl(1, number)
+
+
+def shift_copies(log: Path) -> None:
+    """Renames ``.1`` to ``.2`` and so on, so that the name ``.1`` is free; the oldest copy is replaced."""
+    for number in range(LOG_COPIES, 1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            log.with_name(f"{log.name}.{number - 1}").replace(log.with_name(f"{log.name}.{number}"))
 
 
 class ProcessState(enum.StrEnum):
@@ -66,14 +83,18 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         backoff_s, backoff_max_s: the first and the longest pause; each pause is twice the one before.
-        max_restarts, window_s: more restarts within the window lead to FAILED.
+        max_failures: so many ends in a row with an error status lead to FAILED; 0 sets no limit. A process that a
+            signal ended may succeed at its next start, so that end does not count.
+        healthy_after_s: a process that ran for so long is healthy: its pauses and failures start over.
+        tolerated_exits: error statuses that do not count.
         stop_after_s: the time from SIGTERM to SIGKILL.
     """
 
     backoff_s: float = 0.2
     backoff_max_s: float = 5.0
-    max_restarts: int = 10
-    window_s: float = 60.0
+    max_failures: int = 0
+    healthy_after_s: float = 120.0
+    tolerated_exits: tuple[int, ...] = ()
     stop_after_s: float = 10.0
 
 
@@ -180,14 +201,21 @@ class ProcessSupervisor:
 
     def _watch(self, program: str) -> None:
         """Runs in the supervisor's thread, which starts every process: PR_SET_PDEATHSIG follows the forking thread."""
-        recent: deque[float] = deque()
-        pause_s = self._policy.backoff_s
+        policy, failures = self._policy, 0
+        backoff = Backoff(policy.backoff_s, policy.backoff_max_s, jitter=False)
         while True:
+            started_s = time.monotonic()
             code = self._run_once(program)
-            if code is None or not self._may_restart(code, recent):
+            if code is None:
                 return
-            pause_s = self._policy.backoff_s if len(recent) == 1 else min(2 * pause_s, self._policy.backoff_max_s)
-            if self._stopping.wait(pause_s):
+            if time.monotonic() - started_s >= policy.healthy_after_s:
+                backoff.reset()
+                failures = 0
+            failures = failures + 1 if code > 0 and code not in policy.tolerated_exits else 0
+            if policy.max_failures and failures >= policy.max_failures:
+                self._give_up(failures, code)
+                return
+            if self._stopping.wait(backoff.next_s()):
                 self._set(state=ProcessState.STOPPED, pid=None)
                 return
             self._set(restarts=self._status.restarts + 1)
@@ -217,10 +245,9 @@ class ProcessSupervisor:
         return None if stopped else child.returncode
 
     def _launch(self, program: str) -> subprocess.Popen[bytes]:
-        bound = (sys.executable, "-ISc", _BIND_TO_PARENT, str(os.getpid()), program, *self._argv)
         with open(self._log_path or os.devnull, "ab") as output:
             child = subprocess.Popen(
-                bound,
+                bound_argv(program, self._argv),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -239,6 +266,7 @@ class ProcessSupervisor:
         try:
             if self._log_path is not None and self._log_path.stat().st_size > self._max_log_bytes:
                 with contextlib.suppress(OSError):  # a full disk: the older half of the log is lost
+                    shift_copies(self._log_path)
                     shutil.copy(self._log_path, self._log_path.with_name(f"{self._log_path.name}.1"))
                 os.truncate(self._log_path, 0)
         except OSError as error:
@@ -257,21 +285,12 @@ class ProcessSupervisor:
         while not _has_exited(child, KILL_WAIT_S):
             pass
 
-    def _may_restart(self, code: int, recent: deque[float]) -> bool:
-        """Counts a restart. Too many within the window lead to FAILED and False."""
-        now = time.monotonic()
-        recent.append(now)
-        while recent[0] < now - self._policy.window_s:
-            recent.popleft()
-        if len(recent) <= self._policy.max_restarts:
-            return True
-        times = f"{len(recent)} times within {self._policy.window_s:g} s"
-        error = f"{' '.join(self._argv)} ended {times}, last {exit_reason(code)}"
+    def _give_up(self, failures: int, code: int) -> None:
+        error = f"{' '.join(self._argv)} failed {failures} times in a row, last {exit_reason(code)}"
         if self._log_path is not None:
             error += f"; see {self._log_path}"
         self._set(state=ProcessState.FAILED, pid=None, error=error)
         logger.error("process.failed %s", error)
-        return False
 
     def _set(self, **changes: object) -> None:
         self._status = msgspec.structs.replace(self._status, **changes)

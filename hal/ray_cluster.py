@@ -5,8 +5,8 @@ The actor's supervisor restarts the process, Ray restarts the actor, and the pro
 tensors and crosses no untrusted network. Ray is imported when a cluster is started or joined, after its settings.
 
 The address and the token are checked before Ray is asked, since Ray retries a dead address for minutes and prints a
-page about a refused token. A cluster of our own has its files in `RayTempFolder`, which other users cannot enter: Ray
-opens its own files to every user (mode 0777, without the sticky bit).
+page about a refused token. A cluster of our own has its files in a folder that other users cannot enter: Ray opens its
+own files to every user (mode 0777, without the sticky bit).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,18 +53,13 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 1.0
-ACTOR_TIMEOUT_S = 30.0
 RESERVE_TIMEOUT_S = 10.0
 LOCK_TIMEOUT_S = 120.0  # Ray starts a process for it, on a computer that may be busy
 STOP_MARGIN_S = 15.0  # beyond a process's own deadline: the actor's answer, on a busy computer
 START_TRIES = 4
-VISIBLE_GPU_SHARE = 0.01  # of a reserved GPU that Ray has chosen: several processes of the job see it
 UNKNOWN_OWNER = "an unknown process: its computer does not answer"
 TEMP_BASE = Path("/tmp")  # a socket's path has at most 107 bytes
-TEMP_PREFIX = "user-sys-cluster-"
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The client's preface with empty settings (RFC 9113, 3.4). gRPC, Ray's protocol, answers with its own settings."""
-_HEAD_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4  # of a frame (RFC 9113, 4.1)
+TEMP_PREFIX, RAY_FOLDER = "user-sys-cluster-", "r"
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGTSTP)
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -76,52 +72,39 @@ _LOOPBACK_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Despite its name it makes 127.0.0.1 the address of this machine's node, and all of Ray's servers bind to it."""
 
 
-def require_cluster(address: str) -> None:
-    """Checks that a Ray cluster answers at `address`. Blocks for at most the connect and the answer timeout. An address
-    without a port, such as ``auto``, is not checked.
+RemoteRead = Callable[[float], str | None]
+"""Waits up to so many seconds for a file's text on another computer. Empty: no such file. None: no answer yet."""
+
+
+def require_cluster(address: str, environment: Mapping[str, str], *, may_be_down: bool = False) -> None:
+    """Checks that a Ray cluster answers at `address` and accepts the token in `environment`, which Ray documents.
+
+    Blocks for a second or two, at most for the connect and the answer timeout. An address without a port, such as
+    ``auto``, is not checked. Ray's client runs in a process of its own, since without a token it ends its process.
 
     Raises:
-        HalError: nothing answers at ``HOST:PORT``, or a server that is not a Ray cluster.
+        HalError: nothing answers at ``HOST:PORT`` (unless it `may_be_down`), or another server does; or the cluster
+            refuses the token.
     """
     if (host_port := parse_host_port(address.removeprefix("ray://"))) is None:
         return
     try:
-        with socket.create_connection(host_port, timeout=CONNECT_TIMEOUT_S) as link:
-            if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
-                return
-            link.settimeout(ANSWER_TIMEOUT_S)
-            link.sendall(_HTTP2_PREFACE)
-            with link.makefile("rb") as answer:
-                head = answer.read(_HEAD_BYTES)
+        socket.create_connection(host_port, timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError, ValueError) as error:  # the last two: an impossible port or host name
+        if may_be_down:
+            return
         raise HalError(f"no Ray cluster answers at {address}: {error}") from error
-    if len(head) < _HEAD_BYTES or head[_TYPE_AT] != _SETTINGS:
-        raise HalError(f"the server at {address} is not a Ray cluster")
-
-
-def require_token(address: str, environment: Mapping[str, str]) -> None:
-    """Checks the token that `environment` gives as Ray documents it. Blocks for a second or two, at most for
-    `ANSWER_TIMEOUT_S`. An address without a port, and an unknown failure, are left to Ray.
-
-    Ray's client checks it in a process of its own, since without a token it ends its process instead of raising.
-
-    Raises:
-        HalError: the cluster refuses the token, or there is none.
-    """
-    if parse_host_port(address) is None:
-        return
-    argv = [sys.executable, "-c", _TOKEN_CHECK, address]
+    argv = [sys.executable, "-c", _CLIENT_CHECK, address]
     try:
         done = subprocess.run(argv, env=environment, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return
+        raise HalError(f"the server at {address} does not answer as a Ray cluster") from None
     output = done.stderr.decode(errors="replace") if done.returncode else ""
-    file = "" if environment.get("RAY_AUTH_TOKEN") else environment.get("RAY_AUTH_TOKEN_PATH", "")
     if (why := next((text for sign, text in _REFUSAL_FROM_TEXT.items() if sign in output), None)) is not None:
-        raise HalError(f"the Ray cluster at {address} {why}{f' in {file}' if file else ''}: {_TOKEN_HINT}")
+        raise HalError(f"the Ray cluster at {address} {why}: {_TOKEN_HINT}")
 
 
-_TOKEN_CHECK = """
+_CLIENT_CHECK = """
 import sys
 from ray._raylet import AuthenticationTokenLoader, GcsClient
 AuthenticationTokenLoader.instance().has_token()
@@ -129,10 +112,10 @@ GcsClient(address=sys.argv[1])
 """
 _REFUSAL_FROM_TEXT = {
     "couldn't find an authentication token": "requires a token, and none is given",
-    "cannot be opened or is empty": "requires a token, and there is none",
+    "cannot be opened or is empty": "requires a token, and its file is missing or empty",
     "AuthenticationError": "refuses the token",
 }
-"""By a part of the client's output; the first match counts."""
+"""By a part of the client's output; the first match counts. An unknown failure is left to Ray."""
 _TOKEN_HINT = (
     "copy the file that `user-sys node head --token FILE` wrote, and give the copy as --token or RAY_AUTH_TOKEN_PATH"
 )
@@ -150,12 +133,21 @@ def init_ray(ray: Any, tries: int = 1, **settings: Any) -> None:
                 ray.init(**settings)
             return
         except Exception as error:  # Ray raises a bare Exception for this
+            _end_unfinished_node(ray, error)
             if "timed out" not in str(error) or tries == 1:
                 raise
             ray.shutdown()
             if not left:
                 raise RuntimeError(f"{tries} times, {error}") from error
             logger.info("ray.slow_start: the machine is busy; retrying")
+
+
+def _end_unfinished_node(ray: Any, error: BaseException) -> None:
+    """Ends the processes of a node whose constructor raised `error`: only its frame has the node, so that
+    ``ray.shutdown`` does not end it, and its head would run until this program ends."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(node := frame.f_locals.get("self"), ray._private.node.Node):
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 @contextlib.contextmanager
@@ -192,53 +184,35 @@ def silence_ray(ray: Any) -> None:
     ray._private.worker._worker_logs_enabled = False
 
 
-class RayTempFolder:
-    """A new folder that only this user can enter. `path` is the part for Ray. The folder is locked until `remove`."""
+class RayFolder:
+    """A new folder that only this user can enter. Its lock tells it from the folders of killed programs."""
 
     def __init__(self) -> None:
-        """Also removes the folders of killed programs. Raises OSError: the disk is full."""
-        _remove_stale_folders()
-        while (handle := _lock_folder(home := Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=TEMP_BASE)))) is None:
-            pass
-        self._home, self._handle = home, handle
-        self.path = home / "r"
+        """Removes this user's folders that no process has locked first. Raises OSError: the disk is full."""
+        for stale in TEMP_BASE.glob(f"{TEMP_PREFIX}*"):
+            with contextlib.suppress(OSError):  # another user's or a running program's folder, or removed meanwhile
+                handle = os.open(stale, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if os.fstat(handle).st_uid == os.getuid():
+                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(stale, ignore_errors=True)
+                finally:
+                    os.close(handle)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=TEMP_BASE))
+            with contextlib.suppress(FileNotFoundError):  # another program removed it before it was locked
+                self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._handle)
 
     def remove(self) -> None:
-        """Calling it twice is harmless."""
+        """Removes the folder. Calling it twice is harmless."""
+        shutil.rmtree(self.path, ignore_errors=True)
         if self._handle >= 0:
-            shutil.rmtree(self._home, ignore_errors=True)
             os.close(self._handle)
             self._handle = -1
-
-
-def _lock_folder(home: Path) -> int | None:
-    """The locked handle of a new folder; None if another program has removed it as stale."""
-    try:
-        handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    if home.exists():
-        return handle
-    os.close(handle)
-    return None
-
-
-def _remove_stale_folders() -> None:
-    """Removes this user's folders that no living process has locked."""
-    for home in TEMP_BASE.glob(f"{TEMP_PREFIX}*"):
-        try:
-            handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # another user's folder, or removed meanwhile
-            continue
-        try:
-            if os.fstat(handle).st_uid == os.getuid():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(home, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(handle)
 
 
 class ProcessActor:
@@ -258,10 +232,6 @@ class ProcessActor:
 
     def stop(self) -> ProcessStatus:
         return self._failure or self._supervisor.stop()
-
-    def pid(self) -> int:
-        """The process id of the actor."""
-        return os.getpid()
 
 
 class RobotLockActor:
@@ -316,7 +286,7 @@ class PlacementSlot:
     @property
     def gpu_uuids(self) -> tuple[str, ...]:
         """The known UUIDs of the reservation's GPUs on this computer, the slot's own first. Empty if the slot has no
-        GPU, or a GPU that Ray has chosen."""
+        GPU."""
         if not self.bundle.uuid:
             return ()
         others = [each.uuid for each in self.reservation.bundles if each.node == self.node and each.uuid]
@@ -326,8 +296,8 @@ class PlacementSlot:
 class RayCluster:
     """A Ray cluster that this process has started or joined, and its own processes there. One thread calls it."""
 
-    def __init__(self, ray: Any, folder: RayTempFolder | None, log_dir: Path | None) -> None:
-        """Made by `start_local_cluster` and `connect_cluster`; `folder` is set for a cluster of our own."""
+    def __init__(self, ray: Any, folder: RayFolder | None, log_dir: Path | None) -> None:
+        """Made by `start_local_cluster` and `connect_cluster`; `folder` has the files of a cluster of our own."""
         self._ray = ray
         self._folder = folder
         self._log_dir = log_dir
@@ -389,11 +359,8 @@ class RayCluster:
         lost = {b.node for number, b in enumerate(reservation.bundles) if node_ids.get(number) not in alive}
         return tuple(sorted(lost))
 
-    def read_remote(self, slot: PlacementSlot, path: Path) -> Callable[[float], str | None]:
-        """Starts to read the file at `path` on the slot's computer. The returned function waits for at most its
-        argument in seconds. It returns the text, empty if the file or its computer is missing, and None without an
-        answer yet.
-        """
+    def read_remote(self, slot: PlacementSlot, path: Path) -> RemoteRead:
+        """Starts to read the file at `path` on the slot's computer. Its text is also empty if that is lost."""
         call = self._in_slot(self._ray.remote(num_cpus=0)(read_text), slot).remote(str(path))
         return lambda wait_s: (self._text_answer(call) or "") if self._wait([call], wait_s) else None
 
@@ -443,12 +410,10 @@ class RayCluster:
         The process sees the GPUs of the slot's reservation on its computer, the slot's own first.
 
         Raises:
-            PlacementError: no node of the cluster has these resources, or `name` is in use.
+            PlacementError: `name` is in use.
         """
         if name in self._actors:
             raise PlacementError(f"a process named {name} is running already")
-        if slot is None:
-            self._require_feasible(name, resources)
         policy = restart or RestartPolicy()
         actor = self._ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(ProcessActor)
         placed = self._in_slot(actor, slot, resources) if slot else actor.options(resources=dict(resources))
@@ -519,15 +484,8 @@ class RayCluster:
         finally:
             self._ray.shutdown()
             if self._folder is not None:
-                self._move_logs(self._folder.path)
+                self._keep_logs(self._folder.path)
                 self._folder.remove()
-
-    def actor_pid(self, name: str, timeout_s: float = ACTOR_TIMEOUT_S) -> int:
-        """The process id of a process's actor (not of the process). Raises SupervisionError if it does not answer."""
-        call = self._actors[name].pid.remote()
-        if not self._wait([call], timeout_s):
-            raise SupervisionError(f"the actor of {name} did not answer within {timeout_s:g} s")
-        return int(self._ray.get(call))
 
     def __enter__(self) -> Self:
         return self
@@ -542,12 +500,11 @@ class RayCluster:
         return [node if node["Alive"] else {**self._alive.get(node["NodeID"], node), "Alive": False} for node in nodes]
 
     def _in_slot(self, target: Any, slot: PlacementSlot, resources: Mapping[str, float] | None = None) -> Any:
-        """An actor or task that Ray starts in the slot; it sees the slot's GPU if Ray chooses that."""
+        """An actor or task that Ray starts in the slot."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             slot.reservation.group, placement_group_bundle_index=slot.index
         )
-        gpu_share = {"num_gpus": VISIBLE_GPU_SHARE} if "GPU" in slot.bundle.resources else {}
-        return target.options(scheduling_strategy=strategy, resources=dict(resources or {}), **gpu_share)
+        return target.options(scheduling_strategy=strategy, resources=dict(resources or {}))
 
     def _wait(self, calls: Sequence[Any], timeout_s: float) -> bool:
         """Whether all calls have answered or failed by then."""
@@ -571,22 +528,14 @@ class RayCluster:
             return ProcessStatus(state=ProcessState.FAILED, error=f"{name}: {str(error).splitlines()[0]}")
         return status
 
-    def _require_feasible(self, name: str, resources: Mapping[str, float]) -> None:
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        if any(all(node.get(k, 0.0) >= v for k, v in resources.items()) for node in nodes):
-            return
-        known = sorted({k for node in nodes for k in node if not k.startswith(("node:", "memory", "object_store"))})
-        requested = ", ".join(f"{v:g} x {k}" for k, v in resources.items())
-        raise PlacementError(f"{name} requests {requested} on one machine; the cluster has {', '.join(known)}")
-
-    def _move_logs(self, temp_dir: Path) -> None:
-        source = temp_dir / "session_latest" / "logs"
+    def _keep_logs(self, folder: Path) -> None:
+        source = folder / RAY_FOLDER / "session_latest" / "logs"
         if self._log_dir is None or not source.is_dir():
             return
         try:
             shutil.copytree(source, self._log_dir, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
-            for folder, _, _ in os.walk(self._log_dir):  # Ray opens its folders to every user
-                os.chmod(folder, 0o777 & ~umask_from_environment())
+            for opened, _, _ in os.walk(self._log_dir):  # Ray opens its folders to every user
+                os.chmod(opened, 0o777 & ~umask_from_environment())
         except OSError as error:  # a full disk: only Ray's logs are lost
             first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
             logger.warning("ray.logs_not_kept path=%s: %s", self._log_dir, first)
@@ -597,7 +546,6 @@ def start_local_cluster(
     *,
     num_cpus: int | None = None,
     object_store_bytes: int = DEFAULT_OBJECT_STORE_BYTES,
-    dashboard: bool = False,
     log_dir: Path | None = None,
 ) -> RayCluster:
     """Starts a cluster on this machine; takes some 7 s.
@@ -609,16 +557,16 @@ def start_local_cluster(
         HalError: Ray cannot start; the message has the folder of its logs.
     """
     ray = import_ray(token=secrets.token_hex(32))
-    folder = RayTempFolder()
+    folder = RayFolder()
     settings = {
         "address": "local",
         "num_cpus": num_cpus,
         "resources": dict(resources),
         "object_store_memory": object_store_bytes,
-        "include_dashboard": dashboard,
+        "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "_temp_dir": str(folder.path),
+        "_temp_dir": str(folder.path / RAY_FOLDER),
         "_node_ip_address": "127.0.0.1",
     }
     try:
@@ -642,8 +590,7 @@ def connect_cluster(address: str) -> RayCluster:
     Raises:
         HalError: no cluster answers there, or it refuses the token.
     """
-    require_cluster(address)
-    require_token(address, {"RAY_AUTH_MODE": "token", **os.environ})
+    require_cluster(address, {"RAY_AUTH_MODE": "token", **os.environ})
     ray = import_ray(token=None)
     try:
         init_ray(ray, address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -1,11 +1,11 @@
 """Computers as nodes of a Ray cluster: the command that starts Ray there, and Ray's resources as resource records.
 
 Ray learns custom resources and labels only when a node starts. So a node declares every robot of its configuration,
-switched on or not; the driver process waits for the robot.
+switched on or not; the driver process waits for the robot. The file of a run, not its node, describes a robot.
 
 Ray's own resource ``GPU`` is a count, and Ray chooses any of the GPUs. So a node declares each GPU as its own resource,
-with labels that describe it, and tells Ray that it has none to choose from. GPUs that Ray has counted, on a node that
-was started in another way, have neither model nor memory.
+with labels that describe it, and tells Ray that it has none to choose from. The GPUs of a node that was started in
+another way than by `node_argv` are not used.
 
 This module does not call Ray. `cluster_records` converts Ray's nodes (``ray.nodes``), their free resources and the
 placement groups into records; `make_bundles` converts a job's resources into bundles for a reservation.
@@ -35,11 +35,9 @@ NODE_SETTINGS = {"RAY_worker_niceness": "0", "RAY_kill_child_processes_on_worker
 """By default Ray gives its processes, robots' drivers included, the niceness 15, and it kills drivers with their
 actors. The drivers end by themselves after they have stopped their robots."""
 ROBOT_RESOURCE_PREFIX, GPU_RESOURCE_PREFIX = "robot:", "card:"
-ROBOT_LABEL_PREFIX, GPU_LABEL_PREFIX = "robot-", "card-"
+GPU_LABEL_PREFIX = "card-"
 ROBOT_CLAIM = 0.6
 """The reserved share of a robot's resource: above half, so that one run has it. The rest is for its processes."""
-CAPABILITY_PREFIX = "can."
-"""Of a robot's labels that are capabilities, as in ``robot-panda-0.can.camera.front``."""
 MAX_LABEL_CHARS = 63
 NODE_GONE = "its Ray node is gone"
 NODE_AFFINITY_SHARE = 0.001  # of a node's own resource: it names the node and leaves room for many bundles
@@ -73,24 +71,17 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
-    """The resources that a Ray node declares for these robots and GPUs, e.g. ``robot:panda-0``, ``robot_model:panda``
-    and ``card:gpu-0``. Ray counts processors by itself.
-    """
+    """The resources that a Ray node declares for these robots and GPUs, e.g. ``robot:panda-0`` and ``card:gpu-0``. Ray
+    counts processors by itself."""
     given = list(records)
-    robots = [record for record in given if record.kind is Kind.ROBOT]
-    models = Counter(f"robot_model:{robot.model}" for robot in robots)
-    found = {f"{ROBOT_RESOURCE_PREFIX}{robot.name}": 1.0 for robot in robots}
-    found |= {model: float(count) for model, count in models.items()}
+    found = {f"{ROBOT_RESOURCE_PREFIX}{record.name}": 1.0 for record in given if record.kind is Kind.ROBOT}
     return found | {f"{GPU_RESOURCE_PREFIX}{gpu}": 1.0 for gpu in _gpu_records(given)}
 
 
 def ray_labels(records: Iterable[ResourceRecord], labels: Mapping[str, str]) -> dict[str, str]:
-    """`labels`, and labels that describe the computer's robots and GPUs, in the characters that Ray allows."""
-    given = list(records)
+    """`labels`, and labels that describe the computer's GPUs, in the characters that Ray allows."""
     found: dict[str, str] = {}
-    for robot in (record for record in given if record.kind is Kind.ROBOT):
-        found |= {robot_label(robot.name): sanitize_label(robot.model), **_robot_labels(robot)}
-    for name, gpu in _gpu_records(given).items():
+    for name, gpu in _gpu_records(records).items():
         found |= {
             gpu_label(name, "model"): sanitize_label(gpu.model.replace(" ", "_")),
             gpu_label(name, "memory-mb"): str(gpu.memory_bytes // 10**6),
@@ -99,36 +90,6 @@ def ray_labels(records: Iterable[ResourceRecord], labels: Mapping[str, str]) -> 
     return {name: value for name, value in found.items() if value} | {
         sanitize_label(n): sanitize_label(v) for n, v in labels.items()
     }
-
-
-def robot_label(robot: str) -> str:
-    """The label with the robot's model."""
-    return sanitize_label(f"{ROBOT_LABEL_PREFIX}{robot}")
-
-
-def parse_robot_labels(robot: str, labels: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The capabilities and the labels of `robot`, from its node's `labels`."""
-    prefix = f"{ROBOT_LABEL_PREFIX}{robot}."
-    own = {label.removeprefix(prefix): value for label, value in labels.items() if label.startswith(prefix)}
-    capabilities = (_capability_from_label(label) for label in own if label.startswith(CAPABILITY_PREFIX))
-    rest = {label: value for label, value in own.items() if not label.startswith(CAPABILITY_PREFIX)}
-    return tuple(sorted(capabilities)), rest
-
-
-def _robot_labels(robot: ResourceRecord) -> dict[str, str]:
-    """The labels for `parse_robot_labels`, without those that Ray would not accept unchanged."""
-    capabilities = {f"{CAPABILITY_PREFIX}{each.replace(':', '.', 1)}": each for each in robot.capabilities}
-    facts = {label: "yes" for label, each in capabilities.items() if _capability_from_label(label) == each}
-    named = {f"{ROBOT_LABEL_PREFIX}{robot.name}.{label}": value for label, value in {**facts, **robot.labels}.items()}
-    return {
-        label: value
-        for label, value in named.items()
-        if sanitize_label(label) == label and sanitize_label(value) == value
-    }
-
-
-def _capability_from_label(label: str) -> str:
-    return label.removeprefix(CAPABILITY_PREFIX).replace(".", ":", 1)
 
 
 def gpu_label(gpu: str, fact: str) -> str:
@@ -241,20 +202,13 @@ def make_bundles(
     """
 
     def resources_of(request: ResourceRequest, record: ResourceRecord) -> dict[str, float]:
-        match record.kind:
-            case Kind.ROBOT:
-                return {f"{ROBOT_RESOURCE_PREFIX}{record.name}": ROBOT_CLAIM}
-            case Kind.GPU:
-                gpu = record.labels.get(_RESOURCE_LABEL)
-                return {
-                    f"node:{addresses[record.node]}": NODE_AFFINITY_SHARE,
-                    f"{GPU_RESOURCE_PREFIX}{gpu}" if gpu else "GPU": 1.0,
-                }
+        if record.kind is Kind.ROBOT:
+            return {f"{ROBOT_RESOURCE_PREFIX}{record.name}": ROBOT_CLAIM}
         amounts = {"CPU": float(request.cores), "memory": float(request.memory_bytes)}
-        return {
-            f"node:{addresses[record.node]}": NODE_AFFINITY_SHARE,
-            **{name: amount for name, amount in amounts.items() if amount},
-        }
+        if record.kind is Kind.GPU:
+            amounts = {f"{GPU_RESOURCE_PREFIX}{record.labels[_RESOURCE_LABEL]}": 1.0}
+        used = {name: amount for name, amount in amounts.items() if amount}
+        return {f"node:{addresses[record.node]}": NODE_AFFINITY_SHARE, **used}
 
     return tuple(
         Bundle(
@@ -284,21 +238,18 @@ def _reserved_by_user(groups: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
 def _unreserved(
     total: Mapping[str, float], free: Mapping[str, float] | None, users: Mapping[str, Counter[str]]
 ) -> dict[str, float]:
-    """Free amounts. Ray's own counts lag behind the newest reservations."""
-    reserved = {resource: sum(amounts.values()) for resource, amounts in users.items()}
-    unused = total if free is None else free
-    return {r: max(0.0, min(unused.get(r, 0.0), amount - reserved.get(r, 0.0))) for r, amount in total.items()}
+    """Free amounts. Ray's own counts of processors and memory include unreserved processes, but lag behind the newest
+    reservations; robots and GPUs of our own are used by reservations only."""
+    unreserved = {r: max(0.0, amount - sum(users.get(r, Counter()).values())) for r, amount in total.items()}
+    counted = {} if free is None else {r: free.get(r, 0.0) for r in ("CPU", "memory")}
+    return {r: min(amount, counted.get(r, amount)) for r, amount in unreserved.items()}
 
 
 def _node_records(
     node: RayNode, name: str, free: Mapping[str, float], users: Mapping[str, Counter[str]]
 ) -> Iterator[ResourceRecord]:
     total, labels = node["Resources"], node.get("Labels") or {}
-    facts = {
-        key: value
-        for key, value in labels.items()
-        if not key.startswith((_RAY_LABEL_PREFIX, ROBOT_LABEL_PREFIX, GPU_LABEL_PREFIX))
-    }
+    facts = {key: value for key, value in labels.items() if not key.startswith((_RAY_LABEL_PREFIX, GPU_LABEL_PREFIX))}
     health, trouble = (Health.READY, "") if node["Alive"] else (Health.LOST, NODE_GONE)
     blank = ResourceRecord(
         kind=Kind.COMPUTE, name=name, model="Ray node", node=name, labels=facts, health=health, trouble=trouble,
@@ -310,30 +261,16 @@ def _node_records(
         memory_bytes=int(free.get("memory", 0.0)),
         note=_describe_shares(users.get("CPU", Counter()), int(total.get("CPU", 0.0))),
     )
-    yield from _counted_gpus(blank, int(total.get("GPU", 0.0)), int(free.get("GPU", 0.0)), users.get("GPU", Counter()))
     for resource in total:
         if resource.startswith(ROBOT_RESOURCE_PREFIX):
             robot = resource.removeprefix(ROBOT_RESOURCE_PREFIX)
-            record = _robot_record(blank, robot, labels)
+            record = msgspec.structs.replace(blank, kind=Kind.ROBOT, name=robot, model="robot")
         elif resource.startswith(GPU_RESOURCE_PREFIX):
             record = _gpu_record(blank, resource.removeprefix(GPU_RESOURCE_PREFIX), labels)
         else:
             continue
         taken = free.get(resource, 0.0) < 1.0
         yield _as_leased(record, users.get(resource, Counter())) if taken else record
-
-
-def _robot_record(blank: ResourceRecord, robot: str, labels: Mapping[str, str]) -> ResourceRecord:
-    model = labels.get(robot_label(robot), "robot")
-    capabilities, own = parse_robot_labels(robot, labels)
-    return msgspec.structs.replace(
-        blank,
-        kind=Kind.ROBOT,
-        name=robot,
-        model=model,
-        capabilities=capabilities,
-        labels={**blank.labels, **own},
-    )
 
 
 def _gpu_record(blank: ResourceRecord, gpu: str, labels: Mapping[str, str]) -> ResourceRecord:
@@ -346,12 +283,6 @@ def _gpu_record(blank: ResourceRecord, gpu: str, labels: Mapping[str, str]) -> R
         labels={**blank.labels, _RESOURCE_LABEL: gpu, UUID_LABEL: labels.get(gpu_label(gpu, UUID_LABEL), "")},
         memory_bytes=int(memory_mb) * 10**6 if memory_mb.isdecimal() else 0,
     )
-
-
-def _counted_gpus(blank: ResourceRecord, count: int, free: int, users: Counter[str]) -> Iterator[ResourceRecord]:
-    for number in range(count):
-        record = msgspec.structs.replace(blank, kind=Kind.GPU, name=f"{blank.node}/gpu-{number}", model="GPU")
-        yield _as_leased(record, users) if number < count - free else record
 
 
 def _as_leased(record: ResourceRecord, users: Counter[str]) -> ResourceRecord:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,9 @@ CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 UUID_LABEL = "uuid"
 """The label that holds a GPU's UUID in its record."""
 _PCI_BUS_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # with this setting CUDA numbers GPUs as the driver does
+
+
+MAX_PORT = 65535
 
 
 def parse_host_port(address: str) -> tuple[str, int] | None:
@@ -127,17 +130,34 @@ class ResourceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def matches(self, record: ResourceRecord) -> bool:
         """Whether the record meets all criteria, regardless of its health and place."""
-        return all(fits(record) for fits in self.criteria())
+        return record.kind is self.kind and self.name in ("", record.name) and not self.mismatch(record)
 
-    def criteria(self) -> Iterator[Callable[[ResourceRecord], bool]]:
-        """One test for each criterion, from the most to the least significant."""
-        yield lambda record: record.kind is self.kind
-        yield lambda record: self.name in ("", record.name)
-        yield lambda record: self.model in ("", record.model)
-        yield lambda record: set(self.capabilities) <= set(record.capabilities)
-        yield lambda record: self.labels.items() <= record.labels.items()
-        yield lambda record: record.memory_bytes >= self.memory_bytes
-        yield lambda record: record.cores >= self.cores
+    def mismatch(self, record: ResourceRecord) -> str:
+        """What the record has in place of the first criterion that it does not meet; empty if it meets all.
+
+        Kind and name are not compared.
+        """
+        if self.model not in ("", record.model):
+            return f"model {record.model}"
+        if lacking := [each for each in self.capabilities if each not in record.capabilities]:
+            return f"no {', '.join(lacking)}"
+        if other := sorted(name for name, value in self.labels.items() if record.labels.get(name) != value):
+            return f"{other[0]}={record.labels[other[0]]}" if other[0] in record.labels else f"no {other[0]}"
+        if record.memory_bytes < self.memory_bytes:
+            return f"{record.memory_bytes / 1e9:.3g} GB{f' free, {record.note}' if record.note else ''}"
+        if record.cores < self.cores:
+            return f"{record.cores} processors{f' free, {record.note}' if record.note else ''}"
+        return ""
+
+    def describe(self) -> str:
+        """E.g. ``robot panda-0`` or ``2 gpu, 24 GB, site=lab, with cell``."""
+        parts = [f"{self.count} {self.kind}" if self.count > 1 else f"{self.kind} {self.name}".strip()]
+        parts += [f"model {self.model}"] * bool(self.model) + list(self.capabilities)
+        parts += [f"{self.memory_bytes / 1e9:.3g} GB"] * bool(self.memory_bytes)
+        parts += [f"{self.cores} processors"] * bool(self.cores)
+        parts += [f"{name}={value}" for name, value in sorted(self.labels.items())]
+        parts += [f"with {self.colocate} by {self.colocate_by}"] * bool(self.colocate)
+        return ", ".join(parts)
 
     def location_of(self, record: ResourceRecord) -> str:
         """The record's place in the sense of `colocate_by`."""

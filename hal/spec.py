@@ -66,9 +66,16 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):
             raise SpecError(f"{self.name} has shape {value.shape}; the spec requires {self.shape}")
         if value.dtype != np.dtype(self.dtype):
             raise SpecError(f"{self.name} has dtype {value.dtype}; the spec requires {self.dtype}")
-        if not np.isfinite(value).all():
-            raise SpecError(f"{self.name} holds values that are not finite: {value.tolist()}")
+        if (found := self.find_not_finite(value)) is not None:
+            raise SpecError(f"{self.name}: {found}, which is not finite")
         return value
+
+    def find_not_finite(self, value: Array) -> str | None:
+        """The first element of `value`, (n,), that is not finite, such as ``tool.x is nan``; None if there is none."""
+        if np.isfinite(value).all():
+            return None
+        element = int(np.flatnonzero(~np.isfinite(value))[0])
+        return f"{self.labels[element]} is {value[element]}"
 
 
 class CameraSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,11 +18,13 @@ class TeleopInput:
         engaged: False if the dead-man switch is released: the robot holds.
         target: float32 (k,), an action in the spec's units, from a device with the robot's own joints (a leader arm);
             replaces `twist`.
+        hands_back: the person gives the robot back to the policy; the other fields have no effect.
     """
 
     twist: Array
     engaged: bool
     target: Array | None = None
+    hands_back: bool = False
 
 
 class Teleoperator(ABC):

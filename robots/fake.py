@@ -17,13 +17,12 @@ from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, CameraSpec, RobotSpec, SafetyLimits
-from hal.task import Task, TaskOutcome
+from hal.task import ExpertPolicy, Task, TaskOutcome, build_task
 from hal.teleoperator import Teleoperator, TeleopInput
 
 HALF_RANGE_M = 0.5  # half the edge of the cube around the base in which the point moves
 STEP_M = 0.1
 GRIPPER_M = 0.08
-REDUCED_SPEED = 0.25  # while a person teleoperates or is near
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,11 @@ class FaultPlan:
         drop_out_at: the connection breaks until the next `connect`.
         stale_at: readings freeze; commands still take effect.
         nan_at: the state contains a NaN from here on.
-        slow_at: the control period that takes `slow_s` longer.
     """
 
     drop_out_at: int | None = None
     stale_at: int | None = None
     nan_at: int | None = None
-    slow_at: int | None = None
-    slow_s: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def fake_spec(config: FakeRobotConfig) -> RobotSpec:
             tool_position=(0, 1, 2),
             tool_force=(7, 8, 9) if table else (),
             tool_force_max=table.force_max if table else None,
-            reduced_speed=REDUCED_SPEED,
+            reduced_speed=0.25,
         ),
         neutral=(0.0, 0.0, 0.0, GRIPPER_M),
         tool_delta=(0, 1, 2),
@@ -187,12 +183,9 @@ class FakeRobot(Robot):
         self._connected = False
 
     def _pass_period(self) -> None:
-        faults = self.config.faults
         self._periods += 1
-        if self._periods == faults.drop_out_at:
+        if self._periods == self.config.faults.drop_out_at:
             self._dropped_out = True
-        if self._periods == faults.slow_at:
-            time.sleep(faults.slow_s)
 
     def _reached(self, count: int | None) -> bool:
         return count is not None and self._periods >= count
@@ -216,34 +209,27 @@ class FakeRobot(Robot):
 
 
 class FakeCamera(Camera):
-    """A view from above: the point in red, its goal in green. Reads fail after `drop_out_at` frames."""
+    """A view from above: the point in red, its goal in green."""
 
-    def __init__(self, robot: FakeRobot, spec: CameraSpec, drop_out_at: int | None = None) -> None:
-        self.spec = spec
-        self._robot = robot
-        self._drop_out_at = drop_out_at
-        self._frames = 0
+    def __init__(self, robot: FakeRobot, spec: CameraSpec) -> None:
+        self.spec, self._robot = spec, robot
         self._connected = False
 
     def connect(self) -> None:
         self._connected = True
 
     def read(self) -> CameraFrame:
-        if not self._connected or self._frames == self._drop_out_at:
+        if not self._connected:
             raise HardwareLost(f"the fake camera {self.spec.name} is not connected")
-        self._frames += 1
         image = np.zeros(self.spec.shape, np.uint8)
-        self._draw(image, self._robot.goal, channel=1)
-        self._draw(image, self._robot.position, channel=0)
+        height, width, _ = self.spec.shape
+        for channel, place in ((1, self._robot.goal), (0, self._robot.position)):
+            column, row = ((place[:2] / (2 * HALF_RANGE_M) + 0.5) * (width - 1, height - 1)).astype(int)
+            image[max(0, row - 2) : row + 3, max(0, column - 2) : column + 3, channel] = 255
         return CameraFrame(image, time.monotonic_ns())
 
     def close(self) -> None:
         self._connected = False
-
-    def _draw(self, image: Array, place: Array, channel: int) -> None:
-        height, width, _ = self.spec.shape
-        column, row = ((place[:2] / (2 * HALF_RANGE_M) + 0.5) * (width - 1, height - 1)).astype(int)
-        image[max(0, row - 2) : row + 3, max(0, column - 2) : column + 3, channel] = 255
 
 
 class FakeTeleoperator(Teleoperator):
@@ -276,10 +262,16 @@ class FakeTask(Task):
 
     name = "reach"
     instruction = "move to the goal"
+    sentences = ("go to the green spot", "bring the red point to the green one")
+    has_expert = True
 
     def __init__(self, radius_m: float = 0.05, max_steps: int = 50) -> None:
         self.radius_m = radius_m
         self.max_steps = max_steps
+
+    def make_expert(self, robot: Robot, seed: int, noise: float) -> ExpertPolicy:
+        """`fake_expert`, without noise."""
+        return fake_expert
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
         """Draw start and goal from the inner 80% of the range. Raises SpecError if the robot is not a `FakeRobot`."""
@@ -301,7 +293,7 @@ def fake_expert(arrays: Mapping[str, Array]) -> Array:
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
-    """A `hal.driver.RobotSetupFactory`; options: `FakeRobotConfig`."""
+    """A `hal.driver.RobotSetupFactory`; options: `FakeRobotConfig`. Any name that no package has is `FakeTask`."""
     robot = FakeRobot(read_options(FakeRobotConfig, request))
     views = tuple(FakeCamera(robot, spec) for spec in robot.spec.cameras) if request.cameras else ()
-    return RobotSetup(request.name, robot, FakeTask(), views, lambda seed, noise: fake_expert)
+    return RobotSetup(request.name, robot, build_task(request.tasks, robot, {}, lambda each: FakeTask()), views)

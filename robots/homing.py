@@ -1,4 +1,4 @@
-"""Move a robot with joint targets to its home pose at a reset.
+"""Move a robot with joint targets to its home pose at a reset, and the task that a person resets and judges.
 
 The path is a straight line in joint space, at reduced speed. Every target passes a separate safety kernel, so the
 limits of the robot's spec apply as for a policy. Targets wait for a robot that lags behind: a blocked robot does not
@@ -9,22 +9,65 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
-from hal.robot import Robot, StopLevel
+from hal.motion_limits import MAX_TARGET_LEAD_S
+from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
+from hal.task import Task, TaskOutcome, build_task
 from robots.delta_actions import add_step
 
 HOMING_TIMEOUT_S = 60.0  # in addition to the duration of the path
-MAX_TARGET_LEAD_S = 0.5  # at the speed of the path
 STANDSTILL_STEP_SHARE = 0.25  # share of a step; joints that moved less count as standing still
 SETTLE_S = 0.2  # standing still for this long counts as settled
 STOP_CHECK_INTERVAL_S = 0.01
 # How far joints may be out of range: their path at greatest speed in this time, or in one period.
 RANGE_TOLERANCE_S = 0.1
+
+
+@runtime_checkable
+class SupportsHoming(Protocol):
+    """A robot with a home pose."""
+
+    def go_home(self) -> None:
+        """Move to the home pose, if one is configured, and hold. Blocks; calls `Robot.check_stop` periodically.
+
+        Raises EmergencyStopped if the robot does not arrive: a person must look at it.
+        """
+
+
+class HumanJudgedTask(Task):
+    """Runs until a person marks success or failure or requests a reset, or until `max_steps`; the reward is always 0.
+
+    A reset moves a robot with a home pose there and holds any other. A person resets the scene, and the robot without a
+    home pose.
+    """
+
+    def __init__(self, name: str, instruction: str, max_steps: int) -> None:
+        self.name, self.instruction, self.max_steps = name, instruction or name, max_steps
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        if isinstance(robot, SupportsHoming):
+            robot.go_home()
+        else:
+            robot.stop(StopLevel.HOLD)
+
+    def evaluate(self, observation: Observation) -> TaskOutcome:
+        return TaskOutcome(reward=0.0, terminated=False)
+
+
+def build_judged_task(request: RobotSetupRequest, robot: Robot, instruction: str, max_steps: int) -> Task:
+    """The tasks of a real robot: those of installed packages by name, and a `HumanJudgedTask` for any other name.
+
+    Args:
+        instruction: of tasks for which the config has no sentence.
+    """
+    return build_task(request.tasks, robot, {}, lambda each: HumanJudgedTask(each.name, instruction, max_steps))
 
 
 def validate_home(spec: RobotSpec, home: Sequence[float], low: Array, high: Array) -> None:
@@ -57,8 +100,7 @@ def require_joints_in_range(spec: RobotSpec, measured: Array, low: Array, high: 
         joint = joints[out[0]]
         raise HardwareLost(
             f"{spec.model}: {spec.action.labels[joint]} is at {measured[out[0]]:.4g}; it must be between "
-            f"{low[joint]:g} "
-            f"and {high[joint]:g}: a person must move it back, or widen its limits"
+            f"{low[joint]:g} and {high[joint]:g}: a person must move it back, or widen its limits"
         )
 
 

@@ -1,4 +1,4 @@
-"""Driver for the robots and cameras of LeRobot and its plugins, selected by name.
+"""Driver for the robots and teleoperators of LeRobot and its plugins, selected by name.
 
 The plugin's named numbers become vectors in the plugin's order, with angles in rad. The driver reads the plugin's
 calibration file and never writes it; it refuses an uncalibrated robot. Every plugin call has a timeout, after which the
@@ -11,29 +11,31 @@ without brakes sinks. If the process dies, servos keep their last goal under tor
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from msgspec import Meta
 
-from hal.camera import Camera, CameraFrame, default_stale_after_s
 from hal.driver import RobotSetup, RobotSetupRequest, read_options
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
-from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
-from robots.device_lock import DeviceLock, device_lock_names
-from robots.device_thread import DeviceThread
-from robots.homing import clip_to_range, move_home, require_joints_in_range, validate_home
-from robots.lerobot_features import FeatureConfig, LerobotFeatures, calibrated_bounds
-from robots.lerobot_plugins import call_with_retries, has_setting, make_device
-from robots.manual_task import HumanJudgedTask
-from robots.reach_task import REACH_TASK, ReachConfig, add_reach_task
+from hal.settings import Positive
+from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+from hal.teleoperator import Teleoperator, TeleopInput
+from robots.cameras import CameraConfig, camera_specs, make_cameras
+from robots.homing import build_judged_task, clip_to_range, move_home, require_joints_in_range, validate_home
+from robots.lerobot_plugins import CONNECT_TIMEOUT_S, PluginDevice, has_setting
+from robots.reach_task import ReachConfig, add_reach_task, wants_reach
 
-CONNECT_TIMEOUT_S = 30.0
-REDUCED_SPEED = 0.25  # while a person teleoperates or is near
+_SI_UNITS = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
+_MISSPELT_UNITS = {"degree", "degrees", "°", "radian", "radians", "millimetres", "millimeters", "metres", "meters"}
+POSITION_SUFFIX = ".pos"
+
 TORQUE_SETTING = "disable_torque_on_disconnect"
 
 log = logging.getLogger(__name__)
@@ -42,13 +44,153 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class FeatureConfig:
+    """The unit and bounds of a feature.
+
+    Attributes:
+        unit: of LeRobot's values. ``deg``, ``deg/s`` and ``mm`` become rad, rad/s and m; the spec keeps any other unit,
+            e.g. ``%`` of a calibrated range.
+        low, high: bounds, in `unit`.
+        speed_max: limit of a commanded position's speed, in `unit` per second; default: a quarter of the range.
+    """
+
+    unit: str
+    low: float
+    high: float
+    speed_max: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit.lower() in _MISSPELT_UNITS:
+            raise ValueError(
+                f"unit: {self.unit!r} is not known; use deg, rad, mm, m, the same with /s, or a unit of your own"
+            )
+
+
+_CONFIG_FROM_NORM_MODE = {
+    "degrees": FeatureConfig("deg", -180, 180),
+    "range_m100_100": FeatureConfig("%", -100, 100),
+    "range_0_100": FeatureConfig("%", 0, 100),
+}
+"""By the normalization mode of a motor in LeRobot's motor bus."""
+
+
+@dataclass(frozen=True)
+class LerobotFeature:
+    """One number of a robot, in our unit (`speed_max` per second). LeRobot's value times `scale` is ours."""
+
+    name: str
+    unit: str
+    scale: float
+    low: float
+    high: float
+    speed_max: float
+
+    @property
+    def is_position(self) -> bool:
+        return self.name.endswith(POSITION_SUFFIX)
+
+
+class LerobotFeatures:
+    """Some features in a fixed order; converts LeRobot's dictionaries to vectors and back."""
+
+    def __init__(self, names: Mapping[str, Any], configs: Mapping[str, FeatureConfig], device: Any) -> None:
+        """Select the numeric features in `names` (LeRobot's ``observation_features`` or ``action_features``), in order.
+
+        A feature's unit comes from the first matching pattern of `configs`, else from the device's motor bus.
+
+        Raises:
+            SpecError: a feature without a unit.
+        """
+        self.names = tuple(name for name, kind in names.items() if kind in (float, int, "float32", "float"))
+        modes = {f"{motor}{POSITION_SUFFIX}": mode for motor, mode in _norm_modes(device)}
+        found = {
+            name: _declared_config(name, configs) or _CONFIG_FROM_NORM_MODE.get(modes.get(name, ""))
+            for name in self.names
+        }
+        if unknown := [name for name, config in found.items() if config is None]:
+            raise SpecError(
+                f"the units of {unknown} are not known; set them by name or pattern: "
+                f"`features: {{'{unknown[0]}': {{unit: deg, low: -180, high: 180}}}}`"
+            )
+        self.features = tuple(_feature(name, config) for name, config in found.items() if config is not None)
+        self._scale = np.array([each.scale for each in self.features])
+
+    def spec(self, feature: str) -> ArraySpec:
+        return ArraySpec(
+            name=feature,
+            labels=self.names,
+            units=tuple(each.unit for each in self.features),
+            low=tuple(each.low for each in self.features),
+            high=tuple(each.high for each in self.features),
+        )
+
+    def to_vector(self, values: Mapping[str, Any], fallback: Array | None = None) -> Array:
+        """Convert LeRobot's values to ours: float32 (n,).
+
+        Args:
+            fallback: replaces features that `values` lacks.
+
+        Raises:
+            HardwareLost: a feature is missing, and there is no fallback.
+        """
+        missing = [name for name in self.names if name not in values]
+        if missing and fallback is None:
+            raise HardwareLost(f"LeRobot's robot returned no {missing}; it returned {sorted(values)}")
+        ours = [
+            float(values[name]) * scale if name in values else float(fallback[index])  # type: ignore[index]
+            for index, (name, scale) in enumerate(zip(self.names, self._scale, strict=True))
+        ]
+        return np.array(ours, np.float32)
+
+    def to_values(self, vector: Array) -> dict[str, float]:
+        """Convert our vector to LeRobot's values."""
+        return dict(zip(self.names, (vector / self._scale).tolist(), strict=True))
+
+    def index(self, name: str) -> int:
+        return self.names.index(name)
+
+
+def _declared_config(name: str, declared: Mapping[str, FeatureConfig]) -> FeatureConfig | None:
+    return next((config for pattern, config in declared.items() if fnmatchcase(name, pattern)), None)
+
+
+def _feature(name: str, config: FeatureConfig) -> LerobotFeature:
+    unit, scale = _SI_UNITS.get(config.unit, (config.unit, 1.0))
+    speed_max = (config.high - config.low) / 4 if config.speed_max is None else config.speed_max
+    return LerobotFeature(name, unit, scale, config.low * scale, config.high * scale, speed_max * scale)
+
+
+def _norm_modes(device: Any) -> Iterator[tuple[str, str]]:
+    bus = getattr(device, "bus", None)
+    for motor, described in getattr(bus, "motors", {}).items():
+        yield motor, getattr(described.norm_mode, "value", "")
+
+
+def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Array]:
+    """The lowest and highest position of each feature by the device's calibration, in our units: float64 (n,).
+
+    Infinite without a calibration, and for values that are a share of the calibrated range.
+    """
+    low, high = np.full(len(features.features), -np.inf), np.full(len(features.features), np.inf)
+    bus = getattr(device, "bus", None)
+    for motor, mode in _norm_modes(device):
+        name = f"{motor}{POSITION_SUFFIX}"
+        calibration = getattr(bus, "calibration", {}).get(motor)
+        if mode == "degrees" and calibration is not None and name in features.names:
+            steps = bus.model_resolution_table[bus.motors[motor].model] - 1  # type: ignore[union-attr]
+            half = (
+                (calibration.range_max - calibration.range_min) / 2 * 2 * math.pi / steps
+            )  # LeRobot's zero is mid-range
+            low[features.index(name)], high[features.index(name)] = -half, half
+    return low, high
+
+
+@dataclass(frozen=True)
 class LerobotConfig:
     """Attributes:
     type: the robot's name in LeRobot, e.g. ``so101_follower``.
     settings: the plugin's settings, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
     features: units and bounds by feature name or pattern (``*.pos``); a LeRobot motor bus has its own.
-    cameras: LeRobot's cameras by name: ``{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}``.
-    ``stale_after_s`` is optional; default: three frame times plus 0.1 s.
     gripper: the first action feature that contains this text is the gripper.
     answer_within_s: timeout of a call, after which the robot is lost; default: two control periods.
     torque_off: a safe stop releases the motors.
@@ -60,24 +202,22 @@ class LerobotConfig:
 
     type: str
     settings: dict[str, Any] = field(default_factory=dict)
-    rate_hz: float = 30.0
+    rate_hz: Positive = 30.0
     features: dict[str, FeatureConfig] = field(default_factory=dict)
-    cameras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cameras: dict[str, CameraConfig] = field(default_factory=dict)
     gripper: str = "gripper"
-    answer_within_s: float | None = None
+    answer_within_s: Positive | None = None
     torque_off: bool = False
     home: tuple[float, ...] = ()
     stale_after_s: float = 0.5
-    reduced_speed: float = REDUCED_SPEED
+    reduced_speed: float = 0.25
     sentence: str = ""
     max_steps: int = 3000
     reach: ReachConfig = field(default_factory=ReachConfig)
 
     def __post_init__(self) -> None:
-        if self.rate_hz <= 0:
-            raise ValueError(f"rate_hz is {self.rate_hz:g}; it must be above 0")
-        if self.answer_within_s is not None and not self.answer_within_s > 0:
-            raise ValueError(f"answer_within_s is {self.answer_within_s:g}; it must be above 0")
+        if "cameras" in self.settings:
+            raise ValueError("settings.cameras: use the option `cameras`, see docs/devices.md")
 
     @property
     def deadline_s(self) -> float:
@@ -90,19 +230,22 @@ class LerobotRobot(Robot):
     def __init__(self, config: LerobotConfig) -> None:
         """Raises SpecError: no such plugin, a feature without a unit, or a home pose out of range."""
         self.config = config
-        self.device = self._build()
-        self._state = LerobotFeatures(self.device.observation_features, config.features, self.device)
-        self._action = LerobotFeatures(self.device.action_features, config.features, self.device)
-        self.spec = _spec(config, self._state, self._action, self.device.observation_features)
-        low, high = calibrated_bounds(self.device, self._action)
+        self._plugin = _make_plugin(config)
+        device = self.device
+        self._state = LerobotFeatures(device.observation_features, config.features, device)
+        self._action = LerobotFeatures(device.action_features, config.features, device)
+        self.spec = _spec(config, self._state, self._action)
+        low, high = calibrated_bounds(device, self._action)
         self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
         self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
         validate_home(self.spec, config.home, self._low, self._high)
-        self._device_lock = DeviceLock(*device_lock_names(config.settings))
-        self._thread: DeviceThread | None = None
         self._moving = self._released = False
         self._measured: Array = np.zeros(len(self._state.names), np.float32)
-        self.images: dict[str, CameraFrame] = {}  # of the plugin's built-in cameras, from the newest observation
+
+    @property
+    def device(self) -> Any:
+        """LeRobot's object."""
+        return self._plugin.device
 
     def connect(self) -> None:
         """See `hal.robot.Robot`. The motors come under torque and hold. The calibration is checked, never written.
@@ -111,17 +254,18 @@ class LerobotRobot(Robot):
             HardwareLost: also if the robot is not calibrated, its motors disagree with the calibration file, or another
                 process has locked its port.
         """
-        if self._thread is not None:
+        if self._plugin.is_connected:
             return
-        self._require_calibration()
-        self._device_lock.acquire()
-        self._thread = DeviceThread(f"LeRobot's {self.config.type}")
+        file = str(getattr(self.device, "calibration_fpath", "calibration file"))
+        if hasattr(self.device, "bus") and not self.device.calibration:
+            raise HardwareLost(
+                f"{self.config.type} is not calibrated: there is no {file}; run lerobot-calibrate with the same id"
+            )
         try:
-            self._call_while_connecting("connecting", self._open)
-            if not self._call_while_connecting("checking the calibration", lambda: self.device.is_calibrated):
+            if not self._plugin.connect(self._open, self.check_stop):
                 raise HardwareLost(
-                    f"{self.config.type}: its motors hold another calibration than {self._calibration_file()}; "
-                    "run lerobot-calibrate, which can write the file's values to the motors"
+                    f"{self.config.type}: its motors hold another calibration than {file}; run lerobot-calibrate, "
+                    "which can write the file's values to the motors"
                 )
             self._hold()
         except BaseException:
@@ -130,11 +274,7 @@ class LerobotRobot(Robot):
 
     def observe(self) -> Observation:
         captured_ns = time.monotonic_ns()
-        raw = self._call("reading", self.device.get_observation)
-        for camera in self.spec.cameras:
-            if camera.name in raw:
-                self.images[camera.name] = CameraFrame(_checked_image(raw[camera.name], camera), captured_ns)
-        self._measured = self._state.to_vector(raw)
+        self._measured = self._state.to_vector(self._call("reading", self.device.get_observation))
         return Observation({STATE: self._measured.copy()}, captured_ns)
 
     def command(self, action: Array) -> Array:
@@ -164,40 +304,19 @@ class LerobotRobot(Robot):
             self._released = True
 
     def go_home(self) -> None:
-        """See `robots.manual_task.SupportsHoming`. Other elements than joints, such as a gripper, keep their goal."""
+        """See `robots.homing.SupportsHoming`. Other elements than joints, such as a gripper, keep their goal."""
         self.stop(StopLevel.HOLD)
         if self.config.home:
             move_home(self, self.config.home, self._goal)
 
     def close(self) -> None:
-        if self._thread is None:
+        if not self._plugin.is_connected:
             return
         try:
             self.stop(StopLevel.SAFE)
         except HardwareLost as error:
             log.warning("lerobot.stop_failed %s; its motors keep their last goal", error)
         self._disconnect()
-
-    def _build(self) -> Any:
-        config, settings = self.config, dict(self.config.settings)
-        if has_setting("robot", config.type, TORQUE_SETTING):
-            settings.setdefault(TORQUE_SETTING, config.torque_off)
-        device = make_device("robot", config.type, settings)
-        if config.torque_off and not hasattr(getattr(device, "bus", None), "disable_torque"):
-            raise SpecError(
-                f"torque_off: LeRobot's {config.type} has no motor bus that can release the torque; remove the option"
-            )
-        return device
-
-    def _require_calibration(self) -> None:
-        if hasattr(self.device, "bus") and not self.device.calibration:
-            raise HardwareLost(
-                f"{self.config.type} is not calibrated: there is no {self._calibration_file()}; run lerobot-calibrate "
-                "with the same id"
-            )
-
-    def _calibration_file(self) -> str:
-        return str(getattr(self.device, "calibration_fpath", "calibration file"))
 
     def _open(self) -> None:
         if self.device.is_connected:  # a failed attempt left it connected
@@ -245,37 +364,27 @@ class LerobotRobot(Robot):
         self._goal: Array = applied.astype(np.float32)
         return self._goal
 
-    def _call(self, operation: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
-        if self._thread is None:
-            raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
-        call = partial(call_with_retries, self.config.type, function)
-        return self._thread.call(operation, call, deadline_s or self.config.deadline_s)
-
-    def _call_while_connecting(self, operation: str, function: Callable[[], T]) -> T:
-        """As `_call`, while connecting."""
-        assert self._thread is not None
-        return self._thread.call(
-            operation, partial(call_with_retries, self.config.type, function), CONNECT_TIMEOUT_S, self.check_stop
-        )
+    def _call(self, operation: str, function: Callable[[], T], timeout_s: float | None = None) -> T:
+        return self._plugin.call(operation, function, timeout_s or self.config.deadline_s)
 
     def _disconnect(self) -> None:
-        """Disconnect. The next connection starts with a new device."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        try:
-            thread.call("disconnecting", self.device.disconnect, CONNECT_TIMEOUT_S)
-        except HardwareLost as error:
-            log.warning("lerobot.disconnect %s", error)
-        thread.close()
+        self._plugin.disconnect()
         self._moving = self._released = False
-        self._device_lock.release()
-        self.device = self._build()
 
 
-def _spec(
-    config: LerobotConfig, state: LerobotFeatures, action: LerobotFeatures, features: Mapping[str, Any]
-) -> RobotSpec:
+def _make_plugin(config: LerobotConfig) -> PluginDevice:
+    settings = dict(config.settings)
+    if has_setting("robot", config.type, TORQUE_SETTING):
+        settings.setdefault(TORQUE_SETTING, config.torque_off)
+    plugin = PluginDevice("robot", config.type, settings)
+    if config.torque_off and not hasattr(getattr(plugin.device, "bus", None), "disable_torque"):
+        raise SpecError(
+            f"torque_off: LeRobot's {config.type} has no motor bus that can release the torque; remove the option"
+        )
+    return plugin
+
+
+def _spec(config: LerobotConfig, state: LerobotFeatures, action: LerobotFeatures) -> RobotSpec:
     gripper = next((i for i, name in enumerate(action.names) if config.gripper and config.gripper in name), -1)
     joints = tuple(
         i for i, each in enumerate(action.features) if each.is_position and each.name in state.names and i != gripper
@@ -286,7 +395,7 @@ def _spec(
         rate_hz=config.rate_hz,
         observation=(state.spec(STATE),),
         action=action.spec(ACTION),
-        cameras=(*_plugin_cameras(config, features), *(_camera_spec(n, s) for n, s in config.cameras.items())),
+        cameras=camera_specs(config.cameras),
         limits=SafetyLimits(
             joint_position=tuple(state.index(each.name) for each in targets),
             joint_low=tuple(each.low for each in targets),
@@ -304,116 +413,77 @@ def _spec(
     )
 
 
-def _plugin_cameras(config: LerobotConfig, features: Mapping[str, Any]) -> tuple[CameraSpec, ...]:
-    """The plugin robot's built-in cameras, whose images come with its observations."""
-    shapes = {name: shape for name, shape in features.items() if isinstance(shape, tuple) and len(shape) == 3}
-    if unknown := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
-        raise SpecError(f"LeRobot's {config.type}: set width and height of its cameras {unknown}")
-    return tuple(
-        CameraSpec(name=name, height=shape[0], width=shape[1], rate_hz=config.rate_hz) for name, shape in shapes.items()
-    )
+@dataclass(frozen=True)
+class LeaderConfig:
+    """Attributes:
+    type, settings: the teleoperator's name and settings, as on LeRobot's command line.
+    features: units by name or pattern, as for the robot.
+    moved: the share of an element's range above which a change counts as motion, not noise.
+    let_go_s: a leader without motion for this time counts as released; it has no other dead-man switch.
+    answer_within_s: timeout of a call, after which the device is lost.
+    """
+
+    type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, FeatureConfig] = field(default_factory=dict)
+    moved: Annotated[float, Meta(gt=0, lt=1)] = 0.01
+    let_go_s: Positive = 2.0
+    answer_within_s: Positive = 0.2
 
 
-def _camera_spec(name: str, settings: Mapping[str, Any]) -> CameraSpec:
-    for key in ("width", "height", "fps"):
-        if not isinstance(settings.get(key), int | float):
-            raise SpecError(f"camera {name}: {key!r} is missing or not a number")
-    return CameraSpec(name=name, height=settings["height"], width=settings["width"], rate_hz=settings["fps"])
+class LerobotLeader(Teleoperator):
+    """A LeRobot teleoperator whose action has the robot's elements, matched by name."""
 
-
-class BuiltInCamera(Camera):
-    """A camera that is built into a plugin's robot. Its frames come with the robot's newest observation."""
-
-    def __init__(self, robot: LerobotRobot, spec: CameraSpec) -> None:
-        self.spec, self._robot = spec, robot
-        self._connected = False
-
-    def connect(self) -> None:
-        self._connected = True
-
-    def read(self) -> CameraFrame:
-        frame = self._robot.images.get(self.spec.name) if self._connected else None
-        if frame is None:
-            raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} has no frame yet")
-        _require_fresh(frame, self.spec)
-        return frame
-
-    def close(self) -> None:
-        self._connected = False
-
-
-class LerobotCamera(Camera):
-    """A LeRobot camera, read without blocking. Without a capture time from the camera, the time of the read counts."""
-
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Raises SpecError: no such plugin, a missing width, height or fps, or an invalid stale_after_s."""
-        self.spec = _camera_spec(name, settings)
-        self._settings = dict(settings)
-        self._stale_s = self._settings.pop("stale_after_s", default_stale_after_s(self.spec.rate_hz))
-        if not isinstance(self._stale_s, int | float) or not self._stale_s > 0:
-            raise SpecError(f"camera {name}: stale_after_s is {self._stale_s!r}; it must be a number above 0")
-        self._type = str(self._settings.pop("type", "opencv"))
-        self.device = make_device("camera", self._type, self._settings)
-        self._device_lock = DeviceLock(*device_lock_names(self._settings))
-        self._thread: DeviceThread | None = None
+    def __init__(self, config: LeaderConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises SpecError: no such plugin, an unknown unit, or elements of the robot's action that are missing."""
+        self.config, self._clock = config, clock
+        self._plugin = PluginDevice("teleoperator", config.type, config.settings)
+        device = self._plugin.device
+        self._features = LerobotFeatures(device.action_features, config.features, device)
+        missing = [name for name in spec.action.labels if name not in self._features.names]
+        if missing:
+            raise SpecError(f"LeRobot's {config.type} lacks {missing}, which the action of {spec.model} needs")
+        self._order = [self._features.index(name) for name in spec.action.labels]
+        units = tuple(self._features.features[index].unit for index in self._order)
+        if units != spec.action.units:
+            raise SpecError(
+                f"{config.type} has the units {units}, {spec.model} has {spec.action.units}; set `features`"
+            )
+        self._low, self._high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
 
     def connect(self) -> None:
-        if self._thread is not None:
+        if self._plugin.is_connected:
             return
-        self._device_lock.acquire()
-        self._thread = DeviceThread(f"camera {self.spec.name}")
+        self._patience_s = CONNECT_TIMEOUT_S
         try:
-            self._thread.call("connecting", self.device.connect, CONNECT_TIMEOUT_S, self.check_stop)
-        except BaseException:
+            if not self._plugin.connect(lambda: self._plugin.device.connect(calibrate=False)):
+                raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
+            self._resting: Array = self._pose()
+        except HardwareLost:
             self.close()
             raise
+        self._moved_s = -np.inf
 
-    def read(self) -> CameraFrame:
-        if self._thread is None:
-            raise HardwareLost(f"camera {self.spec.name} is not connected")
-        captured_ns = time.monotonic_ns()
-        try:
-            image = _checked_image(self._thread.call("reading", self._latest, self._stale_s), self.spec)
-        except HardwareLost as error:
-            if isinstance(error.__cause__, TimeoutError):
-                raise StaleObservation(str(error)) from error
-            raise
-        if getattr(getattr(self.device, "color_mode", None), "value", "rgb") == "bgr":
-            image = np.ascontiguousarray(image[..., ::-1])
-        if (stamp_s := getattr(self.device, "latest_timestamp", None)) is not None:
-            captured_ns = min(captured_ns, int(stamp_s * 1e9))  # LeRobot's clock is the monotonic one on Linux
-        return CameraFrame(image, captured_ns)
+    def read(self) -> TeleopInput:
+        """See `hal.teleoperator.Teleoperator`; `target` is the leader's pose within the action's bounds."""
+        pose = self._pose()
+        if (np.abs(pose - self._resting) > self.config.moved * (self._high - self._low)).any():
+            self._resting, self._moved_s = pose, self._clock()
+        engaged = bool(self._clock() - self._moved_s < self.config.let_go_s)
+        return TeleopInput(np.zeros(len(pose), np.float32), engaged, pose)
 
     def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
+        if self._plugin.is_connected:
+            self._plugin.disconnect(self._patience_s)
+
+    def _pose(self) -> Array:
         try:
-            thread.call("disconnecting", self.device.disconnect, CONNECT_TIMEOUT_S)
-        except HardwareLost as error:  # e.g. a camera that was never connected
-            log.warning("lerobot.disconnect %s", error)
-        thread.close()
-        self._device_lock.release()
-
-    def _latest(self) -> Array:
-        image: Array = self.device.read_latest(max_age_ms=round(self._stale_s * 1000))
-        return image
-
-
-def _checked_image(raw: Any, spec: CameraSpec) -> Array:
-    """Copy an image. Raises HardwareLost if its shape or dtype differs from the spec."""
-    image: Array = np.array(raw)
-    if image.shape != spec.shape or image.dtype != np.uint8:
-        raise HardwareLost(
-            f"camera {spec.name}: images are {image.dtype} {image.shape}, not uint8 {spec.shape}; set width and height"
-        )
-    return image
-
-
-def _require_fresh(frame: CameraFrame, camera: CameraSpec) -> None:
-    age_s = (time.monotonic_ns() - frame.t_capture_ns) / 1e9
-    if age_s > default_stale_after_s(camera.rate_hz):
-        raise StaleObservation(f"camera {camera.name}: the newest frame is {age_s:.3f} s old")
+            raw = self._plugin.call("reading", self._plugin.device.get_action, self.config.answer_within_s)
+        except HardwareLost:
+            self._patience_s = self.config.answer_within_s  # from now on `close` must not block the robot's loop
+            raise
+        pose: Array = np.clip(self._features.to_vector(raw)[self._order], self._low, self._high)
+        return pose
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
@@ -421,8 +491,13 @@ def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     tasks."""
     config = read_options(LerobotConfig, request)
     robot = LerobotRobot(config)
-    own = tuple(BuiltInCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)
-    cameras = (*own, *(LerobotCamera(*each) for each in config.cameras.items())) if request.cameras else ()
-    task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
+    cameras = make_cameras(config.cameras, request)
+    task = build_judged_task(request, robot, config.sentence, config.max_steps)
     setup = RobotSetup(request.name, robot, task, cameras)
-    return add_reach_task(setup, config.reach, config.sentence) if request.task == REACH_TASK else setup
+    sentence = request.tasks[0].sentence or config.sentence
+    return add_reach_task(setup, config.reach, sentence) if wants_reach(request) else setup
+
+
+def make_teleoperator(request: RobotSetupRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.driver.TeleoperatorFactory`; options: `LeaderConfig`."""
+    return LerobotLeader(read_options(LeaderConfig, request), spec)

@@ -1,4 +1,4 @@
-"""Access to LeRobot's registries and plugins.
+"""LeRobot's devices: its registries and plugins, a device on its own thread, and a probe for installed packages.
 
 LeRobot (0.4.4 or later; extra ``lerobot``) is imported when the first device is made.
 """
@@ -6,21 +6,106 @@ LeRobot (0.4.4 or later; extra ``lerobot``) is imported when the first device is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Literal, TypeVar
 
-from hal.errors import SpecError, install_hint
+from hal.errors import HardwareLost, SpecError, install_hint
+from hal.resource import Kind, ResourceRecord, local_node
+from robots.device import DeviceLock, DeviceThread
 
-DeviceKind = Literal["robot", "camera", "teleoperator"]
+DeviceKind = Literal["robot", "teleoperator"]
+PACKAGE_FROM_KIND: dict[DeviceKind, str] = {"robot": "robots", "teleoperator": "teleoperators"}
 MAX_ATTEMPTS = 3
+CONNECT_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def _no_op() -> None:
+    """Never stops."""
+
+
+class PluginDevice:
+    """A device of LeRobot; locked, and on a thread of its own, from `connect` to `disconnect`. One thread calls it.
+
+    Attributes:
+        device: LeRobot's object. The next connection starts with a new one.
+    """
+
+    def __init__(self, kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> None:
+        """Raises SpecError, see `make_device`."""
+        self.name = name
+        self._make = partial(make_device, kind, name, settings)
+        self.device = self._make()
+        self._lock = DeviceLock(*device_lock_names(settings))
+        self._thread: DeviceThread | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._thread is not None
+
+    def connect(self, function: Callable[[], object], check_stop: Callable[[], None] = _no_op) -> bool:
+        """Call `function`, which connects LeRobot's object. Returns whether the device is calibrated.
+
+        Raises:
+            HardwareLost: it does not answer, or another process has locked it. `disconnect` must follow.
+        """
+        self._lock.acquire()
+        self._thread = DeviceThread(f"LeRobot's {self.name}")
+        self.call("connecting", function, CONNECT_TIMEOUT_S, check_stop)
+        return bool(
+            self.call("checking the calibration", lambda: self.device.is_calibrated, CONNECT_TIMEOUT_S, check_stop)
+        )
+
+    def call(
+        self, operation: str, function: Callable[[], T], timeout_s: float, check_stop: Callable[[], None] = _no_op
+    ) -> T:
+        """Call `function` on the thread, again if the bus drops a packet: LeRobot raises at the first."""
+        if self._thread is None:
+            raise HardwareLost(f"LeRobot's {self.name} is not connected")
+        return self._thread.call(operation, partial(self._with_retries, function), timeout_s, check_stop)
+
+    def disconnect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            thread.call("disconnecting", lambda: self.device.is_connected and self.device.disconnect(), timeout_s)
+        except HardwareLost as error:
+            log.warning("lerobot.disconnect %s", error)
+        thread.close()
+        self._lock.release()
+        self.device = self._make()
+
+    def _with_retries(self, function: Callable[[], T]) -> T:
+        for _ in range(MAX_ATTEMPTS - 1):
+            try:
+                return function()
+            except ConnectionError as error:
+                log.info("lerobot.retry %s: %s", self.name, error)
+        return function()
+
+
+def device_lock_names(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The devices in the settings of a LeRobot plugin, at any depth.
+
+    They are strings whose key ends in ``port`` (``left_arm_port`` too), and paths below ``/dev``. A numeric port is a
+    network port and is skipped.
+    """
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from device_lock_names(value)
+        elif isinstance(value, str) and (name.endswith("port") or value.startswith("/dev/")):
+            yield value
 
 
 @cache
@@ -31,19 +116,16 @@ def _registries() -> dict[DeviceKind, tuple[Any, Callable[[Any], Any]]]:
         SpecError: LeRobot is not installed, or fails to import.
     """
     try:
-        from lerobot.cameras import CameraConfig
-        from lerobot.cameras.utils import make_cameras_from_configs
         from lerobot.robots import RobotConfig, make_robot_from_config
         from lerobot.teleoperators import TeleoperatorConfig, make_teleoperator_from_config
         from lerobot.utils.import_utils import register_third_party_plugins
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision does not match torch
         raise SpecError(f"LeRobot cannot be imported: {error}; install it with: {install_hint('lerobot')}") from error
-    for kind in ("robots", "teleoperators", "cameras"):
-        _import_built_in(f"lerobot.{kind}")
+    for package in (*PACKAGE_FROM_KIND.values(), "cameras"):
+        _import_built_in(f"lerobot.{package}")
     register_third_party_plugins()
     return {
         "robot": (RobotConfig, make_robot_from_config),
-        "camera": (CameraConfig, lambda config: make_cameras_from_configs({"camera": config})["camera"]),
         "teleoperator": (TeleoperatorConfig, make_teleoperator_from_config),
     }
 
@@ -92,17 +174,37 @@ def read_config(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any
     return decode(_registries()[kind][0], {"type": name, **settings})
 
 
-def call_with_retries(name: str, call: Callable[[], T]) -> T:
-    """Call up to `MAX_ATTEMPTS` times: a servo bus drops packets, and LeRobot raises at the first."""
-    for _ in range(MAX_ATTEMPTS - 1):
-        try:
-            return call()
-        except ConnectionError as error:
-            log.info("lerobot.retry %s: %s", name, error)
-    return call()
-
-
 def has_setting(kind: DeviceKind, name: str, setting: str) -> bool:
     """Whether the device's config has the field `setting`."""
     choices = _registries()[kind][0].get_known_choices()
     return name in choices and setting in getattr(choices[name], "__dataclass_fields__", {})
+
+
+def probe_plugins() -> Iterator[ResourceRecord]:
+    """Yield one DRIVER record for each device package of LeRobot, and for each plugin that follows its naming rule.
+    Imports none of them.
+
+    A package may define several types; a robot's option ``type`` names one, see docs/robots.md.
+    """
+    found = find_spec("lerobot")
+    for folder in [] if found is None else map(Path, found.submodule_search_locations or ()):
+        for kind, group in PACKAGE_FROM_KIND.items():
+            for package in sorted((folder / group).glob("*/__init__.py")):
+                yield _driver_record(package.parent.name, kind, "lerobot")
+    for distribution in distributions():
+        name = (distribution.name or "").lower().replace("-", "_")
+        for kind in PACKAGE_FROM_KIND:
+            if name.startswith(prefix := f"lerobot_{kind}_"):
+                yield _driver_record(name.removeprefix(prefix), kind, f"{name} {distribution.version}")
+
+
+def _driver_record(name: str, kind: str, package: str) -> ResourceRecord:
+    return ResourceRecord(
+        kind=Kind.DRIVER,
+        name=f"lerobot/{kind}/{name}",
+        model=name,
+        node=local_node(),
+        capabilities=(kind,),
+        labels={"package": package},
+        found_by="lerobot",
+    )

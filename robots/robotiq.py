@@ -9,6 +9,9 @@ import logging
 import socket
 import threading
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from hal.errors import HardwareLost
 
@@ -26,15 +29,9 @@ class RobotiqConfig:
     """Attributes: `stroke_m` is the open width: 0.085 for a 2F-85, 0.140 for a 2F-140. `speed` and `force` are the
     gripper's units, 0 to 255."""
 
-    stroke_m: float = 0.085
-    speed: int = 128
-    force: int = 64
-
-    def __post_init__(self) -> None:
-        if not 0 < self.stroke_m < 1:
-            raise ValueError(f"stroke_m is {self.stroke_m:g}; it must be above 0 and below 1")
-        if not (0 <= self.speed <= 255 and 0 <= self.force <= 255):
-            raise ValueError(f"the gripper's speed and force must be 0 to 255; they are {self.speed} and {self.force}")
+    stroke_m: Annotated[float, Meta(gt=0, lt=1)] = 0.085
+    speed: Annotated[int, Meta(ge=0, le=255)] = 128
+    force: Annotated[int, Meta(ge=0, le=255)] = 64
 
 
 class RobotiqGripper:

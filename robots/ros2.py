@@ -3,6 +3,10 @@
 Sensor subscriptions are best effort. Commands are reliable and expire. Joints are matched by name. The capture time of
 a reading comes from its header's stamp and is never later than its arrival.
 
+A joint trajectory controller receives trajectories of one point, due at the end of the control period, with joints by
+name. Since ros2_controllers 4.2 it refuses an empty trajectory, so a hold is a trajectory to the measured
+position. A forward controller receives positions in the order of its parameter ``joints``.
+
 Safe stop: the target is the measured position; then the controllers are deactivated, and the hardware keeps its last
 command. The next command activates them again. A controller that a fault or a person deactivated makes the robot lost.
 If this process dies, a controller moves to its last target, at most one control period ahead, and stays there.
@@ -13,30 +17,201 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hal.camera import Camera, CameraFrame
 from hal.driver import RobotSetup, RobotSetupRequest, read_options
-from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError, StaleObservation
+from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array, CameraSpec
-from robots.device_lock import DeviceLock
-from robots.homing import clip_to_range, move_home, require_joints_in_range, validate_home
-from robots.manual_task import HumanJudgedTask
-from robots.reach_task import REACH_TASK, add_reach_task
-from robots.ros2_controllers import RESPONSE_TIMEOUT_S, ControllerManager, RosController, values_by_joint
-from robots.ros2_node import RosNode, RosServiceClient
-from robots.ros2_readings import CaptureTimes, ForceReading, JointReadings, StopButton
-from robots.ros2_spec import Ros2Config, Ros2Layout, RosCameraConfig, make_layout, read_description
-from robots.urdf import KinematicChain
+from robots.device import DeviceLock, age_s, require_fresh
+from robots.homing import build_judged_task, clip_to_range, move_home, require_joints_in_range, validate_home
+from robots.reach_task import add_reach_task, wants_reach
+from robots.ros2_node import (
+    COMMAND_TOPIC,
+    IMAGE_TYPES,
+    JOINT_STATE_TYPE,
+    POSITIONS_TYPE,
+    TRAJECTORY_TYPE,
+    WRENCH_TYPE,
+    RosNode,
+    RosServiceClient,
+    message_type,
+)
+from robots.ros2_readings import (
+    CaptureTimes,
+    JointReadings,
+    StopButton,
+    decode_jpeg_image,
+    decode_raw_image,
+    header_stamp_ns,
+    jpeg_image_size,
+)
+from robots.ros2_spec import (
+    ControllerKind,
+    KinematicChain,
+    Ros2Config,
+    Ros2Layout,
+    RosCameraConfig,
+    make_layout,
+    read_description,
+)
+
+RESPONSE_TIMEOUT_S = 2.0
+STATE_CHECK_INTERVAL_S = 0.5
+ACTIVE, INACTIVE = "active", "inactive"
+_STRICT = 2  # controller_manager_msgs/srv/SwitchController
 
 log = logging.getLogger(__name__)
 
-CHANNELS_FROM_ENCODING = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "8UC1": 1, "8UC3": 3}
-"""The supported encodings of sensor_msgs/msg/Image, with their bytes per pixel."""
+
+class RosController:
+    """One controller of some joints; it receives targets for the end of a control period."""
+
+    def __init__(self, name: str, kind: ControllerKind, joints: Sequence[str], period_s: float) -> None:
+        self.name, self.kind, self.joints = name, kind, tuple(joints)
+        self._period_s, self._order = period_s, self.joints
+        self._publisher: Any = None
+
+    def open(self, ros_node: RosNode, *, stamped: bool, query_parameters: bool, timeout_s: float) -> None:
+        """Connect to the controller. Blocks.
+
+        Args:
+            stamped: its clock is synchronised with this computer's.
+            query_parameters: read its joints and interface; otherwise use those of the config.
+
+        Raises:
+            HardwareLost: it does not answer, moves other joints, or does not command positions.
+        """
+        self._ros_node, self._stamped = ros_node, stamped
+        node = self.name if self.name.startswith("/") else f"/{self.name}"
+        if query_parameters:
+            self._check(ros_node.read_parameters(node, ["joints", "interface_name"], timeout_s))
+        kind = TRAJECTORY_TYPE if self.kind == "trajectory" else POSITIONS_TYPE
+        topic = node + COMMAND_TOPIC[kind][0]
+        self._message = message_type(kind)
+        self._publisher = ros_node.create_command_publisher(kind, topic, 2 * self._period_s if stamped else None)
+        ros_node.wait_until(self._publisher.get_subscription_count, timeout_s, f"there is no subscriber on {topic}")
+
+    def send(self, targets: Mapping[str, float]) -> None:
+        """Start the motion to `targets` (rad or m, by joint name), due at the end of a control period.
+
+        Raises:
+            HardwareLost: the controller is gone.
+        """
+        if not self._publisher.get_subscription_count():
+            raise HardwareLost(f"controller {self.name} is gone: its commands have no subscriber")
+        values = [float(targets[name]) for name in self._order]
+        trajectory = self.kind == "trajectory"
+        self._publisher.publish(self._trajectory(values) if trajectory else self._message(data=values))
+
+    def _check(self, parameters: Mapping[str, Any]) -> None:
+        order = parameters.get("joints", [])
+        if set(order) != set(self.joints):
+            raise HardwareLost(
+                f"controller {self.name} moves {order}; the config says {list(self.joints)}: correct `joints` or "
+                "`controller`"
+            )
+        self._order = tuple(order)
+        commanded = parameters.get("interface_name", "position")
+        if self.kind == "position" and commanded != "position":  # it would move on if this process died
+            raise HardwareLost(
+                f"controller {self.name} commands {commanded}; use one that commands positions, which stops if "
+                "this process dies"
+            )
+
+    def _trajectory(self, values: list[float]) -> Any:
+        seconds, rest = divmod(round(self._period_s * 1e9), 1_000_000_000)
+        point = message_type("trajectory_msgs/msg/JointTrajectoryPoint")(positions=values)
+        point.time_from_start.sec, point.time_from_start.nanosec = seconds, rest
+        message = self._message(joint_names=list(self._order), points=[point])
+        if self._stamped:  # a late trajectory has less time left; an expired one is refused
+            message.header.stamp = self._ros_node.rclpy_node.get_clock().now().to_msg()
+        return message
+
+
+class ControllerManager:
+    """Activates and deactivates some controllers, and checks that they stay active."""
+
+    def __init__(self, ros_node: RosNode, name: str, controllers: Sequence[str], timeout_s: float) -> None:
+        """Block until the manager's services are available.
+
+        Raises:
+            SpecError: ROS 2 lacks the package controller_manager_msgs.
+            HardwareLost: there is no such manager.
+        """
+        messages = "controller_manager_msgs/srv"
+        self._list = RosServiceClient(ros_node, f"{messages}/ListControllers", f"{name}/list_controllers")
+        self._switch = RosServiceClient(ros_node, f"{messages}/SwitchController", f"{name}/switch_controller")
+        self.name, self._controllers = name, list(controllers)
+        self._asked: Any = None
+        self._asked_s = time.monotonic()
+        ros_node.wait_until(
+            lambda: self._list.is_ready and self._switch.is_ready, timeout_s, f"there is no controller manager {name}"
+        )
+
+    def require_active(self) -> None:
+        """Raises HardwareLost if one of the controllers is not active. Blocks."""
+        self._require_active(self._list.call({}, RESPONSE_TIMEOUT_S))
+
+    def activate(self, instead_of: Sequence[str] = ()) -> None:
+        """Activate the controllers and deactivate `instead_of`, in one cycle of the control loop, or none of them.
+        Blocks.
+
+        Raises:
+            HardwareLost: the manager does not answer or refuses; a controller is not loaded or not configured.
+        """
+        states = _states(self._list.call({}, RESPONSE_TIMEOUT_S))
+        found = {name: states.get(name, "not loaded") for name in self._controllers}
+        if unknown := {name: state for name, state in found.items() if state not in (ACTIVE, INACTIVE)}:
+            raise HardwareLost(f"{self.name}: cannot activate {unknown}; the controllers are {states}")
+        start = [name for name, state in found.items() if state == INACTIVE]
+        self._request(start, [name for name in instead_of if states.get(name) == ACTIVE])
+
+    def deactivate(self) -> None:
+        """Deactivate the active controllers. Blocks. Raises HardwareLost, as `activate`."""
+        states = _states(self._list.call({}, RESPONSE_TIMEOUT_S))
+        self._request([], [name for name in self._controllers if states.get(name) == ACTIVE])
+
+    def check_active(self) -> None:
+        """Check periodically, without blocking, that the controllers are active. Call it in each control period.
+
+        Raises:
+            HardwareLost: one is not active, or the manager has not answered for `RESPONSE_TIMEOUT_S`.
+        """
+        now_s = time.monotonic()
+        if self._asked is None:
+            if now_s - self._asked_s >= STATE_CHECK_INTERVAL_S and self._list.is_ready:
+                self._asked, self._asked_s = self._list.call_async({}), now_s
+        elif self._asked.done():
+            response, self._asked = self._asked.result(), None
+            self._require_active(response)
+        if now_s - self._asked_s > STATE_CHECK_INTERVAL_S + RESPONSE_TIMEOUT_S:
+            raise HardwareLost(f"{self.name} has not answered for {now_s - self._asked_s:.1f} s")
+
+    def _request(self, start: list[str], stop: list[str]) -> None:
+        self._asked = None
+        if not start and not stop:
+            return
+        request = {"activate_controllers": start, "deactivate_controllers": stop, "strictness": _STRICT}
+        response = self._switch.call(request, RESPONSE_TIMEOUT_S)
+        if not response.ok:
+            why = getattr(response, "message", "") or "its log has the reason"
+            raise HardwareLost(f"{self.name} did not activate {start} and deactivate {stop}: {why}")
+
+    def _require_active(self, response: Any) -> None:
+        states = _states(response)
+        stopped = {name: states.get(name, "not loaded") for name in self._controllers if states.get(name) != ACTIVE}
+        if stopped:
+            raise HardwareLost(f"{self.name}: not active: {stopped}; a person or a fault stopped them")
+
+
+def _states(response: Any) -> dict[str, str]:
+    """The state of each loaded controller."""
+    return {each.name: each.state for each in response.controller}
 
 
 class RosCamera(Camera):
@@ -54,11 +229,10 @@ class RosCamera(Camera):
         """Block until the first image. Raises HardwareLost if none arrives, or if it does not match the config."""
         if self._node.is_connected:
             return
-        kind = "Image" if self._topic.kind == "raw" else "CompressedImage"
         self._times = CaptureTimes(self._config.clock)
         self._node.open()
         try:
-            self._node.subscribe_sensor(f"sensor_msgs/msg/{kind}", self._topic.topic, self._on_image)
+            self._node.subscribe(IMAGE_TYPES[self._topic.kind == "compressed"], self._topic.topic, self._on_image)
             silent = f"no image on {self._topic.topic}"
             self._node.wait_until(lambda: self._newest is not None, self._config.connect_s, silent, self.check_stop)
             if (newest := self._newest) is not None:
@@ -73,9 +247,7 @@ class RosCamera(Camera):
         if not self._node.is_connected or newest is None:
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         message, captured_ns = newest
-        age_s = (time.monotonic_ns() - captured_ns) / 1e9
-        if age_s > self._topic.stale_s:
-            raise StaleObservation(f"camera {self.spec.name}: the newest image is {age_s:.3f} s old")
+        require_fresh(f"camera {self.spec.name}", captured_ns, self._topic.stale_s)
         if self._decoded is None or self._decoded.t_capture_ns != captured_ns:
             self._decoded = CameraFrame(self._decode(message), captured_ns)
         return self._decoded
@@ -101,149 +273,85 @@ class RosCamera(Camera):
         return decode_raw_image(message) if raw else decode_jpeg_image(content)
 
 
-def header_stamp_ns(header: Any) -> int:
-    """A header's stamp in nanoseconds."""
-    return int(header.stamp.sec) * 1_000_000_000 + int(header.stamp.nanosec)
-
-
-def decode_raw_image(message: Any) -> Array:
-    """Decode a sensor_msgs/msg/Image to uint8 (height, width, 3) RGB.
-
-    Raises:
-        HardwareLost: the encoding is not supported, or bytes are missing.
-    """
-    channels = CHANNELS_FROM_ENCODING.get(message.encoding)
-    if channels is None:
-        raise HardwareLost(
-            f"the image encoding {message.encoding!r} is not supported; use one of {sorted(CHANNELS_FROM_ENCODING)}"
-        )
-    height, row = int(message.height), int(message.width) * channels
-    if message.step < row or len(message.data) < height * message.step:
-        raise HardwareLost(
-            f"an image of {message.width}x{height} {message.encoding} has only {len(message.data)} bytes"
-        )
-    rows = np.frombuffer(message.data, np.uint8, count=height * message.step).reshape(height, message.step)
-    pixels = rows[:, :row].reshape(height, message.width, channels)
-    if channels == 1:
-        return np.repeat(pixels, 3, axis=2)
-    first = pixels[..., 2::-1] if message.encoding.startswith(("bgr", "8UC3")) else pixels[..., :3]
-    return np.ascontiguousarray(first)
-
-
-def jpeg_image_size(content: bytes) -> tuple[int, int]:
-    """Read height and width from a JPEG's header without decoding: they may claim gigabytes. Raises HardwareLost."""
-    import simplejpeg
-
-    try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(content)
-    except (ValueError, KeyError) as error:  # KeyError: an unknown chroma subsampling
-        raise HardwareLost(f"a compressed image is not a readable JPEG: {error!r}") from error
-    return int(height), int(width)
-
-
-def decode_jpeg_image(content: bytes) -> Array:
-    """Decode a JPEG to uint8 (height, width, 3) RGB. Raises HardwareLost for anything else."""
-    import simplejpeg
-
-    try:
-        image: Array = simplejpeg.decode_jpeg(content, colorspace="RGB")
-    except ValueError as error:
-        raise HardwareLost(f"a compressed image is not a readable JPEG: {error}") from error
-    return image
-
-
 class _RobotTopics:
     """The state that the robot publishes: joint states, and optionally a force and a stop button. For one connection.
 
     Attributes:
+        joints: the commanded joints.
         button: the stop button.
     """
 
     def __init__(self, config: Ros2Config, layout: Ros2Layout) -> None:
         self._config, self._layout = config, layout
-        self._readings = JointReadings(config.commanded_joints, config.clock)
-        self._force: ForceReading | None = None
+        self.joints = JointReadings(config.commanded_joints, config.clock)
+        self._force: tuple[Array, str, int] | None = None  # N, in the frame of that link, and its capture time
+        self._force_times = CaptureTimes(config.clock)
         self._sensor: KinematicChain | None = None
         self.button = StopButton()
 
     def subscribe(self, node: RosNode) -> None:
         """Subscribe, and block until every topic of the config has delivered a message."""
-        config = self._config
-        node.subscribe_sensor("sensor_msgs/msg/JointState", config.joint_states, self._on_joint_state)
+        config, button = self._config, self._config.estop_topic
+        node.subscribe(JOINT_STATE_TYPE, config.joint_states, self._on_joint_state)
         if config.wrench is not None:
-            times = CaptureTimes(config.clock)
-            node.subscribe_sensor(
-                "geometry_msgs/msg/WrenchStamped", config.wrench.topic, lambda m: self._on_wrench(m, times)
+            node.subscribe(WRENCH_TYPE, config.wrench.topic, self._on_wrench)
+        if button:
+            node.wait_until(lambda: node.has_publisher(button), config.connect_s, f"there is no publisher on {button}")
+            node.subscribe(
+                "std_msgs/msg/Bool", button, lambda message: self.button.update(bool(message.data)), sensor=False
             )
-        if config.estop_topic:
-            there = f"there is no publisher on {config.estop_topic}"
-            node.wait_until(lambda: node.rclpy_node.count_publishers(config.estop_topic) > 0, config.connect_s, there)
-            node.subscribe_state("std_msgs/msg/Bool", config.estop_topic, self._on_stop_button)
         try:
             node.wait_until(lambda: not self._missing_inputs(), config.connect_s, "some topics delivered nothing")
         except HardwareLost as error:
             raise HardwareLost(f"{error}: {self._missing_inputs()}") from None
         if self._force is not None and self._layout.urdf is not None:
-            self._sensor = self._layout.urdf.chain(self._force.frame, config.base)
-
-    def joints(self) -> tuple[Array, Array, int]:
-        """Positions and velocities of all commanded joints, float64 (n,), and the capture time of the oldest."""
-        return self._readings.latest(self._config.commanded_joints)
+            self._sensor = self._layout.urdf.chain(self._force[1], config.base)
 
     def state(self) -> tuple[Array, int]:
         """The state as in the robot's spec, and the capture time of its oldest part."""
-        positions, velocities, captured_ns = self.joints()
+        config, tool = self._config, self._layout.tool
+        positions, velocities, captured_ns = self.joints.latest()
+        values = dict(zip(config.commanded_joints, positions.tolist(), strict=True))
         parts = [positions]
-        if self._config.velocities:
-            parts.append(velocities[: len(self._config.joints)])
-        values = values_by_joint(self._config.commanded_joints, positions)
-        if self._layout.tool is not None:
-            parts.append(self._layout.tool.pose(values)[:3, 3])
-        if self._force is not None:
-            parts.append(self._force_on_tool(self._force, values))
-            captured_ns = min(captured_ns, self._force.t_capture_ns)
+        if config.velocities:
+            parts.append(velocities[: len(config.joints)])
+        if tool is not None:
+            parts.append(tool.pose(values)[:3, 3])
+        if self._force is not None and config.wrench is not None:
+            force, _, felt_ns = self._force
+            turned = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
+            parts.append(-turned if config.wrench.of_tool else turned)
+            captured_ns = min(captured_ns, felt_ns)
         return np.concatenate(parts).astype(np.float32), captured_ns
 
     def _missing_inputs(self) -> list[str]:
         """The topics and joints of the config without a message, or with an outdated one."""
-        config, readings = self._config, self._readings
-        missing = [f"{name} on {config.joint_states}" for name in readings.missing(config.commanded_joints)]
-        if not missing and (age_s := _age_s(readings.latest(config.commanded_joints)[2])) > config.stale_s:
-            missing.append(f"a recent joint state: the newest is {age_s:.3f} s old")
-        if readings.clock_error or (
-            missing and config.clock == "shared" and not readings.missing(config.commanded_joints)
-        ):
-            missing.append(f"{readings.clock_error or 'old stamps'}: synchronise the clocks, or set `clock`")
-        if not readings.missing(config.commanded_joints) and (silent := self._joints_without_velocity()):
-            missing.append(f"velocities of {silent} on {config.joint_states}: publish them, or set `velocities: false`")
+        config, absent, clock_error = self._config, self.joints.missing(), self.joints.clock_error
+        missing = [f"{name} on {config.joint_states}" for name in absent]
+        if not absent:
+            _, velocities, captured_ns = self.joints.latest()
+            if (old_s := age_s(captured_ns)) > config.stale_s:
+                missing.append(f"a recent joint state: the newest is {old_s:.3f} s old")
+                clock_error = clock_error or ("old stamps" if config.clock == "shared" else "")
+            arm = zip(config.joints, velocities, strict=False)
+            if config.velocities and (silent := [name for name, velocity in arm if not np.isfinite(velocity)]):
+                topic = config.joint_states
+                missing.append(f"velocities of {silent} on {topic}: publish them, or set `velocities: false`")
+        if clock_error:
+            missing.append(f"{clock_error}: synchronise the clocks, or set `clock`")
         if config.wrench is not None and self._force is None:
             missing.append(config.wrench.topic)
         if config.estop_topic and not self.button.was_received:
             missing.append(config.estop_topic)
         return missing
 
-    def _joints_without_velocity(self) -> list[str]:
-        """The arm's joints without a velocity, if the state needs velocities."""
-        joints = self._config.joints if self._config.velocities else ()
-        velocities = self._readings.latest(self._config.commanded_joints)[1]
-        return [name for name, velocity in zip(joints, velocities, strict=False) if not np.isfinite(velocity)]
-
-    def _force_on_tool(self, reading: ForceReading, values: Mapping[str, float]) -> Array:
-        assert self._config.wrench is not None
-        force = -reading.force if self._config.wrench.of_tool else reading.force
-        turned: Array = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
-        return turned
-
     def _on_joint_state(self, message: Any) -> None:
-        self._readings.update(message.name, message.position, message.velocity, header_stamp_ns(message.header))
+        self.joints.update(message.name, message.position, message.velocity, header_stamp_ns(message.header))
 
-    def _on_wrench(self, message: Any, times: CaptureTimes) -> None:
-        captured_ns, force = times.captured_ns(header_stamp_ns(message.header)), message.wrench.force
+    def _on_wrench(self, message: Any) -> None:
+        captured_ns, force = self._force_times.captured_ns(header_stamp_ns(message.header)), message.wrench.force
         if captured_ns is not None:
-            self._force = ForceReading(np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns)
-
-    def _on_stop_button(self, message: Any) -> None:
-        self.button.update(bool(message.data))
+            self._force = np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns
 
 
 class Ros2Robot(Robot):
@@ -259,7 +367,10 @@ class Ros2Robot(Robot):
         self._node = RosNode(f"user_sys_{name}", config.domain)
         domain = os.environ.get("ROS_DOMAIN_ID") or "0" if config.domain is None else config.domain
         self._device_lock = DeviceLock(f"ros2-{domain}-{config.controller.strip('/')}")
-        self._controllers = _make_controllers(config)
+        period_s, grip = self.spec.period_s, config.gripper
+        self._controllers = [RosController(config.controller, config.kind, config.joints, period_s)]
+        if grip is not None:
+            self._controllers.append(RosController(grip.controller, grip.kind, [grip.joint], period_s))
         self._manager: ControllerManager | None = None
         self._stop_client: RosServiceClient | None = None
         self._topics = _RobotTopics(config, self._layout)
@@ -277,17 +388,26 @@ class Ros2Robot(Robot):
         """
         if self._connected:
             return
+        config = self.config
         self._device_lock.acquire()
         try:
             self._node.open()
-            self._topics = _RobotTopics(self.config, self._layout)
+            self._topics = _RobotTopics(config, self._layout)
             self._topics.subscribe(self._node)
-            if self.config.stop_service:
-                self._stop_client = RosServiceClient(self._node, "std_srvs/srv/Trigger", self.config.stop_service)
+            if config.stop_service:
+                self._stop_client = RosServiceClient(self._node, "std_srvs/srv/Trigger", config.stop_service)
             if self._topics.button.is_pressed:
-                raise EmergencyStopped(f"a stop button of the cell is pressed ({self.config.estop_topic})")
-            self._require_in_range(self._topics.joints()[0])
-            self._find_controllers()
+                raise EmergencyStopped(f"a stop button of the cell is pressed ({config.estop_topic})")
+            self._require_in_range(self._topics.joints.latest()[0])
+            if config.manager:
+                names = [each.name for each in self._controllers]
+                self._manager = ControllerManager(self._node, config.manager, names, config.connect_s)
+                if config.activate:
+                    self._manager.activate(config.instead_of)
+                self._manager.require_active()
+            stamped, ask = config.clock == "shared", bool(config.manager)
+            for controller in self._controllers:
+                controller.open(self._node, stamped=stamped, query_parameters=ask, timeout_s=config.connect_s)
             self._connected, self._moving, self._deactivated = True, True, False
             self._hold()
         except (EmergencyStopped, HardwareLost, SpecError):
@@ -297,7 +417,8 @@ class Ros2Robot(Robot):
     def observe(self) -> Observation:
         self._require_link()
         state, captured_ns = self._topics.state()
-        self._require_fresh(captured_ns)
+        self._require_alive(captured_ns)
+        require_fresh(self.config.model, captured_ns, self.config.stale_s)
         return Observation({STATE: state}, captured_ns)
 
     def command(self, action: Array) -> Array:
@@ -310,11 +431,12 @@ class Ros2Robot(Robot):
         self.spec.action.validate(action)
         self._require_link()
         self._require_button_released()
-        positions, _, captured_ns = self._topics.joints()
+        positions, _, captured_ns = self._topics.joints.latest()
         self._require_alive(captured_ns)
         self._require_in_range(positions)
         if self._deactivated:
-            self._activate()
+            if self._manager is not None:
+                self._manager.activate(self.config.instead_of)
             self._deactivated = False
         self._check_controllers()
         self._moving = True
@@ -330,13 +452,21 @@ class Ros2Robot(Robot):
             self._hold()
         elif self._target is not None:
             self._send(self._target)
-        if level is StopLevel.SAFE:
-            self._deactivate()
-        else:
+        if level is StopLevel.HOLD:
             self._check_controllers()
+            return
+        self._deactivated = True
+        try:
+            if self._manager is not None:
+                self._manager.deactivate()
+        finally:
+            if self._stop_client is not None:
+                answer = self._stop_client.call({}, RESPONSE_TIMEOUT_S)
+                if not answer.success:
+                    raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
 
     def go_home(self) -> None:
-        """See `robots.manual_task.SupportsHoming`. A gripper keeps its target."""
+        """See `robots.homing.SupportsHoming`. A gripper keeps its target."""
         self.stop(StopLevel.HOLD)
         if self.config.home and self._target is not None:
             move_home(self, self.config.home, self._target)
@@ -349,56 +479,23 @@ class Ros2Robot(Robot):
                 log.warning("ros2.stop_failed %s; its controllers keep their last target", error)
         self._disconnect()
 
-    def _find_controllers(self) -> None:
-        config = self.config
-        if config.manager:
-            manager = self._manager = ControllerManager(self._node, config.manager)
-            self._node.wait_until(
-                lambda: manager.is_ready, config.connect_s, f"there is no controller manager {config.manager}"
-            )
-            if config.activate:
-                self._activate()
-            self._manager.require_active([each.name for each in self._controllers])
-        stamped, ask = config.clock == "shared", bool(config.manager)
-        for controller in self._controllers:
-            controller.open(self._node, stamped=stamped, query_parameters=ask, timeout_s=config.connect_s)
-
-    def _activate(self) -> None:
-        if self._manager is not None:
-            self._manager.switch(activate=[each.name for each in self._controllers], deactivate=self.config.instead_of)
-
     def _hold(self) -> None:
         """Make the measured pose the target; if the readings are outdated, keep the last target."""
-        positions, _, captured_ns = self._topics.joints()
+        positions, _, captured_ns = self._topics.joints.latest()
         goal = positions.astype(np.float32)
         if self._target is not None:
             grip = len(self.config.joints)
-            fresh = _age_s(captured_ns) <= self.config.stale_s
+            fresh = age_s(captured_ns) <= self.config.stale_s
             goal = np.concatenate([goal[:grip] if fresh else self._target[:grip], self._target[grip:]])
         self._send(goal)  # unclipped: clipping to a limit would make the joint jump
         self._moving = False
 
     def _send(self, action: Array) -> Array:
-        targets = values_by_joint(self.config.commanded_joints, action)
+        targets = dict(zip(self.config.commanded_joints, action.tolist(), strict=True))
         for controller in self._controllers:
             controller.send(targets)
         self._target = action
         return action.copy()
-
-    def _deactivate(self) -> None:
-        """The second part of a safe stop, after holding; runs once."""
-        self._deactivated = True
-        try:
-            if self._manager is not None:
-                self._manager.switch(deactivate=[each.name for each in self._controllers])
-        finally:
-            self._call_stop_service()
-
-    def _call_stop_service(self) -> None:
-        if self._stop_client is not None:
-            answer = self._stop_client.call({}, RESPONSE_TIMEOUT_S)
-            if not answer.success:
-                raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
 
     def _disconnect(self) -> None:
         self._node.close()
@@ -407,7 +504,7 @@ class Ros2Robot(Robot):
 
     def _check_controllers(self) -> None:
         if self._manager is not None:
-            self._manager.check_active([each.name for each in self._controllers])
+            self._manager.check_active()
 
     def _require_link(self) -> None:
         if not self._connected:
@@ -415,11 +512,10 @@ class Ros2Robot(Robot):
         _ = self._node.rclpy_node
 
     def _require_button_released(self) -> None:
-        topic = self.config.estop_topic
-        if topic and self._node.rclpy_node.count_publishers(topic) == 0:
+        topic, timeout_s = self.config.estop_topic, self.config.estop_timeout_s
+        if topic and not self._node.has_publisher(topic):
             raise HardwareLost(f"there is no publisher on {topic} any more: the state of the stop button is unknown")
-        silent_s = self._topics.button.silence_s
-        if 0 < self.config.estop_timeout_s < silent_s:
+        if 0 < timeout_s < (silent_s := self._topics.button.silence_s):
             raise HardwareLost(f"no message on {topic} for {silent_s:.3f} s: the state of the stop button is unknown")
         if self._topics.button.take_pressed():
             raise EmergencyStopped(f"a stop button of the cell is pressed, or was just now ({topic})")
@@ -428,25 +524,8 @@ class Ros2Robot(Robot):
         require_joints_in_range(self.spec, positions[: len(self.config.joints)], self._low, self._high)
 
     def _require_alive(self, captured_ns: int) -> None:
-        age_s = _age_s(captured_ns)
-        if age_s > max(self.config.lost_after_s, self.config.stale_s):
-            raise HardwareLost(f"{self.config.model} has sent no joint state for {age_s:.3f} s")
-
-    def _require_fresh(self, captured_ns: int) -> None:
-        self._require_alive(captured_ns)
-        age_s, allowed_s = _age_s(captured_ns), self.config.stale_s
-        if age_s > allowed_s:
-            raise StaleObservation(f"the newest reading is {age_s:.3f} s old; at most {allowed_s:g} s are allowed")
-
-
-def _age_s(captured_ns: int) -> float:
-    return (time.monotonic_ns() - captured_ns) / 1e9
-
-
-def _make_controllers(config: Ros2Config) -> tuple[RosController, ...]:
-    period_s, grip = 1 / config.rate_hz, config.gripper
-    arm = RosController(config.controller, config.kind, config.joints, period_s)
-    return (arm,) if grip is None else (arm, RosController(grip.controller, grip.kind, [grip.joint], period_s))
+        if (silent_s := age_s(captured_ns)) > max(self.config.lost_after_s, self.config.stale_s):
+            raise HardwareLost(f"{self.config.model} has sent no joint state for {silent_s:.3f} s")
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
@@ -461,6 +540,7 @@ def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     cameras = tuple(
         RosCamera(f"{request.name}_{spec.name}", spec, config.cameras[spec.name], config) for spec in robot.spec.cameras
     )
-    task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
+    task = build_judged_task(request, robot, config.sentence, config.max_steps)
     setup = RobotSetup(request.name, robot, task, cameras if request.cameras else ())
-    return add_reach_task(setup, config.reach, config.sentence) if request.task == REACH_TASK else setup
+    sentence = request.tasks[0].sentence or config.sentence
+    return add_reach_task(setup, config.reach, sentence) if wants_reach(request) else setup

@@ -1,4 +1,4 @@
-"""Collect a ROS 2 robot's messages by joint name, with capture times on this computer's clock.
+"""Decode a ROS 2 robot's messages: joints by name, capture times on this computer's clock, a stop button, images.
 
 This module does not need ROS. Callbacks write on the node's thread; the driver reads on its own.
 """
@@ -9,24 +9,18 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
+from hal.errors import HardwareLost
 from hal.spec import Array
-
-StampClock = Literal["shared", "robot", "arrival"]
-"""The meaning of a header's stamp.
-
-``shared``: the clocks of the robot and this computer are synchronised, as ROS expects. ``robot``: another clock, such
-as that of an unsynchronised computer or a real-time simulation; its offset is that of the fastest recent message.
-``arrival``: the stamp is ignored, and the arrival time counts.
-"""
-
+from robots.device import DeviceClock
+from robots.ros2_spec import StampClock
 
 MAX_AHEAD_NS = 50_000_000  # how far synchronised clocks may be apart
-OFFSET_WINDOW_NS = 10_000_000_000  # clocks that differ by 1e-4 drift by 1 ms in this time
+CHANNELS_FROM_ENCODING = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "8UC1": 1, "8UC3": 3}
+"""The supported encodings of sensor_msgs/msg/Image, with their bytes per pixel."""
 
 
 class CaptureTimes:
@@ -42,9 +36,8 @@ class CaptureTimes:
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._clock, self._monotonic_ns, self._wall_ns = clock, monotonic_ns, wall_ns
-        self._offsets_ns: list[int] = []  # the least of the previous window, then of this one
-        self._since_ns = 0
+        self._kind, self._monotonic_ns, self._wall_ns = clock, monotonic_ns, wall_ns
+        self._clock = DeviceClock()
         self._last_ns = -1
         self.clock_error = ""
 
@@ -54,43 +47,28 @@ class CaptureTimes:
         None for a message to ignore: its stamp is not later than the last one, or is ahead of a shared clock.
         """
         arrival_ns = self._monotonic_ns()
-        if self._clock == "arrival":
+        if self._kind == "arrival":
             return arrival_ns
         if stamp_ns <= self._last_ns:
             return None
-        age_ns = self._wall_ns() - stamp_ns if self._clock == "shared" else 0
+        if self._kind == "robot":
+            self._last_ns = stamp_ns
+            return self._clock.captured_ns(stamp_ns, arrival_ns)
+        age_ns = self._wall_ns() - stamp_ns
         if age_ns < -MAX_AHEAD_NS:  # the true age of its readings is unknown
             self.clock_error = f"stamps are {-age_ns / 1e9:.3f} s ahead of this computer's clock"
             return None
         self.clock_error, self._last_ns = "", stamp_ns
-        if self._clock == "shared":
-            return arrival_ns - max(0, age_ns)
-        return stamp_ns + self._least_offset_ns(arrival_ns - stamp_ns, arrival_ns)
-
-    def _least_offset_ns(self, offset_ns: int, now_ns: int) -> int:
-        """The least recent offset. Clocks drift apart, and an old offset would make readings seem ever older."""
-        if not self._offsets_ns or now_ns - self._since_ns > OFFSET_WINDOW_NS:
-            self._since_ns, self._offsets_ns = now_ns, [*self._offsets_ns[-1:], offset_ns]
-        self._offsets_ns[-1] = min(self._offsets_ns[-1], offset_ns)
-        return min(self._offsets_ns)
-
-
-@dataclass(frozen=True)
-class JointReading:
-    """One joint at `t_capture_ns`. The velocity is NaN if the robot does not publish it."""
-
-    position: float
-    velocity: float
-    t_capture_ns: int
+        return arrival_ns - max(0, age_ns)
 
 
 class JointReadings:
-    """The newest reading of each joint. Several publishers may share a topic, each with its own joints."""
+    """The newest reading of each of some joints. Several publishers may share a topic, each with its own joints."""
 
     def __init__(self, joints: Sequence[str], clock: StampClock) -> None:
-        self._joints, self._clock = frozenset(joints), clock
+        self._joints, self._clock = tuple(joints), clock
         self._times: dict[tuple[str, ...], CaptureTimes] = {}
-        self._newest: dict[str, JointReading] = {}
+        self._newest: dict[str, tuple[float, float, int]] = {}  # position, velocity or NaN, capture time
         self._lock = threading.Lock()
 
     def update(
@@ -98,20 +76,20 @@ class JointReadings:
     ) -> None:
         """Add one message. Ignores a message whose lists differ in length, and joints whose position is not finite, as
         of hardware that has not measured yet."""
-        wanted = [
-            index
-            for index, (name, position) in enumerate(zip(names, positions, strict=False))
+        if len(positions) != len(names) or len(velocities) not in (0, len(names)):
+            return
+        speeds = velocities if len(velocities) else (math.nan,) * len(names)
+        measured = {
+            name: (position, speed)
+            for name, position, speed in zip(names, positions, speeds, strict=True)
             if name in self._joints and math.isfinite(position)
-        ]
-        if not wanted or len(positions) != len(names) or len(velocities) not in (0, len(names)):
+        }
+        if not measured:
             return
         with self._lock:
-            times = self._times.setdefault(tuple(names[i] for i in wanted), CaptureTimes(self._clock))
-            captured_ns = times.captured_ns(stamp_ns)
+            captured_ns = self._times.setdefault(tuple(measured), CaptureTimes(self._clock)).captured_ns(stamp_ns)
             if captured_ns is not None:
-                speeds = velocities if len(velocities) else (float("nan"),) * len(names)
-                for i in wanted:
-                    self._newest[names[i]] = JointReading(positions[i], speeds[i], captured_ns)
+                self._newest.update({name: (*reading, captured_ns) for name, reading in measured.items()})
 
     @property
     def clock_error(self) -> str:
@@ -119,31 +97,21 @@ class JointReadings:
         with self._lock:
             return "; ".join(sorted({times.clock_error for times in self._times.values() if times.clock_error}))
 
-    def missing(self, joints: Sequence[str]) -> list[str]:
+    def missing(self) -> list[str]:
         """The joints without a reading yet."""
         with self._lock:
-            return [name for name in joints if name not in self._newest]
+            return [name for name in self._joints if name not in self._newest]
 
-    def latest(self, joints: Sequence[str]) -> tuple[Array, Array, int]:
-        """Positions and velocities, float64 (n,), in the given order, and the capture time of the oldest.
+    def latest(self) -> tuple[Array, Array, int]:
+        """Positions and velocities, float64 (n,), in the joints' order, and the capture time of the oldest.
 
         Raises:
             KeyError: a joint has no reading yet; see `missing`.
         """
         with self._lock:
-            found = [self._newest[name] for name in joints]
-        positions: Array = np.array([each.position for each in found])
-        velocities: Array = np.array([each.velocity for each in found])
-        return positions, velocities, min(each.t_capture_ns for each in found)
-
-
-@dataclass(frozen=True)
-class ForceReading:
-    """float64 (3,) N in the frame of the link `frame`, measured at `t_capture_ns`."""
-
-    force: Array
-    frame: str
-    t_capture_ns: int
+            found = [self._newest[name] for name in self._joints]
+        positions, velocities, captured_ns = zip(*found, strict=True)
+        return np.array(positions), np.array(velocities), min(captured_ns)
 
 
 class StopButton:
@@ -177,3 +145,54 @@ class StopButton:
         """The time since the last message."""
         with self._lock:
             return self._clock() - self._received_s
+
+
+def header_stamp_ns(header: Any) -> int:
+    """A header's stamp in nanoseconds."""
+    return int(header.stamp.sec) * 1_000_000_000 + int(header.stamp.nanosec)
+
+
+def decode_raw_image(message: Any) -> Array:
+    """Decode a sensor_msgs/msg/Image to uint8 (height, width, 3) RGB.
+
+    Raises:
+        HardwareLost: the encoding is not supported, or bytes are missing.
+    """
+    channels = CHANNELS_FROM_ENCODING.get(message.encoding)
+    if channels is None:
+        raise HardwareLost(
+            f"the image encoding {message.encoding!r} is not supported; use one of {sorted(CHANNELS_FROM_ENCODING)}"
+        )
+    height, row = int(message.height), int(message.width) * channels
+    if message.step < row or len(message.data) < height * message.step:
+        raise HardwareLost(
+            f"an image of {message.width}x{height} {message.encoding} has only {len(message.data)} bytes"
+        )
+    rows = np.frombuffer(message.data, np.uint8, count=height * message.step).reshape(height, message.step)
+    pixels = rows[:, :row].reshape(height, message.width, channels)
+    if channels == 1:
+        return np.repeat(pixels, 3, axis=2)
+    first = pixels[..., 2::-1] if message.encoding.startswith(("bgr", "8UC3")) else pixels[..., :3]
+    return np.ascontiguousarray(first)
+
+
+def jpeg_image_size(content: bytes) -> tuple[int, int]:
+    """Read height and width from a JPEG's header without decoding: they may claim gigabytes. Raises HardwareLost."""
+    import simplejpeg
+
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(content)
+    except (ValueError, KeyError) as error:  # KeyError: an unknown chroma subsampling
+        raise HardwareLost(f"a compressed image is not a readable JPEG: {error!r}") from error
+    return int(height), int(width)
+
+
+def decode_jpeg_image(content: bytes) -> Array:
+    """Decode a JPEG to uint8 (height, width, 3) RGB. Raises HardwareLost for anything else."""
+    import simplejpeg
+
+    try:
+        image: Array = simplejpeg.decode_jpeg(content, colorspace="RGB")
+    except ValueError as error:
+        raise HardwareLost(f"a compressed image is not a readable JPEG: {error}") from error
+    return image

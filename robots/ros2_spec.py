@@ -1,25 +1,187 @@
-"""The options of an arm behind ros2_control, and the robot spec made from them."""
+"""The options of an arm behind ros2_control, and the robot spec made from them and the robot description (URDF)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from xml.etree import ElementTree
 
-from hal.camera import default_stale_after_s
+import numpy as np
+from msgspec import Meta
+
 from hal.errors import HardwareLost, SpecError
-from hal.spec import ACTION, STATE, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
+from hal.settings import Positive
+from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
+from robots.cameras import FrameConfig, camera_specs
 from robots.reach_task import ReachConfig
-from robots.ros2_controllers import ControllerKind, read_parameters
 from robots.ros2_node import RosNode
-from robots.ros2_readings import StampClock
-from robots.urdf import KinematicChain, Urdf
+
+MAX_DESCRIPTION_BYTES = 8 << 20
+_ROTARY, _LINEAR = ("revolute", "continuous"), ("prismatic",)
+_FULL_TURN_RAD = 2 * math.pi  # either way, for a joint without end stops
 
 DESCRIPTION_TIMEOUT_S = 10.0
-XYZ = ("x", "y", "z")
 TOOL_RANGE_M, FORCE_RANGE_N = 2.0, 200.0  # bounds of the state's elements, not limits
+
+ControllerKind = Literal["trajectory", "position"]
+StampClock = Literal["shared", "robot", "arrival"]
+"""The meaning of a header's stamp.
+
+``shared``: the clocks of the robot and this computer are synchronised, as ROS expects. ``robot``: another clock, such
+as that of an unsynchronised computer or a real-time simulation; its offset is that of the fastest recent message.
+``arrival``: the stamp is ignored, and the arrival time counts.
+"""
+
+
+@dataclass(frozen=True)
+class UrdfJoint:
+    """One joint. `low`, `high` and `speed_max` are in rad and rad/s, or m and m/s for a prismatic joint. A missing
+    limit is NaN.
+
+    Attributes:
+        kind: URDF's type: ``revolute``, ``continuous``, ``prismatic``, ``fixed``, ...
+        origin: (4, 4), the joint's frame in its parent link's frame.
+        axis: (3,), unit vector in the joint's frame.
+    """
+
+    name: str
+    kind: str
+    parent: str
+    child: str
+    origin: Array
+    axis: Array
+    low: float
+    high: float
+    speed_max: float
+
+    @property
+    def is_movable(self) -> bool:
+        return self.kind in _ROTARY + _LINEAR
+
+    def transform(self, value: float) -> Array:
+        """(4, 4): the child link's frame in the parent link's frame, with the joint at `value`."""
+        moved = np.eye(4)
+        if self.kind in _ROTARY:
+            moved[:3, :3] = _rotation(self.axis, value)
+        elif self.kind in _LINEAR:
+            moved[:3, 3] = self.axis * value
+        result: Array = self.origin @ moved
+        return result
+
+
+class Urdf:
+    """A parsed description.
+
+    Attributes:
+        joints: by name, in the description's order.
+        root: the link without a parent joint.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Raises SpecError: not XML, not a URDF, too long, or with a DOCTYPE (entities are not expanded)."""
+        if len(text) > MAX_DESCRIPTION_BYTES:
+            raise SpecError(
+                f"the robot's description has {len(text)} characters; at most {MAX_DESCRIPTION_BYTES} are allowed"
+            )
+        if "<!DOCTYPE" in text:
+            raise SpecError("the robot's description has a DOCTYPE; remove it, a URDF has none")
+        try:
+            robot = ElementTree.fromstring(text)
+            self.joints = {joint.name: joint for joint in map(_read_joint, robot.findall("joint"))}
+        except (ElementTree.ParseError, ValueError) as error:
+            raise SpecError(f"the robot's description is not a URDF: {error}") from None
+        if robot.tag != "robot" or not self.joints:
+            raise SpecError(f"the robot's description is not a URDF: <{robot.tag}> with {len(self.joints)} joints")
+        self._above = {joint.child: joint for joint in self.joints.values()}
+        self.root = next((j.parent for j in self.joints.values() if j.parent not in self._above), "")
+
+    def joint(self, name: str) -> UrdfJoint:
+        """Raises SpecError for an unknown joint, or one that does not move."""
+        if name not in self.joints or not self.joints[name].is_movable:
+            movable = [joint.name for joint in self.joints.values() if joint.is_movable]
+            raise SpecError(f"the robot's description has no movable joint {name!r}; choose one of {movable}")
+        return self.joints[name]
+
+    def chain(self, link: str, base: str = "") -> KinematicChain:
+        """The joints between `base` (default: the root) and `link`.
+
+        Raises:
+            SpecError: there is no such link, or it is not connected to the base.
+        """
+        base = base or self.root
+        joints: list[UrdfJoint] = []
+        at = link
+        while at != base:
+            if at not in self._above or len(joints) > len(self.joints):
+                raise SpecError(f"link {link!r} is not connected to {base!r}; the links are {sorted(self._above)}")
+            joints.append(self._above[at])
+            at = joints[-1].parent
+        return KinematicChain(tuple(reversed(joints)))
+
+
+@dataclass(frozen=True)
+class KinematicChain:
+    """The joints from a base to a link, including fixed ones."""
+
+    joints: tuple[UrdfJoint, ...]
+
+    @property
+    def movable_joints(self) -> tuple[str, ...]:
+        return tuple(joint.name for joint in self.joints if joint.is_movable)
+
+    def pose(self, values: Mapping[str, float]) -> Array:
+        """(4, 4) float64: the link's frame in the base's frame. `values` has every movable joint's position, in rad or
+        m."""
+        pose: Array = np.eye(4)
+        for joint in self.joints:
+            pose = pose @ joint.transform(values[joint.name] if joint.is_movable else 0.0)
+        return pose
+
+
+def _read_joint(element: ElementTree.Element) -> UrdfJoint:
+    def text(tag: str, attribute: str, otherwise: str | None = None) -> str:
+        found = element if not tag else element.find(tag)
+        given = otherwise if found is None else found.get(attribute, otherwise)
+        if not given:
+            raise ValueError(f"a joint without {attribute}")
+        return given
+
+    def vector(tag: str, attribute: str, otherwise: str) -> Array:
+        values = tuple(map(float, text(tag, attribute, otherwise).split()))
+        if len(values) != 3 or not all(map(math.isfinite, values)):
+            raise ValueError(f"{attribute}={values} is not three numbers")
+        return np.array(values)
+
+    kind, axis, transform = text("", "type"), vector("axis", "xyz", "1 0 0"), np.eye(4)
+    roll, pitch, yaw = vector("origin", "rpy", "0 0 0")  # about the fixed x, then y, then z axis
+    x, y, z = np.eye(3)
+    transform[:3, :3] = _rotation(z, yaw) @ _rotation(y, pitch) @ _rotation(x, roll)
+    transform[:3, 3] = vector("origin", "xyz", "0 0 0")
+    # URDF's default for a missing bound of a limit is 0; a joint without a limit gets NaN
+    absent, endless = "nan" if element.find("limit") is None else "0", kind == "continuous"
+    return UrdfJoint(
+        name=text("", "name"),
+        kind=kind,
+        parent=text("parent", "link"),
+        child=text("child", "link"),
+        origin=transform,
+        axis=axis / max(float(np.linalg.norm(axis)), 1e-12),
+        low=-_FULL_TURN_RAD if endless else float(text("limit", "lower", absent)),
+        high=_FULL_TURN_RAD if endless else float(text("limit", "upper", absent)),
+        speed_max=float(text("limit", "velocity", "nan")),
+    )
+
+
+def _rotation(axis: Array, angle_rad: float) -> Array:
+    """Rodrigues' formula."""
+    x, y, z = axis
+    cross: Array = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    result: Array = np.eye(3) + math.sin(angle_rad) * cross + (1 - math.cos(angle_rad)) * (cross @ cross)
+    return result
 
 
 @dataclass(frozen=True)
@@ -55,27 +217,12 @@ class WrenchConfig:
     of_tool: bool = False
 
 
-@dataclass(frozen=True)
-class RosCameraConfig:
-    """A camera topic. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage.
-
-    `stale_after_s` defaults to three frame times plus 0.1 s.
-    """
+@dataclass(frozen=True, kw_only=True)
+class RosCameraConfig(FrameConfig):
+    """A camera topic. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage."""
 
     topic: str
-    height: int
-    width: int
-    rate_hz: float = 30.0
     kind: Literal["raw", "compressed"] = "raw"
-    stale_after_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.stale_after_s is not None and not self.stale_after_s > 0:
-            raise ValueError(f"a camera's stale_after_s is {self.stale_after_s:g}; it must be above 0")
-
-    @property
-    def stale_s(self) -> float:
-        return default_stale_after_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
 
 
 @dataclass(frozen=True)
@@ -103,7 +250,7 @@ class Ros2Config:
     estop_timeout_s: the robot is lost after this time without a message on `estop_topic`; needs a publisher that
     repeats it. 0 for no timeout. Without a publisher the robot is lost in any case.
     stop_service: std_srvs/srv/Trigger, also called by a safe stop.
-    clock: the meaning of message stamps; see `robots.ros2_readings.StampClock`.
+    clock: the meaning of message stamps, see `StampClock`.
     domain: ROS 2 domain; default: ``ROS_DOMAIN_ID``.
     connect_s: timeout for connecting.
     stale_after_s: default: two control periods.
@@ -114,10 +261,10 @@ class Ros2Config:
     controller: str = "joint_trajectory_controller"
     kind: ControllerKind = "trajectory"
     model: str = "ros2_arm"
-    rate_hz: float = 20.0
+    rate_hz: Positive = 20.0
     description: str = ""
     limits: dict[str, JointLimits] = field(default_factory=dict)
-    speed_share: float = 0.25
+    speed_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
     acceleration_max: float | None = None
     tool: str = ""
     base: str = ""
@@ -133,13 +280,13 @@ class Ros2Config:
     activate: bool = True
     instead_of: tuple[str, ...] = ()
     estop_topic: str = ""
-    estop_timeout_s: float = 0.0
+    estop_timeout_s: Annotated[float, Meta(ge=0)] = 0.0
     stop_service: str = ""
     clock: StampClock = "shared"
     domain: int | None = None
-    connect_s: float = 10.0
-    stale_after_s: float | None = None
-    lost_after_s: float = 1.0
+    connect_s: Positive = 10.0
+    stale_after_s: Positive | None = None
+    lost_after_s: Positive = 1.0
     reduced_speed: float = 0.25
     sentence: str = ""
     max_steps: int = 3000
@@ -148,15 +295,8 @@ class Ros2Config:
     def __post_init__(self) -> None:
         if not self.joints or len(set(self.joints)) != len(self.joints):
             raise ValueError(f"joints must name each joint once; they are {list(self.joints)}")
-        if self.rate_hz <= 0 or not 0 < self.speed_share <= 1:
-            raise ValueError(
-                f"rate_hz must be above 0 and speed_share in (0, 1]; they are {self.rate_hz} and {self.speed_share}"
-            )
-        if self.estop_timeout_s < 0 or (self.estop_timeout_s and not self.estop_topic):
-            raise ValueError("estop_timeout_s must be 0 or a time above 0, and needs an estop_topic")
-        times = (self.connect_s, self.lost_after_s, self.stale_after_s)
-        if any(given is not None and not given > 0 for given in times):
-            raise ValueError(f"connect_s, lost_after_s and stale_after_s must be above 0; they are {times}")
+        if self.estop_timeout_s and not self.estop_topic:
+            raise ValueError("estop_timeout_s needs an estop_topic")
         kinds = {self.kind} | ({self.gripper.kind} if self.gripper else set())
         if not self.manager and "position" in kinds:
             raise ValueError("a forward controller needs its `manager`, which returns the order of its joints")
@@ -202,27 +342,21 @@ def read_description(config: Ros2Config, name: str) -> Urdf | None:
             return Urdf(Path(config.description).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"robot {name}: the description cannot be read: {error}") from None
-    with RosNode(f"describe_{name}", config.domain) as ros_node:
-        return Urdf(_from_topic(ros_node, place) if source == "topic" else _from_parameter(ros_node, place))
-
-
-def _from_topic(ros_node: RosNode, topic: str) -> str:
-    messages: list[Any] = []
-    ros_node.wait_until(
-        lambda: ros_node.rclpy_node.count_publishers(topic) > 0,
-        DESCRIPTION_TIMEOUT_S,
-        f"there is no publisher on {topic}",
-    )
-    ros_node.subscribe_state("std_msgs/msg/String", topic, messages.append)
-    ros_node.wait_until(lambda: bool(messages), DESCRIPTION_TIMEOUT_S, f"no message on {topic}")
-    return str(messages[0].data)
-
-
-def _from_parameter(ros_node: RosNode, node: str) -> str:
-    text = read_parameters(ros_node, node, ["robot_description"], DESCRIPTION_TIMEOUT_S).get("robot_description")
-    if not isinstance(text, str):
-        raise HardwareLost(f"{node} has no parameter robot_description")
-    return text
+    ros_node, texts = RosNode(f"describe_{name}", config.domain), list[Any]()
+    ros_node.open()
+    try:
+        if source == "parameter":
+            texts.append(ros_node.read_parameters(place, ["robot_description"], DESCRIPTION_TIMEOUT_S))
+            if "robot_description" not in texts[0]:
+                raise HardwareLost(f"{place} has no parameter robot_description")
+            return Urdf(str(texts[0]["robot_description"]))
+        absent, silent = f"there is no publisher on {place}", f"no message on {place}"
+        ros_node.wait_until(lambda: ros_node.has_publisher(place), DESCRIPTION_TIMEOUT_S, absent)
+        ros_node.subscribe("std_msgs/msg/String", place, texts.append, sensor=False)
+        ros_node.wait_until(lambda: bool(texts), DESCRIPTION_TIMEOUT_S, silent)
+        return Urdf(str(texts[0].data))
+    finally:
+        ros_node.close()
 
 
 def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
@@ -234,26 +368,33 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
     tool = urdf.chain(config.tool, config.base) if urdf is not None and config.tool else None
     if tool is not None and (unknown := set(tool.movable_joints) - set(config.commanded_joints)):
         raise SpecError(f"there are joints between base and tool that are missing in the config: {sorted(unknown)}")
-    bounds = [_bounds(name, config, urdf) for name in config.joints]
-    low, high, speed = (tuple(each) for each in zip(*bounds, strict=True))
-    units = tuple(_unit(name, urdf) for name in config.commanded_joints)
-    state, tool_at, force_at = _state(config, units, (low, high, speed), tool is not None)
-    grip = config.gripper
-    action = ArraySpec(
-        name=ACTION,
-        labels=tuple(f"{name}.pos" for name in config.commanded_joints),
-        units=units,
-        low=low + (() if grip is None else (grip.low,)),
-        high=high + (() if grip is None else (grip.high,)),
-    )
+    if (config.workspace or config.keep_out) and tool is None:
+        raise SpecError("workspace and keep_out bound the tool: set `tool` to its link")
+    grip, wrench, box = config.gripper, config.wrench, config.workspace
+    low, high, speed = zip(*(_bounds(name, config, urdf) for name in config.joints), strict=True)
+    prismatic = {name for name, each in urdf.joints.items() if each.kind == "prismatic"} if urdf is not None else set()
+    units = ["m" if name in prismatic else "rad" for name in config.commanded_joints]
+    arm = list(zip(config.joints, units, low, high, speed, strict=False))
+    rows = [(f"{name}.pos", unit, least, most) for name, unit, least, most, _ in arm]
+    if grip is not None:
+        rows.append((f"{grip.joint}.pos", units[-1], grip.low, grip.high))
+    labels, of_what, lows, highs = zip(*rows, strict=True)
+    action = ArraySpec(name=ACTION, labels=labels, units=of_what, low=lows, high=highs)
+    if config.velocities:
+        rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, _, _, fastest in arm]
+    tool_at = tuple(range(len(rows), len(rows) + 3)) if tool is not None else ()
+    rows += [(f"tool_{axis}", "m", -TOOL_RANGE_M, TOOL_RANGE_M) for axis, _ in zip("xyz", tool_at, strict=False)]
+    force_at = tuple(range(len(rows), len(rows) + 3)) if wrench is not None else ()
+    rows += [(f"force_{axis}", "N", -FORCE_RANGE_N, FORCE_RANGE_N) for axis, _ in zip("xyz", force_at, strict=False)]
+    labels, of_what, lows, highs = zip(*rows, strict=True)
     joints = tuple(range(len(config.joints)))
     limits = SafetyLimits(
-        workspace_low=() if config.workspace is None else config.workspace.low,
-        workspace_high=() if config.workspace is None else config.workspace.high,
+        workspace_low=() if box is None else box.low,
+        workspace_high=() if box is None else box.high,
         keep_out=config.keep_out,
         tool_position=tool_at,
         tool_force=force_at,
-        tool_force_max=None if config.wrench is None else config.wrench.force_max,
+        tool_force_max=None if wrench is None else wrench.force_max,
         joint_position=joints,
         joint_low=low,
         joint_high=high,
@@ -262,40 +403,21 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
         reduced_speed=config.reduced_speed,
         stale_after_s=config.stale_s,
     )
-    if (config.workspace or config.keep_out) and tool is None:
-        raise SpecError("workspace and keep_out bound the tool: set `tool` to its link")
+    stops = ", then deactivates its controllers, so that the hardware holds" if config.manager else ""
     spec = RobotSpec(
         model=config.model,
         rate_hz=config.rate_hz,
-        observation=(state,),
+        observation=(ArraySpec(name=STATE, labels=labels, units=of_what, low=lows, high=highs),),
         action=action,
-        cameras=tuple(_camera(name, each) for name, each in config.cameras.items()),
+        cameras=camera_specs(config.cameras),
         limits=limits,
         neutral=tuple(min(max(0.0, a), b) for a, b in zip(action.low, action.high, strict=True)),
         joint_target=joints,
         gripper=-1 if grip is None else len(joints),
-        safe_stop=_safe_stop(config),
+        safe_stop=f"holds the measured position{stops}"
+        + (f", and calls {config.stop_service}" if config.stop_service else ""),
     )
     return Ros2Layout(spec, urdf, tool)
-
-
-def _state(
-    config: Ros2Config, units: tuple[str, ...], bounds: tuple[tuple[float, ...], ...], has_tool: bool
-) -> tuple[ArraySpec, tuple[int, ...], tuple[int, ...]]:
-    """The state's spec, and the state indices of the tool's position and the force."""
-    grip, (low, high, speed) = config.gripper, bounds
-    arm = list(zip(config.joints, units, low, high, speed, strict=False))
-    rows = [(f"{name}.pos", unit, a, b) for name, unit, a, b, _ in arm]
-    if grip is not None:
-        rows.append((f"{grip.joint}.pos", units[-1], grip.low, grip.high))
-    if config.velocities:
-        rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, _, _, fastest in arm]
-    tool_at = tuple(range(len(rows), len(rows) + 3)) if has_tool else ()
-    rows += [(f"tool_{XYZ[i]}", "m", -TOOL_RANGE_M, TOOL_RANGE_M) for i in range(len(tool_at))]
-    force_at = tuple(range(len(rows), len(rows) + 3)) if config.wrench is not None else ()
-    rows += [(f"force_{XYZ[i]}", "N", -FORCE_RANGE_N, FORCE_RANGE_N) for i in range(len(force_at))]
-    names, of_what, lows, highs = zip(*rows, strict=True)
-    return ArraySpec(name=STATE, labels=names, units=of_what, low=lows, high=highs), tool_at, force_at
 
 
 def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, float, float]:
@@ -313,19 +435,3 @@ def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, f
             f"`limits: {{{joint}: {{low: -3.1, high: 3.1, speed_max: 0.5}}}}` or `description`"
         )
     return low, high, speed
-
-
-def _unit(joint: str, urdf: Urdf | None) -> str:
-    """Joints without a description count as revolute."""
-    return "m" if urdf is not None and joint in urdf.joints and urdf.joints[joint].kind == "prismatic" else "rad"
-
-
-def _camera(name: str, config: RosCameraConfig) -> CameraSpec:
-    return CameraSpec(name=name, height=config.height, width=config.width, rate_hz=config.rate_hz)
-
-
-def _safe_stop(config: Ros2Config) -> str:
-    text = "holds the measured position"
-    if config.manager:
-        text += ", then deactivates its controllers, so that the hardware holds"
-    return text + (f", and calls {config.stop_service}" if config.stop_service else "")

@@ -1,4 +1,4 @@
-"""The connection to one Universal Robots controller, by ur_rtde (1.6 or later; extra ``ur``).
+"""The options of a Universal Robots arm, and the connection to its controller, by ur_rtde (1.6 or later; extra ``ur``).
 
 One thread calls ur_rtde's control interface: it streams the path to the newest target and feeds the controller's
 watchdog, so that no library call blocks the driver. Without updates the controller ends the uploaded program, and the
@@ -8,29 +8,32 @@ arm brakes.
 from __future__ import annotations
 
 import atexit
+import enum
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
-from hal.errors import EmergencyStopped, HardwareLost, SpecError, install_hint
+from hal.errors import HardwareLost
+from hal.settings import Positive
 from hal.spec import Array
+from robots.delta_actions import DeltaArmConfig
+from robots.device import EXIT_TIMEOUT_S, DeviceClock, age_s, import_library
+from robots.robotiq import RobotiqConfig
 
+JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
+JOINT_RANGE_RAD = 2 * np.pi  # range of every joint, to either side
 DASHBOARD_PORT = 29999
 RESPONSE_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 10.0  # on a broken connection, a call of ur_rtde takes 2 to 5 s, and disconnecting as long
-EXIT_TIMEOUT_S = 2.0
-OFFSET_WINDOW_S = 10.0  # clocks that differ by 1e-4 drift by 1 ms in this time
 SERVO_DECELERATION = 10.0  # m/s^2, ur_rtde's default
 JOINT_DECELERATION = 2.0  # rad/s^2, ur_rtde's default
-ARRIVED_RAD = 2e-3
 CONNECTION_BROKEN = "the connection broke"
 WATCHDOG_LEAD_S = 0.02  # the controller's watchdog fires this long before `silence_s` ends, at most a twentieth of it
 STATE_LAG_PACKAGES = 3  # packages: the library's two connections are not synchronised
@@ -52,35 +55,42 @@ SAFETY_MODES = {
 NORMAL, REDUCED = 1, 2
 ROBOT_MODES = {-1: "not under control", 0: "disconnected", 3: "powered off", 5: "idle, its brakes on"}
 RUNNING = 7
-RTDE_VARIABLES = [
-    "timestamp",
-    "actual_q",
-    "actual_qd",
-    "actual_TCP_pose",
-    "actual_TCP_force",
-    "robot_mode",
-    "safety_mode",
-]
+RTDE_VARIABLES = (
+    "timestamp actual_q actual_qd actual_TCP_pose actual_TCP_force robot_mode safety_mode"  # of the guide
+).split()
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class UrConnectionConfig:
+class UrConfig(DeltaArmConfig):
     """Attributes:
-    silence_s: without updates for this time, the controller has ended the program.
+    host: the controller's address. It must be in remote control.
+    model: for display and placement, e.g. ``ur5e``.
+    joint_low, joint_high: rad; default: the joints' whole range.
+    gripper: settings of a Robotiq gripper; None for none.
+    home: joint angles, rad: target of a reset, at `home_speed`, rad/s. If empty, a person moves the robot.
+    silence_s: without commands for this time, the controller ends the program. Default: two control periods.
+    lookahead_s, gain: of the controller's servoj.
     rtde_hz: rate at which state is received and the target is streamed.
-    lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
-    joint_speed: of `UrConnection.move_joints`, rad/s.
     """
 
-    host: str
-    silence_s: float
-    rtde_hz: float = 125.0
-    lookahead_s: float = 0.1
-    gain: float = 300.0
-    joint_speed: float = 0.3
-    joint_acceleration: float = 0.5
+    model: str = "ur5e"
+    tool_speed: Positive = 0.25
+    force_max: float | None = 50.0
+    joint_low: tuple[float, ...] = (-JOINT_RANGE_RAD,) * 6
+    joint_high: tuple[float, ...] = (JOINT_RANGE_RAD,) * 6
+    gripper: RobotiqConfig | None = None
+    home: tuple[float, ...] = ()
+    home_speed: Positive = 0.3
+    silence_s: Positive | None = None
+    lookahead_s: Annotated[float, Meta(ge=0.03, le=0.2)] = 0.1
+    gain: Annotated[float, Meta(ge=100, le=2000)] = 300.0
+    rtde_hz: Positive = 125.0
+
+    @property
+    def watchdog_s(self) -> float:
+        return self.silence_s or self.two_periods_s
 
 
 @dataclass(frozen=True)
@@ -118,61 +128,28 @@ class ServoCommand:
         return point
 
 
-@dataclass(frozen=True)
-class MoveCommand:
-    end: Array
+class Rest(enum.Enum):
+    """Stand still: with the program, or without it."""
+
+    HOLD = "hold"
+    STOP_PROGRAM = "stop program"
 
 
-@dataclass(frozen=True)
-class HoldCommand:
-    pass
-
-
-@dataclass(frozen=True)
-class StopProgramCommand:
-    pass
-
-
-_Command = ServoCommand | MoveCommand | HoldCommand | StopProgramCommand
-
-
-class ControllerClock:
-    """Maps a controller's stamps to the local monotonic clock; the least recent delay counts as 0."""
-
-    def __init__(self) -> None:
-        self._offset_s = self._earlier_s = np.inf
-        self._since_s = -np.inf
-        self._stamp_s = -np.inf
-        self._local_s = -np.inf
-
-    def age_s(self) -> float:
-        """The age of the newest reading; 0 before the first."""
-        return 0.0 if self._local_s == -np.inf else time.monotonic() - self._local_s
-
-    def local_s(self, stamp_s: float, now_s: float) -> float:
-        """The capture time of a reading with that stamp; monotonic, and never after `now_s`."""
-        if stamp_s == self._stamp_s:
-            return self._local_s
-        if now_s - self._since_s > OFFSET_WINDOW_S:
-            self._since_s, self._earlier_s, self._offset_s = now_s, self._offset_s, np.inf
-        self._offset_s = min(self._offset_s, now_s - stamp_s)
-        self._stamp_s = stamp_s
-        self._local_s = max(self._local_s, stamp_s + min(self._offset_s, self._earlier_s))
-        return self._local_s
+_Command = ServoCommand | Rest
 
 
 class UrConnection:
-    """One connection, for a single use. One thread calls it. Only `open`, `restart_program`, `move_joints` and `close`
-    block, each with a timeout."""
+    """One connection, for a single use. One thread calls it. Only `open`, `restart_program` and `close` block, each
+    with a timeout."""
 
-    def __init__(self, config: UrConnectionConfig, receive: Any = None) -> None:
+    def __init__(self, config: UrConfig, receive: Any = None) -> None:
         """`receive`: ur_rtde's receive interface; None: `open` makes it."""
         self.config = config
         self._name = f"UR at {config.host}"
-        self._clock = ControllerClock()
+        self._clock = DeviceClock()
         self._receive = receive
         self._lock = threading.Lock()
-        self._command: _Command = HoldCommand()
+        self._command: _Command = Rest.HOLD
         self._updated_s = 0.0
         self._lost = ""
         self._changed, self._opened, self._running = threading.Event(), threading.Event(), threading.Event()
@@ -187,7 +164,7 @@ class UrConnection:
                 that.
             SpecError: ur_rtde is not installed.
         """
-        import_rtde("rtde_control")
+        import_library("rtde_control", "ur")
         self._require_dashboard()
         self._thread.start()
         if not self._opened.wait(OPEN_TIMEOUT_S):
@@ -197,10 +174,10 @@ class UrConnection:
     @property
     def is_program_stopped(self) -> bool:
         """Whether the controller runs no program of this connection; `restart_program` uploads it again."""
-        return isinstance(self._command, StopProgramCommand)
+        return self._command is Rest.STOP_PROGRAM
 
     def continues_servo(self) -> bool:
-        """Whether the arm still follows a target. If so, this extends it by `config.silence_s`; without calls for that
+        """Whether the arm still follows a target. If so, this extends it by `config.watchdog_s`; without calls for that
         long, the arm has braked on its way."""
         with self._lock:
             self._stop_if_silent()
@@ -211,16 +188,13 @@ class UrConnection:
         """The newest reading, of any age. Raises HardwareLost, with the reason if the arm was stopped."""
         receive = self._receive  # before the check: the thread sets the reason before it clears this
         self._require_open()
-        stamp_s, now_s = (
-            receive.getTimestamp(),
-            time.monotonic(),
-        )  # before the values, so that they are not older than the stamp
+        stamp_s, now_ns = receive.getTimestamp(), time.monotonic_ns()  # first: the values are not older than the stamp
         reading = UrState(
             q=np.array(receive.getActualQ()),
             qd=np.array(receive.getActualQd()),
             pose=np.array(receive.getActualTCPPose()),
             force=np.array(receive.getActualTCPForce()[:3]),
-            t_capture_ns=int(self._clock.local_s(stamp_s, now_s) * 1e9),
+            t_capture_ns=self._clock.captured_ns(int(stamp_s * 1e9), now_ns),
         )
         if not receive.isConnected():
             self._lost = self._lost or CONNECTION_BROKEN
@@ -231,7 +205,7 @@ class UrConnection:
 
     def servo(self, target: Array, lasts_s: float, joints: bool) -> None:
         """Move straight to `target` in `lasts_s`: joint angles or a pose, (6,). The arm holds at the end, and after
-        `config.silence_s` without a call. Raises HardwareLost."""
+        `config.watchdog_s` without a call. Raises HardwareLost."""
         reading, now_s, command = self.read(), time.monotonic(), self._command
         if isinstance(command, ServoCommand) and command.joints == joints:
             start = command.at(now_s)
@@ -243,44 +217,20 @@ class UrConnection:
         """Brake and hold; a stopped program stays stopped. Raises HardwareLost."""
         self._require_open()
         if not self.is_program_stopped:
-            self._set_command(HoldCommand())
+            self._set_command(Rest.HOLD)
 
     def stop_program(self) -> None:
         """Brake and end the program on the controller, which holds the arm. Raises HardwareLost."""
         self._require_open()
-        self._set_command(StopProgramCommand())
+        self._set_command(Rest.STOP_PROGRAM)
 
     def restart_program(self) -> None:
         """Upload the program again, after `stop_program`. Raises HardwareLost."""
         self._running.clear()
-        self._set_command(HoldCommand())
+        self._set_command(Rest.HOLD)
         if not self._running.wait(OPEN_TIMEOUT_S):
             self._lost = self._lost or "the controller does not start the program"
         self._require_open()
-
-    def move_joints(self, q: Array, timeout_s: float, check_stop: Callable[[], None]) -> None:
-        """Move to joint angles by moveJ, then hold. Calls `check_stop` periodically; the arm also holds if that raises,
-        and while the newest reading is older than `config.silence_s`.
-
-        Raises:
-            HardwareLost: the arm was stopped.
-            EmergencyStopped: the arm did not arrive in time and holds: a person must look at it.
-        """
-        until_s = time.monotonic() + timeout_s
-        command = MoveCommand(q)
-        try:
-            while np.abs(self.read().q - q).max() > ARRIVED_RAD:
-                check_stop()
-                if time.monotonic() > until_s:
-                    at = np.round(self.read().q, 3).tolist()
-                    raise EmergencyStopped(
-                        f"{self._name}: it did not get home within {timeout_s:.3g} s: its joints are at {at}; "
-                        "a person must look at it"
-                    )
-                self._set_command(command if self._clock.age_s() <= self.config.silence_s else HoldCommand())
-                time.sleep(1 / self.config.rtde_hz)
-        finally:
-            self.hold()
 
     def close(self) -> None:
         """Stop the program and disconnect, within `CLOSE_TIMEOUT_S`. Sends nothing to a controller without new
@@ -289,9 +239,9 @@ class UrConnection:
         receive = self._receive
         if receive is not None and not receive.isConnected():
             self._lost = self._lost or CONNECTION_BROKEN
-        if self._clock.age_s() > self.config.silence_s:
+        if self._clock.newest_ns is not None and age_s(self._clock.newest_ns) > self.config.watchdog_s:
             self._lost = self._lost or "it sends no readings any more"
-        self._set_command(StopProgramCommand())
+        self._set_command(Rest.STOP_PROGRAM)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
@@ -363,7 +313,7 @@ class UrConnection:
 
     def _connect(self) -> tuple[Any, Any]:
         host, hz = self.config.host, self.config.rtde_hz
-        receive = import_rtde("rtde_receive").RTDEReceiveInterface(host, hz, RTDE_VARIABLES)
+        receive = import_library("rtde_receive", "ur").RTDEReceiveInterface(host, hz, RTDE_VARIABLES)
         until_s = time.monotonic() + RESPONSE_TIMEOUT_S
         while not receive.isConnected() or not _has_state(receive):
             if time.monotonic() > until_s:
@@ -371,7 +321,7 @@ class UrConnection:
             time.sleep(1 / hz)
         if reason := stop_reason(receive):
             raise HardwareLost(reason)
-        return receive, import_rtde("rtde_control").RTDEControlInterface(host, hz)
+        return receive, import_library("rtde_control", "ur").RTDEControlInterface(host, hz)
 
     def current_command(self) -> _Command:
         with self._lock:
@@ -379,9 +329,9 @@ class UrConnection:
             return self._command
 
     def _stop_if_silent(self) -> None:
-        silent = time.monotonic() - self._updated_s > self.config.silence_s
-        if silent and not isinstance(self._command, StopProgramCommand):
-            self._command = HoldCommand()
+        silent = time.monotonic() - self._updated_s > self.config.watchdog_s
+        if silent and self._command is not Rest.STOP_PROGRAM:
+            self._command = Rest.HOLD
 
 
 class _ControlProgram:
@@ -391,23 +341,20 @@ class _ControlProgram:
         mode: the arm stands in ``idle`` and ``rest``; in ``rest`` there is no program.
     """
 
-    def __init__(self, control: Any, config: UrConnectionConfig) -> None:
+    def __init__(self, control: Any, config: UrConfig) -> None:
         self._control, self._config = control, config
-        self.mode: Literal["idle", "servo", "move", "rest"] = "idle"
-        self._move_in_progress: MoveCommand | None = None
+        self.mode: Literal["idle", "servo", "rest"] = "idle"
         self._set_watchdog()
 
     def execute(self, command: _Command) -> None:
         """Send what the command needs now. Raises HardwareLost if the program has ended, or refuses."""
-        if isinstance(command, StopProgramCommand):
+        if command is Rest.STOP_PROGRAM:
             self._rest()
             return
         if self.mode == "rest":
             self._start()
         if isinstance(command, ServoCommand):
             self._servo(command)
-        elif isinstance(command, MoveCommand):
-            self._move(command)
         else:
             self._brake()
             self._control.kickWatchdog()
@@ -415,33 +362,17 @@ class _ControlProgram:
             raise HardwareLost("the controller ended the program: by its watchdog, or at the pendant")
 
     def _servo(self, command: ServoCommand) -> None:
-        if self.mode == "move":
-            self._brake()
         self.mode = "servo"
         point, config = command.at(time.monotonic()).tolist(), self._config
         servo = self._control.servoJ if command.joints else self._control.servoL
-        # speed and acceleration, which the controller ignores
-        _require_success(
-            servo(point, 0.0, 0.0, 1 / config.rtde_hz, config.lookahead_s, config.gain),
-            "the controller refused a target",
-        )
-
-    def _move(self, command: MoveCommand) -> None:
-        if command is not self._move_in_progress:
-            self._brake()
-            speed, acceleration = self._config.joint_speed, self._config.joint_acceleration
-            _require_success(
-                self._control.moveJ(command.end.tolist(), speed, acceleration, True), "the controller refused a move"
-            )
-            self._move_in_progress, self.mode = command, "move"
-        self._control.kickWatchdog()
+        # the controller ignores the speed and the acceleration
+        done = servo(point, 0.0, 0.0, 1 / config.rtde_hz, config.lookahead_s, config.gain)
+        _require_success(done, "the controller refused a target")
 
     def _brake(self) -> None:
         if self.mode == "servo":
             _require_success(self._control.servoStop(SERVO_DECELERATION), "the controller refused to brake")
-        elif self.mode == "move":
-            self._control.stopJ(JOINT_DECELERATION)
-        self._move_in_progress, self.mode = None, "idle"
+        self.mode = "idle"
 
     def _rest(self) -> None:
         if self.mode != "rest":
@@ -460,17 +391,8 @@ class _ControlProgram:
         self._set_watchdog()
 
     def _set_watchdog(self) -> None:
-        silence_s = self._config.silence_s
-        patience_s = silence_s - min(WATCHDOG_LEAD_S, silence_s / 20)
+        patience_s = self._config.watchdog_s - min(WATCHDOG_LEAD_S, self._config.watchdog_s / 20)
         _require_success(self._control.setWatchdog(1 / patience_s), "the watchdog cannot be set")
-
-
-def import_rtde(name: str) -> Any:
-    """Import ur_rtde's module of that name. Raises SpecError if it is not installed."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise SpecError(f"ur_rtde cannot be imported: {error}; install it with: {install_hint('ur')}") from error
 
 
 def stop_reason(receive: Any) -> str:

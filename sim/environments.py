@@ -14,9 +14,9 @@ from gymnasium import spaces
 
 from hal.robot import Observation
 from hal.spec import ENVIRONMENT_STATE, STATE, Array, ArraySpec
-from sim.driver import make_task
 from sim.rendering import SimCamera
 from sim.robot import SimRobot, SimRobotConfig
+from sim.tasks import make_task
 
 KEYS = {"state": STATE, "environment_state": ENVIRONMENT_STATE}
 
@@ -42,7 +42,7 @@ class ArmEnvironment(gymnasium.Env[dict[str, Any], Array]):
     ) -> None:
         """Raises SpecError on an unknown task, model or camera."""
         self.render_mode = render_mode
-        config = SimRobotConfig(model=model, scene=task, cameras=(camera,), image_width=width, image_height=height)
+        config = SimRobotConfig(model=model, scene=(task,), cameras=(camera,), image_width=width, image_height=height)
         self._task = make_task(task, config.arm)
         self._robot = SimRobot(config)
         self._robot.connect()

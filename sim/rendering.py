@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import mujoco
@@ -20,13 +19,8 @@ import numpy as np
 from hal.camera import Camera, CameraFrame
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, CameraSpec
-from sim.robot import SimRobot
+from sim.robot import EGL_MISSING, SimRobot
 from sim.world import MujocoWorld
-
-EGL_MISSING = (
-    "cannot render without a screen, because EGL is missing or broken ({cause}); "
-    "on Debian or Ubuntu: apt-get install libegl1 libegl-mesa0"
-)
 
 TIME_TOLERANCE_S = 1e-6  # of simulated time
 REAL_TIME_WAIT_SHARE = 0.1  # of a control period, for an image
@@ -111,7 +105,7 @@ class SimCamera(Camera):
 
 def make_cameras(robot: SimRobot) -> Mapping[str, SimCamera]:
     """Make the robot's cameras by name, in the order of its spec, not connected."""
-    return MappingProxyType({spec.name: SimCamera(robot, spec) for spec in robot.spec.cameras})
+    return {spec.name: SimCamera(robot, spec) for spec in robot.spec.cameras}
 
 
 class SceneRenderer:

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
+from hal.settings import Count, Positive, Share
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
-from sim.arms import panda, so101, ur5e
-from sim.arms.arm import ArmModel
+from sim.arms import ARMS, ArmModel
+from sim.objects import DISTRACTORS, make_objects, scene_objects
 
 if TYPE_CHECKING:
+    from sim.scene import Motion, Pose
     from sim.world import MujocoWorld
 
-ARMS: dict[str, ArmModel] = {arm.name: arm for arm in (panda.ARM, so101.ARM, ur5e.ARM)}
+EGL_MISSING = (
+    "cannot render without a screen, because EGL is missing or broken ({cause}); "
+    "on Debian or Ubuntu: apt-get install libegl1 libegl-mesa0 libopengl0"
+)
 
 PHYSICS_STEP_S = 0.002
-
-OBJECT_FROM_SCENE = {"lift": "cube", "reach": "target"}
-"""The tracked object of each scene."""
+_WRENCH_MAX = (200.0, 200.0, 200.0, 20.0, 20.0, 20.0)
 
 TOOL_POSITION = slice(-8, -5)
 TOOL_VELOCITY = slice(-5, -2)
 GRIPPER_WIDTH = -2
 GRIPPER_SET_WIDTH = -1
 """Indices into ``observation.state``, which begins with the joints' positions and velocities."""
+
+FORCE = slice(-14, -11)
+"""Likewise, if the wrench is measured."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,10 @@ class SimRobotConfig:
 
     Attributes:
         model: ``panda``, ``so101`` or ``ur5e`` (with a 2F-85).
-        scene: ``lift`` (a cube on a table) or ``reach`` (a target in the air).
+        scene: the tasks (or objects) that the scene has the objects of; one of its tasks places its own, and the others
+            are out of sight. Default: the robot's task.
+        wrench: whether the state has the force and the torque on the gripper, and its force is limited; None: if
+            something is to be inserted.
         rate_hz: control periods per second of simulated time; a period is a whole number of 2 ms physics steps.
         step_max_m: the longest step of the tool along each axis per control period; None for the model's default.
         workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's
@@ -45,18 +56,24 @@ class SimRobotConfig:
         cameras: a selection of ``front`` and ``wrist``.
         camera_hz: images per second of simulated time, at most; an image is rendered at the end of a control period.
         image_height, image_width: pixels of each camera.
+        randomise: how much lights, colours, camera positions and the objects' masses vary between episodes; see
+            `sim.scene.Scene.randomise`.
+        distractors: objects on the table that no task needs.
     """
 
     model: str = "panda"
-    scene: str = "lift"
+    scene: tuple[str, ...] = ("lift",)
+    wrench: bool | None = None
     rate_hz: float = 10.0
-    step_max_m: float | None = None
+    step_max_m: Positive | None = None
     workspace_low_m: tuple[float, float, float] | None = None
     workspace_high_m: tuple[float, float, float] | None = None
     cameras: tuple[str, ...] = ("front", "wrist")
-    camera_hz: float = 30.0
-    image_height: int = 128
-    image_width: int = 128
+    camera_hz: Positive = 30.0
+    image_height: Count = 128
+    image_width: Count = 128
+    randomise: Share = 0.0
+    distractors: Annotated[int, Meta(ge=0, le=len(DISTRACTORS))] = 0
 
     def __post_init__(self) -> None:
         steps = 1 / (self.rate_hz * PHYSICS_STEP_S) if self.rate_hz > 0 else 0.0
@@ -64,10 +81,6 @@ class SimRobotConfig:
             raise ValueError(
                 f"rate_hz is {self.rate_hz:g}; a control period must be a whole number of physics steps of 2 ms"
             )
-        if self.step_max_m is not None and not self.step_max_m > 0:
-            raise ValueError(f"step_max_m is {self.step_max_m:g}; it must be above 0")
-        if not self.camera_hz > 0:
-            raise ValueError(f"camera_hz is {self.camera_hz:g}; it must be above 0")
 
     @property
     def arm(self) -> ArmModel:
@@ -75,6 +88,17 @@ class SimRobotConfig:
         if self.model not in ARMS:
             raise SpecError(f"no simulated arm {self.model!r}; choose one of {sorted(ARMS)}")
         return ARMS[self.model]
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """The tracked objects; raises SpecError on an unknown name."""
+        return scene_objects(self.scene)
+
+    @property
+    def has_wrench(self) -> bool:
+        """Whether the state has the wrench."""
+        known = make_objects(1.0)
+        return any(known[name].seat_m for name in self.objects) if self.wrench is None else self.wrench
 
     @property
     def workspace(self) -> Box:
@@ -106,9 +130,11 @@ class SimRobot(Robot):
 
     def connect(self) -> None:
         if self._world is None:
+            from sim.scene import Scene
             from sim.world import MujocoWorld
 
-            self._world = MujocoWorld(self.config.arm, self.config.scene, self.spec.period_s)
+            scene = Scene(self.config.arm, self.config.objects, self.config.distractors)
+            self._world = MujocoWorld(self.config.arm, scene, self.spec.period_s)
 
     def observe(self) -> Observation:
         """The current state; readings saturate at the spec's bounds, as a sensor's do."""
@@ -117,12 +143,14 @@ class SimRobot(Robot):
             (
                 now.joint_position,
                 now.joint_velocity,
+                now.wrench if self.config.has_wrench else (),
                 now.tool_position,
                 now.tool_velocity,
                 (now.gripper_width, now.gripper_set_width),
             )
         )
-        tracked = np.concatenate((now.object_position, now.object_position - now.tool_position))
+        places = [now.object_position[name] for name in self.config.objects]
+        tracked = np.concatenate([row for place in places for row in (place, place - now.tool_position)])
         vectors = (state, tracked)
         arrays = {s.name: _saturate(s, v) for s, v in zip(self.spec.observation, vectors, strict=True)}
         return Observation(arrays=arrays, t_capture_ns=time.monotonic_ns())
@@ -143,27 +171,45 @@ class SimRobot(Robot):
     def close(self) -> None:
         self._world = None
 
+    def reset(
+        self,
+        rng: np.random.Generator,
+        tool_position: Array,
+        poses: Mapping[str, Pose],
+        motion: Motion | None = None,
+    ) -> None:
+        """Put arm and objects in place (`sim.world.MujocoWorld.reset`), and randomise the scene as configured."""
+        if self.config.randomise:
+            self.world.scene.randomise(rng, self.config.randomise)
+        if self.config.distractors:
+            poses = self.world.scene.scatter(rng, poses)
+        self.world.reset(tool_position, poses, motion)
+
     @property
     def _workspace(self) -> tuple[Array, Array]:
         box = self.config.workspace
         return np.array(box.low), np.array(box.high)
 
 
-def require_scene(robot: Robot, scene: str, arm: ArmModel) -> SimRobot:
-    """Check that `robot` is `arm` simulated in `scene`, for a task that places objects. Raises SpecError."""
+def require_objects(robot: Robot, task: str, objects: tuple[str, ...], arm: ArmModel) -> SimRobot:
+    """Check that `robot` is `arm` simulated with `objects`, for a task that places them. Raises SpecError."""
     if not isinstance(robot, SimRobot):
-        raise SpecError(f"the task {scene!r} places objects, so it needs a simulated robot, not {robot.spec.model}")
-    if robot.config.scene != scene:
-        raise SpecError(f"the task {scene!r} needs the scene {scene!r}; the robot is in {robot.config.scene!r}")
+        raise SpecError(f"the task {task!r} places objects, so it needs a simulated robot, not {robot.spec.model}")
+    if missing := sorted(set(objects) - set(robot.config.objects)):
+        raise SpecError(f"the task {task!r} needs {missing} in the scene; the robot has {list(robot.config.objects)}")
     if robot.config.arm != arm:
-        raise SpecError(f"this task {scene!r} is for the model {arm.name!r}; the robot is {robot.config.model!r}")
+        raise SpecError(f"this task {task!r} is for the model {arm.name!r}; the robot is {robot.config.model!r}")
     return robot
+
+
+def tracked_places(observation: Observation, objects: tuple[str, ...]) -> dict[str, Array]:
+    """The (3,) position of each object of the scene, m, float64; `objects` are `SimRobotConfig.objects`."""
+    tracked = observation.arrays[ENVIRONMENT_STATE].astype(float)
+    return {name: tracked[6 * i : 6 * i + 3] for i, name in enumerate(objects)}
 
 
 def sim_robot_spec(config: SimRobotConfig) -> RobotSpec:
     """The spec of the configured robot; does not need MuJoCo. Raises SpecError on an unknown name."""
-    if config.scene not in OBJECT_FROM_SCENE:
-        raise SpecError(f"no scene {config.scene!r}; choose one of {sorted(OBJECT_FROM_SCENE)}")
     unknown = sorted(set(config.cameras) - {"front", "wrist"})
     if unknown:
         raise SpecError(f"no cameras {unknown}; choose from ['front', 'wrist']")
@@ -191,23 +237,30 @@ def _state_spec(config: SimRobotConfig) -> ArraySpec:
     tool = ("tool.x", "tool.y", "tool.z", "tool.vx", "tool.vy", "tool.vz")
     joint_low, joint_high = (v - margin for v in arm.joint_low_rad), (v + margin for v in arm.joint_high_rad)
     tool_low, tool_high = (v - margin for v in box.low), (v + margin for v in box.high)
+    wrench = _WRENCH_MAX if config.has_wrench else ()
+    axes = ("force.x", "force.y", "force.z", "torque.x", "torque.y", "torque.z")[: len(wrench)]
     return ArraySpec(
         name=STATE,
-        labels=(*joints, *tool, "gripper.width", "gripper.set_width"),
-        units=("rad",) * n + ("rad/s",) * n + ("m",) * 3 + ("m/s",) * 3 + ("m",) * 2,
-        low=(*joint_low, *(-v for v in speed), *tool_low, -1.0, -1.0, -1.0, -0.01, 0.0),
-        high=(*joint_high, *speed, *tool_high, 1.0, 1.0, 1.0, width + 0.01, width),
+        labels=(*joints, *axes, *tool, "gripper.width", "gripper.set_width"),
+        units=("rad",) * n
+        + ("rad/s",) * n
+        + ("N", "N", "N", "N m", "N m", "N m")[: len(wrench)]
+        + ("m",) * 3
+        + ("m/s",) * 3
+        + ("m",) * 2,
+        low=(*joint_low, *(-v for v in speed), *(-v for v in wrench), *tool_low, -1.0, -1.0, -1.0, -0.01, 0.0),
+        high=(*joint_high, *speed, *wrench, *tool_high, 1.0, 1.0, 1.0, width + 0.01, width),
     )
 
 
 def _tracker_spec(config: SimRobotConfig) -> ArraySpec:
-    name, tracked, far = OBJECT_FROM_SCENE[config.scene], config.arm.tracker_box, config.arm.tracker_range_m
+    names, tracked, far = config.objects, config.arm.tracker_box, config.arm.tracker_range_m
     return ArraySpec(
         name=ENVIRONMENT_STATE,
-        labels=tuple(f"{name}.{axis}" for axis in "xyz") + tuple(f"{name}_from_tool.{axis}" for axis in "xyz"),
-        units=("m",) * 6,
-        low=(*tracked.low, -far, -far, -far),
-        high=(*tracked.high, far, far, far),
+        labels=tuple(f"{name}{of}.{axis}" for name in names for of in ("", "_from_tool") for axis in "xyz"),
+        units=("m",) * 6 * len(names),
+        low=(*tracked.low, -far, -far, -far) * len(names),
+        high=(*tracked.high, far, far, far) * len(names),
     )
 
 
@@ -235,10 +288,13 @@ def _limits(config: SimRobotConfig) -> SafetyLimits:
     arm, box = config.arm, config.workspace
     n, more = len(arm.joints), 1.001  # float32 may round a change from bound to bound up
     swing = more * 2 * (config.step_max_m or arm.step_max_m)
+    tool = 2 * n + (len(_WRENCH_MAX) if config.has_wrench else 0)
     return SafetyLimits(
         workspace_low=box.low,
         workspace_high=box.high,
-        tool_position=tuple(range(2 * n, 2 * n + 3)),
+        tool_position=tuple(range(tool, tool + 3)),
+        tool_force=tuple(range(2 * n, 2 * n + 3)) if config.has_wrench else (),
+        tool_force_max=arm.force_max_n if config.has_wrench else None,
         joint_position=tuple(range(n)),
         joint_low=arm.joint_low_rad,
         joint_high=arm.joint_high_rad,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import mujoco
 import numpy as np
 
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array
-from sim.arms.arm import ArmModel
-
-ASSETS = Path(__file__).parent / "assets"
+from sim.arms import ArmModel
+from sim.kinematics import damped_step
+from sim.scene import Motion, Pose, Scene
 
 DOWN = np.array([[1.0, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, -1.0]])
 """Rotation of the gripper in the base frame: it points down and opens along y."""
@@ -22,8 +22,6 @@ LEAD_MAX_M = 0.03
 
 SQUEEZE_MAX_M = 0.02
 """The gripper's set width is at least its width less this: a firm grip that still opens within two periods."""
-
-SCENES = ("lift", "reach")
 
 JOINT_MARGIN_RAD = 0.04
 """Distance of joint targets from the ends of the joints' ranges, which the arm may overshoot."""
@@ -44,7 +42,9 @@ class SimReadings:
         joint_position, joint_velocity: (n,) for an arm of n joints, rad and rad/s.
         tool_position, tool_velocity: (3,), of the point between the fingertips, m and m/s.
         gripper_width, gripper_set_width: the fingers' distance, and its target, m.
-        object_position: (3,), centre of the cube or of the target, m.
+        object_position: (3,) of each object's origin, m.
+        wrench: (6,) force, N, and torque about the tool, N m, on the gripper by all that it touches. A real sensor at
+            the wrist reads the same once the gripper's own weight and inertia are compensated.
     """
 
     joint_position: Array
@@ -53,19 +53,8 @@ class SimReadings:
     tool_velocity: Array
     gripper_width: float
     gripper_set_width: float
-    object_position: Array
-
-
-def compile_scene(arm: ArmModel, scene: str) -> mujoco.MjModel:
-    """Compile the table with the arm and the scene's object. Raises SpecError if there is no such scene."""
-    if scene not in SCENES:
-        raise SpecError(f"no scene {scene!r}; choose one of {' and '.join(map(repr, SCENES))}")
-    files = [f"{name}.xml" for name in ("table", arm.name, scene)]
-    half = arm.cube_edge_m / 2
-    cube = f'<default><default class="cube"><geom type="box" size="{half} {half} {half}"/></default></default>'
-    parts = "".join(f'<include file="{name}"/>' for name in files)
-    xml = f'<mujoco model="{arm.name} {scene}">{cube}{parts}</mujoco>'
-    return mujoco.MjModel.from_xml_string(xml, {name: (ASSETS / name).read_bytes() for name in files})
+    object_position: Mapping[str, Array]
+    wrench: Array
 
 
 class _InverseKinematics:
@@ -112,8 +101,7 @@ class _InverseKinematics:
 
     def _step_towards(self, error: Array, j: Array, joints: Array) -> Array:
         posture = self._posture_gain * (self.home - joints)
-        step: Array = j.T @ np.linalg.solve(j @ j.T + self._regulariser, error - j @ posture) + posture
-        return step
+        return damped_step(j, error - j @ posture, self._regulariser) + posture
 
     def _pose_error(self, data: mujoco.MjData, position: Array) -> Array:
         """The vector to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
@@ -131,14 +119,14 @@ class MujocoWorld:
         reset_count: the number of resets; each sets the time to 0.
     """
 
-    def __init__(self, arm: ArmModel, scene: str, period_s: float) -> None:
-        """Compile the scene called `scene` (0.1 s).
+    def __init__(self, arm: ArmModel, scene: Scene, period_s: float) -> None:
+        """The arm starts at rest, the objects out of sight.
 
         Raises:
-            SpecError: there is no such scene, or the period is not a whole number of physics steps.
+            SpecError: the period is not a whole number of physics steps.
         """
-        self.arm = arm
-        self.model = compile_scene(arm, scene)
+        self.arm, self.scene = arm, scene
+        self.model = scene.model
         self.data = mujoco.MjData(self.model)
         self._period_s = period_s
         self._substeps = round(period_s / self.model.opt.timestep)
@@ -147,38 +135,31 @@ class MujocoWorld:
         self._joints = len(arm.joints)
         self._fingers = [(self.model.joint(name).qposadr[0], share) for name, share in arm.gripper.joints]
         self._tool = self.model.site("tool").id
-        self._object = self.model.body("object").id
+        self._gripper_bodies = _subtree(self.model, int(self.model.site_bodyid[self._tool]))
         self._speed_max = arm.speed_share * np.array(arm.joint_speed_max_rad_s)
         self._kinematics = _InverseKinematics(self.model, arm)
-        self._jacobian = np.zeros((3, self.model.nv))
         self._joint_target = self._kinematics.home
         self._target = np.zeros(3)
         self.reset_count = 0
-        x, y = np.mean(arm.cube_start_area, axis=0)
-        self.reset(
-            np.mean((arm.tool_start_box.low, arm.tool_start_box.high), axis=0), np.array([x, y, arm.cube_edge_m / 2])
-        )
+        self._motion: Motion | None = None
+        self.reset(np.mean((arm.tool_start_box.low, arm.tool_start_box.high), axis=0), {})
 
-    def reset(self, tool_position: Array, object_position: Array, object_yaw_rad: float = 0.0) -> None:
-        """Set the arm at rest with the tool at (3,) `tool_position` and an open gripper, and place the object."""
+    def reset(self, tool_position: Array, poses: Mapping[str, Pose], motion: Motion | None = None) -> None:
+        """Set the arm at rest with the tool at (3,) `tool_position` and an open gripper, and the objects at `poses`.
+        An object without a pose is out of sight; `motion` moves others until the next reset."""
         mujoco.mj_resetData(self.model, self.data)
         self.reset_count += 1
+        self._motion = motion
         n, data = self._joints, self.data
         self._joint_target = self._kinematics.solve(self._kinematics.home, tool_position, _ITERATIONS_AT_RESET)
         data.qpos[:n] = data.act[:n] = self._joint_target
         data.act[n] = self.arm.gripper.drive_from_width(self.arm.gripper.width_max_m)
         for address, share in self._fingers:
             data.qpos[address] = share * data.act[n]
-        self._place(object_position, object_yaw_rad)
+        self.scene.arrange(data, poses)
         mujoco.mj_forward(self.model, data)
+        mujoco.mj_rnePostConstraint(self.model, data)
         self._target = data.site_xpos[self._tool].copy()
-
-    def _place(self, position: Array, yaw_rad: float) -> None:
-        if self.model.nmocap:
-            self.data.mocap_pos[0] = position
-        else:
-            turn = (np.cos(yaw_rad / 2), 0.0, 0.0, np.sin(yaw_rad / 2))
-            self.data.joint("object").qpos[:] = (*position, *turn)
 
     def move_tool(self, delta: Array, width_m: float | None, low: Array, high: Array) -> tuple[Array, float]:
         """Move the tool's target by `delta` (3,), m, within the box from `low` to `high`, and time by one period.
@@ -217,17 +198,25 @@ class MujocoWorld:
 
     def read_sensors(self) -> SimReadings:
         """The current state."""
-        n, data = self._joints, self.data
-        mujoco.mj_jacSite(self.model, data, self._jacobian, None, self._tool)
+        n, data, tool = self._joints, self.data, self.data.site_xpos[self._tool]
+        jacobian = np.zeros((3, self.model.nv))
+        mujoco.mj_jacSite(self.model, data, jacobian, None, self._tool)
         return SimReadings(
             joint_position=data.qpos[:n].copy(),
             joint_velocity=data.qvel[:n].copy(),
-            tool_position=data.site_xpos[self._tool].copy(),
-            tool_velocity=self._jacobian[:, :n] @ data.qvel[:n],
+            tool_position=tool.copy(),
+            tool_velocity=jacobian[:, :n] @ data.qvel[:n],
             gripper_width=self._width(),
             gripper_set_width=self._set_width(),
-            object_position=data.xpos[self._object].copy(),
+            object_position=self.scene.positions(data),
+            wrench=self._wrench(tool),
         )
+
+    def _wrench(self, tool: Array) -> Array:
+        """MuJoCo gives torque and force about the centre of mass of the arm with its base."""
+        torque, force = np.split(self.data.cfrc_ext[self._gripper_bodies].sum(axis=0), 2)
+        root = self.model.body_rootid[self._gripper_bodies[0]]
+        return np.concatenate((force, torque + np.cross(self.data.subtree_com[root] - tool, force)))
 
     def _width(self) -> float:
         return self.arm.gripper.width_from_drive(float(self.data.actuator_length[self._joints]))
@@ -250,10 +239,22 @@ class MujocoWorld:
         return speeds / max(1.0, float(np.max(np.abs(speeds) / self._speed_max)))
 
     def _step(self) -> None:
+        for name, place in self._motion(self.data.time + self._period_s).items() if self._motion else ():
+            self.scene.move(self.data, name, place)
         mujoco.mj_step(self.model, self.data, nstep=self._substeps)
+        mujoco.mj_rnePostConstraint(self.model, self.data)  # the contacts' forces on each body
         mujoco.mj_fwdPosition(self.model, self.data)  # mj_step leaves the poses one physics step behind
         if self.data.warning.number[_DIVERGED].any():  # MuJoCo has reset the world by itself
             raise HardwareLost("the simulation diverged; reset the task")
 
 
 _DIVERGED = [int(getattr(mujoco.mjtWarning, f"mjWARN_{name}")) for name in ("BADQPOS", "BADQVEL", "BADQACC", "BADCTRL")]
+
+
+def _subtree(model: mujoco.MjModel, root: int) -> list[int]:
+    """The body `root` and all that it carries."""
+    found = [root]
+    for body in range(root + 1, model.nbody):
+        if model.body_parentid[body] in found:
+            found.append(body)
+    return found

@@ -18,6 +18,7 @@ from subprocess import DEVNULL, STDOUT, Popen, call
 
 from run_kit import Launch, until, user_sys
 
+from hal.process_supervisor import bound_argv
 from hal.ray_nodes import node_argv, node_environment
 from hal.resource import Kind, ResourceRecord
 from user_sys.store.store import StoreReader
@@ -88,7 +89,13 @@ class Cluster:
         env = {**node_environment(self.token), "USER_SYS_TEST_FOLDER": str(self.head.runtime)}
         for _ in range(START_TRIES):
             with log.open("wb") as out:
-                node = Popen(argv, stdout=out, stderr=STDOUT, env=env, start_new_session=True)
+                node = Popen(
+                    bound_argv(shutil.which(argv[0]) or "", argv),
+                    stdout=out,
+                    stderr=STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
             until(lambda n=node: is_up(log) or n.poll() is not None, "the node is up or has ended", WITHIN_S)  # type: ignore[misc]
             if is_up(log) and node.poll() is None:
                 return node
@@ -162,10 +169,12 @@ def checkpointed_updates(run: Path) -> int:
     return max((int(path.stem.split("-")[1]) for path in (run / "checkpoints").glob("*.checkpoint")), default=0)
 
 
-def learner_on(node: Popen[bytes], module: bytes = b"user_sys.run.learner_process") -> int | None:
+def learner_on(node: Popen[bytes], rank: int = 0) -> int | None:
     for pid in children(node.pid):
         with contextlib.suppress(OSError):
-            if module + b"\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            is_learner = b"user_sys.run.learner_process\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if is_learner and f"RANK={rank}".encode() in variables:
                 return pid
     return None
 

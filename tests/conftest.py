@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import tempfile
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -18,26 +20,32 @@ settings.register_profile("repeatable", derandomize=True, database=None, print_b
 settings.register_profile("explore", print_blob=True, max_examples=200, **_UNHURRIED)
 settings.load_profile("repeatable")
 
-# Tests run beside each other and compute little: one thread each is faster. Set before torch is imported.
+# Tests run next to each other and compute little: one thread each is faster. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Whoever starts the tests in the background of a shell has SIGINT ignored, in them and in all that they start; here
+# A shell that starts the tests in the background has SIGINT ignored, in them and in all that they start; here
 # Ctrl-C is meant to work.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The tests of a group share an expensive fixture, or start Ray, which a small machine runs twice at a time at most.
+# The tests of a group share an expensive fixture.
 GROUPS = {
-    "test_end_to_end.py": "runs 1",
-    "test_stopping.py": "runs 1",
-    "test_person.py": "runs 2",
-    "inference/test_policy_location.py": "runs 2",
-    "hal/test_ray_cluster.py": "runs 2",
-    "algorithms/test_distributed.py": "a second training process",
+    "hal/test_ray_cluster.py": "Ray",  # on a busy machine its processes exceed the 15 s that a node gives them
+    "test_end_to_end.py": "Ray",
     "console/test_console_browser.py": "a browser",
     "robots/test_ur.py": "a simulated controller",
+    "rewards/test_rewards.py": "a trained classifier",
+    "policies/test_trainable.py": "peft",
+    "learner/test_learner_with_adapters.py": "peft",
+    "test_architecture.py": "the parsed modules",
     "test_bring_your_robot.py": "an environment with the template",
 }
+# Tests by name, of any module, that train in the two processes of `user_sys.algorithms.conformance`.
+TWO_PROCESSES = (
+    "test_processes_that_train_together_keep_the_same_weights",
+    "test_two_processes_have_the_gradient_of_one",
+    "test_two_processes_with_half_the_batch_each_learn_what_one_does",
+)
 
 # Folders of this process, which is one of several under `pytest -n`, and of the processes that its tests start:
 # locks, sockets and e-stops (a socket's path has at most 107 bytes), and audit logs that belong to no run.
@@ -71,10 +79,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.rpartition("::")[2].partition("[")[0] in TWO_PROCESSES:
+                return "two training processes"
             return GROUPS.get(nodeid.partition("::")[0].removeprefix("tests/"), nodeid)
 
     config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
     return GroupScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector never scans what the tests import, such as torch: that takes a tenth of their time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

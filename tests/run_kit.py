@@ -1,4 +1,4 @@
-"""Starts the real command line in a process of its own, for tests of whole runs."""
+"""Starts the real command line in a process of its own, which ends with the test's, for tests of whole runs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from wait_kit import until
+
+from hal.process_supervisor import bound_argv
 
 END_S = 600.0  # long enough on a busy machine
 LEAVE_S = 120.0  # what Ray's processes may take to vanish after their driver has left
-
-
-def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> Any:
-    """Polls until `condition` gives something; fails with `what` after a deadline."""
-    deadline = time.monotonic() + within_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
-    return result
 
 
 @dataclass
@@ -92,7 +85,7 @@ def user_sys(
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_TEST_FOLDER": str(runtime), **(env or {})}
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            [str(python), "-m", "user_sys.commands.main", *map(str, argv)],
+            bound_argv(str(python), [str(python), "-m", "user_sys.commands.main", *map(str, argv)], signal.SIGTERM),
             cwd=folder,
             stdout=stdout,
             stderr=stderr,

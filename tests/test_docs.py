@@ -10,22 +10,26 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from tools.settings_page import example_config
 from tools.settings_page import page as settings_page
 
 from hal.driver import RobotSetupRequest, read_options
 from hal.errors import SpecError
 from user_sys.commands.edge import EdgeConfig
-from user_sys.commands.main import parse_args
-from user_sys.compose import RobotConfig, emulated_link_settings
+from user_sys.commands.main import COMMAND
+from user_sys.compose import emulated_link_settings
 from user_sys.config import as_dict, load, read_yaml
 from user_sys.errors import ConfigError
 from user_sys.gateway.relay import RelayConfig
-from user_sys.run.config import ResourceRequestConfig, RunConfig
+from user_sys.rewards.reward import RewardConfig
+from user_sys.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+GENERATED = {"settings.md", "benchmarks.md", "soak.md"}
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 WRITTEN = re.compile(r"^cat > (\S+\.yaml) <<'EOF'\n(.*?)^EOF$", re.MULTILINE | re.DOTALL)
@@ -38,6 +42,7 @@ KINDS: dict[str, type[Any]] = {"robots.yaml": EdgeConfig, "relay.yaml": RelayCon
 OPTIONS = {
     "fake": "robots.fake:FakeRobotConfig",
     "franka": "robots.franka:FrankaConfig",
+    "gym": "sim.gym:GymConfig",
     "lerobot": "robots.lerobot:LerobotConfig",
     "point": "point_robot:Options",
     "ros2": "robots.ros2_spec:Ros2Config",
@@ -45,10 +50,9 @@ OPTIONS = {
     "ur": "robots.ur:UrConfig",
 }
 DEVICES = {
-    "gamepad": "robots.gamepad:GamepadConfig",
-    "keyboard": "robots.keyboard:KeyboardConfig",
-    "lerobot": "robots.lerobot_leader:LeaderConfig",
-    "spacemouse": "robots.spacemouse:SpaceMouseConfig",
+    "gamepad": "robots.input_devices:GamepadConfig",
+    "lerobot": "robots.lerobot:LeaderConfig",
+    "spacemouse": "robots.input_devices:SpaceMouseConfig",
 }
 
 
@@ -116,7 +120,7 @@ def test_settings_page_lists_each_setting_with_its_default(tmp_path: Path) -> No
     text = (ROOT / "docs" / "settings.md").read_text()
     path = tmp_path / "everything.yaml"
     path.write_text(next(each[3] for each in FENCED.finditer(text) if each[2] == "yaml"))
-    everything = RunConfig(robots=(RobotConfig(),), resources=(ResourceRequestConfig(kind="gpu"),))
+    everything = example_config()
     assert read_yaml(path) == as_dict(everything)
 
 
@@ -140,11 +144,24 @@ def test_documented_command_exists(page: str, argv: list[str]) -> None:
     if "VERB" in argv:
         return
     try:
-        args = parse_args([*argv, "--help"] if named else argv)
-    except SystemExit as end:
-        assert end.code == 0, f"{page}: user-sys {shlex.join(argv)}"
+        overrides = parse([*argv, "--help"] if named else argv)
+    except click.exceptions.Exit as end:
+        assert end.exit_code == 0, f"{page}: user-sys {shlex.join(argv)}"
     else:
-        load(EdgeConfig if argv[0] == "edge" else RunConfig, None, args.overrides)
+        by_verb: dict[str, type[Any]] = {"edge": EdgeConfig, "reward": RewardConfig, "store": RewardConfig}
+        load(by_verb.get(argv[0], RunConfig), None, overrides)
+
+
+def parse(argv: list[str]) -> list[str]:
+    """Parses a command without running it. Returns its overrides."""
+    command: click.Command = COMMAND
+    words = list(argv)
+    while isinstance(command, click.Group) and not words[0].startswith("-"):
+        _, found, words = command.resolve_command(click.Context(command), words)
+        assert found is not None
+        command = found
+    overrides: list[str] = command.make_context(command.name, words).params.get("overrides", [])
+    return overrides
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -169,3 +186,13 @@ def test_every_page_and_picture_is_linked() -> None:
         ahead += [each for each in linked - found if each.suffix == ".md"]
         found |= linked
     assert {*PAGES, *(ROOT / "docs" / "images").iterdir()} <= found
+
+
+@pytest.mark.parametrize("page", [each for each in PAGES if each.name not in GENERATED], ids=lambda page: page.name)
+def test_a_page_is_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= 1200
+
+
+def test_all_of_docs_is_short() -> None:
+    pages = [each for each in PAGES[1:] if each.name not in GENERATED]
+    assert sum(len(each.read_text().split()) for each in pages) <= 15_000

@@ -17,14 +17,23 @@ import pytest
 from run_kit import Launch, until, user_sys
 
 from user_sys.episode import Chunk, decode_chunk
+from user_sys.robot_records import LEARNER
 from user_sys.run.metrics import read_metrics
+from user_sys.run.status import Fault, find_faults, read_status
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND, StoreReader
 
-FLEET = """
+NAMED_S = 5.0  # from a fault to its sentence in `user-sys status`
+ROBOT = """
 robots:
   - {name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 50, cameras: [front]}}
-  - {name: right, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
+"""
+FLEET = (
+    ROBOT
+    + """  - {name: right, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
+"""
+)  # of two embodiments, so there are two learners
+RUN = """
 demonstrations: {episodes: 5}
 learner: {max_training_s: SECONDS, batch_size: 64, checkpoint_interval_s: 2, warmup_updates: 50}
 evaluation: {episodes: 5, video_episodes: 1}
@@ -34,8 +43,8 @@ logging: {wandb: {mode: disabled}}
 
 
 @contextmanager
-def train(folder: Path, *argv: object, seconds: float = 600.0) -> Iterator[Launch]:
-    (folder / "fleet.yaml").write_text(FLEET.replace("SECONDS", str(seconds)))
+def train(folder: Path, *argv: object, robots: str = ROBOT, seconds: float = 600.0) -> Iterator[Launch]:
+    (folder / "run.yaml").write_text(robots + RUN.replace("SECONDS", str(seconds)))
     with user_sys(folder, "train", *argv) as launch:
         yield launch
 
@@ -52,7 +61,7 @@ def keys(log: Path) -> Counter[tuple[str, int]]:
 
 
 def updates(run: Path) -> int:
-    """Of all learners: one robot has a camera, so there are two."""
+    """Of all learners."""
     files = (run / "metrics").glob("learner*.jsonl")
     return sum(max((int(line["count"] or 0) for line in read_metrics(file)), default=0) for file in files)
 
@@ -62,17 +71,34 @@ def trained_s(run: Path) -> float:
 
 
 def require_delivered(run: Path) -> None:
-    """The store holds every chunk that a robot recorded, and each once."""
+    """The store holds every chunk that a robot recorded, and each once: no episode has a gap."""
     stored = keys(run / "store")
     assert set(stored.values()) == {1}
-    for robot in ("left", "right"):
-        assert set(keys(run / "edge" / robot / "outbox")) <= set(stored)
+    assert all((episode, index - 1) in stored for episode, index in stored if index)
+    assert not [file for robot in ("left", "right") for file in (run / "edge" / robot / "outbox").glob("*.chunk")]
+
+
+def require_trace(path: Path) -> None:
+    """Each process of the run shows what it did."""
+    events = json.loads(path.read_text())["traceEvents"]
+    process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    seen = {(process[event["pid"]], event["name"]) for event in events if event["ph"] == "X"}
+    learner = {
+        (LEARNER, name) for name in ("refresh", "sample", "update", "publish", "copy checkpoint", "write checkpoint")
+    }
+    robot = {("left-session", name) for name in ("act", "step", "load weights")}
+    assert learner | robot | {("gateway", "ingest"), ("gateway", "sync"), (f"{LEARNER}-publisher", "encode")} <= seen
+    assert not path.with_name("trace").exists()
 
 
 def require_private(run: Path) -> None:
     """Only the user who started the run may look into it."""
     open_to_others = [path for path in (run, *run.rglob("*")) if not path.is_symlink() and path.stat().st_mode & 0o077]
     assert not open_to_others
+
+
+def faults(run: Path) -> list[Fault]:
+    return find_faults(read_status(run), run)
 
 
 def require_summary(run: Path) -> dict[str, object]:
@@ -87,6 +113,7 @@ def require_summary(run: Path) -> dict[str, object]:
     assert summary["updates"] == updates(run) > 0
     assert (run / "success.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "evaluation.mp4").stat().st_size > 0
+    assert (run / "failures.mp4").exists() == (summary["successes"] < summary["episodes"])
     return summary
 
 
@@ -94,7 +121,7 @@ def require_summary(run: Path) -> dict[str, object]:
 @pytest.mark.timeout(3600)
 def test_run_trains_resumes_and_reports(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "fleet"
-    with train(tmp_path, "fleet.yaml", "--name", "fleet", seconds=600.0) as launch:
+    with train(tmp_path, "run.yaml", "--name", "fleet") as launch:
         until(lambda: updates(run) > 50 or launch.process.poll() is not None, "it trains")
         launch.interrupt()
         assert launch.wait() == 130, launch.err
@@ -107,12 +134,13 @@ def test_run_trains_resumes_and_reports(tmp_path: Path) -> None:
     budget_s, resumed_s = math.ceil(before_s) + 3, time.monotonic()
     assert not (run / "summary.json").exists() and (tmp_path / "runs" / "latest").resolve() == run
 
-    with train(tmp_path, "--resume", "runs/fleet", f"--learner.max_training_s={budget_s}") as launch:
+    with train(tmp_path, "--resume", "runs/fleet", "--profile", f"--learner.max_training_s={budget_s}") as launch:
         assert launch.wait() == 0, launch.err
         assert "the files of this run are in" in launch.out and "success" in launch.out
         assert launch.err == ""
         launch.require_nothing_left()
     require_delivered(run)
+    require_trace(run / "trace.json")
     assert before <= set(keys(run / "store")) and updates(run) > trained
     summary = require_summary(run)
     assert budget_s <= summary["training_s"] <= before_s + time.monotonic() - resumed_s  # type: ignore[operator]
@@ -125,18 +153,19 @@ def test_run_trains_resumes_and_reports(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_survives_a_kill_of_each_process(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "hurt"
-    with train(tmp_path, "fleet.yaml", "--name", "hurt", seconds=25.0) as launch:
+    with train(tmp_path, "run.yaml", "--name", "hurt", robots=FLEET, seconds=25.0) as launch:
         until(lambda: updates(run) > 50, "it trains")
         acknowledged: set[tuple[str, int]] = set()
-        for module in (
-            "user_sys.run.learner_process",
-            "user_sys.edge.session",
-            "user_sys.gateway",
-            "user_sys.edge.driver_server",
+        for module, name in (
+            ("user_sys.run.learner_process", "learner"),
+            ("user_sys.edge.session", "-session"),
+            ("user_sys.gateway", "gateway"),
+            ("user_sys.edge.driver_server", "-driver"),
         ):
             pid = until(lambda module=module: launch.pid_of(module), f"{module} runs")  # type: ignore[misc]
             acknowledged |= set(keys(run / "store"))
             os.kill(pid, signal.SIGKILL)
+            until(lambda n=name: any(n in f.subject for f in faults(run)), f"the status names {name}", NAMED_S)  # type: ignore[misc]
             until(lambda m=module, p=pid: launch.pid_of(m) not in (None, p), f"{module} runs again")  # type: ignore[misc]
             stored = len(keys(run / "store"))
             until(lambda n=stored: len(keys(run / "store")) > n + 20, f"experience after {module} died")  # type: ignore[misc]

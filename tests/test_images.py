@@ -10,12 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from images import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
-EXTRAS = sorted(set(re.findall(r"\bEXTRAS=([a-z0-9,]+)", DOCKERFILE)))
+EXTRAS = sorted(set(re.findall(r"(?:\bEXTRAS=|RUN docker/install )([a-z0-9,]+)", DOCKERFILE)))
 """Of every image: those that it is built with by default, and those that the Dockerfile offers."""
-MINE = {"edge": "user-sys", "lerobot": "lerobot", "ur": "ur-rtde", "franka": "franky-control", "learner": "torch"}
+MINE = {
+    "edge": "user-sys",
+    "lerobot": "lerobot",
+    "ur": "ur-rtde",
+    "franka": "franky-control",
+    "learner": "torch",
+    "ros2": "ros-jazzy-rclpy",
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +58,35 @@ def test_versions_of_an_image_fit(extras: str, tmp_path: Path, uv: dict[str, str
 
 
 def test_each_image_is_built_by_what_is_tested() -> None:
-    ways = re.findall(r"^RUN .*(?:docker/install|pip install).*$", DOCKERFILE, re.MULTILINE)
-    assert [way for way in ways if "docker/install" in way] == ['RUN docker/install "$EXTRAS"'] * 2
+    ways = re.findall(r"^(?:RUN| &&) .*(?:docker/install|pip install).*$", DOCKERFILE, re.MULTILINE)
+    built = {way.split()[-1] for way in ways if "docker/install" in way}
+    whole = "edge,sim,learner,interchange"
+    assert built == {'"$EXTRAS"', "edge,ros2", "edge,lerobot", "console", whole, f"{whole},backup"}
     assert not [way for way in ways if "docker/install" not in way and "pip install uv==" not in way]
-    assert {"edge", "edge,lerobot", "edge,sim,learner,interchange"} <= set(EXTRAS)
+    assert {"edge", "edge,ur", *(built - {'"$EXTRAS"'})} <= set(EXTRAS)
     copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)).split()
     install = (ROOT / "docker" / "install").read_text()
     assert set(re.findall(r"(?:--constraint|--override) ([^\s\"]+)", install)) <= set(copied)
     let_in = re.findall(r"^!(.*)$", (ROOT / "docker" / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
     assert set(copied) == set(let_in)
+
+
+def test_no_image_runs_as_root_or_without_a_health_check() -> None:
+    stages = {name: stage for name, stage in parse(DOCKERFILE).items() if not name.endswith("build")}
+    assert {"cloud", "simulation", "edge", "edge-ros2", "edge-lerobot", "console", "proxy"} <= set(stages)
+    for stage in stages.values():
+        words = {word for word, _ in stage.steps}
+        base = stage
+        while base.base in stages:
+            base = stages[base.base]
+            words |= {word for word, _ in base.steps}
+        assert "@sha256:" in base.base
+        assert stage.name in ("base",) or {"USER", "HEALTHCHECK", "ENTRYPOINT"} <= words, stage.name
+
+
+def test_compose_files_build_stages_that_exist() -> None:
+    targets = set()
+    for path in sorted((ROOT / "docker").glob("compose*.yaml")):
+        for service in yaml.safe_load(path.read_text())["services"].values():
+            targets.add(service["build"]["target"].replace("${TARGET:-edge}", "edge"))
+    assert targets == {"simulation", "cloud", "console", "proxy", "edge"} <= set(parse(DOCKERFILE))

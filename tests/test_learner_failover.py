@@ -42,7 +42,7 @@ def explain(cluster: Cluster) -> dict[str, object]:
 def test_learner_of_killed_node_continues_on_another_from_its_checkpoint(cluster: Cluster) -> None:
     refused = cluster.user_sys("train", "job.yaml", "--name", "none")
     assert refused.wait(WITHIN_S) == 2
-    assert "asks for the robot left and one GPU with at least 24 GB. No GPU is known here." in refused.err
+    assert "gpu, 24 GB: missing (none there)" in refused.err
     assert not (cluster.folder / "runs").exists(), "refused before anything is created"
     run = cluster.folder / "runs" / "moves"
     with cluster.node(2, "right") as first:
@@ -50,8 +50,8 @@ def test_learner_of_killed_node_continues_on_another_from_its_checkpoint(cluster
         until(lambda: checkpointed_updates(run) > 60 or ended(launch), "the learner has trained", WITHIN_S)
         learner = learner_on(first)
         assert learner and b"CUDA_VISIBLE_DEVICES=GPU-L4\0" in Path(f"/proc/{learner}/environ").read_bytes()
-        why = str(explain(cluster)["why"])
-        assert "left is driven by run moves" in why and "127.0.0.2/gpu-1 is used by run moves" in why
+        rows = str(explain(cluster)["rows"])
+        assert "left leased by run moves" in rows and "127.0.0.2/gpu-1 leased by run moves" in rows
         for robot in ("left", "right"):
             until(lambda name=robot: online_episodes(run, name) > 0 or ended(launch), f"{robot} acts", WITHIN_S)  # type: ignore[misc]
         parts = processes_of_left(cluster)
@@ -59,7 +59,7 @@ def test_learner_of_killed_node_continues_on_another_from_its_checkpoint(cluster
         reached, acted = checkpointed_updates(run), online_episodes(run, "left")
         until(lambda: "127.0.0.2 is lost with the learner" in output(launch), "the loss is printed", WITHIN_S)
         until(lambda: "the learner waits for a slot." in output(launch), "the wait is printed", WITHIN_S)
-        assert "127.0.0.2/gpu-1 is not there (its Ray node is gone)" in output(launch)
+        assert "127.0.0.2/gpu-1 lost (its Ray node is gone)" in output(launch)
         until(lambda: online_episodes(run, "left") > acted + 2 or ended(launch), "the other robot still acts", WITHIN_S)
     with cluster.node(3) as second:
         until(lambda: learner_on(second) or ended(launch), "the learner is on the other node", WITHIN_S)
@@ -80,18 +80,18 @@ def test_learner_of_killed_node_continues_on_another_from_its_checkpoint(cluster
 
 
 def test_learner_on_two_nodes_continues_after_one_is_killed(cluster: Cluster) -> None:
-    run, worker = cluster.folder / "runs" / "two", b"user_sys.learner.worker_process"
+    run = cluster.folder / "runs" / "two"
     with cluster.node(2) as first:
         launch = cluster.user_sys("train", "two-processes.yaml", "--name", "two")
         until(lambda: checkpointed_updates(run) > 60 or ended(launch), "the learner has trained", WITHIN_S)
-        assert learner_on(first, worker) and not learner_on(first), "rank 0 is on the store's node"
+        assert learner_on(first, rank=1) and not learner_on(first), "rank 0 is on the store's node"
         kill_node(first)
         until(lambda: "127.0.0.2 is lost with the learner" in output(launch), "the loss is printed", WITHIN_S)
         until(lambda: "the learner waits for a slot." in output(launch), "the wait is printed", WITHIN_S)
         reached, acted = checkpointed_updates(run), online_episodes(run, "left")
         until(lambda: online_episodes(run, "left") > acted + 2 or ended(launch), "the robot still acts", WITHIN_S)
     with cluster.node(3) as second:
-        until(lambda: learner_on(second, worker) or ended(launch), "its second process is on the other node", WITHIN_S)
+        until(lambda: learner_on(second, rank=1) or ended(launch), "its second process is on the other node", WITHIN_S)
         until(lambda: checkpointed_updates(run) > reached or ended(launch), "it continues", WITHIN_S)
         words = (run / "logs" / "learner.log").read_text()
         assert re.findall(r"learner\.resumed updates=(\d+)", words) == [str(reached)]
@@ -109,5 +109,7 @@ def test_node_that_does_not_see_the_run_folders_gets_no_learner(cluster: Cluster
     with cluster.node(2, "right", hidden=runs):
         refused = cluster.user_sys("train", "job.yaml", "--name", "blind")
         assert refused.wait(WITHIN_S) == 2
-    assert f"127.0.0.2 does not see {runs}, which must be on storage that both computers have" in refused.err
+    assert (
+        f"127.0.0.2/gpu-1 lost (does not see {runs}, which must be on storage that both computers have" in refused.err
+    )
     assert not list(runs.iterdir())

@@ -1,275 +1,293 @@
-"""A person at the demo's page, in a real browser: takes the arm over, lifts the cube by keyboard, hands it back.
-
-The person sees what the page shows and nothing else: it finds the orange cube in the wrist camera's picture and presses
-keys until the fingers are around it.
-"""
+"""Two people at the console of a real run: four simulated robots, over HTTPS, with accounts, in a real browser."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-import shutil
-import signal
+import socket
+import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser_kit import CHROMIUM, FLAGS, picture, require_playwright
+from run_kit import Launch, user_sys
+from wait_kit import until
 
+from benchmarks.harness import ROOT
+from benchmarks.interventions import EXPERT_FORMAT, TASK, WATCH_PORT, Bench
 from user_sys.episode import Phase
 from user_sys.store.store import StoreReader
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800), pytest.mark.long(50)]
+# tests/console has the quick variant: the same pages and control authority with a simulated robot.
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(1800)]
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage"
-).split()
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
-FAKE = """
-robots: [{name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 20, cameras: [front]}}]
-demonstrations: {episodes: 1}
-learner: {max_training_s: 600, batch_size: 32, warmup_updates: 5}
+ARM = "{{name: {name}, driver: sim, task: {task}, real_time: true, options: {{image_height: 240, image_width: 320}}}}"
+FLEET = f"""
+robots:
+{"".join(f"  - {ARM.format(name=f'arm-{n}', task='lift' if n else TASK)}{chr(10)}" for n in range(4))}
+demonstrations: {{episodes: 5}}
+learner: {{max_training_s: 1500, batch_size: 64, warmup_updates: 5}}
+target: {{success: 0}}
+evaluation: {{episodes: 0}}
+console: {{host: 0.0.0.0, port: 0}}
+logging: {{wandb: {{mode: disabled}}}}
 """
-RUN_DEADLINE_S, LIFT_DEADLINE_S = 600.0, 240.0
-MOMENT_S = 60.0  # what takes a tenth of a second on a machine that has nothing else to do
-SPEED_M_S = 0.4 * 0.6  # the arm's fastest, at the page's 60%
-SLOW = 0.3  # with Shift
+MINUTE_MS = 60_000
+PASSWORD = "correct horse"
+DEAD_ZONE = 0.15  # of a gamepad's stick
+SPEED = 0.5  # of the expert's: an input takes effect a control period late
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+# The newest applied action of the robot whose signals the page shows.
+APPLIED = """
+  const Native = WebSocket;
+  window.applied = [0, 0, 0, 0];
+  window.WebSocket = class extends Native {
+    constructor(...args) {
+      super(...args);
+      this.addEventListener("message", ({ data }) => {
+        const message = typeof data === "string" ? JSON.parse(data) : {};
+        if (message.type === "trace" && message.periods.length) window.applied = message.periods.at(-1)[2];
+      });
+    }
+  };
+"""
+GAMEPAD = """() => {
+  window.pad = { id: "test pad", connected: true, axes: [0, 0, 0, 0], buttons: [{ pressed: false }] };
+  navigator.getGamepads = () => [window.pad];
+  window.dispatchEvent(new Event("gamepadconnected"));
+}"""
 
-# What the wrist camera shows when the cube is straight below the fingers: its area in pixels, the row of its middle,
-# and how many pixels it moves for each metre aside. Found by looking (128 x 128 pixels).
-AREA = [260, 380, 666, 1230, 2706]
-ROW = [46.4, 53.0, 62.5, 76.2, 99.9]
-PIXELS_PER_M = [345, 410, 500, 640, 800]
-COLUMN = 63.5
-BETWEEN_FINGERS = 2300  # pixels
+
+HELPED_SUCCESSES = """() => {
+  const rows = [...document.querySelectorAll("#list tr")];
+  return rows.length && rows.every((tr) => tr.cells[3].innerText === "yes" && tr.cells[4].innerText.includes("("));
+}"""
 
 
-def until(what: Callable[[], Any], deadline_s: float, why: str) -> Any:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if result := what():
-            return result
-        time.sleep(0.05)
-    raise AssertionError(f"not within {deadline_s:g} s: {why}")
+@dataclass
+class Fleet:
+    """A run: its folder, its process, the address of its console, and where the expert's actions arrive."""
 
-
-@pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, subprocess.Popen[bytes], str]]:
-    """A run, its process and the address that it prints. The parameter is the text of its configuration."""
-    printed, config = tmp_path / "printed", tmp_path / "person.yaml"
-    config.write_text(request.param)
-    runtime = Path(f"/tmp/us-person-{os.getpid()}")
-    command = [
-        sys.executable,
-        "-m",
-        "user_sys.commands.main",
-        "train",
-        str(config),
-        "--name",
-        "person",
-        "--runs",
-        str(tmp_path),
-    ]
-    settings = ["--console.port", "0", "--logging.wandb.mode", "disabled", "--target.success", "0"]
-    with printed.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *settings], stdout=out, stderr=out, env={**os.environ, "USER_SYS_TEST_FOLDER": str(runtime)}
-        )
-    try:
-        found = until(
-            lambda: re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]+", printed.read_text()), RUN_DEADLINE_S, "address"
-        )
-        yield tmp_path / "person", process, found[0]
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(RUN_DEADLINE_S)
-        shutil.rmtree(runtime, ignore_errors=True)
+    folder: Path
+    launch: Launch
+    address: str
+    expert: socket.socket
 
 
 @pytest.fixture
-def page(run: tuple[Path, subprocess.Popen[bytes], str]) -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="the playwright package is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    with playwright.sync_playwright() as tools:
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    Bench(tmp_path, 0.0, 0).install_task()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as expert:
+        expert.bind(("127.0.0.1", 0))
+        env = {"PYTHONPATH": f"{ROOT}:{tmp_path / 'plugin'}", WATCH_PORT: str(expert.getsockname()[1])}
+        for name, role in (("ana", "admin"), ("ben", "operator")):
+            add_account(name, role)
+        with user_sys(tmp_path, "train", "fleet.yaml", "--name", "fleet", "--runs", tmp_path, env=env) as launch:
+            found = until(
+                lambda: re.search(r"https://\S+:(\d+)/", launch.out + launch.err) or launch.process.poll() is not None,
+                f"the run prints its console's address: {launch.err[-2000:]}",
+            )
+            assert isinstance(found, re.Match), launch.err[-2000:]
+            yield Fleet(tmp_path / "fleet", launch, f"https://127.0.0.1:{found[1]}/", expert)
+
+
+def add_account(name: str, role: str) -> None:
+    command = [sys.executable, "-m", "user_sys.commands.main", "console", "user", "add", name, "--role", role]
+    subprocess.run([*command, "--password-stdin"], input=PASSWORD, text=True, check=True)
+
+
+def sign_in(browser: Any, fleet: Fleet, name: str, **settings: Any) -> Any:
+    """The console's page of this person, in a browser of its own."""
+    context = browser.new_context(ignore_https_errors=True, **settings)
+    context.set_default_timeout(5 * MINUTE_MS)
+    page = context.new_page()
+    page.add_init_script(APPLIED)
+    page.goto(fleet.address)
+    page.get_by_label("Name").fill(name)
+    page.get_by_label("Password").fill(PASSWORD)
+    page.get_by_role("button", name="Sign in").click()
+    return page
+
+
+def card(page: Any, robot: str) -> Any:
+    return page.get_by_label(f"Robot {robot}")
+
+
+def await_badge(page: Any, robot: str, state: str) -> None:
+    page.wait_for_selector(f"[aria-label='Robot {robot}'] .badge[data-state={state}]")
+
+
+def test_people_drive_lift_label_and_export(fleet: Fleet) -> None:
+    with require_playwright().sync_playwright() as tools:
         browser = tools.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        page.set_default_timeout(60_000)
-        page.goto(run[2])
-        yield page
+        page = sign_in(browser, fleet, "ana", viewport=DESKTOP)
+        for number in range(4):
+            await_badge(page, f"arm-{number}", "policy")
+            page.wait_for_selector(f"[aria-label='Robot arm-{number}'] canvas[aria-label*=front]")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("[...document.querySelectorAll('.card')].every((e) => e.scrollWidth <= e.clientWidth)")
+        picture(page, "console-fleet", after_ms=60_000)  # the learner succeeds by then
+
+        drive_by_keyboard(page)
+        lift_by_gamepad(page, fleet)
+        page.keyboard.press("h")
+        await_badge(page, "arm-0", "policy")
+        open_scene(page)
+        drive_by_touch(sign_in(browser, fleet, "ben", viewport=PHONE, has_touch=True, is_mobile=True))
+        label_and_export(page, fleet)
+        stop_and_resume(page)
         browser.close()
+    fleet.launch.interrupt()
+    assert fleet.launch.wait() == 130
+    check_store(fleet.folder / "store")
 
 
-class Person:
-    """Eyes and hands."""
+def drive_by_keyboard(page: Any) -> None:
+    card(page, "arm-0").get_by_role("button", name="Take over").click()
+    await_badge(page, "arm-0", "you")
+    page.keyboard.down("w")
+    until(lambda: page.evaluate("window.applied[0] > 0.005"), "the arm moves forward")
+    page.keyboard.up("w")
+    phase = card(page, "arm-0").locator("[data-slot=phase]")
 
-    def __init__(self, page: Any) -> None:
-        self.page = page
+    def rewinds() -> bool:
+        for key in ("w", "b"):
+            page.keyboard.down(key)
+            page.wait_for_timeout(500)
+            shown = phase.inner_text()
+            page.keyboard.up(key)
+        return bool(shown == "recovery")
 
-    def badge(self) -> str:
-        return str(self.page.locator(".card .badge").inner_text())
+    until(rewinds, "the arm goes back along its path")
 
-    def step(self) -> int:
-        return int(self.page.locator('.card [data-slot="step"]').inner_text() or 0)
 
-    def episode(self) -> str:
-        return str(self.page.locator('.card [data-slot="episode"]').inner_text())
+def lift_by_gamepad(page: Any, fleet: Fleet) -> None:
+    """Drives as the task's expert shows until an episode of arm-0 succeeds with a person's help."""
+    page.evaluate(GAMEPAD)
+    page.wait_for_selector("#gamepad:text-is('gamepad: test pad')")
+    page.fill("#speed", "100")
+    last, badge = (card(page, "arm-0").locator(f"[data-slot={slot}]") for slot in ("last", "badge"))
+    grip = page.locator("#grip")
 
-    def last(self) -> tuple[str, str]:
-        """The last episode, and how it ended."""
-        slot = self.page.locator('.card [data-slot="last"]')
-        return str(slot.get_attribute("title")), str(slot.inner_text())
-
-    def see(self) -> tuple[float, float, int]:
-        """Column, row and area of the orange cube in the wrist camera's picture; area 0 where it is out of sight."""
-        raw = self.page.evaluate(
-            """() => {
-              const canvas = [...document.querySelectorAll('.card canvas')].find(
-                (c) => c.getAttribute('aria-label').includes('wrist'));
-              if (!canvas) return null;
-              const {width, height} = canvas;
-              return [width, height, [...canvas.getContext('2d').getImageData(0, 0, width, height).data]];
-            }"""
-        )
-        if raw is None:
-            return 0.0, 0.0, 0
-        width, height, data = raw
-        red, green, blue = np.array(data, int).reshape(height, width, 4)[..., :3].transpose(2, 0, 1)
-        rows, columns = np.nonzero((red > 110) & (red > 1.7 * green) & (blue < 120))
-        return (columns.mean(), rows.mean(), len(rows)) if len(rows) else (0.0, 0.0, 0)
-
-    def press(self, key: str, metres: float, slow: bool = False) -> None:
-        """Holds a key for as long as the arm takes for the way."""
-        if slow:
-            self.page.keyboard.down("Shift")
-        self.page.keyboard.down(key)
-        self.page.wait_for_timeout(max(120.0, 1000 * metres / (SPEED_M_S * (SLOW if slow else 1))))
-        self.page.keyboard.up(key)
-        if slow:
-            self.page.keyboard.up("Shift")
-        self.page.wait_for_timeout(250)  # the arm arrives, and its picture
-
-    def centre(self) -> bool:
-        """One move towards above the cube; True when it is there."""
-        column, row, area = self.see()
-        if area == 0:
-            self.press("r", 0.04)
+    def lifted() -> bool:
+        if badge.inner_text() == "HOLD":  # the machine was busy: no input for a moment
+            page.keyboard.press("t")
+        if (action := newest_action(fleet.expert)) is None:
             return False
-        scale = float(np.interp(area, AREA, PIXELS_PER_M))
-        ahead, left = (np.interp(area, AREA, ROW) - row) / scale, (COLUMN - column) / scale
-        if max(abs(ahead), abs(left)) < 0.008:
-            return True
-        if abs(ahead) > abs(left):
-            key, way = ("w" if ahead > 0 else "s"), abs(ahead)
-        else:
-            key, way = ("a" if left > 0 else "d"), abs(left)
-        self.press(key, way, slow=way < 0.04)
-        return False
+        x, y, z, opening = action
+        axes = [-(np.sign(v) * DEAD_ZONE + v * SPEED * (1 - DEAD_ZONE)) for v in (y, x, z)]
+        page.evaluate("([left, ahead, up]) => (window.pad.axes = [left, ahead, 0, up])", [float(a) for a in axes])
+        if grip.inner_text() != ("gripper open" if opening > 0 else "gripper closed"):
+            page.keyboard.press("g")
+        return re.match(r"success · \d+ steps, \d+ by hand", last.inner_text()) is not None
+
+    until(lifted, "a person lifts the cube", within_s=300)
+    picture(page, "console")
+    page.evaluate("window.pad.axes = [0, 0, 0, 0]; window.pad.connected = false")
 
 
-def photograph(page: Any) -> None:
-    """For the documentation."""
-    if path := os.environ.get("USER_SYS_SCREENSHOT"):
-        page.screenshot(path=path)
+def newest_action(expert: socket.socket) -> tuple[float, ...] | None:
+    """The expert's action for the newest observation, in shares of the range: x, y, z and the gripper's opening."""
+    newest = None
+    with contextlib.suppress(TimeoutError, BlockingIOError):
+        expert.settimeout(0.5)
+        while True:
+            newest = expert.recv(64)
+            expert.settimeout(0.0)
+    return newest and tuple(min(1.0, max(-1.0, share)) for share in struct.unpack(EXPERT_FORMAT, newest))
 
 
-def start_with_cube_in_sight(person: Person) -> bool:
-    before = person.episode()
-    person.page.keyboard.press("Backspace")
-    until(lambda: person.episode() != before, MOMENT_S, "a fresh start")
-    person.page.wait_for_timeout(1000)
-    return person.see()[2] > 100
+def open_scene(page: Any) -> None:
+    with page.context.expect_page() as opened:
+        card(page, "arm-0").get_by_role("link", name="3D view").click()
+    scene = opened.value
+    scene.wait_for_selector("canvas")
+    drawn: list[bytes] = [b""]
+
+    def changes() -> bool:  # an empty scene stands still
+        drawn.append(scene.screenshot())
+        return len(set(drawn[-4:])) == 4
+
+    until(changes, "the arm moves in the 3D view")
+    for notice in scene.locator(".mantine-Notification-closeButton").all():  # of drawing without a GPU
+        notice.click()
+    picture(scene, "console-scene")
+    scene.close()
 
 
-def lifted_by_hand(person: Person) -> bool:
-    """One start, until the cube is lifted, or the robot cuts the episode off as it does when orders come too late."""
-    if person.badge() == "HOLD":  # the page was silent for too long
-        person.page.keyboard.press("t")
-    until(lambda: start_with_cube_in_sight(person), RUN_DEADLINE_S, "a start that shows the cube")
-    mine = person.episode()
-    lift(person, lambda: person.episode() != mine)
-    episode, end = until(lambda: person.last()[0] >= mine and person.last(), MOMENT_S, "the page says how it ended")
-    return episode == mine and end.startswith("success")
+def drive_by_touch(page: Any) -> None:
+    card(page, "arm-1").get_by_role("button", name="Take over").click()
+    await_badge(page, "arm-1", "you")
+    page.locator("#stick-plane").scroll_into_view_if_needed()
+    box = page.locator("#stick-plane").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    fingers = page.context.new_cdp_session(page)
+    for kind, points in (("touchStart", [(x, y)]), ("touchMove", [(x - 100, y)])):
+        points = [{"x": x, "y": y} for x, y in points]
+        fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    until(lambda: page.evaluate("window.applied[1] > 0.005"), "the arm moves to the left")
+    fingers.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    card(page, "arm-1").get_by_role("button", name="Hand back").click()
+    await_badge(page, "arm-1", "policy")
+    page.context.close()
 
 
-def lift(person: Person, ended: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIFT_DEADLINE_S
-    while time.monotonic() < end and not ended():
-        if not person.centre():
-            continue
-        if person.see()[2] < BETWEEN_FINGERS:
-            person.press("f", 0.03, slow=person.see()[2] > 900)
-            continue
-        person.page.keyboard.press("g")
-        person.page.wait_for_timeout(800)
-        for _ in range(16):
-            photograph(person.page)
-            person.press("r", 0.02)
-            if ended():
-                return
-        person.page.keyboard.press("g")
-        person.page.wait_for_timeout(800)
+def label_and_export(page: Any, fleet: Fleet) -> None:
+    """Finds the newest success with a person's help, plays it, labels it a failure and exports it."""
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="Episodes").click()
+    episodes = opened.value
+    episodes.select_option("select[name=phase]", "person")
+    episodes.select_option("select[name=success]", "yes")
+    until(lambda: episodes.evaluate(HELPED_SUCCESSES), "the list has the person's success")
+    episodes.locator("tbody button").first.click()
+    episodes.wait_for_selector(".player .badge:text-is('SUCCESS')")
+    episodes.wait_for_selector(".player video")
+    episodes.get_by_role("button", name="Play").click()
+    episodes.wait_for_selector(".player output:text-matches('^step ([1-9]\\\\d*) of \\\\1 ')")
+    episodes.wait_for_selector(".traces .uplot >> nth=3")
+    episodes.get_by_role("button", name="One step back").click()
+    picture(episodes, "console-episodes")
+    episodes.get_by_role("button", name="Failure").click()
+    episodes.wait_for_selector(".answer:text-is('The label is stored.')")
+    episodes.wait_for_selector(".player .badge:text-is('FAILURE')")
+    for form in ("LeRobot", "MCAP"):
+        episodes.get_by_role("button", name=f"Export {form}").click()
+        episodes.wait_for_selector(f".answer:text-matches('exported to .*-{form.lower()}-')")
+    assert len(list((fleet.folder / "exports").iterdir())) == 2
+    episodes.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [DEMO.read_text()], indirect=True, ids=["demo"])
-def test_person_lifts_the_cube_by_keyboard_and_hands_back(
-    run: tuple[Path, subprocess.Popen[bytes], str], page: Any
-) -> None:
-    folder, process, _ = run
-    person = Person(page)
-    until(lambda: person.badge() == "POLICY" and person.see()[2], RUN_DEADLINE_S, "the policy drives, in pictures")
-    take_over_and_hand_back(
-        person, lambda: until(lambda: lifted_by_hand(person), 3 * LIFT_DEADLINE_S, "the cube is lifted by hand")
-    )
-    process.send_signal(signal.SIGINT)
-    assert process.wait(RUN_DEADLINE_S) == 130
-    check_store(folder / "store", success=True)
-
-
-@pytest.mark.parametrize("run", [FAKE], indirect=True, ids=["fake"])
-def test_person_drives_by_keyboard_and_hands_back(run: tuple[Path, subprocess.Popen[bytes], str], page: Any) -> None:
-    folder, process, _ = run
-    person = Person(page)
-    until(lambda: person.badge() == "POLICY", RUN_DEADLINE_S, "the policy drives")
-    take_over_and_hand_back(person, lambda: person.press("w", 0.1))
-    process.send_signal(signal.SIGINT)
-    assert process.wait(RUN_DEADLINE_S) == 130
-    check_store(folder / "store", success=False)
-
-
-def take_over_and_hand_back(person: Person, drive: Callable[[], Any]) -> None:
-    page = person.page
-    page.keyboard.press("t")
-    until(lambda: person.badge() == "YOU", MOMENT_S, "the person has the arm")
-    drive()
-
-    page.keyboard.press("h")
-    until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy has it back")
-
+def stop_and_resume(page: Any) -> None:
+    page.bring_to_front()
+    page.keyboard.press("Escape")
     page.keyboard.press("Space")
-    until(lambda: person.badge() == "STOPPED", MOMENT_S, "the stop is latched")
-    page.get_by_role("button", name="Re-arm").click()
-    until(lambda: person.badge() == "HOLD", MOMENT_S, "re-armed, still held")
-    page.keyboard.press("h")
-    until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy goes on")
+    for number in range(4):
+        await_badge(page, f"arm-{number}", "stopped")
+    for number in range(4):
+        card(page, f"arm-{number}").get_by_role("button", name="Re-arm").click()
+        await_badge(page, f"arm-{number}", "hold")
+        card(page, f"arm-{number}").get_by_role("button", name="Hand back").click()
+        await_badge(page, f"arm-{number}", "policy")
 
 
-def check_store(path: Path, success: bool) -> None:
-    """The store has an episode with the person's phase and actions; with `success`, one that the person completed."""
+def check_store(path: Path) -> None:
+    """The store has an episode with the person's phase and actions, and the label that a person gave."""
     with StoreReader.open(path) as reader:
         chunks = [reader.read(row) for row in reader.refresh().chunks]
-        online = [each for each in reader.episodes() if each.source == "online" and each.intervention_steps]
-    by_hand = {each.episode for each in online if each.success or not success}
+        episodes = reader.episodes()
+        labels = [label for each in episodes for label in reader.index.labels(each.episode)]
+    by_hand = {each.episode for each in episodes if each.source == "online" and each.intervention_steps}
     assert by_hand
     driven = [chunk for chunk in chunks if chunk.header.episode in by_hand]
     phases = {Phase(int(p)) for chunk in driven for p in chunk.columns["phase"]}
     assert phases & {Phase.TELEOP, Phase.CORRECTION}
     assert any(np.abs(chunk.columns["action.applied"][:, :3]).max() > 0.01 for chunk in driven)
+    assert "ana" in {label.labeller for label in labels}

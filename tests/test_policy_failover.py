@@ -68,7 +68,7 @@ def test_policy_server_of_killed_node_runs_on_another_and_nothing_else_restarts(
         until(lambda: "session.policy_unavailable" in session.read_text() or ended(launch), "the robot holds", WITHIN_S)
         until(lambda: "127.0.0.2 is lost with the policy server" in output(launch), "the loss is printed", WITHIN_S)
         until(lambda: "the policy server waits for a slot." in output(launch), "the wait is printed", WITHIN_S)
-        assert "127.0.0.2/gpu-1 is not there (its Ray node is gone)" in output(launch)
+        assert "127.0.0.2/gpu-1 lost (its Ray node is gone)" in output(launch)
         acted = online_episodes(run, "left")
     with cluster.node(3) as second:
         until(lambda: policy_server_on(second) or ended(launch), "the server is on the other node", WITHIN_S)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from run_kit import Launch, until, user_sys
-from site_kit import allow, gateway, headers, require_delivered
+from run_kit import END_S, Launch, until, user_sys
+from site_kit import allow, gateway, headers, require_delivered, waiting
+from websockets.sync.client import connect
 
 from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.commands.edge import load_edge_config
+from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.config import load
 from user_sys.edge.robot_processes import RUN_FINISHED, is_expected_restart, robot_health
@@ -40,10 +45,10 @@ logging: {wandb: {mode: disabled}}
 
 
 @contextmanager
-def edge(folder: Path, address: GatewayAddress) -> Iterator[Launch]:
-    (folder / "robots.yaml").write_text(LEFT)
+def edge(folder: Path, address: GatewayAddress, *options: str, config: str = LEFT) -> Iterator[Launch]:
+    (folder / "robots.yaml").write_text(config)
     (folder / "keys" / "gateway.pub").write_text(address.public_key)
-    with user_sys(folder, "edge", "robots.yaml", "--connect", address.endpoint) as launch:
+    with user_sys(folder, "edge", "robots.yaml", "--connect", address.endpoint, *options) as launch:
         yield launch
 
 
@@ -56,8 +61,14 @@ def robot(tmp_path: Path) -> Path:
 
 @pytest.mark.long(20)
 @pytest.mark.timeout(3600)
-def test_edge_survives_loss_of_cloud_processes_and_key_rotation(robot: Path, tmp_path: Path) -> None:
+def test_edge_survives_loss_of_cloud_processes_and_key_rotation(
+    robot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
+
+    def status(*options: str) -> int:
+        return main(["status", str(robot / "edge"), *options])
+
     with ExitStack() as stack:
         with gateway(run) as address:
             launch = stack.enter_context(edge(robot, address))
@@ -66,9 +77,12 @@ def test_edge_survives_loss_of_cloud_processes_and_key_rotation(robot: Path, tmp
             session = load(SessionConfig, robot / "edge" / "left" / "session.yaml")
             assert session.tunnel.experience.bytes_per_s == 10e6
             assert [record.robot for record in read_robot_records(run / "robots")] == ["left"]
+            until(lambda: not status() and "the run drives the robot" in capsys.readouterr().out, "the status is good")
         stored = len(headers(run / "store"))
         until(lambda: f"left: {address.endpoint} is unreachable" in launch.out, "the loss of the link is printed")
-        until(lambda: len(headers(robot / "edge" / "left" / "outbox")) > stored + 2, "it works on alone")
+        until(lambda: status() == 1 and "FAULT: left: " in capsys.readouterr().out, "the status names it")
+        assert status("--alive") == 0, "the program itself is well"
+        until(lambda: len(waiting(robot / "edge" / "left" / "outbox")) > 2, "it works on alone")
         with gateway(run):
             until(lambda: "left: reachable again" in launch.out, "the return of the link is printed")
             until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again")
@@ -84,7 +98,89 @@ def test_edge_survives_loss_of_cloud_processes_and_key_rotation(robot: Path, tmp
             assert launch.wait() == 0, launch.err
             launch.require_nothing_left()
         assert launch.out.rstrip().endswith("left: stopped; its outbox is empty") and launch.err == "", launch.out
+    assert status() == 2, "it has ended"
     require_delivered(run, robot / "edge" / "left" / "outbox")
+
+
+class LocalPage:
+    """A program in place of a page of ``edge --console``."""
+
+    def __init__(self, url: str, stack: ExitStack) -> None:
+        parts = urlsplit(url)
+        self.socket = stack.enter_context(connect(f"ws://{parts.netloc}/ws?{parts.query}", proxy=None))
+        self.stops = stack.enter_context(connect(f"ws://{parts.netloc}/stop?{parts.query}", proxy=None))
+        self.status: dict[str, Any] = {}
+        self.pictures = 0
+        self.replies = list[dict[str, Any]]()
+        self.send(type="hello", operator="ana")
+
+    def send(self, **message: Any) -> None:
+        self.socket.send(json.dumps(message))
+
+    def shows(self, **wanted: Any) -> bool:
+        """Reads what has arrived, and whether the newest status has these values."""
+        with suppress(TimeoutError):
+            while True:
+                self._take(self.socket.recv(timeout=0.01))
+        return wanted.items() <= self.status.items()
+
+    def _take(self, frame: str | bytes) -> None:
+        if isinstance(frame, bytes):
+            self.pictures += 1
+            return self.send(type="seen", pictures=[["left", "front"]])
+        message = json.loads(frame)
+        if message["type"] == "reply":
+            self.replies.append(message)
+        if message["type"] == "state":
+            self.status = message["view"]["robots"][0]["status"] or {}
+
+
+@pytest.mark.timeout(600)
+def test_edge_console_works_without_the_cloud(robot: Path, tmp_path: Path) -> None:
+    config = LEFT.replace("rate_hz: 50", "rate_hz: 20, cameras: [front], image_size: 32")
+    with ExitStack() as stack:
+        with gateway(tmp_path / "run") as address:
+            launch = stack.enter_context(edge(robot, address, "--console", "--console.port=0", config=config))
+            address_file = robot / "edge" / "console.address"
+            until(address_file.exists, "the console listens")
+            url = address_file.read_text()
+            until(lambda: "the run drives the robot" in launch.out, "it has its lease")
+        page = LocalPage(url, stack)
+        until(lambda: page.shows(authority="policy") and page.pictures > 2, "its status and pictures arrive")
+        page.send(type="order", robot="left", order="take-over")
+        until(lambda: page.shows(authority="human", operator="ana"), "a person has the robot")
+        step = page.status["step"]
+
+        def drives() -> bool:
+            page.send(type="drive", robot="left", move=[0.5, 0, 0], gripper=0)
+            return page.shows(phase="correction") and page.status["step"] > step
+
+        until(drives, "a person drives it")
+        page.send(type="override", robot="left", order="quarantine", reason="")
+        until(lambda: page.shows() or any(not each["accepted"] for each in page.replies), "only a run's console may")
+        page.stops.send(json.dumps({"type": "stop", "operator": "ana", "presses": {"left": 7}}))
+        until(lambda: json.loads(page.stops.recv(timeout=END_S)).get("confirmed"), "the e-stop is confirmed")
+        until(lambda: page.shows(authority="stopped"), "the robot is stopped")
+        page.send(type="order", robot="left", order="re-arm")
+        until(lambda: page.shows(authority="hold"), "it is armed again, and holds")
+        page.send(type="order", robot="left", order="hand-back")
+        until(lambda: page.shows(authority="policy"), "the policy has it again")
+        pid = until(lambda: launch.pid_of("user_sys.run.edge_console"), "the console's process")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: launch.pid_of("user_sys.run.edge_console") not in (None, pid), "the console runs again")
+        again = until(lambda: _connected(url, stack), "the page connects again at its address")
+        until(lambda: again.shows(authority="policy"), "the robot went on")
+        os.kill(launch.process.pid, signal.SIGTERM)
+        assert launch.wait() == 0, launch.err
+        assert "watch and take over: http://127.0.0.1" in launch.out
+        launch.require_nothing_left()
+
+
+def _connected(url: str, stack: ExitStack) -> LocalPage | None:
+    try:
+        return LocalPage(url, stack)
+    except OSError:
+        return None
 
 
 @pytest.mark.slow
@@ -100,13 +196,15 @@ def test_second_edge_of_the_same_robot_waits(robot: Path, tmp_path: Path) -> Non
 
 NO_ROBOTS = "robots: []\n"
 AT_SITE = "robots: [{name: left, driver: fake, task: reach}]\npolicy: {location: server}\n"
+TORCH = "robots: [{name: left, driver: fake, task: reach}]\npolicy: {kind: cnn}\n"
 STRANGER = "robots: [{name: right, driver: fake, task: reach}]\n"
 MISTAKES = {
     "no public key at keys/gateway.pub": (LEFT, "tcp://localhost:5555"),
     "--connect 10.0.0.2:5555: expected tcp://HOST:PORT": (LEFT, "10.0.0.2:5555"),
     "--connect tcp://10.0.0.2:99999: expected tcp://HOST:PORT": (LEFT, "tcp://10.0.0.2:99999"),
     "robots: the list is empty; add the robots of this computer": (NO_ROBOTS, "tcp://localhost:5555"),
-    "policy.location: server: this computer cannot read the address": (AT_SITE, "tcp://localhost:5555"),
+    "policy: mlp acts in a policy server, and this computer cannot read": (AT_SITE, "tcp://localhost:5555"),
+    "policy: cnn acts in a policy server, and this computer cannot read": (TORCH, "tcp://localhost:5555"),
 }
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from run_kit import Launch, until, user_sys
 
-pytestmark = pytest.mark.long(30)
+from hal.lease import MachineLock
+
 HOLD_S, END_S = 2.0, 10.0
 SLACK_S = 5.0  # for a busy machine
 
@@ -54,7 +55,7 @@ def make_robot_setup(request):
     options = read_options(Options, request)
     robot = Arm(fake.FakeRobotConfig(rate_hz=50))
     robot.options = options
-    return RobotSetup(request.name, robot, Reach(), (), lambda seed, noise: fake.fake_expert)
+    return RobotSetup(request.name, robot, Reach())
 '''
 
 RUN = """
@@ -149,6 +150,7 @@ def _go_on(pid: int) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_interrupt_of_a_frozen_launcher(bench: Bench) -> None:
     with bench.train() as launch:
         bench.await_training(launch)
@@ -195,6 +197,18 @@ def test_robot_on_its_way_to_a_start_holds(number: signal.Signals, bench: Bench)
 
 
 @pytest.mark.slow
+def test_interrupt_while_another_program_drives_the_robot(bench: Bench) -> None:
+    runtime = bench.folder / "locks"
+    runtime.mkdir(mode=0o700)
+    with MachineLock(runtime / "arm.lock", "for another run"), bench.train(runtime=runtime) as launch:
+        until(lambda: "arm waits: " in launch.out or launch.process.poll() is not None, "it says whom it waits for")
+        began_s = time.monotonic()
+        launch.interrupt()
+        require_ends(launch, began_s)
+        assert not bench.moved_s()
+
+
+@pytest.mark.slow
 def test_killed_launcher_leaves_no_robot_driven(bench: Bench) -> None:
     with bench.train() as launch:
         bench.await_motion(launch)
@@ -221,6 +235,7 @@ def test_second_interrupt_exits_immediately(bench: Bench) -> None:
             bench.require_held(began_s)
 
 
+@pytest.mark.long(10)
 def test_interrupt_stops_recording(bench: Bench) -> None:
     config = bench.write(reset_s=60.0)
     with user_sys(bench.folder, "record", config, "--output", "demos", env=bench.env) as launch:

@@ -67,6 +67,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 MAGIC = b"USP2"
+BF16 = np.dtype([("bfloat16", "<u2")])
+"""numpy has no bfloat16. A named field holds its bits, so that they are not mistaken for integers."""
 ALIGN_BYTES = 64
 MAX_HEADER_BYTES = 1 << 20  # of record and of layout, each
 MAX_PACKET_BYTES = 1 << 30

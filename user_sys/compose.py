@@ -6,35 +6,57 @@ Register a driver of this repository in `_BUILT_IN`; a driver of another package
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from hal.discovery import Probe, configured_robots_probe, installed_probes, lazy_probe
+from hal.discovery import PROBE_GROUP, Probe, configured_robots_probe, installed_probes, lazy_probe
 from hal.doctor import OptionalLibrary
-from hal.driver import (
-    RobotSetup,
-    RobotSetupFactory,
-    RobotSetupRequest,
-    TeleoperatorFactory,
-    installed_drivers,
-    load_driver,
-)
+from hal.driver import RobotSetup, RobotSetupRequest, TeleoperatorFactory, load_driver
 from hal.errors import HalError, SpecError, install_hint
 from hal.resource import Health, Kind, ResourceRecord, local_node
-from hal.spec import RobotSpec
-from hal.teleoperator import Teleoperator
+from hal.settings import Count, Name, load_plugin
+from hal.spec import Array, RobotSpec
+from hal.task import TaskRequest
 from user_sys.config import as_dict, build
 from user_sys.errors import ConfigError, UserSysError
-from user_sys.messages import Precision
-from user_sys.policies.policy import Policy
-from user_sys.tunnel.endpoint import check_connect_endpoint
+from user_sys.plugins import load_policy
+from user_sys.policies.policy import ExecutionConfig, Policy
+from user_sys.tunnel.limits import MAX_PICTURE_BYTES, check_connect_endpoint
+
+if TYPE_CHECKING:
+    from sim.kinematics import ArmDrawing as ArmDrawing
+    from sim.kinematics import Shape as Shape
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One of several tasks of a robot, or a task with settings.
+
+    Attributes:
+        name: of the driver's tasks, or of an installed package's.
+        options: of the task.
+        sentence: the instruction for the policy; empty for the task's own.
+        paraphrase: draw the instruction in each episode from the task's sentences.
+        evaluated: an old task, which the robot evaluates at intervals and does not practise.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    sentence: str = ""
+    paraphrase: bool = False
+    evaluated: bool = False
+
+    def to_request(self) -> TaskRequest:
+        return TaskRequest(self.name, self.options, self.sentence, self.paraphrase)
 
 
 @dataclass(frozen=True)
@@ -43,40 +65,51 @@ class RobotConfig:
 
     Attributes:
         name: unique in the fleet; part of episode names.
-        driver: sim, fake, lerobot, ur, franka, ros2, or the driver of an installed package.
-        task: of the driver.
-        real_time: whether the control period follows the clock; null: all but sim and fake. Simulated robots run as
-            fast as the machine allows otherwise, and follow the clock while a person drives.
+        driver: sim, gym, fake, lerobot, ur, franka, ros2, or the driver of an installed package.
+        task: a name or list; see tasks.md. Each episode draws one of a list; an item is a name or a section.
+        evaluate_every: each n-th episode; see tasks.md. All are if there are evaluated tasks only.
+        real_time: follow the clock; null: all but sim, gym and fake. Simulated robots run
+            as fast as the machine allows otherwise, and follow the clock while a person drives.
         realtime_scheduling: auto requests SCHED_FIFO and locked memory for a driver that follows the clock. If that is
             refused, the robot is driven all the same. off does not request them.
         explore: before the first weights: on acts at random, off holds, auto lets simulated robots explore.
         cpus: processors for the driver process; empty for all.
-        frame_stride: without real_time, pictures are taken in every n-th control period.
+        frame_stride: pictures every n-th period; without real_time. A policy that reads pictures needs 1.
         options: of the driver; see robots.md.
-        teleoperators: input devices on the robot's computer; see robots.md.
-        address: HOST:PORT that discovery probes, for a robot on a network.
-        labels: facts for resource requests, such as {site: lab}.
-        link: an emulated network between session and gateway; see links.md.
+        teleoperators: input devices; see devices.md.
+        address: HOST:PORT that discovery probes.
+        description: an MJCF or URDF file; or panda, so101 or ur5e. With it the console draws the robot, and people
+            drive the tool of a robot whose actions are joint steps or targets.
+        labels: such as {site: lab}; for resource requests.
+        link: an emulated network; see tunnel.md.
     """
 
-    name: str = "panda-0"
+    name: Name = "panda-0"
     driver: str = "sim"
-    task: str = "lift"
+    task: str | TaskConfig | tuple[str | TaskConfig, ...] = "lift"
+    evaluate_every: Annotated[int, Meta(ge=2)] = 4
     real_time: bool | None = None
     realtime_scheduling: Literal["auto", "off"] = "auto"
     explore: Literal["auto", "on", "off"] = "auto"
     cpus: tuple[int, ...] = ()
-    frame_stride: int = 5
+    frame_stride: Count = 5
     options: dict[str, Any] = field(default_factory=dict)
     teleoperators: tuple[dict[str, Any], ...] = ()
     address: str = ""
+    description: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     link: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def tasks(self) -> tuple[TaskConfig, ...]:
+        """All tasks."""
+        listed = self.task if isinstance(self.task, tuple) else (self.task,)
+        return tuple(TaskConfig(each) if isinstance(each, str) else each for each in listed)
+
+    @property
     def simulated(self) -> bool:
         """Whether it can run on any computer, without hardware."""
-        return self.driver in ("sim", "fake")
+        return self.driver in ("sim", "fake", "gym")
 
     @property
     def explores(self) -> bool:
@@ -88,16 +121,17 @@ class RobotConfig:
         """Whether the control period follows the clock. A real robot must: the limits of a step assume the period."""
         return not self.simulated if self.real_time is None else self.real_time
 
+    @property
+    def picture_stride(self) -> int:
+        """Pictures are taken in every n-th control period, in training as in evaluation."""
+        return 1 if self.follows_clock else self.frame_stride
+
     def __post_init__(self) -> None:
-        if self.frame_stride < 1:
-            raise ConfigError(f"robot {self.name}: frame_stride must be at least 1")
         if self.driver in _BUILT_IN and not self.simulated and not self.follows_clock:
             raise ConfigError(
                 f"robot {self.name}: real_time: false is for simulated robots, but {self.driver} moves a real one; "
                 "leave out real_time"
             )
-        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(f"robot name {self.name!r}: use only letters, digits, '-' and '_'")
 
 
 def require_unique_names(robots: Sequence[RobotConfig]) -> None:
@@ -115,32 +149,35 @@ class PolicyConfig:
     """Which policy acts, and where.
 
     Attributes:
-        kind: of policy.
-        features: observations that it reads; empty for all vectors of the robot.
-        location: edge: in the robot's session; server: in one policy server for all robots of the run.
+        kind: see algorithms.md; or a package's.
+        options: settings of the policy.
+        features: observations; empty for all vectors.
+        location: auto (edge if the policy acts without torch, else server), edge (in the robot's session), or server
+            (one policy server for all robots of the run).
         device: of the policy server: cpu, cuda, or auto: a GPU if it has one.
-        endpoint: tcp://HOST:PORT of a policy server that the run does not start.
+        endpoint: of a policy server outside the run, tcp://HOST:PORT.
         timeout_fraction: of a control period; the robot holds if the server does not answer within.
+        patience_s: seconds that a simulated robot without real_time waits instead, and a request of asynchronous
+            execution; raise it for a large policy without a GPU.
+        execution: how a robot executes the policy's action chunks.
     """
 
-    kind: Literal["mlp"] = "mlp"
+    kind: str = "mlp"
+    options: dict[str, Any] = field(default_factory=dict)
     features: tuple[str, ...] = ()
-    location: Literal["edge", "server"] = "edge"
+    location: Literal["auto", "edge", "server"] = "auto"
     device: Device = "auto"
     endpoint: str = ""
-    timeout_fraction: float = 0.5
+    timeout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    patience_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     @property
     def is_started_by_run(self) -> bool:
         """Whether the run starts a policy server."""
-        return self.location == "server" and not self.endpoint
+        return policy_location(self) == "server" and not self.endpoint
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_fraction < 1:
-            raise ConfigError(
-                f"policy.timeout_fraction is {self.timeout_fraction:g}; it must be above 0 and below 1, a share of the "
-                "control period, so that the robot holds before its driver takes the session for dead"
-            )
         if self.location == "edge" and (self.device == "cuda" or self.endpoint):
             key, value = ("endpoint", self.endpoint) if self.endpoint else ("device", self.device)
             raise ConfigError(f"policy.{key} is {value}, which is for a policy server; add policy.location: server")
@@ -148,42 +185,130 @@ class PolicyConfig:
             check_connect_endpoint(self.endpoint, "policy.endpoint")
 
 
+def policy_location(config: PolicyConfig) -> Literal["edge", "server"]:
+    """Where the policy acts: `PolicyConfig.location`, with ``auto`` resolved.
+
+    The policy is imported only if that decides it.
+
+    Raises:
+        ConfigError: there is no such policy, or it cannot act in a session.
+    """
+    if config.location == "server" or config.endpoint or config.device == "cuda":
+        return "server"
+    if load_policy(config.kind, config.options)[0].acts_without_torch:
+        return "edge"
+    if config.location == "edge":
+        raise ConfigError(
+            f"policy.location is edge, but the policy {config.kind} acts with torch, which a robot's session does not "
+            "import; leave out policy.location"
+        )
+    return "server"
+
+
+def select_cameras(policy: PolicyConfig, robot: RobotConfig) -> tuple[str, ...]:
+    """The cameras of the robot that the policy reads. Builds neither.
+
+    Raises ConfigError: the robot lacks one, or the policy cannot act for it.
+    """
+    kind, settings = load_policy(policy.kind, policy.options)
+    try:
+        kind.check_robot(robot_spec(robot), settings, policy.features)
+        return kind.select_cameras(robot_spec(robot), settings)
+    except SpecError as error:
+        raise ConfigError(build_error_message(robot, error)) from error
+
+
+def check_pictures(policy: PolicyConfig, robot: RobotConfig) -> None:
+    """Checks that the robot can give the pictures that the policy reads. Connects to no device.
+
+    A robot's computer need not have the package of a policy that acts in a policy server; nothing is checked then.
+
+    Raises:
+        ConfigError: the robot lacks a camera, takes too few pictures, or they are too large for a policy server.
+    """
+    try:
+        load_policy(policy.kind, policy.options)
+    except ConfigError:
+        if policy_location(policy) == "server":
+            return
+        raise
+    cameras = select_cameras(policy, robot)
+    if cameras and robot.picture_stride > 1:
+        raise ConfigError(
+            f"robot {robot.name}: frame_stride is {robot.frame_stride}, but the policy {policy.kind} reads pictures in "
+            "each control period; set frame_stride: 1"
+        )
+    read = [camera for camera in robot_spec(robot).cameras if camera.name in cameras]
+    size_bytes = sum(math.prod(camera.shape) for camera in read)
+    if size_bytes > MAX_PICTURE_BYTES and policy_location(policy) == "server":
+        raise ConfigError(
+            f"robot {robot.name}: the pictures of {', '.join(cameras)} have {size_bytes} bytes, and a policy server "
+            f"takes {MAX_PICTURE_BYTES} in one observation; make them smaller, or name fewer in policy.options.cameras"
+        )
+
+
+def check_execution(policy: PolicyConfig) -> None:
+    """Checks that the policy can do the method of asynchronous execution, with chunks that bridge a fixed delay.
+
+    As with `check_pictures`, nothing is checked if the policy's package is only at the policy server.
+
+    Raises:
+        ConfigError: it cannot, or its chunks are too short.
+    """
+    if policy.execution.mode == "wait":
+        return
+    try:
+        kind, settings = load_policy(policy.kind, policy.options)
+    except ConfigError:
+        if policy_location(policy) == "server":
+            return
+        raise
+    delays, method, wanted = kind.execution_delays(settings), policy.execution.method, policy.execution.delay_periods
+    if method not in delays:
+        raise ConfigError(
+            f"policy.execution.method is {method}, which the policy {policy.kind} cannot do with its present "
+            f"policy.options; use one of {', '.join(delays)}"
+        )
+    if isinstance(wanted, int) and wanted > delays[method]:
+        raise ConfigError(
+            f"policy.execution.delay_periods is {wanted}, and the policy {policy.kind} bridges at most "
+            f"{delays[method]} with the method {method}: a chunk needs two actions for each (policy.options)"
+        )
+
+
 _BUILT_IN = {
-    "sim": "sim.driver",
-    "fake": "robots.fake",
-    "lerobot": "robots.lerobot",
-    "franka": "robots.franka",
-    "ros2": "robots.ros2",
-    "ur": "robots.ur",
+    "sim": "sim.tasks:make_robot_setup",
+    "fake": "robots.fake:make_robot_setup",
+    "gym": "sim.gym:make_robot_setup",
+    "lerobot": "robots.lerobot:make_robot_setup",
+    "franka": "robots.franka:make_robot_setup",
+    "ros2": "robots.ros2:make_robot_setup",
+    "ur": "robots.ur:make_robot_setup",
 }
-"""Drivers of this repository, by the module whose ``make_robot_setup`` is their `hal.driver.RobotSetupFactory`."""
+"""The `hal.driver.RobotSetupFactory` of each driver of this repository."""
 
+TELEOPERATOR_GROUP = "user_sys.teleoperators"
 _TELEOPERATORS = {
-    "gamepad": "robots.gamepad",
-    "keyboard": "robots.keyboard",
-    "lerobot": "robots.lerobot_leader",
-    "spacemouse": "robots.spacemouse",
+    "gamepad": "robots.input_devices:make_gamepad",
+    "lerobot": "robots.lerobot:make_teleoperator",
+    "spacemouse": "robots.input_devices:make_space_mouse",
 }
-"""Input devices, by the module whose ``make_teleoperator`` is their `hal.driver.TeleoperatorFactory`."""
+"""The `hal.driver.TeleoperatorFactory` of each input device of this repository."""
 
-
-_PROBES: dict[str, tuple[str, str]] = {
-    "lerobot": ("robots.lerobot_probe", "probe_plugins"),
-    "ros2": ("robots.ros2_probe", "probe_graph"),
-}
-"""Probes of these drivers, by module and function (`hal.discovery`)."""
+_PROBES = {"lerobot": "robots.lerobot_plugins:probe_plugins", "ros2": "robots.ros2_node:probe_graph"}
+"""Probes of these drivers (`hal.discovery`)."""
 
 
 OPTIONAL_LIBRARIES = (
     OptionalLibrary("mujoco", "the driver sim", install_hint("sim")),
+    OptionalLibrary("gymnasium", "the driver gym", install_hint("sim")),
     OptionalLibrary("lerobot", "the driver lerobot", install_hint("lerobot")),
     OptionalLibrary("rtde_control", "the driver ur", install_hint("ur")),
     OptionalLibrary("franky", "the driver franka", install_hint("franka")),
     OptionalLibrary("rclpy", "the driver ros2", install_hint("ros2")),
     OptionalLibrary("pygame", "gamepads", install_hint("devices")),
     OptionalLibrary("pyspacemouse", "SpaceMice", install_hint("devices")),
-    OptionalLibrary("cv2", "cameras of the drivers ur and franka", install_hint("cameras")),
-    OptionalLibrary("pyrealsense2", "RealSense cameras", install_hint("realsense")),
+    OptionalLibrary("cv2", "cameras of the drivers ur, franka and lerobot", install_hint("cameras")),
 )
 """Libraries that drivers and input devices import when they are used."""
 
@@ -210,11 +335,8 @@ def resource_probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False
         ConfigError: a robot cannot be built, and `lenient` is False.
     """
     found: dict[str, Probe] = {"config": _configured_robots_probe(robots, lenient)} if robots else {}
-
-    def loader(module: str, function: str) -> Callable[[], Any]:
-        return lambda: getattr(import_module(module), function)
-
-    return found | installed_probes() | {name: lazy_probe(loader(*where)) for name, where in _PROBES.items()}
+    ours = {name: lazy_probe(partial(load_plugin, PROBE_GROUP, name, _PROBES)) for name in _PROBES}
+    return found | installed_probes() | ours
 
 
 def _configured_robots_probe(robots: Sequence[RobotConfig], lenient: bool) -> Probe:
@@ -226,7 +348,8 @@ def _configured_robots_probe(robots: Sequence[RobotConfig], lenient: bool) -> Pr
         except Exception as error:  # a foreign driver may fail in any way
             if not lenient:
                 raise
-            unbuilt.append(_unbuildable_record(robot, error))
+            trouble = build_error_message(robot, error).removeprefix(f"robot {robot.name}: ")
+            unbuilt.append(lost_robot(robot, trouble, local_node()))
     look = configured_robots_probe(
         specs,
         addresses={robot.name: robot.address for robot in robots if robot.address and robot.name in specs},
@@ -248,16 +371,10 @@ def _with_missing_library(library: OptionalLibrary, record: ResourceRecord) -> R
     return msgspec.structs.replace(record, health=Health.LOST, trouble=trouble)
 
 
-def _unbuildable_record(robot: RobotConfig, error: Exception) -> ResourceRecord:
-    return ResourceRecord(
-        kind=Kind.ROBOT,
-        name=robot.name,
-        model="",
-        node=local_node(),
-        labels={"driver": robot.driver, **robot.labels},
-        health=Health.LOST,
-        trouble=build_error_message(robot, error).removeprefix(f"robot {robot.name}: "),
-    )
+def lost_robot(robot: RobotConfig, trouble: str, node: str = "") -> ResourceRecord:
+    """The record of a robot that is not there, for a reason that people read."""
+    record = ResourceRecord(kind=Kind.ROBOT, name=robot.name, model="", node=node, health=Health.LOST, trouble=trouble)
+    return msgspec.structs.replace(record, labels={"driver": robot.driver, **robot.labels})
 
 
 def build_error_message(robot: RobotConfig, error: Exception) -> str:
@@ -266,47 +383,95 @@ def build_error_message(robot: RobotConfig, error: Exception) -> str:
     return says if says.startswith(f"robot {robot.name}") else f"robot {robot.name}: {says}"
 
 
-def build_robot_setup(config: RobotConfig, *, cameras: bool = True, high_resolution: bool = False) -> RobotSetup:
+def build_robot_setup(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> RobotSetup:
     """Builds robot, cameras, task and input devices, without connecting.
 
     Args:
         cameras: whether to build the cameras.
-        high_resolution: of simulated pictures.
+        film: whether to build the film cameras of a simulated robot.
 
     Raises:
         ConfigError: the driver, or one of its options or tasks, is unknown; the message lists the known ones.
     """
-    request = RobotSetupRequest(config.name, config.task, config.options, cameras, high_resolution)
+    if not config.tasks:
+        raise ConfigError(f"robot {config.name}: task: the list is empty; name a task")
+    tasks = tuple(each.to_request() for each in config.tasks)
+    request = RobotSetupRequest(config.name, tasks[0].name, config.options, cameras, film, tasks)
     try:
-        station = _factory(config.name, config.driver)(request)
-        inputs = [_teleoperator(config.name, settings, station.robot.spec) for settings in config.teleoperators]
-        return replace(station, teleoperators=(*station.teleoperators, *inputs))
+        station = load_driver(config.driver, _BUILT_IN)(request)
+        for settings in config.teleoperators:
+            station = _with_teleoperator(station, settings)
+        return station
     except SpecError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(build_error_message(config, error)) from error
 
 
-def _teleoperator(robot: str, settings: Mapping[str, Any], spec: RobotSpec) -> Teleoperator:
+def _with_teleoperator(setup: RobotSetup, settings: Mapping[str, Any]) -> RobotSetup:
     options = dict(settings)
-    kind = options.pop("kind", None)
-    if kind not in _TELEOPERATORS:
-        raise ConfigError(f"robot {robot}: unknown input device kind {kind!r}; use one of {sorted(_TELEOPERATORS)}")
-    factory: TeleoperatorFactory = import_module(_TELEOPERATORS[kind]).make_teleoperator
-    return factory(RobotSetupRequest(robot, "", options), spec)
+    kind = str(options.pop("kind", ""))
+    if kind == "scripted":
+        from robots.scripted_operator import with_scripted_operator
 
-
-def _factory(robot: str, driver: str) -> RobotSetupFactory:
-    if driver not in _BUILT_IN:
-        if driver not in installed_drivers():
-            there = sorted([*_BUILT_IN, *installed_drivers()])
-            raise ConfigError(f"robot {robot}: no driver {driver!r}; there are {there}")
-        return load_driver(driver)
-    factory: RobotSetupFactory = import_module(_BUILT_IN[driver]).make_robot_setup
-    return factory
+        return with_scripted_operator(setup, options)
+    make: TeleoperatorFactory = load_plugin(TELEOPERATOR_GROUP, kind, _TELEOPERATORS)
+    device = make(RobotSetupRequest(setup.name, "", options), setup.robot.spec)
+    return replace(setup, teleoperators=(*setup.teleoperators, device))
 
 
 def robot_spec(config: RobotConfig) -> RobotSpec:
     """The spec of the robot that `config` describes, without connecting to it. Raises ConfigError."""
-    return build_robot_setup(config, cameras=False).robot.spec
+    return describe_robot(config).spec
+
+
+JointVelocities = Callable[[Array, Array], Array]
+"""See `sim.kinematics.ArmKinematics.joint_velocities`."""
+
+
+def make_joint_velocities(description: str, spec: RobotSpec) -> JointVelocities:
+    """Loads the kinematics of `RobotConfig.description`.
+
+    Raises:
+        SpecError: the file cannot be read, or does not fit the robot.
+        ConfigError: this computer lacks MuJoCo.
+    """
+    if library := missing_library("sim"):
+        raise ConfigError(f"a description needs {library.module}, which is not installed here: {library.install}")
+    from sim.kinematics import ArmKinematics
+
+    return ArmKinematics(description, spec).joint_velocities
+
+
+def drawing_source(config: RobotConfig) -> str:
+    """What a 3D view of the robot is drawn from, see `sim.kinematics.ArmDrawing`; empty if that is unknown."""
+    if config.description or config.driver != "sim":
+        return config.description
+    return str(config.options.get("model", "panda"))
+
+
+def draw_arm(source: str, spec: RobotSpec) -> ArmDrawing:
+    """See `sim.kinematics.ArmDrawing`; needs MuJoCo."""
+    from sim.kinematics import ArmDrawing
+
+    return ArmDrawing(source, spec)
+
+
+class RobotDescription(NamedTuple):
+    """`has_expert`: each of the robot's tasks has a scripted expert."""
+
+    spec: RobotSpec
+    has_expert: bool
+
+
+_DESCRIPTIONS: dict[str, RobotDescription] = {}
+
+
+def describe_robot(config: RobotConfig) -> RobotDescription:
+    """Builds the robot once in this process, without connecting to it. Raises ConfigError."""
+    key = repr(config)
+    if key not in _DESCRIPTIONS:
+        setup = build_robot_setup(config, cameras=False)
+        _DESCRIPTIONS[key] = RobotDescription(setup.robot.spec, setup.task.has_expert)
+    return _DESCRIPTIONS[key]
 
 
 def emulated_link_settings(config: RobotConfig, endpoint: str, gateway: str) -> dict[str, Any]:
@@ -328,32 +493,12 @@ def emulated_link_command(settings: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "sim.network_emulator", "--config", str(settings), "--counts", str(counts))
 
 
-def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:
-    """A numpy policy without weights for a robot with this spec.
+def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int, device: str = "cpu") -> Policy:
+    """A policy without weights for a robot with this spec.
 
-    Raises SpecError: the robot lacks a feature.
+    Raises:
+        SpecError: the robot lacks a feature.
+        ConfigError: there is no such policy.
     """
-    from user_sys.policies.mlp import MlpPolicy
-
-    return MlpPolicy(spec, features=config.features, seed=seed)
-
-
-def policy_factory(device: str) -> Callable[[str, tuple[str, ...], RobotSpec, int], Policy]:
-    """The constructor of a policy server's policies: numpy policies on ``cpu``, torch policies on other devices."""
-
-    def make(kind: str, features: tuple[str, ...], spec: RobotSpec, seed: int) -> Policy:
-        config = build(PolicyConfig, {"kind": kind, "features": list(features)}, "policy")
-        if device == "cpu":
-            return make_policy(config, spec, seed)
-        from user_sys.policies.mlp_torch import TorchMlpPolicy
-
-        return TorchMlpPolicy(spec, device, features=config.features, seed=seed)
-
-    return make
-
-
-def policy_precisions(config: PolicyConfig) -> tuple[Precision, ...]:
-    """The forms of weights that such a policy acts well with (`Policy.forms`)."""
-    from user_sys.policies.mlp import MlpPolicy
-
-    return MlpPolicy.precisions
+    kind, settings = load_policy(config.kind, config.options)
+    return kind(spec, settings=settings, features=config.features, seed=seed, device=device)

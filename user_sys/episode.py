@@ -16,7 +16,11 @@ Columns of a chunk of T steps (row t is step ``first_step + t``):
 ``safety``             uint16 (T,)      bit set of ``hal.safety.Reason``: reason for a difference of applied; 0 if equal
 ``policy_version``     int64 (T,)       version of the weights; -1 without a policy, -2 for another run's weights
 ``log_prob``           float32 (T,)     of the behaviour policy; NaN without one
-``t_capture_ns``       int64 (T,)       monotonic clock of the edge: observation captured
+``action_chunk``       int32 (T,)       number of the policy's action chunk in the episode; -1 without one
+``action_chunk_step``  int16 (T,)       the action's place in it; -1 without one
+``action_delay``       uint16 (T,)      actions executed from its observation to its first use
+``t_observation_ns``   int64 (T,)       monotonic clock of the edge: capture of its observation; 0 without one
+``t_capture_ns``       int64 (T,)       ... observation captured
 ``t_inference_ns``     int64 (T,)       ... action known
 ``t_command_ns``       int64 (T,)       ... command applied
 ====================== ================ ======================================================================
@@ -77,6 +81,10 @@ SCALAR_DTYPES = {
     "safety": "uint16",
     "policy_version": "int64",
     "log_prob": "float32",
+    "action_chunk": "int32",
+    "action_chunk_step": "int16",
+    "action_delay": "uint16",
+    "t_observation_ns": "int64",
     "t_capture_ns": "int64",
     "t_inference_ns": "int64",
     "t_command_ns": "int64",
@@ -84,7 +92,7 @@ SCALAR_DTYPES = {
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]  # free text; the limit protects the index
 _Number = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
-_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Phase(enum.IntEnum):
@@ -224,7 +232,7 @@ def parse_chunk(packet: bytes | memoryview) -> PackedChunk:
 @lru_cache(maxsize=1024)
 def _check_names(*names: str) -> None:
     for name in names:
-        if not _NAME_PATTERN.fullmatch(name):
+        if not NAME_PATTERN.fullmatch(name):
             raise WireError(f"{name[:80]!r} is not a name (letters, digits, '.', '_', '-')")
 
 

@@ -1,12 +1,11 @@
 """Every message that crosses a process or a network boundary: frozen, typed, versioned.
 
-A message is one msgpack frame. `ChunkOffer`, `Preview` and `WeightsBlocks` have a second frame with bulk bytes. Each
+A message is one msgpack frame. `ChunkOffer`, `Preview` and `WeightsBlobs` have a second frame with bulk bytes. Each
 channel decodes only its own union, so a message on the wrong channel is refused.
 
-Weights: a *version* is a publication of the learner. For each precision (exact or rounded) it has a manifest with the
-digest of every tensor, which the learner signs. A *patch* is the bytes that lead to a version: a full one from nothing,
-others from an earlier version in the same precision. Patches need no signature: their result must have the digests of
-the manifest. The fields `form`, `parcel` and `life` keep their names of protocol version 4.
+Weights: a *version* is a publication of the learner. For each precision it has a manifest, which the learner signs. The
+manifest names the BLAKE3 digest of the table of tensors, and the table names the digest of every tensor's *blobs*.
+Blobs need no signature: a receiver requests the digests that it lacks, and verifies each.
 """
 
 from __future__ import annotations
@@ -20,43 +19,35 @@ from hal.resource import ResourceRecord
 from hal.spec import RobotSpec
 from user_sys.errors import WireError
 
-Precision: TypeAlias = Literal["exact", "bf16", "int8"]
-PatchCodec: TypeAlias = Literal["full", "delta", "parts", "table"]
+Precision: TypeAlias = Literal["exact", "bf16"]
 
 NO_VERSION = -1
 FOREIGN_RUN = -2
 """Replaces the version of another or an unknown run, because its number has no meaning in this run."""
-MAX_PATCH_BYTES = 1 << 34
-MAX_BLOCKS = 4096
+BLOB_BYTES = 4 << 20
+"""A tensor is cut into blobs of this size; the last one may be shorter."""
 MAX_TENSORS = 1 << 15
-"""Limit for one manifest; the scales of integer tensors count."""
 MAX_TABLE_BYTES = 16 << 20
-INLINE_TABLE_BYTES = 32 << 10
-"""A longer table of tensors is not part of its manifest; it is a patch with codec ``table``."""
-TENSOR_TABLE: Literal["table"] = "table"
-CRC_BYTES = 4
+MAX_VERSION_BYTES = 1 << 36
+INLINE_TABLE_BYTES = 16 << 10
+"""A longer table of tensors is not part of the offer: receivers request it like a blob."""
+MAX_WANTS = 1024
+"""Maximum number of blobs in one request."""
 DIGEST_BYTES = 32
+
+Digest: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION_BYTES)]
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
 
-class PublisherEpoch(msgspec.Struct, frozen=True):
-    """A run, and the number of the learner's start in it; see `user_sys.weights.signing`."""
-
-    run: bytes = b""
-    number: int = 0
-
-
-NO_EPOCH = PublisherEpoch()
-
-
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """`digest` is the BLAKE3 of the tensor's bytes, little-endian, in C order."""
+    """A tensor; its bytes are little-endian, in C order. `blobs` has the digest of each `BLOB_BYTES` of them."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    digest: bytes
+    shape: tuple[Count, ...]
+    blobs: tuple[Digest, ...]
 
 
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,33 +56,24 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: grows with each publication of a run, also over restarts of its learner.
         updates: the number of updates that the learner had made.
-        form: the precision: ``exact``, or ``bf16`` / ``int8``, which the learner rounds for inference.
-        tensors: sorted by name; empty if their table is a patch of `table_bytes`.
-        digest: of `form` and `tensors`, and so of every byte.
+        precision: ``exact``, or ``bf16``: floats are rounded for inference.
+        digest: of the encoded table of tensors, and so of every byte.
+        table_bytes: size of the encoded table.
         size_bytes: of all tensors.
         published_unix_ns: by the learner's clock.
-        max_error, rms_error: rounding errors: the largest, in the tensors' unit, and the one relative to their RMS.
         run: the run that the version numbers belong to; see `user_sys.weights.signing`.
-        life: the number of the learner's start; a later run has greater ones.
+        epoch: the number of the publisher's start; grows also from run to run.
     """
 
     version: int
     updates: int
-    form: Precision
-    tensors: tuple[TensorEntry, ...]
-    digest: bytes
-    size_bytes: int
+    precision: Precision
+    digest: Digest
+    table_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_TABLE_BYTES)]
+    size_bytes: Count
     published_unix_ns: int
-    table_bytes: int = 0
-    max_error: float = 0.0
-    rms_error: float = 0.0
     run: bytes = b""
-    life: int = 0
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether `tensors` has the table."""
-        return bool(self.tensors) or not self.table_bytes
+    epoch: int = 0
 
 
 class PinnedVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,35 +97,6 @@ class SignedRecord(msgspec.Struct, frozen=True, array_like=True):
     signature: bytes
 
 
-class PatchInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A patch: its base, its result, and the checksums of its blocks.
-
-    Attributes:
-        id: BLAKE3 of base, result and codec, so equal at every peer.
-        base: the version that it changes; `NO_VERSION` for a full patch. Of ``parts``, the oldest possible base.
-        base_digest: of the base's manifest; empty for a full patch.
-        codec: ``full``: every tensor. ``parts``: whole tensors, all that changed since `base`; it applies to every
-            later version of the same start of the learner. ``delta``: changed bits. ``table``: no tensor, but the
-            table for a manifest without one.
-        block_bytes: receivers request and check blocks of this size; the last one may be shorter.
-        crcs: CRC32C of each block, little-endian, concatenated.
-    """
-
-    id: bytes
-    form: Precision
-    version: int
-    base: int
-    base_digest: bytes
-    codec: PatchCodec
-    size_bytes: int
-    block_bytes: int
-    crcs: bytes
-
-    @property
-    def block_count(self) -> int:
-        return -(-self.size_bytes // self.block_bytes)
-
-
 def decode_record(raw: bytes, kind: type[RecordT]) -> RecordT:
     """Raises WireError if `raw` is not a record of this kind."""
     try:
@@ -152,26 +105,9 @@ def decode_record(raw: bytes, kind: type[RecordT]) -> RecordT:
         raise WireError(f"not a {kind.__name__}: {str(error)[:200]}") from None
 
 
-def check_patch(info: PatchInfo) -> None:
-    """Raises WireError unless the fields of a patch are within their limits. Call it before allocating memory."""
-    sound = (
-        0 < info.size_bytes <= (MAX_TABLE_BYTES if info.codec == TENSOR_TABLE else MAX_PATCH_BYTES)
-        and 0 < info.block_bytes
-        and info.block_count <= MAX_BLOCKS
-        and len(info.crcs) == CRC_BYTES * info.block_count
-        and len(info.id) == DIGEST_BYTES
-        and (info.base == NO_VERSION) == (info.codec in ("full", TENSOR_TABLE)) == (not info.base_digest)
-        and NO_VERSION <= info.base < info.version
-    )
-    if not sound:
-        raise WireError(
-            f"invalid description of a patch to version {info.version} with {info.size_bytes} bytes: a field is out of "
-            "its limits"
-        )
-
-
-PROTOCOL_VERSION = 4
-OLDEST_PROTOCOL = 4  # the oldest version that this release supports
+PROTOCOL_VERSION = 6
+PREVIOUS_PROTOCOL_VERSION = PROTOCOL_VERSION - 1
+"""A gateway also accepts robots and relays of this version, so that the cloud can be upgraded first."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -185,29 +121,26 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """First message of a client on each channel. Its key decides which `name` and `role` it may claim.
 
     Attributes:
-        protocol, oldest: the newest and oldest protocol version that it supports; 0 means `protocol` only.
+        protocol: its protocol version: that of the gateway, or of a robot or relay the previous one.
         holder: a robot session's name in leases. The gateway refuses the session while another holder has the robot.
         stream: names a robot's outbox; sequence numbers of chunks are unique in a stream.
     """
 
     protocol: int
-    role: Literal["robot", "learner", "console", "relay"]
+    role: Literal["robot", "learner", "console", "relay", "policy"]
     name: str
-    oldest: int = 0
     holder: str = ""
     stream: str = ""
     spec: RobotSpec | None = None
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The gateway accepts the session and uses protocol version `protocol`.
+    """The gateway accepts the channel.
 
     On the experience channel, `resume_after` is the newest durable chunk of the robot's `stream`, so that the robot
     does not resend it; -1 if the gateway does not know one.
     """
 
-    protocol: int
-    gateway: str
     resume_after: int = -1
 
 
@@ -278,11 +211,22 @@ class LeaseRelease(Message, frozen=True, kw_only=True, tag="lease-release"):
 # People ---------------------------------------------------------------------------------------------------------------
 
 
+ControlOrder: TypeAlias = Literal["take-over", "hand-back", "request-control", "accept", "decline", "pause"]
+OperatorOrder: TypeAlias = ControlOrder | Literal["drive", "release", "success", "failure", "reset", "e-stop", "re-arm"]
+FIRST_PROTOCOL_OF_ORDER: dict[str, int] = dict.fromkeys(("request-control", "accept", "decline", "pause"), 6)
+"""Orders that a robot of the previous protocol version cannot decode: a gateway does not send them to it."""
+
+
 class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
-    """A person's command to one robot. ``release`` ends the operator's control: the robot holds.
+    """A person's command to one robot.
+
+    ``release`` ends the operator's control: the robot holds. ``request-control`` asks the driver, who sends
+    ``accept`` or ``decline``. ``pause`` holds the robot of any driver.
 
     Attributes:
         twist: only of ``drive``: one value in [-1, 1] for each action element.
+        tool: only of ``drive``: shares of the tool's speed along x, y and z, of a robot with `RobotStatus.tool_speed`.
+        rewind: only of ``drive``: the robot retraces its path of this episode, and `twist` has no effect.
         sequence: grows with each command of a console.
         press: of an ``e-stop``, which uses the stop channel and is repeated under the same number until confirmed.
         address: the computer of the person's browser, if the console knows it.
@@ -290,8 +234,10 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
 
     robot: str
     operator: str
-    order: Literal["take-over", "drive", "release", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+    order: OperatorOrder
     twist: tuple[float, ...] = ()
+    tool: tuple[float, ...] = ()
+    rewind: bool = False
     sequence: int = 0
     press: int = 0
     address: str = ""
@@ -314,14 +260,37 @@ class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
 
 
 class PreviewRequest(Message, frozen=True, kw_only=True, tag="watch"):
-    """A console requests pictures of `robot` for the next `ttl_s` seconds, at most at `rate_hz`."""
+    """A console requests pictures of `robot` for the next `ttl_s` seconds, at most at `rate_hz`.
+
+    Attributes:
+        pose: requests `RobotStatus.state` and `promised` instead, 12 times a second at most.
+    """
 
     robot: str
     rate_hz: float
     ttl_s: float
+    pose: bool = False
 
 
 # Reports --------------------------------------------------------------------------------------------------------------
+
+
+class ControlPeriod(msgspec.Struct, frozen=True, array_like=True):
+    """One control period with an action, for a console's traces.
+
+    Attributes:
+        t_s: when the action was applied, by the edge's monotonic clock.
+        requested, applied: (a,) in the action spec's units; `applied` is empty if the safety kernel refused the action.
+        limits: bit set of `hal.safety.SafetyReason`.
+        act_ms, apply_ms: from the capture of the observation to the action, and from there until it was applied.
+    """
+
+    t_s: float
+    requested: tuple[float, ...]
+    applied: tuple[float, ...]
+    limits: int
+    act_ms: float
+    apply_ms: float
 
 
 class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
@@ -331,6 +300,15 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
         dropped_episodes: episodes that its full outbox has deleted, since the outbox was created.
         refused_realtime: real-time settings that the system refused to its driver; its control rate may vary.
         faults: hardware failures since its session started; `note` describes the last.
+        limits: reasons of the safety kernel, such as ``workspace``, that changed an action since the last status.
+        requested_by: another operator who requests control from `operator`.
+        help: why the robot requests help, in the state ``requesting``; or how to prepare the scene, if `awaits_reset`.
+        tool_speed: of a tool that the session can drive by moving the joints, m/s at the full share; else 0.
+        tool_refusal: why it cannot, if the action moves joints.
+        task: of the running episode.
+        periods: the newest control periods since the last status, while a console requests pictures.
+        state: ``observation.state``, in the spec's units, while a console requests the pose.
+        promised: likewise, the actions that the policy has predicted for the next control periods, (a,) each.
     """
 
     robot: str
@@ -348,6 +326,16 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     refused_realtime: str = ""
     faults: int = 0
     note: str = ""
+    limits: tuple[str, ...] = ()
+    requested_by: str = ""
+    help: str = ""
+    awaits_reset: bool = False
+    tool_speed: float = 0.0
+    tool_refusal: str = ""
+    task: str = ""
+    periods: tuple[ControlPeriod, ...] = ()
+    state: tuple[float, ...] = ()
+    promised: tuple[tuple[float, ...], ...] = ()
 
 
 class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
@@ -361,14 +349,29 @@ class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
     intervention_steps: int
     episode_return: float
     policy_version: int
+    task: str = ""
+
+
+LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Histogram(msgspec.Struct, frozen=True, array_like=True):
+    """A distribution of delays: how many are in each bucket of `LATENCY_BOUNDS_S` and above the last, and their sum."""
+
+    counts: tuple[int, ...]
+    sum_s: float
 
 
 class MetricsReport(Message, frozen=True, kw_only=True, tag="metrics"):
-    """Scalars of one node at a count: the updates of a learner, or the steps of a gateway."""
+    """Scalars of one node at a count: the updates of a learner, or the steps of a gateway.
+
+    Only a gateway has `histograms`: delays of its robots, under ``<name>/<robot>``; see `user_sys.gateway.ingest`.
+    """
 
     node: str
     count: int
     scalars: dict[str, float]
+    histograms: dict[str, Histogram] = {}
 
 
 class DevicesReport(Message, frozen=True, kw_only=True, tag="devices"):
@@ -396,8 +399,6 @@ class ChunkOffer(Message, frozen=True, kw_only=True, tag="chunk"):
     """The second frame is an encoded `user_sys.episode.Chunk`."""
 
     sequence: int
-    episode: str
-    index: int
 
 
 class ChunkAck(Message, frozen=True, kw_only=True, tag="chunk-ack"):
@@ -434,74 +435,113 @@ class WeightsOfferRequest(Message, frozen=True, kw_only=True, tag="weights-ask")
 
 
 class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
-    """The version to use and the patches that lead to it; a newer offer replaces it. The receiver requests the patches.
+    """The version to use; a newer offer replaces it. The receiver requests the blobs that it lacks.
 
     Attributes:
         manifests: one signed `WeightsManifest` for each precision of the version.
+        tables: the short tables of tensors of these manifests.
         signer: the learner's public key, for receivers without one.
-        order: the newest signed `PinnedVersion`, if any.
+        pin: the newest signed `PinnedVersion`, if any.
         greeting: the first offer of a session; requests of an earlier session get no reply.
         learner, embodiment: the learner and its robots' embodiment; only to relays, which get the offers of all.
-        ahead: requests that the sender answers at once, without receiving them.
     """
 
     manifests: tuple[SignedRecord, ...]
-    parcels: tuple[PatchInfo, ...]
     signer: bytes
-    order: SignedRecord | None = None
+    tables: tuple[bytes, ...] = ()
+    pin: SignedRecord | None = None
     greeting: bool = False
     learner: str = ""
     embodiment: str = ""
-    ahead: tuple[WeightsRequest, ...] = ()
+
+
+class BlobWant(msgspec.Struct, frozen=True, array_like=True):
+    """A blob that the receiver lacks.
+
+    Attributes:
+        base: the digest of a blob of the same size that the receiver holds; empty without one.
+        width: bytes of one value, which a difference may group by their significance.
+        offset: how many bytes of the encoded blob with checksum `check` have arrived.
+    """
+
+    digest: Digest
+    base: bytes = b""
+    width: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    offset: Count = 0
+    check: int = 0
 
 
 class WeightsRequest(Message, frozen=True, kw_only=True, tag="weights-request"):
-    """Requests `count` blocks of a patch, from block `first` on."""
+    """Requests blobs, in order. A request with a greater serial number replaces the one before.
 
-    parcel: bytes
-    first: int
-    count: int
+    Attributes:
+        version: the `user_sys.weights.catalog.version_id` that the blobs belong to; the sender keeps it meanwhile.
+        limit_bytes: how many bytes the sender may send in total for this serial number. A request of the same serial
+            number without `wants` raises the limit.
+        message_bytes: of one reply, at most.
+    """
+
+    version: Digest
+    serial: int
+    limit_bytes: int
+    message_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    wants: Annotated[tuple[BlobWant, ...], msgspec.Meta(max_length=MAX_WANTS)] = ()
 
 
-class WeightsBlocks(Message, frozen=True, kw_only=True, tag="weights-grains"):
-    """Blocks of a patch: the second frame has consecutive blocks from block `first` on."""
+BlobCodec: TypeAlias = Literal["raw", "zstd", "xor"]
 
-    parcel: bytes
-    first: int
+
+class BlobPart(msgspec.Struct, frozen=True, array_like=True):
+    """`size_bytes` of an encoded blob, from `offset` on.
+
+    Attributes:
+        codec: ``raw``, ``zstd``, or ``xor``: a compressed difference from the blob `base`.
+        planes: the values are stored by the significance of their bytes, so many bytes each.
+        encoded_bytes, check: size and CRC32C of the whole encoded blob; of a raw one a constant.
+    """
+
+    digest: Digest
+    base: bytes
+    codec: BlobCodec
+    planes: Annotated[int, msgspec.Meta(ge=1, le=8)]
+    encoded_bytes: Count
+    check: int
+    offset: Count
+    size_bytes: Count
+
+
+class WeightsBlobs(Message, frozen=True, kw_only=True, tag="weights-blobs"):
+    """Parts of requested blobs; the second frame has their bytes, one part after the other."""
+
+    version: Digest
+    parts: Annotated[tuple[BlobPart, ...], msgspec.Meta(max_length=MAX_WANTS)]
 
 
 class WeightsGone(Message, frozen=True, kw_only=True, tag="weights-gone"):
-    """A requested patch is no longer stored."""
+    """A blob of a requested version is no longer stored."""
 
-    parcel: bytes
+    version: Digest
 
 
 class WeightsProgress(Message, frozen=True, kw_only=True, tag="weights-progress"):
     """To the learner: the oldest version that a connected robot uses, and the pinned version; -1 without one."""
 
     oldest: int
-    ordered: int = -1
+    pinned: int = -1
 
 
 class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"):
-    """Credit for the next version: a robot uses this one, or the gateway has it on disk."""
+    """The gateway has this version on disk."""
 
     version: int
 
 
 class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
-    """`robot` uses `version` from now on, `seconds` after its offer.
-
-    If `digest` is set, the robot holds the version in precision `form` and is ready for the next one: `ahead_bytes` of
-    the patches from there may follow the next offer without a request.
-    """
+    """`robot` uses `version` from now on, `seconds` after its offer."""
 
     robot: str
     version: int
     seconds: float
-    form: Precision = "exact"
-    digest: bytes = b""
-    ahead_bytes: int = 0
 
 
 ControlMessage = (
@@ -515,5 +555,5 @@ ExperienceMessage = (
 )  # fmt: skip
 WeightsMessage = (
     Hello | Welcome | Refusal | Heartbeat | CreditGrant | WeightsReceived | WeightsApplied | WeightsOfferRequest
-    | WeightsOffer | WeightsRequest | WeightsBlocks | WeightsGone | WeightsProgress
+    | WeightsOffer | WeightsRequest | WeightsBlobs | WeightsGone | WeightsProgress
 )  # fmt: skip

@@ -7,12 +7,14 @@ resumed run finds their files.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,15 +39,28 @@ class RobotRecord(msgspec.Struct, frozen=True, kw_only=True):
     known_since_unix_ns: int
 
 
-def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
-    """Saves `robot`'s spec durably; True if it has changed. `robot` is safe as a file name. Raises OSError."""
+def save_robot_record(folder: Path, robot: str, spec: RobotSpec, known_since_unix_ns: int | None = None) -> bool:
+    """Saves `robot`'s spec durably; True if it has changed. `robot` is safe as a file name. Raises OSError.
+
+    A new record has the given time, or now.
+    """
     path = folder / f"{robot}{_SUFFIX}"
     known = _read_record(path)
     if known is not None and known.spec == spec:
         return False
-    since = known.known_since_unix_ns if known is not None else time.time_ns()
-    replace_durably(path, msgspec.json.encode(RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since)))
+    since = known.known_since_unix_ns if known is not None else known_since_unix_ns or time.time_ns()
+    record = RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since)
+    replace_durably(path, msgspec.json.encode(_with_infinities_as_text(msgspec.to_builtins(record))))
     return True
+
+
+def _with_infinities_as_text(value: Any) -> Any:
+    """Plain values for JSON, which has no infinity: the bounds of an unbounded element become ``"inf"``."""
+    if isinstance(value, dict):
+        return {name: _with_infinities_as_text(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_infinities_as_text(item) for item in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def read_robot_records(folder: Path) -> tuple[RobotRecord, ...]:
@@ -61,7 +76,7 @@ def copy_robot_records(records: Iterable[RobotRecord], store: Path) -> None:
     for record in records:
         if record.spec.embodiment not in known:
             name = record.robot if record.robot not in names else f"{record.robot}-{record.spec.embodiment}"
-            save_robot_record(store / ROBOTS_FOLDER, name, record.spec)
+            save_robot_record(store / ROBOTS_FOLDER, name, record.spec, record.known_since_unix_ns)
             known.add(record.spec.embodiment)
             names.add(name)
 
@@ -89,7 +104,7 @@ def wait_for_robot_record(folder: Path, stop: threading.Event) -> RobotRecord | 
 def _read_record(path: Path) -> RobotRecord | None:
     try:
         with path.open("rb") as file:
-            record = msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=RobotRecord)
+            record = msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=RobotRecord, strict=False)
     except FileNotFoundError:
         return None
     except (*DECODE_ERRORS, SpecError) as error:
@@ -105,7 +120,7 @@ def _read_record(path: Path) -> RobotRecord | None:
 
 LEARNER = "learner"
 EXIT_ORPHANED = 3
-"""The exit status of a learner's worker process after the learner's first process has ended."""
+"""The exit status of a learner's process after another process of that learner has ended."""
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9]+")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import load
 from user_sys.edge.demonstrations import DEMONSTRATION_SEED
 from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.plugins import load_algorithm
 from user_sys.run.config import RunConfig
 from user_sys.run.evaluate import EVALUATION_SEED
 
@@ -34,8 +36,11 @@ class ArmEnv(gymnasium.Env[Array, Array]):
 
     def __init__(self, robot: RobotConfig, seed: int) -> None:
         station = build_robot_setup(robot, cameras=False)
-        assert station.make_expert is not None
-        spec, self._task, self.expert = station.robot.spec, station.task, station.make_expert
+        spec, self._task, self.expert = (
+            station.robot.spec,
+            station.task,
+            partial(station.task.make_expert, station.robot),
+        )
         self._tick: TimeStep | None = None
         self._driver = RobotEnvironment(station.robot, station.task, SafetyKernel(spec, self._world_ns))
         self._driver.connect()
@@ -110,7 +115,7 @@ def train(config: RunConfig, seed: int, limit_s: float) -> float:
         env,
         seed=seed,
         batch_size=config.learner.batch_size,
-        gamma=config.learner.algorithm.discount,
+        gamma=load_algorithm(config.learner.algorithm, config.learner.options)[1].discount,
         learning_starts=0,
         device="cpu",
     )

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from user_sys.commands.main import main
+from user_sys.messages import WeightsManifest
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
 from user_sys.store.store import StoreWriter
-from user_sys.weights.patches import VersionIndex, full_patch
+from user_sys.weights.catalog import BlobCache, VersionCatalog
 from user_sys.weights.signing import ensure_signer
-from user_sys.weights.state import build_manifest, build_tensor_set
+from user_sys.weights.state import build_tensor_set
 from user_sys.weights.version_store import VersionStore
 
 
@@ -25,11 +26,19 @@ def store_version(run: Path, version: int, learner: str = ".") -> VersionStore:
     """The run's learner has published one version."""
     signer = ensure_signer(run / "keys", "learner")
     state = build_tensor_set({"w": np.zeros(3, np.float32)})
-    manifest = build_manifest(state, version, version, 0, (0.0, 0.0))
-    patch = full_patch(state, version)
-    index = VersionIndex({("exact", version): (manifest, signer.sign(manifest))}, {patch.info.id: patch})
+    manifest = WeightsManifest(
+        version=version,
+        updates=version,
+        precision="exact",
+        digest=state.digest,
+        table_bytes=len(state.table),
+        size_bytes=state.size_bytes,
+        published_unix_ns=0,
+    )
+    catalog = VersionCatalog(BlobCache())
     store = VersionStore(run / "weights" / learner)
-    store.save(index, signer.public_key)
+    stored = catalog.add_tensors(manifest, signer.sign(manifest), state)
+    store.save([stored], catalog.cache, signer.public_key)
     return store
 
 

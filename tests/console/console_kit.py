@@ -9,15 +9,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
+from episode_kit import chunk_header
 
 from hal.spec import ArraySpec, RobotSpec
+from user_sys.console.config import ConsoleConfig
 from user_sys.console.hub import ConsoleHub
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.control_authority import ControlAuthority
-from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, PreviewRequest, RobotStatus
+from user_sys.episode import Chunk, EpisodeEnd, Phase, frame_columns
+from user_sys.messages import (
+    ControlPeriod,
+    EpisodeReport,
+    MetricsReport,
+    OperatorCommand,
+    Preview,
+    PreviewRequest,
+    RobotStatus,
+)
+from user_sys.store.store import StoreWriter
 
 PERIOD_S = 0.05
 SPEC = RobotSpec(
@@ -57,15 +70,22 @@ class Clock:
 
 
 class SimulatedRun:
-    """One robot with two cameras, in a thread until `close`. `sent` holds the console's messages."""
+    """One robot with two cameras, in a thread until `close`. `sent` holds the console's messages.
 
-    def __init__(self, robot: str = "panda-0") -> None:
+    Others may be added to its hub (`add`).
+    """
+
+    def __init__(self, robot: str = "panda-0", hub: ConsoleHub | None = None, folder: Path = Path()) -> None:
         self.robot = robot
-        self.hub = ConsoleHub("demo", self._send, {robot: SPEC}, budget_s=300.0)
+        self.hub = hub or ConsoleHub("demo", self._send, {robot: SPEC}, budget_s=300.0, folder=folder)
+        self._others: dict[str, SimulatedRun] = {}
         self.clock = Clock()  # for the input timeout
         self.authority = ControlAuthority(robot, SPEC, self.clock)
         self.sent: list[OperatorCommand | PreviewRequest] = []
         self.away = False  # without a gateway nothing can be sent
+        self.limits: tuple[str, ...] = ()  # at which the robot is
+        self.state: tuple[float, ...] = ()  # in each status, with the `promised` actions
+        self.promised: tuple[tuple[float, ...], ...] = ()
         self._tool = np.array([0.0, 0.0, 0.5, 1.0])
         self._step = 0
         self._watched_until_s = 0.0
@@ -77,7 +97,14 @@ class SimulatedRun:
         self._thread.start()
         return self
 
+    def add(self, robot: str) -> SimulatedRun:
+        """Starts another robot of this run; `close` ends it too."""
+        self._others[robot] = SimulatedRun(robot, self.hub).start()
+        return self._others[robot]
+
     def close(self) -> None:
+        for other in self._others.values():
+            other.close()
         self._ending.set()
         self._thread.join(timeout=60)
 
@@ -106,8 +133,12 @@ class SimulatedRun:
     def _send(self, message: OperatorCommand | PreviewRequest) -> bool:
         if self.away:
             return False
+        if message.robot in self._others:
+            return self._others[message.robot]._send(message)
         self.sent.append(message)
         if isinstance(message, PreviewRequest):
+            if message.pose:
+                return True
             self._watched_until_s = time.monotonic() + message.ttl_s
             return True
         with self._lock:
@@ -135,10 +166,25 @@ class SimulatedRun:
                     outbox_chunks=2,
                     control_hz=10.0 if operator else 84.0,
                     safety_interventions=3,
+                    limits=self.limits,
+                    requested_by=self.authority.requested_by,
+                    help=self.authority.help_reason,
+                    awaits_reset=self.authority.awaits_reset,
+                    tool_speed=self.authority.tool_drive.speed,
+                    task="lift",
+                    tool_refusal=self.authority.tool_drive.refusal,
+                    periods=(self._period(),),
+                    state=self.state,
+                    promised=self.promised,
                 )  # fmt: skip
             )
             if time.monotonic() < self._watched_until_s:
                 self._film()
+
+    def _period(self) -> ControlPeriod:
+        requested = (*(0.02 * self.authority.twist()[:3]).tolist(), 0.04)
+        limited = 32 * bool(self.limits)
+        return ControlPeriod(time.monotonic(), requested, (0.01, *requested[1:]), limited, 4.0, 1.0)
 
     def _film(self) -> None:
         for camera, size in (("front", (240, 320)), ("wrist", (240, 320))):
@@ -155,6 +201,30 @@ class SimulatedRun:
         return np.ascontiguousarray(picture.astype(np.uint8))
 
 
+STEPS = 12  # of an episode of `write_episode`
+
+
+def write_episode(path: Path, episode: str, *, success: bool = True, task: str = "lift") -> None:
+    """Stores an episode: a JPEG camera that misses every other picture, a raw one, and a correction at the end."""
+    wide = [np.full((48, 64, 3), 20 * n, np.uint8) for n in range(STEPS)]
+    jpeg = [simplejpeg.encode_jpeg(picture) if n % 2 == 0 else None for n, picture in enumerate(wide)]
+    raw = [np.full((24, 24, 3), 250 - 20 * n, np.uint8) for n in range(STEPS)]
+    columns = {
+        "action": np.linspace([0, 1, 2], [1, 0, 2], STEPS, dtype=np.float32),
+        "reward": np.eye(STEPS, dtype=np.float32)[-1] * success,
+        "phase": np.array([Phase.POLICY] * 6 + [Phase.CORRECTION] * 6, np.uint8),
+        "policy_version": np.full(STEPS, 7, np.int64),
+        "t_capture_ns": np.arange(STEPS, dtype=np.int64) * 50_000_000,
+    }
+    columns |= frame_columns("observation.images.front", jpeg, columns["t_capture_ns"])
+    columns |= frame_columns("observation.images.wrist", raw, columns["t_capture_ns"])
+    header = chunk_header(
+        episode, STEPS, task=task, started_unix_ns=time.time_ns(), end=EpisodeEnd(steps=STEPS, success=success)
+    )
+    with StoreWriter.open(path) as writer:
+        writer.append(Chunk(header, columns, {}).encode())
+
+
 def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits until `true()`; fails after `seconds`."""
     deadline_s = time.monotonic() + seconds
@@ -167,7 +237,7 @@ def until(true: Callable[[], object], seconds: float = 60.0) -> None:
 def main() -> None:
     """``python console_kit.py PORT``: serves a simulated run until SIGTERM, for tests that kill it."""
     simulated = SimulatedRun().start()
-    server = ConsoleServer(simulated.hub, port=int(sys.argv[1]), token="simulated")
+    server = ConsoleServer(simulated.hub, ConsoleConfig(port=int(sys.argv[1])), token="simulated")
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     sys.stdout.write(f"{server.start()}\n")

@@ -6,24 +6,34 @@ import struct
 import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hal.spec import ArraySpec, RobotSpec
+from hal.registry import LOSS_TIMEOUT_S
+from hal.resource import Health, Kind, ResourceRecord
+from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.console.hub import (
     MAX_CAMERAS_PER_ROBOT,
-    MAX_CURVES,
     MAX_JPEG_BYTES,
     MAX_ROBOTS,
-    STATUS_TIMEOUT_S,
     ConsoleHub,
-    Curve,
 )
+from user_sys.console.progress import MAX_CURVES, Curve, RunProgress
 from user_sys.errors import AuthorityError, WireError
-from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, PreviewRequest, RobotStatus
+from user_sys.messages import (
+    ControlPeriod,
+    EpisodeReport,
+    MetricsReport,
+    OperatorCommand,
+    Preview,
+    PreviewRequest,
+    RobotStatus,
+)
+from user_sys.run.progress import plain_line, run_scalars
 
 
 class Clock:
@@ -41,10 +51,12 @@ def status(robot: str = "panda-0", **changes: Any) -> RobotStatus:
     return RobotStatus(**{**values, **changes})
 
 
-def episode(success: bool | None, source: str = "online", touched: int = 0, steps: int = 40) -> EpisodeReport:
+def episode(
+    success: bool | None, source: str = "online", touched: int = 0, steps: int = 40, task: str = "lift"
+) -> EpisodeReport:
     return EpisodeReport(
         robot="panda-0", episode="e", source=source, steps=steps, success=success, intervention_steps=touched,
-        episode_return=1.0, policy_version=1,
+        episode_return=1.0, policy_version=1, task=task,
     )  # fmt: skip
 
 
@@ -70,12 +82,30 @@ def hub(sent: list[OperatorCommand | PreviewRequest], clock: Clock) -> ConsoleHu
     return ConsoleHub("demo", sent.append, {"panda-0": bus("x y z g", tool_delta=(0, 1, 2), gripper=3)}, 300.0, clock)
 
 
+def test_phases_of_the_running_episode_are_kept(hub: ConsoleHub) -> None:
+    for step, phase in ((3, "policy"), (9, "policy"), (10, "correction"), (20, "correction"), (21, "policy")):
+        hub.update(status(step=step, phase=phase))
+    assert hub.view().robots[0].phases == ((0, "policy"), (10, "correction"), (21, "policy"))
+    hub.update(status(step=1, episode="e-2"))
+    assert hub.view().robots[0].phases == ((0, "policy"),)
+
+
+def test_silent_learner_is_a_warning(hub: ConsoleHub, clock: Clock) -> None:
+    hub.update(MetricsReport(node="learner", count=5, scalars={}))
+    clock.now_s += 59.0
+    assert not hub.view().warning and hub.view().updates == 5
+    clock.now_s += 2.0
+    assert hub.view().warning == "training stands still: no report from learner; read logs/learner.log"
+    hub.update(MetricsReport(node="learner", count=6, scalars={}))
+    assert not hub.view().warning
+
+
 def test_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().robots[0].status is None and not hub.view().robots[0].lost
     hub.update(status(step=9))
     seen = hub.view().robots[0]
     assert seen.status is not None and seen.status.step == 9 and not seen.lost
-    clock.now_s += STATUS_TIMEOUT_S + 0.1
+    clock.now_s += LOSS_TIMEOUT_S + 0.1
     assert hub.view().robots[0].lost
 
 
@@ -107,16 +137,138 @@ def test_resumed_run_continues_its_counts(hub: ConsoleHub, clock: Clock) -> None
     hub.restore_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
     clock.now_s += 5.0
     hub.update(episode(True, touched=5))
-    view = hub.view()
-    assert (view.episodes, view.interventions, view.elapsed_s, view.budget_s) == (11, 3, 105.0, 300.0)
-
-
-def test_view_has_training_time_and_budget(hub: ConsoleHub, clock: Clock) -> None:
-    assert (hub.view().training_s, hub.view().budget_s) == (0.0, 300.0)
-    clock.now_s += 60.0
     hub.update(MetricsReport(node="learner", count=10, scalars={"training_s": 40.0}))
     hub.update(MetricsReport(node="learner-ur5e", count=10, scalars={"training_s": 7.0}))
-    assert (hub.view().elapsed_s, hub.view().training_s) == (60.0, 40.0)
+    view = hub.view()
+    assert (view.episodes, view.interventions, view.elapsed_s, view.budget_s) == (11, 3, 105.0, 300.0)
+    assert (view.training_s, view.updates) == (40.0, 20)
+
+
+def test_success_rate_is_of_so_many_autonomous_episodes(hub: ConsoleHub) -> None:
+    for report in (episode(True), episode(False), episode(None), episode(True, touched=3), episode(True)):
+        hub.update(report)
+    assert [hub.success_rate(count) for count in (4, 2, 5)] == [0.5, 0.5, None]
+
+
+def test_rates_follow_the_reports(hub: ConsoleHub, clock: Clock) -> None:
+    for second in range(5):
+        clock.now_s += 1
+        hub.update(episode(True, steps=20))
+        hub.update(MetricsReport(node="learner", count=100 * second, scalars={"policy_version": 6.0}))
+    hub.update(MetricsReport(node="gateway", count=9, scalars={"training_s": 99.0}))
+    view = hub.view()
+    assert (view.env_steps_per_s, view.updates_per_s, view.updates, view.policy_version) == (20.0, 100.0, 400, 6)
+
+
+def test_staleness_is_relative_to_the_robots_own_learner(hub: ConsoleHub) -> None:
+    hub.update(MetricsReport(node="learner", count=9, scalars={"policy_version": 90.0}))
+    hub.update(MetricsReport(node="learner-arm-1", count=9, scalars={"policy_version": 4.0}))
+    hub.update(status("left", policy_version=89))
+    hub.update(status("right", policy_version=2))
+    hub.set_learners({"left": "learner", "right": "learner-arm-1"})
+    assert hub.view().staleness == 2
+    hub.set_learners({"left": "learner", "right": "learner-that-is-silent"})
+    assert hub.view().staleness == 1
+
+
+def test_full_disk_and_pinned_version_warn_until_they_end(hub: ConsoleHub) -> None:
+    for node, folder in (("gateway", "store"), ("learner-ur5e-1", "checkpoints/learner-ur5e-1")):
+        full = {"disk_needed_bytes": 5e6, "disk_free_bytes": 4096.0}
+        hub.update(MetricsReport(node=node, count=9, scalars=full))
+        assert f"waiting for disk space in {folder}: needs 5 MB, 0.0041 MB free; " in hub.view().warning
+        hub.update(MetricsReport(node=node, count=9, scalars=dict.fromkeys(full, 0.0)))
+    hub.update(MetricsReport(node="learner", count=9, scalars={"held_by_pin": 1.0}))
+    assert "training waits" in hub.view().warning
+    hub.update(MetricsReport(node="learner", count=9, scalars={"held_by_pin": 0.0}))
+    assert not hub.view().warning
+
+
+def test_lost_device_warns_until_it_returns(hub: ConsoleHub) -> None:
+    gpu = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", health=Health.LOST)
+    hub.update_resource(gpu)
+    assert hub.view().warning == "lost: desk/gpu-0 (gpu L4)"
+    hub.update_resource(msgspec.structs.replace(gpu, health=Health.READY))
+    assert not hub.view().warning
+
+
+def test_quarantined_robot_shows_reason_and_person_until_it_is_restored(hub: ConsoleHub) -> None:
+    arm = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk", health=Health.QUARANTINED)
+    hub.update_resource(msgspec.structs.replace(arm, note="by ana: oil"))
+    robot = hub.view().robots[0]
+    assert (robot.health, robot.health_note, hub.view().warning) == (Health.QUARANTINED, "by ana: oil", "")
+    hub.update_resource(msgspec.structs.replace(arm, health=Health.READY))
+    assert hub.view().robots[0].health is Health.READY
+
+
+def test_success_far_below_its_best_warns_until_it_is_back(hub: ConsoleHub) -> None:
+    for success in [True] * 50 + [False] * 9:
+        hub.update(episode(success))
+    assert not hub.view().warning
+    hub.update(episode(False))
+    assert "success fell to 80% of the newest 50 autonomous episodes, from 100%" in hub.view().warning
+    for _ in range(50):
+        hub.update(episode(True))
+    assert not hub.view().warning
+
+
+def test_an_old_task_that_gets_worse_warns_by_its_name(hub: ConsoleHub) -> None:
+    for task in ["reach"] * 50 + ["lift"] * 200:
+        hub.update(episode(True, task=task))
+    for _ in range(10):
+        hub.update(episode(False, task="reach"))
+        for _ in range(9):
+            hub.update(episode(True, task="lift"))
+    assert hub.view().warning.startswith("success of reach fell to 80% of the newest 50 autonomous episodes, from 100%")
+
+
+def test_an_evaluated_task_that_gets_worse_warns_after_fewer_episodes(hub: ConsoleHub) -> None:
+    for success in [True] * 20 + [False] * 5:
+        hub.update(episode(success, task="reach", source="evaluation"))
+        hub.update(episode(True, task="lift"))
+    assert not hub.view().warning
+    hub.update(episode(False, task="reach", source="evaluation"))
+    view = hub.view()
+    assert view.tasks == {"evaluation/reach": 0.7, "lift": 1.0} and view.episodes == 25
+    assert view.warning.startswith(
+        "success of evaluation/reach fell to 70% of the newest 20 autonomous episodes, from 100%"
+    )
+
+
+def test_lost_robot_and_stale_camera_are_alarms(hub: ConsoleHub, clock: Clock) -> None:
+    hub.update(status())
+    hub.update_preview(Preview(robot="panda-0", camera="front", step=1), jpeg(1))
+    for _ in range(8):  # a page is open
+        clock.now_s += 1.0
+        hub.update(status())
+        hub.request_previews(rate_hz=10.0, ttl_s=3.0)
+    assert hub.view().alarms == ("no new picture of panda-0's camera front for 7 s",)
+    hub.update_preview(Preview(robot="panda-0", camera="front", step=2), jpeg(1))
+    assert not hub.view().alarms
+    clock.now_s += 60.0
+    hub.request_previews(rate_hz=10.0, ttl_s=3.0)
+    hub.update(status())
+    assert not hub.view().alarms, "the page was away"
+    clock.now_s += 60.0
+    assert hub.view().alarms == ("no report from panda-0: check the robot's computer and its network",)
+
+
+def test_cameras_have_the_order_of_the_spec(hub: ConsoleHub) -> None:
+    cameras = tuple(CameraSpec(name=name, height=8, width=8, rate_hz=10.0) for name in ("wrist", "front"))
+    hub.set_robot_spec("panda-0", msgspec.structs.replace(bus("x y z g"), cameras=cameras))
+    for name in ("side", "front", "wrist"):
+        hub.update_preview(Preview(robot="panda-0", camera=name, step=1), jpeg(1))
+    assert hub.view().robots[0].cameras == ("wrist", "front", "side")
+
+
+def test_view_has_latency_and_success_by_model(hub: ConsoleHub) -> None:
+    hub.set_robot_spec("arm-1", msgspec.structs.replace(bus("x y z g"), model="arm"))
+    hub.update(episode(True))
+    assert not hub.view().models, "one model only"
+    hub.update(msgspec.structs.replace(episode(False), robot="arm-1"))
+    assert hub.view().models == {"arm": 0.0, "bus": 1.0}
+    assert hub.view().robots[0].latency_ms is None
+    hub.update(status(periods=(ControlPeriod(1.0, (0.1,), (0.1,), 0, 4.0, 1.5),)))
+    assert hub.view().robots[0].latency_ms == 5.5
 
 
 def test_view_has_the_last_episode_of_a_robot(hub: ConsoleHub) -> None:
@@ -125,12 +277,6 @@ def test_view_has_the_last_episode_of_a_robot(hub: ConsoleHub) -> None:
     hub.update(episode(False, "demo"))
     last = hub.view().robots[0].last
     assert last is not None and last.success and last.intervention_steps == 5
-
-
-def test_success_is_of_the_newest_episodes(hub: ConsoleHub) -> None:
-    for success in [False] * 30 + [True] * 20:
-        hub.update(episode(success))
-    assert hub.view().success == 1.0
 
 
 def test_curves_have_losses_without_non_finite_values(hub: ConsoleHub) -> None:
@@ -269,3 +415,13 @@ def test_threads_may_update_and_read_at_once(hub: ConsoleHub) -> None:
     for thread in threads:
         thread.join(timeout=120)
     assert hub.view().episodes == 900 and hub.view().updates == 299
+
+
+def test_success_of_several_tasks_is_counted_apart() -> None:
+    progress = RunProgress()
+    for success, task in ((True, "lift"), (False, "peg"), (False, "lift")):
+        progress.add_episode(episode(success, task=task))
+    progress.add_episode(episode(True, touched=1, task="peg"))
+    view = progress.view("run", 1.0, ())
+    assert view.tasks == {"lift": 0.5, "peg": 0.0}, "an episode with help does not count"
+    assert run_scalars(view)["success/lift"] == 0.5 and "lift 50%, peg 0%" in plain_line(view, "training")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from wait_kit import until
 
 from hal.robot import StopLevel
 from hal.spec import Array
@@ -26,15 +26,6 @@ END_S = 120.0  # longer than any wait on a busy machine
 
 STILL = np.array([0, 0, 0, GRIPPER_M], np.float32)
 RIGHT = np.array([0.05, 0, 0, GRIPPER_M], np.float32)
-
-
-def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> Any:
-    """Polls until `condition` gives something; fails with `what` after a deadline."""
-    deadline = time.monotonic() + within_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.01)
-    return result
 
 
 class RecordingRobot(FakeRobot):

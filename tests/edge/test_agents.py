@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as dataclass_replace
 from typing import Any
 
 import numpy as np
 import pytest
 from edge_kit import RecordingRobot
+from msgspec.structs import replace
 
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
-from robots.fake import GRIPPER_M, STEP_M, FakeTask
+from robots.fake import GRIPPER_M, STEP_M, FakeRobot, FakeTask
 from user_sys.compose import RobotConfig
 from user_sys.edge.agents import (
     GRIPPER_SETTLE_STEPS,
@@ -21,62 +25,59 @@ from user_sys.edge.agents import (
     OperatorCommandQueue,
     PolicyAgent,
     SharedControlAgent,
-    SwapAt,
-    UpdatingPolicyAgent,
 )
 from user_sys.edge.control_authority import INPUT_TIMEOUT_S, ControlAuthority, ControlState
-from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TimeStep
+from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TaskInfo, TimeStep
+from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.recorder import SelectedAction, StepOutcome
 from user_sys.episode import Phase
 from user_sys.errors import PolicyUnavailable
+from user_sys.logs import JsonFormatter
 from user_sys.messages import OperatorCommand, OperatorReply
-from user_sys.policies.policy import ActionChunk, Policy
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
+from user_sys.policies.policy import ActionChunk
 
+TASK = TaskInfo(name="reach", sentence="go", max_steps=50)
 LENGTH = 3
 FAR = 0.01  # step along x: the version times this, plus a tenth of it for each step in the chunk
 
 
-class MarchingPolicy(Policy):
-    """Acts in chunks of three steps along x. The step size identifies the weights and the step of the chunk."""
+class MarchingPolicy:
+    """An `UpdatingPolicy` that acts in chunks of three steps along x. The step size identifies version and step.
 
-    def __init__(self) -> None:
-        self.size = 0.0
-        self.calls = 0
+    Attributes:
+        version: the acting version; 0 awaits weights.
+        why: why it is unavailable; empty if it is not.
+        cameras: that it reads.
+        seen: its newest observation.
+        spoiled: the step along y that the last action of a chunk has.
+    """
 
-    def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+    def __init__(self, version: int = 1) -> None:
+        self.version, self.why = version, ""
+        self.cameras, self.seen = tuple[str, ...](), dict[str, Array]()
+        self.spoiled = 0.0
+        self.calls = self.pauses = self.episodes = 0
+
+    @property
+    def awaits_weights(self) -> bool:
+        return self.version == 0
+
+    def begin_episode(self) -> None:
+        self.episodes += 1
+
+    def pause(self) -> None:
+        self.pauses += 1
+
+    def act(self, observation: Mapping[str, Array], instruction: str, *, deterministic: bool) -> ActionChunk:
+        if self.why or self.awaits_weights:
+            raise PolicyUnavailable(self.why or "waiting for weights")
         self.calls += 1
+        self.seen = dict(observation)
         actions = np.zeros((LENGTH, 4), np.float32)
-        actions[:, 0] = self.size + FAR / 10 * np.arange(LENGTH)
+        actions[:, 0] = self.version * FAR + FAR / 10 * np.arange(LENGTH)
         actions[:, 3] = GRIPPER_M
+        actions[-1, 1] = self.spoiled
         return ActionChunk(actions, -np.arange(LENGTH, dtype=np.float32))
-
-    def load(self, weights: Mapping[str, Array]) -> None:
-        self.size = float(weights["size"][0])
-
-
-def publish(policies: DoubleBufferedPolicy, version: int) -> None:
-    """Loads weights that are ready to be swapped in."""
-    policies.load(version, {"size": np.array([version * FAR], np.float32)})
-
-
-@dataclass
-class Monitor:
-    """A `WeightsMonitor` that records inference times. `newest` is the newest version that was published."""
-
-    policies: DoubleBufferedPolicy
-    max_staleness: int = 1_000_000
-    newest: int = 1
-    inference_s: list[float] = field(default_factory=list)
-
-    def is_too_stale(self) -> bool:
-        return self.newest - self.policies.version > self.max_staleness
-
-    def on_swap(self, version: int) -> None:
-        pass
-
-    def on_inference(self, seconds: float) -> None:
-        self.inference_s.append(seconds)
 
 
 @dataclass
@@ -85,11 +86,9 @@ class Session:
 
     robot: RecordingRobot
     environment: RobotEnvironment
-    policies: DoubleBufferedPolicy
-    monitor: Monitor
+    policy: MarchingPolicy
     max_steps: int = 50
-    swap_at: SwapAt = "chunk"
-    explore: bool = False
+    intervention: InterventionConfig | None = None
     now_s: float = 100.0
     stopping: bool = False
     newest_estop: int = 0  # the driver's
@@ -100,10 +99,9 @@ class Session:
     def __post_init__(self) -> None:
         self.authority = ControlAuthority("fake-0", self.robot.spec, clock=lambda: self.now_s)
         self.commands = OperatorCommandQueue(lambda: self.now_s, self.send_reply)
-        policy = UpdatingPolicyAgent(
-            self.policies, "go", self.max_steps, self.monitor, swap_at=self.swap_at, explore=self.explore
+        self.agent = SharedControlAgent(
+            self.robot.spec, self.authority, self.policy, self.commands, self, self.intervention
         )
-        self.agent = SharedControlAgent(self.robot.spec, self.authority, policy, self.commands, self, self.max_steps)
         self.begin()
 
     def send_reply(self, reply: OperatorReply) -> None:
@@ -124,13 +122,14 @@ class Session:
     def begin(self) -> None:
         self.time_step: TimeStep = self.environment.reset(seed=0)
         self.steps = 0
-        self.agent.begin_episode(self.time_step)
+        self.agent.begin_episode(self.time_step, replace(TASK, max_steps=self.max_steps))
 
-    def order(self, order: Any, twist: tuple[float, ...] = (), operator: str = "ada") -> None:
+    def order(self, order: Any, twist: tuple[float, ...] = (), operator: str = "ada", *, rewind: bool = False) -> None:
         self.sequence += 1
-        self.commands.submit(
-            OperatorCommand(robot="fake-0", operator=operator, order=order, twist=twist, sequence=self.sequence)
+        command = OperatorCommand(
+            robot="fake-0", operator=operator, order=order, twist=twist, sequence=self.sequence, rewind=rewind
         )
+        self.commands.submit(command)
 
     def period(self) -> tuple[SelectedAction | None, StepOutcome | None]:
         """One control period, as in the episode loop."""
@@ -151,20 +150,11 @@ class Session:
 
 @pytest.fixture
 def make() -> Callable[..., Session]:
-    def session(
-        max_steps: int = 50,
-        learned: bool = True,
-        policy: Callable[[], Policy] = MarchingPolicy,
-        max_staleness: int = 1_000_000,
-        **options: Any,
-    ) -> Session:
-        policies = DoubleBufferedPolicy(policy)
-        if learned:
-            publish(policies, 1)
+    def session(max_steps: int = 50, version: int = 1, intervention: InterventionConfig | None = None) -> Session:
         robot = RecordingRobot()
         environment = RobotEnvironment(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
         environment.connect()
-        return Session(robot, environment, policies, Monitor(policies, max_staleness), max_steps, **options)
+        return Session(robot, environment, MarchingPolicy(version), max_steps, intervention)
 
     return session
 
@@ -176,7 +166,7 @@ def session(make: Callable[..., Session]) -> Session:
 
 def test_new_weights_wait_for_the_end_of_a_chunk(session: Session) -> None:
     first = session.act()
-    publish(session.policies, 2)
+    session.policy.version = 2
     actions = [first, *(session.act() for _ in range(5))]
     assert [d.policy_version for d in actions] == [1, 1, 1, 2, 2, 2]
     np.testing.assert_allclose([d.action[0] / FAR for d in actions], [1.0, 1.1, 1.2, 2.0, 2.1, 2.2], rtol=1e-5)
@@ -184,15 +174,49 @@ def test_new_weights_wait_for_the_end_of_a_chunk(session: Session) -> None:
     assert {d.phase for d in actions} == {Phase.POLICY}
 
 
+def test_lines_of_an_order_have_its_id(session: Session) -> None:
+    lines: list[dict[str, str]] = []
+    handler, logger = logging.StreamHandler(), logging.getLogger("user_sys.edge.control_authority")
+    formatter = JsonFormatter({"robot": "fake-0"})
+    handler.emit = lambda record: lines.append(json.loads(formatter.format(record)))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        session.order("take-over")
+        session.order("hand-back", operator="bob")
+        session.period()
+        session.authority.emergency_stop("eve")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [(line["message"].split()[0], line.get("order")) for line in lines] == [
+        ("authority.changed", "ada/1"),
+        ("authority.refused", "bob/2"),
+        ("authority.changed", None),
+    ]
+
+
 def test_a_new_episode_discards_the_chunk() -> None:
-    policy = MarchingPolicy()
+    policy = MarchingPolicy(version=7)
     time_step = TimeStep({STATE: np.zeros(7, np.float32)}, {}, 0, None, 0, 0, NO_OUTCOME, 0, False)
-    agent = PolicyAgent(lambda: (policy, 7), "go", 50, deterministic=True)
+    agent = PolicyAgent(policy, FakeRobot().spec, deterministic=True)
     for _ in range(2):
-        agent.begin_episode(time_step)
+        agent.begin_episode(time_step, TASK)
         selected = agent.select_action(time_step)
         assert selected is not None and selected.log_prob == 0.0 and selected.policy_version == 7
     assert policy.calls == 2
+
+
+def test_action_that_is_not_finite_holds_the_robot_and_is_no_step(session: Session) -> None:
+    session.act()
+    session.policy.version, session.policy.spoiled = 2, np.inf
+    for _ in range(LENGTH - 1):
+        session.act()  # the rest of the chunk
+    commands = len(session.robot.commands)
+    assert session.period() == (None, None) and len(session.robot.commands) == commands
+    assert session.agent.policy_error == "version 2 of the policy gives an action in which dy is inf; the robot holds"
+    session.policy.spoiled = 0.0
+    assert session.act().policy_version == 2 and session.agent.policy_error == ""
 
 
 def test_take_over_is_a_correction_and_hand_back_starts_a_chunk(session: Session) -> None:
@@ -210,46 +234,27 @@ def test_take_over_is_a_correction_and_hand_back_starts_a_chunk(session: Session
     assert all(reply.accepted for reply in session.replies)
 
 
-class UnreliablePolicy(MarchingPolicy):
-    """A `MarchingPolicy` that is unavailable while `why` is set."""
-
-    why = ""
-
-    def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-        if self.why:
-            raise PolicyUnavailable(self.why)
-        return super().act(observation, sentence, deterministic=deterministic)
-
-
-def set_policy_error(session: Session, why: str) -> None:
-    """Makes the acting policy unavailable, or available if `why` is empty."""
-    policy = session.policies.policy
-    assert isinstance(policy, UnreliablePolicy)
-    policy.why = why
-
-
 def test_unavailable_policy_holds_the_robot_without_using_up_steps(
     make: Callable[..., Session],
 ) -> None:
-    session = make(max_steps=4, policy=UnreliablePolicy)
+    session = make(max_steps=4)
     assert session.act().policy_version == 1
-    set_policy_error(session, "it does not answer")
+    session.policy.why = "it does not answer"
     rest_of_chunk = [session.act().log_prob for _ in range(2)]
     assert rest_of_chunk == [-1.0, -2.0]
     for _ in range(9):
         assert session.period() == (None, None)
     assert session.agent.policy_error == "it does not answer" and session.authority.state is ControlState.POLICY
-    set_policy_error(session, "")
+    session.policy.why = ""
     selected, outcome = session.period()
     assert selected is not None and selected.log_prob == 0.0 and selected.policy_version == 1
     assert outcome is not None and outcome.truncated and session.agent.policy_error == ""  # its fourth step
 
 
-def test_operator_takes_over_from_an_unavailable_policy(make: Callable[..., Session]) -> None:
-    session = make(policy=UnreliablePolicy)
+def test_operator_takes_over_from_an_unavailable_policy(session: Session) -> None:
     for _ in range(3):
         session.act()
-    set_policy_error(session, "it does not answer")
+    session.policy.why = "it does not answer"
     assert session.period() == (None, None) and session.agent.policy_error
     session.order("take-over")
     session.order("drive", (0.5, 0, 0, 0))
@@ -317,31 +322,11 @@ def test_label_ends_the_episode_with_one_neutral_step(session: Session, order: A
     assert session.period()[1] is not None and not session.period()[1].is_last  # type: ignore[union-attr]
 
 
-def test_operator_may_label_while_the_policy_drives(session: Session) -> None:
-    session.act()
-    session.order("success")
-    selected, outcome = session.period()
-    assert selected is not None and selected.policy_version == -1 and selected.phase is Phase.POLICY
-    assert outcome is not None and outcome.success and outcome.source == "person"
-
-
 def test_reset_truncates_the_episode_without_a_success(session: Session) -> None:
     session.act()
     session.order("reset")
     _, outcome = session.period()
     assert outcome is not None and (outcome.truncated, outcome.terminated, outcome.success) == (True, False, None)
-
-
-def test_input_timeout_holds_until_take_over_or_hand_back(session: Session) -> None:
-    session.order("take-over")
-    session.order("drive", (1, 0, 0, 0))
-    session.act()
-    session.now_s += INPUT_TIMEOUT_S + 0.1
-    assert session.period() == (None, None) and session.authority.state is ControlState.HOLD
-    session.order("drive", (1, 0, 0, 0))
-    assert session.period() == (None, None)  # input alone does not resume
-    session.order("hand-back", operator="bob")
-    assert session.act().phase is Phase.POLICY
 
 
 def test_hand_back_restarts_the_policys_step_limit(make: Callable[..., Session]) -> None:
@@ -427,46 +412,8 @@ def test_commands_beyond_the_bound_are_refused(session: Session) -> None:
     assert [(reply.accepted, reply.reason) for reply in session.replies] == [(False, "busy")]
 
 
-def test_swap_at_episode_waits_for_the_next_episode(make: Callable[..., Session]) -> None:
-    session = make(swap_at="episode")
-    publish(session.policies, 2)
-    assert {session.act().policy_version for _ in range(3 * LENGTH)} == {1}
-    session.begin()
-    assert session.act().policy_version == 2
-
-
-@pytest.mark.parametrize(("swap_at", "version"), [("chunk", 2), ("episode", 1)])
-def test_weights_are_swapped_while_an_operator_drives(make: Callable[..., Session], swap_at: str, version: int) -> None:
-    """A learner that waits for the robots would otherwise wait for the operator."""
-    session = make(swap_at=swap_at)
-    assert session.act().policy_version == 1
-    session.order("take-over")
-    session.period()
-    publish(session.policies, 2)
-    session.period()
-    assert session.policies.version == version
-
-
-def test_too_stale_weights_hold_the_robot(make: Callable[..., Session]) -> None:
-    session = make(max_staleness=1)
-    assert session.act().policy_version == 1
-    session.monitor.newest = 3
-    assert session.period() == (None, None) and session.period() == (None, None)
-    publish(session.policies, 3)
-    assert session.period() == (None, None), "the weights are swapped in during the hold"
-    assert session.act().policy_version == 3
-
-
-def test_each_inference_is_timed(make: Callable[..., Session]) -> None:
-    session = make()
-    for _ in range(2 * LENGTH):
-        session.act()
-    assert len(session.monitor.inference_s) == 2 and min(session.monitor.inference_s) > 0
-
-
 def test_robot_holds_until_the_first_weights(make: Callable[..., Session]) -> None:
-    session = make(learned=False)
-    assert session.agent.awaits_weights
+    session = make(version=0)
     assert [session.period() for _ in range(3)] == [(None, None)] * 3
     assert session.robot.commands == [] and set(session.robot.stops) == {StopLevel.HOLD}
     session.order("take-over")
@@ -474,15 +421,9 @@ def test_robot_holds_until_the_first_weights(make: Callable[..., Session]) -> No
     assert session.act().phase is Phase.TELEOP, "the policy has not acted in this episode"
     session.order("hand-back")
     assert session.period() == (None, None), "no weights were learned from it yet"
-    publish(session.policies, 1)
-    assert session.period() == (None, None), "the weights are swapped in during the hold"
-    assert session.act().policy_version == 1 and not session.agent.awaits_weights
-
-
-def test_exploring_robot_acts_before_the_first_weights(make: Callable[..., Session]) -> None:
-    session = make(learned=False, explore=True)
-    assert not session.agent.awaits_weights
-    assert session.act().policy_version == -1 and len(session.robot.commands) == 1
+    assert session.policy.pauses == 1, "weights may be swapped while a person drives"
+    session.policy.version = 1
+    assert session.act().policy_version == 1
 
 
 @pytest.mark.parametrize(
@@ -491,3 +432,112 @@ def test_exploring_robot_acts_before_the_first_weights(make: Callable[..., Sessi
 )
 def test_only_simulated_robots_explore_by_default(driver: str, explore: Any, explores: bool) -> None:
     assert RobotConfig(driver=driver, explore=explore).explores is explores
+
+
+def test_operator_rewinds_along_the_path_and_then_corrects(session: Session) -> None:
+    start = session.time_step.observation[STATE].copy()
+    for _ in range(6):
+        session.act()
+    session.order("take-over")
+    session.order("drive", (0.0, 1.0, 0.0, -1.0))
+    session.act()
+    far = session.time_step.observation[STATE].copy()
+    assert far[0] > start[0] + 5 * FAR and far[1] > start[1]
+    phases = []
+    for _ in range(20):
+        session.order("drive", (0.0,) * 4, rewind=True)
+        selected, _ = session.period()
+        if selected is None:  # the start is reached
+            break
+        phases.append(selected.phase)
+    np.testing.assert_allclose(session.time_step.observation[STATE][:3], start[:3], atol=0.02 * 2 * STEP_M)
+    assert set(phases) == {Phase.RECOVERY} and 6 <= len(phases) <= 8
+    session.order("drive", (0.0, -1.0, 0.0, 0.0))
+    assert session.act().phase is Phase.CORRECTION
+    session.order("drive", (0.0,) * 4, rewind=True)
+    assert session.act().action[1] > 0, "the correction is retraced too"
+
+
+def test_hand_back_ends_the_episode_if_the_settings_say_so(make: Callable[..., Session]) -> None:
+    for ends in (False, True):
+        session = make(intervention=InterventionConfig(ends_episode=ends))
+        session.act()
+        session.order("take-over")
+        session.order("drive", (1.0, 0.0, 0.0, 0.0))
+        session.act()
+        session.order("hand-back")
+        _, outcome = session.period()
+        assert outcome is not None and outcome.truncated is ends
+
+
+def test_policy_without_success_requests_help_and_goes_on_after_its_time(make: Callable[..., Session]) -> None:
+    session = make(intervention=InterventionConfig(help=HelpConfig(after_steps=4, wait_s=10.0)))
+    for _ in range(4):
+        session.act()
+    assert session.period() == (None, None)
+    assert session.authority.state is ControlState.REQUESTING
+    assert session.authority.help_reason == "no success after 4 steps"
+    assert session.agent.is_policy_suspended and session.period() == (None, None)
+    session.now_s += 10.1
+    assert session.act().phase is Phase.POLICY
+    for _ in range(8):
+        assert session.act().phase is Phase.POLICY, "once in an episode"
+    session.begin()
+    for _ in range(4):
+        session.act()
+    session.period()
+    session.order("take-over")
+    session.order("drive", (1.0, 0.0, 0.0, 0.0))
+    assert session.act().phase is Phase.CORRECTION
+
+
+def test_robot_returns_along_its_path_and_tries_again_before_it_requests_help(make: Callable[..., Session]) -> None:
+    config = HelpConfig(after_steps=6, returns=2, return_steps=4)
+    session = make(intervention=InterventionConfig(help=config), max_steps=8)
+    start = session.time_step.observation[STATE][0]
+    for attempt in range(3):
+        session.policy.version = attempt + 1
+        assert [session.act().phase for _ in range(6)] == [Phase.POLICY] * 6
+        far = session.time_step.observation[STATE][0]
+        if attempt < 2:
+            assert [session.act().phase for _ in range(4)] == [Phase.RECOVERY] * 4
+            assert start < session.time_step.observation[STATE][0] < far - 3 * FAR
+    assert session.period() == (None, None) and session.authority.help_reason == "no success after 6 steps"
+
+
+def test_person_ends_a_return_and_the_start_of_the_path_too(make: Callable[..., Session]) -> None:
+    session = make(intervention=InterventionConfig(help=HelpConfig(after_steps=4, returns=2, return_steps=100)))
+    phases = [session.act().phase for _ in range(6)]
+    assert phases[4:] == [Phase.RECOVERY] * 2
+    session.order("take-over")
+    session.order("drive", (1.0, 0.0, 0.0, 0.0))
+    assert session.act().phase is Phase.CORRECTION
+    session.order("hand-back")
+    assert [session.act().phase for _ in range(4)] == [Phase.POLICY] * 4
+    back = 0
+    while session.act().phase is Phase.RECOVERY:
+        back += 1
+    assert 4 <= back < 12 and session.act().phase is Phase.POLICY
+
+
+def test_task_requests_help(make: Callable[..., Session]) -> None:
+    session = make()
+    session.act()
+    outcome = dataclass_replace(session.time_step.outcome, help="the cube has left the table")
+    session.time_step = dataclass_replace(session.time_step, outcome=outcome)
+    assert session.period() == (None, None)
+    assert session.authority.help_reason == "the cube has left the table"
+    session.order("hand-back")
+    assert session.act().phase is Phase.POLICY
+
+
+def test_episode_waits_for_a_person_who_prepares_the_scene(make: Callable[..., Session]) -> None:
+    session = make(intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
+    assert session.period() == (None, None)
+    session.now_s += 1e6
+    assert session.period() == (None, None)
+    assert session.authority.awaits_reset and session.authority.help_reason == "put the cube on the mark"
+    session.order("hand-back")
+    assert session.act().phase is Phase.POLICY
+    session.begin()
+    assert session.authority.awaits_reset, "before each episode"

@@ -7,9 +7,14 @@ import pytest
 
 import user_sys.commands.edge
 from user_sys.commands.edge import EdgeConfig, record_missing_demonstrations
-from user_sys.compose import RobotConfig
+from user_sys.compose import RobotConfig, robot_spec
+from user_sys.config import build, load, save
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.outbox import Outbox
+from user_sys.edge.recorder import RecorderConfig
+from user_sys.errors import ConfigError
+from user_sys.run.prepare import record_demonstrations
+from user_sys.store.store import StoreReader
 
 
 def test_lost_robot_continues_its_demonstrations_when_it_returns(
@@ -62,3 +67,53 @@ def test_stop_discards_the_demonstration_in_progress(tmp_path: Path) -> None:
     record_missing_demonstrations(config, 0, robot, tmp_path, lambda line: None, Countdown(3))
     with Outbox.open(tmp_path / "outbox") as outbox:
         assert len(outbox) == 0, "a discarded demonstration leaves no chunks"
+
+
+def tidying(**settings: object) -> RobotConfig:
+    return build(RobotConfig, {"name": "arm", "options": {"cameras": []}, **settings}, "robots.0")
+
+
+def test_expert_demonstrates_each_of_the_tasks_with_its_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    robot = tidying(task=["reach", {"name": "lift", "sentence": "take the cube"}])
+    recorded = list(record_demonstrations(robot, tmp_path, DemonstrationConfig(8), RecorderConfig(), seed=0))
+    assert {episode.task for episode in recorded} == {"reach", "lift"} and all(e.success for e in recorded)
+    with StoreReader.open(tmp_path) as reader:
+        reader.refresh()
+        assert [each.task for each in reader.episodes()] == [each.task for each in recorded]
+        texts = set(reader.index.episodes.sentences.names)
+    assert texts == {"reach the green target", "take the cube"}
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        ("lfit", "robot arm: no task 'lfit'; did you mean 'lift'"),
+        (["lift", "lift"], "robot arm: task: 'lift' is named twice"),
+        ([], "robot arm: task: the list is empty"),
+        ({"name": "lift", "options": {"height": 1}}, "robot arm: the task 'lift': options: height: unknown key"),
+        ({"name": "lift", "sentense": "go"}, "robots.0: task.sentense: unknown key; did you mean 'task.sentence'"),
+        (["lift", 3], r"robots.0: task.1: expected text, got 3"),
+    ],
+)
+def test_unusable_task_of_a_robot_is_refused_in_one_line(task: object, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        robot_spec(tidying(task=task))
+    assert "\n" not in str(caught.value)
+
+
+def test_tasks_survive_saving(tmp_path: Path) -> None:
+    robot = tidying(task=["lift", {"name": "place", "paraphrase": True}])
+    save(robot, tmp_path / "robot.yaml")
+    assert load(RobotConfig, tmp_path / "robot.yaml") == robot
+
+
+def test_demonstrations_are_shared_evenly_among_tasks(tmp_path: Path) -> None:
+    robot = RobotConfig(name="panda-0", task=("lift_red", "reach"), options={"cameras": []})
+    for episodes in (3, 5):  # the second call continues
+        requested = DemonstrationConfig(episodes=episodes)
+        list(record_demonstrations(robot, tmp_path, requested, RecorderConfig(), seed=0))
+    with StoreReader.open(tmp_path) as reader:
+        reader.refresh()
+        tasks = [episode.task for episode in reader.episodes()]
+    assert sorted(tasks) == ["lift_red"] * 3 + ["reach"] * 2

@@ -21,6 +21,7 @@ from hal.lease import Fence, robot_lock
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import WATCHDOG_LEAD_S, SafetyKernel, SafetyReason
 from hal.spec import ACTION, CameraSpec
+from hal.task import TaskMix
 from robots.fake import FakeCamera, FakeTask
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver_client import DriverClient, DriverCommand, DriverReply, DriverRequest, driver_endpoint
@@ -188,6 +189,28 @@ def test_e_stop_is_executed_during_a_control_period(site: Site) -> None:
     assert time_step.stopped and time_step.safety_reasons == SafetyReason.ESTOP
     time_step = site.client.step(RIGHT)
     assert time_step.stopped and time_step.applied is None and len(site.robot.commands) == 1
+
+
+def test_reset_returns_the_task_that_its_seed_draws(site: Site) -> None:
+    near, far = FakeTask(), FakeTask(max_steps=7)
+    far.name, far.instruction = "far", "go far"
+    site.driver.task = TaskMix((near, far))
+    drawn = []
+    for seed in range(6):
+        site.client.reset(seed)
+        drawn.append(site.client.episode_task)
+        assert drawn[-1] == site.driver.episode_task
+    assert {(task.name, task.sentence, task.max_steps) for task in drawn} == {
+        ("reach", "move to the goal", 50),
+        ("far", "go far", 7),
+    }
+
+
+def test_standing_robot_waits_for_its_policy_server(site: Site) -> None:
+    site.client.max_gap_s = 2.0
+    site.client.step(RIGHT)
+    assert site.pass_ns(2 * PERIOD_NS + 2 * 10**9 - 1) == []
+    assert site.pass_ns(1) == [StopLevel.HOLD]
 
 
 def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:

@@ -23,7 +23,6 @@ from user_sys.codec import encode_packet
 from user_sys.compose import RobotConfig
 from user_sys.edge.driver_client import RESET_DEADLINE_S, DriverClient, DriverRequest, driver_endpoint
 from user_sys.edge.driver_server import EXIT_FATAL, EXIT_ROBOT_LOST, MAX_REQUEST_BYTES
-from user_sys.edge.environment import TimeStep
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -66,15 +65,6 @@ def test_newest_token_drives_after_a_restart(tmp_path: Path) -> None:
             assert same.step(STILL).applied is not None
 
 
-def test_frames_carry_their_capture_times(tmp_path: Path) -> None:
-    config = RobotConfig(name="fake-0", driver="fake", frame_stride=1, options={"cameras": ["front"], "image_size": 16})
-    started_ns = time.monotonic_ns()
-    with driver_process(tmp_path, config), session(1) as client:
-        frames = [time_step.frames["front"] for time_step in (client.reset(seed=0), client.step(STILL))]
-    assert all(frame.image.shape == (16, 16, 3) for frame in frames)
-    assert started_ns < frames[0].t_capture_ns < frames[1].t_capture_ns < time.monotonic_ns()
-
-
 def test_robot_is_slower_while_a_person_drives(driver: NodeProcess) -> None:
     with session(1) as client:
         client.reset(seed=0)
@@ -84,33 +74,6 @@ def test_robot_is_slower_while_a_person_drives(driver: NodeProcess) -> None:
         assert slow.safety_reasons == SafetyReason.SPEED
         client.reduced_speed = False
         np.testing.assert_array_equal(client.step(RIGHT).applied, RIGHT)
-
-
-def test_invalid_action_is_refused(driver: NodeProcess) -> None:
-    with session(1) as client:
-        before = client.reset(seed=0).observation
-        for action in (np.full(4, np.nan, np.float32), np.zeros(3, np.float32), np.zeros(4, np.float64)):
-            time_step = client.step(action)
-            assert time_step.applied is None and time_step.safety_reasons
-            np.testing.assert_array_equal(time_step.observation["observation.environment_state"][3:], before[
-                "observation.environment_state"][3:])  # fmt: skip
-        time_step = client.step(np.full(4, 9, np.float32))
-        assert (
-            time_step.safety_reasons & SafetyReason.BOUND
-            and time_step.applied is not None
-            and time_step.applied.max() <= 0.1 + 1e-6
-        )
-
-
-def test_silent_session_is_held(driver: NodeProcess) -> None:
-    """`test_driver_server` tests the delay with a test clock, ``benchmarks.hal`` measures it."""
-    with session(1) as client:
-        driver.wait_for_log("watchdog.hold")  # before the first command
-        client.step(RIGHT)
-        driver.wait_for_log("watchdog.hold", times=2)
-        time_step = client.step(STILL)
-        assert time_step.held_periods >= 1
-        assert time_step.observation["observation.state"][4:].tolist() == [0, 0, 0]
 
 
 SESSION = """
@@ -155,16 +118,6 @@ def test_killed_session_is_held_until_its_successor_attaches(
             )
         with session(2) as successor:
             assert successor.step(STILL).applied is not None
-
-
-def test_newer_session_takes_over_in_real_time(driver: NodeProcess, tmp_path: Path) -> None:
-    out = tmp_path / "session.out"
-    with session_process(1, out) as process:
-        with DriverClient("fake-0") as onlooker:
-            onlooker.describe()
-        with session(2, real_time=True) as newer:
-            assert process.wait(END_S) == 1 and "StaleToken" in out.read_text()
-            assert newer.step(STILL).applied is not None
 
 
 def test_e_stop_survives_a_restart_until_a_person_re_arms(tmp_path: Path) -> None:
@@ -269,8 +222,8 @@ def _described(driver: DriverClient) -> bool:
 @pytest.mark.parametrize(
     ("options", "output"),
     [
-        ({"rate_hzz": 5}, "unknown option 'rate_hzz'; did you mean 'rate_hz'?"),
-        ({"faults": {"drop_out": 5}}, "did you mean 'drop_out_at'?"),
+        ({"rate_hzz": 5}, "rate_hzz: unknown key; did you mean 'rate_hz'?"),
+        ({"faults": {"drop_out": 5}}, "did you mean 'faults.drop_out_at'?"),
     ],
 )
 def test_invalid_option_is_logged_in_one_line(options: dict[str, Any], output: str, tmp_path: Path) -> None:
@@ -297,26 +250,9 @@ def test_killed_driver_is_detected_and_its_successor_serves(tmp_path: Path) -> N
         client.step(STILL)
         running.end(signal.SIGKILL)
         asked = time.monotonic()
-        with pytest.raises(HardwareLost, match="did not answer 'reset'"):
+        with pytest.raises(HardwareLost, match="ended before it answered"):
             client.reset(0)
         assert time.monotonic() - asked < RESET_DEADLINE_S, "it is not waited for as if it lived"
         with driver_process(tmp_path, FAKE, log="again.log"):
             client.attach()
             assert client.step(STILL).applied is not None
-
-
-def test_simulated_robot_is_held_too(tmp_path: Path) -> None:
-    config = RobotConfig(name="panda-0", driver="sim", options={"cameras": []})
-    with driver_process(tmp_path, config) as running, session(1, "panda-0") as client:
-        client.reset(seed=2)
-
-        def held_in_motion() -> TimeStep | None:
-            """The result of three control periods without a command; None if another process delayed the driver."""
-            for _ in range(3):
-                assert client.step(np.array([0.04, 0, 0, 0.08], np.float32)).applied is not None
-            time.sleep(5 * PERIOD_S)
-            time_step = client.hold()
-            return time_step if time_step.held_periods >= 3 else None
-
-        speed = until(held_in_motion, "it is held").observation["observation.state"][17:20]
-        assert "watchdog.hold" in running.log and np.abs(speed).max() < 0.02

@@ -9,20 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edge_kit import RIGHT, STILL, RecordingRobot
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hal.camera import CameraFrame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.estop import EstopLatch
-from hal.robot import StopLevel
+from hal.robot import Observation, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
+from hal.task import TaskOutcome
 from hal.teleoperator import TeleopInput
-from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
+from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
 from user_sys.edge.driver_server import connect_unless_stopped
 from user_sys.edge.environment import RobotEnvironment
-
-FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @pytest.fixture
@@ -42,12 +39,7 @@ def driver(robot: RecordingRobot) -> Iterator[RobotEnvironment]:
     ("action", "reason"),
     [
         (np.array([np.nan, 0, 0, 0], np.float32), SafetyReason.NOT_FINITE),
-        (np.array([0, np.inf, 0, 0], np.float32), SafetyReason.NOT_FINITE),
         (np.zeros(3, np.float32), SafetyReason.SHAPE),
-        (np.zeros((1, 4), np.float32), SafetyReason.SHAPE),
-        (np.zeros((0,), np.float32), SafetyReason.SHAPE),
-        (np.zeros(4, np.float64), SafetyReason.DTYPE),
-        (np.zeros(4, np.int64), SafetyReason.DTYPE),
     ],
 )
 def test_invalid_action_never_reaches_the_robot(
@@ -59,50 +51,6 @@ def test_invalid_action_never_reaches_the_robot(
     assert time_step.applied is None and time_step.safety_reasons == reason
     np.testing.assert_array_equal(robot.position, before)
     assert driver.step(STILL).safety_reasons == 0
-
-
-@given(st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=8), st.integers(0, 1000))
-def test_applied_actions_are_within_every_limit(actions: list[tuple[float, ...]], seed: int) -> None:
-    robot = RecordingRobot()
-    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
-    driver.connect()
-    driver.reset(seed)
-    for wanted in actions:
-        asked, was = np.array(wanted, np.float32), robot.position
-        time_step = driver.step(asked)
-        (got,) = robot.commands[-1:]
-        assert ((got >= np.float32(robot.spec.action.low)) & (got <= np.float32(robot.spec.action.high))).all()
-        assert (np.abs(was + got[:3]) <= HALF_RANGE_M + 1e-6).all()
-        assert (time_step.safety_reasons != 0) == (not np.array_equal(got, asked))
-        np.testing.assert_array_equal(time_step.applied, got)
-    driver.close()
-
-
-def test_e_stop_survives_the_driver_until_a_person_re_arms(tmp_path: Path) -> None:
-    latch = tmp_path / "e-stop.json"
-    first = RecordingRobot()
-    driver = RobotEnvironment(first, FakeTask(), SafetyKernel(first.spec, latch_path=latch))
-    driver.connect()
-    driver.kernel.emergency_stop("ada")
-    assert driver.step(RIGHT).stopped and first.commands == [] and first.stops == [StopLevel.SAFE]
-    driver.close()
-
-    robot = RecordingRobot()
-    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=latch))
-    driver.connect()
-    before = robot.position
-    for time_step in (driver.reset(seed=3), driver.step(RIGHT), driver.hold()):
-        assert time_step.stopped and time_step.applied is None
-    assert robot.commands == []
-    np.testing.assert_array_equal(robot.position, before)
-    with pytest.raises(SpecError, match="name of a person"):
-        driver.kernel.rearm(" ")
-    assert driver.step(RIGHT).stopped
-
-    driver.kernel.rearm("ada")
-    time_step = driver.step(RIGHT)
-    assert not time_step.stopped and len(robot.commands) == 1 and EstopLatch(latch).read() is None
-    driver.close()
 
 
 def test_e_stop_stops_the_robot_before_it_writes_the_latch(tmp_path: Path) -> None:
@@ -231,27 +179,31 @@ def test_frozen_observation_stops_the_robot_until_it_recovers() -> None:
     driver.close()
 
 
-def test_invalid_observation_raises() -> None:
+def test_invalid_observation_names_robot_and_element() -> None:
     robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(nan_at=1)))
-    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), name="arm-7")
     driver.connect()
-    with pytest.raises(SpecError, match="not finite"):
+    problem = "^robot arm-7: observation.state: x is nan, which is not finite$"
+    with pytest.raises(SpecError, match=problem):
         driver.step(RIGHT)
     driver.run_watchdog()
-    with pytest.raises(SpecError, match="not finite"):
+    with pytest.raises(SpecError, match=problem):
         driver.step(RIGHT)
     assert len(robot.commands) == 1
     driver.close()
 
 
-def test_lost_robot_raises() -> None:
-    robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
-    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+class Priceless(FakeTask):
+    def evaluate(self, observation: Observation) -> TaskOutcome:
+        return TaskOutcome(reward=float("inf"), terminated=True)
+
+
+def test_invalid_reward_names_robot_and_task() -> None:
+    robot = RecordingRobot()
+    driver = RobotEnvironment(robot, Priceless(), SafetyKernel(robot.spec), name="arm-7")
     driver.connect()
-    with pytest.raises(HardwareLost, match="dropped out"):
+    with pytest.raises(SpecError, match="^robot arm-7: the task reach gives the reward inf$"):
         driver.step(RIGHT)
-    with pytest.raises(HardwareLost, match="dropped out"):
-        driver.run_watchdog()
     driver.close()
 
 
@@ -335,13 +287,6 @@ def test_frame_is_returned_once_and_again_after_a_reset() -> None:
     ticks = [driver.reset(seed=0), *(driver.step(STILL) for _ in range(4)), driver.reset(seed=1)]
     assert [bool(time_step.frames) for time_step in ticks] == [True, False, False, True, False, True]
     driver.close()
-
-
-def test_reset_is_repeatable_and_is_no_step(driver: RobotEnvironment, robot: RecordingRobot) -> None:
-    first, again, other = (driver.reset(seed).observation["observation.state"] for seed in (5, 5, 6))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert robot.commands == []
 
 
 class UnclosableCamera(FakeCamera):

@@ -64,13 +64,6 @@ def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:
             assert found.reset(0).observation
 
 
-@pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
-def test_real_robot_cannot_leave_the_clock(driver: str) -> None:
-    assert RobotConfig(name="arm-0", driver=driver).follows_clock
-    with pytest.raises(ConfigError, match="robot arm-0: real_time: false is for simulated robots"):
-        RobotConfig(name="arm-0", driver=driver, real_time=False)
-
-
 REAL, SIMULATED = (RobotConfig(name="arm-0", driver=driver) for driver in ("ur", "fake"))
 
 
@@ -198,3 +191,10 @@ def test_nohup_program_ignores_the_end_of_its_terminal() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
+def test_real_robot_cannot_leave_the_clock(driver: str) -> None:
+    assert RobotConfig(name="arm-0", driver=driver).follows_clock
+    with pytest.raises(ConfigError, match="robot arm-0: real_time: false is for simulated robots"):
+        RobotConfig(name="arm-0", driver=driver, real_time=False)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import struct
-from pathlib import Path
-
 import numpy as np
 import pytest
-from edge_kit import driver_process, until
 
 from hal.spec import ACTION, STATE, ArraySpec, RobotSpec, SafetyLimits
 from hal.teleoperator import TeleopInput
-from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.edge.control_authority import INPUT_TIMEOUT_S, LOCAL_OPERATOR, ControlAuthority, ControlState
-from user_sys.edge.driver_client import DriverClient
-from user_sys.errors import ConfigError
 from user_sys.messages import OperatorCommand, OperatorReply
 
 ARM = RobotSpec(
@@ -27,7 +19,6 @@ ARM = RobotSpec(
     neutral=(0.0, 0.0),
     joint_target=(0, 1),
 )
-PRESSED_SPACE_AND_W = b"".join(struct.pack("llHHi", 0, 0, 1, code, 1) for code in (57, 17))
 
 
 class Clock:
@@ -90,26 +81,12 @@ def test_local_operators_name_is_reserved(authority: ControlAuthority) -> None:
     assert not reply.accepted and "reserved for" in reply.reason
 
 
-@pytest.mark.usefixtures("runtime")
-def test_keyboard_input_reaches_the_session_and_its_loss_is_ignored(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "event0")
-    keys = os.open(tmp_path / "event0", os.O_RDWR | os.O_NONBLOCK)
-    devices = ({"kind": "keyboard", "device": str(tmp_path / "event0")}, {"kind": "keyboard", "device": "/dev/none"})
-    config = RobotConfig(name="fake-0", driver="fake", teleoperators=devices)
-    with driver_process(tmp_path, config) as running, DriverClient("fake-0", token=1) as session:
-        session.attach()
-        assert session.hold().local_input is None
-        os.write(keys, PRESSED_SPACE_AND_W)
-        reported = until(lambda: session.hold().local_input, "the key press arrives")
-        assert reported.engaged and reported.target is None and reported.twist.tolist() == [0.5, 0, 0, 0]
-        os.close(keys)
-        until(lambda: session.hold().local_input is None, "the keyboard is let go")
-        assert session.hold().applied is None
-        assert running.wait_for_log("teleoperator.lost", times=2)
-
-
-def test_unknown_input_device_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="unknown input device kind 'joystick'; use one of"):
-        build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": "joystick"},)))
-    with pytest.raises(ConfigError, match="did you mean 'hold'"):
-        build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": "keyboard", "hodl": "w"},)))
+def test_a_hand_back_at_the_device_gives_the_robot_to_the_policy(authority: ControlAuthority, clock: Clock) -> None:
+    authority.apply_local_input(hand(1.0, 0.0))
+    clock.now_s += INPUT_TIMEOUT_S + 0.01
+    assert authority.update() is ControlState.HOLD
+    authority.apply_local_input(TeleopInput(np.zeros(2, np.float32), True, hands_back=True))
+    assert authority.update() is ControlState.POLICY
+    assert order(authority, "take-over").accepted
+    authority.apply_local_input(TeleopInput(np.zeros(2, np.float32), True, hands_back=True))
+    assert authority.update() is ControlState.HUMAN, "another person drives"

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from episode_kit import chunk_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
-from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, decode_chunk
-from user_sys.errors import StoreLocked
+from user_sys.episode import Chunk, EpisodeSource, decode_chunk
+from user_sys.errors import StoreLocked, StoreVersionMismatch
+from user_sys.store.files import Files
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 
 def packet(index: int, size_kb: int = 1) -> bytes:
-    header = ChunkHeader(episode="e", index=index, first_step=index, steps=1, robot="r", embodiment="fake", task="t",
-                         sentence="", source=EpisodeSource.DEMO, seed=0, started_unix_ns=0)  # fmt: skip
+    header = chunk_header(
+        "e",
+        1,
+        index=index,
+        first_step=index,
+        robot="r",
+        embodiment="fake",
+        task="t",
+        sentence="",
+        source=EpisodeSource.DEMO,
+        started_unix_ns=0,
+    )
     return Chunk(header, {"observation.state": np.full((1, 256 * size_kb), index, np.float32)}, {}).encode()
 
 
@@ -49,20 +63,14 @@ def test_unsynced_chunk_is_not_pending(tmp_path: Path) -> None:
         assert indexes(outbox) == [0, 1, 2] and appended == [3]
 
 
-def test_chunk_is_read_twice_alike(tmp_path: Path) -> None:
+def test_acknowledged_chunks_are_deleted_and_numbers_go_on(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
-        outbox.append(packet(7))
-        (chunk,) = outbox.pending()
-        assert (chunk.sequence, chunk.episode, chunk.index, bytes(chunk.packet)) == (0, "e", 7, packet(7))
-
-
-def test_acknowledged_segments_are_deleted(tmp_path: Path) -> None:
-    with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
-        for index in range(3000):
-            outbox.acknowledge(outbox.append(packet(index), sync=True) - 10)
-        assert indexes(outbox) == list(range(2990, 3000))
-        assert outbox.used_bytes <= 1 << 20
-    assert sum(file.stat().st_size for file in tmp_path.glob("*.seg")) <= 1 << 20
+        for index in range(30):
+            outbox.acknowledge(outbox.append(packet(index)))
+        assert len(outbox) == outbox.used_bytes == 0
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
+    with Outbox.open(tmp_path) as outbox:
+        assert indexes(outbox) == [] and outbox.append(packet(30)) == 30
 
 
 def test_reserve_takes_chunks_of_a_full_outbox(tmp_path: Path) -> None:
@@ -75,9 +83,10 @@ def test_reserve_takes_chunks_of_a_full_outbox(tmp_path: Path) -> None:
             for _ in range(100):
                 outbox.append(packet(kept, size_kb=64))
                 kept += 1
-        outbox.release_reserve()
+        stopped = threading.Event()
+        stopped.set()
         for index in range(kept, kept + 100):
-            outbox.append(packet(index, size_kb=64))
+            outbox.append_when_free(packet(index, size_kb=64), stopped)
         assert indexes(outbox) == list(range(kept + 100))
         assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < reserved
 
@@ -107,11 +116,40 @@ def test_damaged_chunk_is_logged_and_skipped(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         for index in range(3):
             outbox.append(packet(index))
-        segment = next(tmp_path.glob("*.seg"))
-        content = bytearray(segment.read_bytes())
+        damaged = sorted(tmp_path.glob("*.chunk"))[1]
+        content = bytearray(damaged.read_bytes())
         content[len(content) // 2] ^= 0xFF
-        segment.write_bytes(content)
-        assert indexes(outbox) == [0, 2] and outbox.damaged == 1
+        damaged.write_bytes(content)
+        for _ in range(3):
+            assert indexes(outbox) == [0, 2] and outbox.damaged == 1
+        assert len(outbox) == 2 and damaged.with_suffix(".damaged").exists()
+        sorted(tmp_path.glob("*.chunk"))[-1].write_bytes(b"")
+        outbox.acknowledge(0)
+        assert not indexes(outbox) and not len(outbox) and not outbox.used_bytes, "nothing is left to deliver"
+    with Outbox.open(tmp_path) as outbox:
+        assert outbox.append(packet(3)) == 3, "a number is never used again"
+
+
+class BusyFiles(Files):
+    """A process with too many open files cannot read for a while."""
+
+    is_busy = False
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.is_busy:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().open(path, flags)
+
+
+def test_chunk_that_cannot_be_read_now_is_sent_later(tmp_path: Path) -> None:
+    files = BusyFiles()
+    with Outbox.open(tmp_path, files=files) as outbox:
+        for index in range(3):
+            outbox.append(packet(index))
+        files.is_busy = True
+        assert indexes(outbox) == []
+        files.is_busy = False
+        assert indexes(outbox) == [0, 1, 2] and outbox.damaged == 0
 
 
 def test_refused_chunk_is_saved_aside(tmp_path: Path) -> None:
@@ -126,14 +164,10 @@ def test_refused_chunk_is_saved_aside(tmp_path: Path) -> None:
     assert kept.read_bytes() == packet(1)
 
 
-def test_torn_position_sends_chunks_again(tmp_path: Path) -> None:
-    with Outbox.open(tmp_path) as outbox:
-        for index in range(3):
-            outbox.append(packet(index))
-        outbox.acknowledge(1)
-    (tmp_path / "acknowledged").write_bytes(b"\0" * 5)
-    with Outbox.open(tmp_path) as outbox:
-        assert indexes(outbox) == [0, 1, 2]
+def test_chunks_of_an_earlier_release_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "000000000000.seg").write_bytes(b"")
+    with pytest.raises(StoreVersionMismatch, match="deliver them with that release"):
+        Outbox.open(tmp_path)
 
 
 OPERATIONS = st.lists(st.one_of(st.just("append"), st.just("sync"), st.just("reopen"), st.integers(0, 40)), max_size=40)

@@ -32,30 +32,6 @@ def test_driver_gets_realtime_or_reports_the_refusal(tmp_path: Path, real_time: 
         assert asked or not driver.refused_realtime
 
 
-CONTROL_LOOP = """
-import os, threading
-from user_sys.edge.realtime import CONTROL_LOOP_PRIORITY, DRIVER_PRIORITY, start_with_realtime_priority
-assert 0 < CONTROL_LOOP_PRIORITY < DRIVER_PRIORITY
-policies = []
-def start():
-    thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
-    thread.start()
-    thread.join()
-refused = start_with_realtime_priority(CONTROL_LOOP_PRIORITY, start)
-policies.append(os.sched_getscheduler(0))
-start()
-granted = [os.SCHED_FIFO, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.SCHED_OTHER]
-print(policies == ([os.SCHED_OTHER] * 2 if refused else granted))
-"""
-
-
-def test_control_loop_gets_realtime_without_its_later_threads() -> None:
-    output = subprocess.run(
-        [sys.executable, "-c", CONTROL_LOOP], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert output.stdout == "True\n"
-
-
 REFUSED = """
 import resource
 from user_sys.edge.realtime import enable_realtime

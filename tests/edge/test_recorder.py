@@ -1,7 +1,8 @@
-"""Recorded steps: source, requested and applied action, images, and the end of an episode."""
+"""Recorded steps: source, actions, images and the end of an episode; and the thread that writes them."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,15 @@ from hal.spec import Array
 from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask
 from user_sys.edge.agents import task_outcome
 from user_sys.edge.environment import RobotEnvironment, TimeStep
-from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction, StepOutcome
+from user_sys.edge.recorder import MAX_QUEUED_TASKS, Recorder, RecorderConfig, SelectedAction, StepOutcome, WriterThread
 from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, StoreError
 from user_sys.replay.batches import ObservationFeatures
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.selectors import UniformSelector
 from user_sys.store.store import StoreReader, StoreWriter
+
+CUT = StepOutcome(reward=0.0, terminated=False, truncated=True, success=False, source="rule")
 
 
 class Stage:
@@ -32,9 +35,7 @@ class Stage:
         self.driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), views, frame_stride=2)
         self.driver.connect()
         self.packets: list[bytes] = []
-        self.recorder = Recorder(
-            robot.spec, "fake-0", "reach", "move to the goal", self.packets.append, config or RecorderConfig()
-        )
+        self.recorder = Recorder(robot.spec, "fake-0", self.packets.append, config or RecorderConfig())
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -43,16 +44,13 @@ class Stage:
     def act(self, steps: int, action: Array = STILL, last: StepOutcome | None = None) -> list[TimeStep]:
         """Opens an episode and makes `steps` steps; `last` is the outcome of the last one."""
         ticks = [self.driver.reset(seed=1)]
-        self.recorder.begin_episode(EpisodeSource.ONLINE, seed=1)
+        self.recorder.begin_episode(EpisodeSource.ONLINE, 1, self.driver.episode_task)
         for step in range(steps):
             decision = SelectedAction(action, Phase.POLICY, policy_version=step, log_prob=-float(step))
             ticks.append(self.driver.step(action))
             outcome = last if last and step == steps - 1 else task_outcome(ticks[-1], late=False)
             self.recorder.record(ticks[-2], decision, ticks[-1], outcome)
         return ticks
-
-
-CUT = StepOutcome(reward=0.0, terminated=False, truncated=True, success=False, source="rule")
 
 
 def test_episode_is_recorded_in_consecutive_chunks() -> None:
@@ -76,14 +74,6 @@ def test_episode_is_recorded_in_consecutive_chunks() -> None:
     assert (column("t_capture_ns") <= column("t_inference_ns")).all()
     assert (column("t_inference_ns") <= column("t_command_ns")).all()
     assert (np.diff(column("t_capture_ns")) > 0).all()
-
-
-def test_full_last_chunk_is_not_followed_by_an_empty_one() -> None:
-    stage = Stage(RecorderConfig(chunk_steps=5))
-    stage.act(10, last=StepOutcome(1.0, terminated=True, truncated=False, success=True, source="person"))
-    assert [chunk.header.steps for chunk in stage.chunks] == [5, 5]
-    assert stage.chunks[-1].header.end == EpisodeEnd(steps=10, success=True, reward_source="person")
-    assert stage.chunks[-1].columns["terminated"].tolist() == [False] * 4 + [True]
 
 
 def test_images_are_recorded_as_jpeg() -> None:
@@ -120,22 +110,6 @@ def test_steps_carry_the_capture_time_of_their_image() -> None:
     assert len(set(captured)) == 4 and reported.dtype == np.int64
 
 
-def test_image_of_the_previous_episode_does_not_stand() -> None:
-    stage = Stage()
-    ticks = stage.act(2)
-    stage.recorder.begin_episode(EpisodeSource.ONLINE, seed=2)
-    assert not ticks[1].frames
-    stage.recorder.record(ticks[1], SelectedAction(STILL, Phase.POLICY), ticks[2], CUT)
-    (chunk,) = stage.chunks
-    assert chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"].tolist() == [0]
-
-
-def test_images_can_be_left_out() -> None:
-    stage = Stage(RecorderConfig(cameras=False))
-    stage.act(3, last=CUT)
-    assert not [name for name in stage.chunks[0].columns if name.startswith(IMAGE_PREFIX)]
-
-
 def test_refused_action_is_recorded_as_not_applied() -> None:
     stage = Stage()
     stage.driver.kernel.emergency_stop("ada")
@@ -146,15 +120,6 @@ def test_refused_action_is_recorded_as_not_applied() -> None:
     assert chunk.columns["safety"].tolist() == [SafetyReason.ESTOP]
     assert chunk.columns["truncated"].tolist() == [True]
     assert chunk.header.end == EpisodeEnd(steps=1, success=None)
-
-
-def test_limited_action_is_recorded_with_the_applied_one() -> None:
-    stage = Stage()
-    stage.act(1, 2 * RIGHT + np.float32([0.05, 0, 0, 0]), CUT)
-    (chunk,) = stage.chunks
-    assert chunk.columns["action"][0, 0] == np.float32(0.15)
-    assert chunk.columns[APPLIED_ACTION][0, 0] == np.float32(0.1)
-    assert chunk.columns["safety"][0] & SafetyReason.BOUND
 
 
 def test_last_step_of_an_open_episode_is_never_sampled() -> None:
@@ -195,8 +160,62 @@ def test_chunks_stay_below_their_size_limit() -> None:
     np.testing.assert_array_equal(pictures, [t.frames["front"].image for t in ticks[:-1] if "front" in t.frames])
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_final_observation_keeps_its_images(raw: bool) -> None:
+    stage = Stage(RecorderConfig(raw_cameras=("front",) if raw else ()))
+    ticks = stage.act(4, last=CUT)
+    last = stage.chunks[-1].final.get(f"{IMAGE_PREFIX}front")
+    assert "front" in ticks[-1].frames and last is not None
+    image = last if raw else simplejpeg.decode_jpeg(last.tobytes())
+    np.testing.assert_allclose(image.mean((0, 1)), ticks[-1].frames["front"].image.mean((0, 1)), atol=3)
+
+
 def test_too_large_raw_images_are_refused() -> None:
     robot = FakeRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=1500))
     record = RecorderConfig(raw_cameras=("front", "wrist"))
     with pytest.raises(ConfigError, match=r"front, wrist .*raw_cameras"):
-        Recorder(robot.spec, "fake-0", "reach", "move to the goal", print, record)
+        Recorder(robot.spec, "fake-0", print, record)
+
+
+def never() -> None:
+    raise AssertionError("it should not have to wait")
+
+
+def test_tasks_run_in_order_before_the_exit() -> None:
+    done: list[int] = []
+    with WriterThread(never) as writer:
+        for number in range(MAX_QUEUED_TASKS):
+            writer.put(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert done == list(range(MAX_QUEUED_TASKS))
+
+
+def test_full_queue_blocks_and_reports() -> None:
+    free, reported = threading.Event(), threading.Event()
+
+    def blocked() -> None:
+        reported.set()
+        free.set()
+
+    done: list[int] = []
+    with WriterThread(blocked) as writer:
+        writer.put(lambda: done.append(int(free.wait(60))))
+        for _ in range(MAX_QUEUED_TASKS + 1):
+            writer.put(lambda: done.append(1))
+    assert reported.is_set() and done == [1] * (MAX_QUEUED_TASKS + 2)
+
+
+def test_task_error_is_raised_by_put_and_ends_the_tasks() -> None:
+    def fail() -> None:
+        raise StoreError("the disk failed")
+
+    done: list[int] = []
+    with pytest.raises(StoreError, match="the disk failed"), WriterThread(lambda: None) as writer:
+        writer.put(fail)
+        while True:
+            writer.put(lambda: done.append(1))
+    assert done == []
+
+
+def test_error_of_the_last_task_is_raised_at_the_exit() -> None:
+    with pytest.raises(StoreError, match="full"), WriterThread(never) as writer:
+        writer.put(lambda: (_ for _ in ()).throw(StoreError("full")))

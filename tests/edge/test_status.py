@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,23 +12,27 @@ import numpy as np
 import pytest
 from edge_kit import until
 
+from hal.camera import CameraFrame
 from hal.safety import SafetyReason
-from hal.task import TaskOutcome
+from hal.spec import STATE
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.control_authority import ControlAuthority
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import SelectedAction
-from user_sys.edge.status import PreviewEncoder, SafetyCounter, StatusPublisher
+from user_sys.edge.session import LateCommandLog
+from user_sys.edge.status import MAX_PROMISED, PreviewSender, StatusPublisher
 from user_sys.episode import Phase
-from user_sys.messages import ControlMessage, Preview, RobotStatus
+from user_sys.messages import ControlMessage, ControlPeriod, MetricsReport, Preview, PreviewRequest, RobotStatus
+
+FRAME = CameraFrame(np.zeros((16, 16, 3), np.uint8), 0)
 
 
-def picture(camera: str, step: int) -> Preview:
-    return Preview(robot="r", camera=camera, step=step)
+def pictures(*cameras: str) -> TimeStep:
+    return replace(NO_INTERVENTION, frames=dict.fromkeys(cameras, FRAME))
 
 
-def test_preview_encoder_keeps_the_newest_image_of_each_camera() -> None:
+def test_previews_keep_the_newest_image_of_each_camera() -> None:
     sent: list[tuple[str, int]] = []
     release = threading.Event()
 
@@ -35,32 +41,33 @@ def test_preview_encoder_keeps_the_newest_image_of_each_camera() -> None:
         sent.append((preview.camera, preview.step))
         assert release.wait(60)
 
-    frame = np.zeros((16, 16, 3), np.uint8)
-    with PreviewEncoder(send) as previews:
-        previews.submit(picture("front", 0), frame)
+    with PreviewSender("r", send) as previews:
+        previews.on_step(pictures("front"), 0, 0.0)
+        assert not sent, "no console has requested previews"
+        previews.enable(PreviewRequest(robot="r", rate_hz=10.0, ttl_s=30.0))
+        previews.on_step(pictures("front"), 0, 1.0)
         until(lambda: sent, "the first is being encoded")
-        for step in (1, 2):
-            for camera in ("front", "wrist"):
-                previews.submit(picture(camera, step), frame)
+        previews.on_step(pictures("front"), 1, 1.05)  # faster than requested
+        for step in (2, 3):
+            previews.on_step(pictures("front", "wrist"), step, float(step))
         release.set()
         until(lambda: len(sent) == 3, "the newest ones follow")
-    assert sent == [("front", 0), ("front", 2), ("wrist", 2)]
+    assert sent == [("front", 0), ("front", 3), ("wrist", 3)]
 
 
-def test_encoding_error_is_raised_at_the_next_submit() -> None:
-    with PreviewEncoder(lambda *_: None) as previews:
-        previews.submit(picture("front", 0), np.zeros(3, np.uint8))
+def test_encoding_error_is_raised_at_the_next_step() -> None:
+    with PreviewSender("r", lambda *_: None) as previews:
+        previews.enable(PreviewRequest(robot="r", rate_hz=60.0, ttl_s=30.0))
+        broken = replace(NO_INTERVENTION, frames={"front": CameraFrame(np.zeros(3, np.uint8), 0)})
 
         def refused() -> bool:
             try:
-                previews.submit(picture("wrist", 1), np.zeros((16, 16, 3), np.uint8))
+                previews.on_step(broken, 0, time.monotonic())
             except ValueError:
                 return True
             return False
 
         until(refused, "it raises what the encoder raised")
-        with pytest.raises(ValueError):
-            previews.submit(picture("front", 2), np.zeros((16, 16, 3), np.uint8))
 
 
 NO_INTERVENTION = TimeStep(
@@ -74,21 +81,6 @@ NO_INTERVENTION = TimeStep(
     held_periods=0,
     stopped=False,
 )
-
-
-def test_safety_interventions_are_counted_by_reason() -> None:
-    counts = SafetyCounter()
-    counts.add(NO_INTERVENTION)
-    assert counts.scalars() == {}
-    for reasons in (SafetyReason.WORKSPACE | SafetyReason.SPEED, SafetyReason.WORKSPACE, SafetyReason.ESTOP):
-        counts.add(replace(NO_INTERVENTION, safety_reasons=int(reasons)))
-    counts.add(replace(NO_INTERVENTION, held_periods=7))
-    assert counts.scalars() == {
-        "safety_estop": 1.0,
-        "safety_speed": 1.0,
-        "safety_watchdog": 7.0,
-        "safety_workspace": 2.0,
-    }
 
 
 class FakeClient:
@@ -112,6 +104,8 @@ class FakeSource:
     """A session without notes and weights metrics."""
 
     episode = "e"
+    promised = np.full((100, 4), 0.25, np.float32)
+    task = "lift"
 
     def status_note(self) -> str:
         return ""
@@ -120,24 +114,89 @@ class FakeSource:
         return {}
 
 
-def test_status_shows_the_version_that_acted_last(tmp_path: Path) -> None:
-    spec, client = robot_spec(RobotConfig(name="fake-0", driver="fake")), FakeClient()
-    time_step = TimeStep({}, {}, 0, None, 0, 0, TaskOutcome(0.0, False), 0, False)
-    action = np.zeros(len(spec.action.labels), np.float32)
+@pytest.fixture
+def client() -> FakeClient:
+    return FakeClient()
+
+
+@pytest.fixture
+def status(client: FakeClient, tmp_path: Path) -> Iterator[StatusPublisher]:
+    spec = robot_spec(RobotConfig(name="fake-0", driver="fake"))
     with Outbox.open(tmp_path) as outbox:
-        status = StatusPublisher(
-            "fake-0",
-            client,  # type: ignore[arg-type]
-            outbox,
-            ControlAuthority("fake-0", spec),
-            FakeSource(),
-            "",
-        )
-        shown = []
-        for version, phase in ((10, Phase.POLICY), (-1, Phase.TELEOP), (5, Phase.POLICY)):
-            status.on_step(time_step, SelectedAction(action, phase, policy_version=version))
-            status.publish()
-            newest = client.sent[-1]
-            assert isinstance(newest, RobotStatus)
-            shown.append(newest.policy_version)
+        authority = ControlAuthority("fake-0", spec)
+        yield StatusPublisher("fake-0", client, outbox, authority, FakeSource(), "")  # type: ignore[arg-type]
+
+
+def test_safety_interventions_are_counted_by_reason(status: StatusPublisher, client: FakeClient) -> None:
+    for reasons in (SafetyReason.WORKSPACE | SafetyReason.SPEED, SafetyReason.WORKSPACE, SafetyReason.ESTOP):
+        status.on_step(replace(NO_INTERVENTION, safety_reasons=int(reasons), held_periods=2), None)
+    status.on_step(NO_INTERVENTION, None)
+    first = next(message for message in client.sent if isinstance(message, MetricsReport))
+    assert {name: value for name, value in first.scalars.items() if name.startswith("safety_")} == {
+        "safety_speed": 1.0,
+        "safety_watchdog": 2.0,
+        "safety_workspace": 1.0,
+    }
+
+
+def test_status_names_the_limits_since_the_last_status(status: StatusPublisher, client: FakeClient) -> None:
+    status.on_step(NO_INTERVENTION, None)
+    for reasons in (SafetyReason.WORKSPACE, SafetyReason.SPEED, SafetyReason(0)):
+        status.on_step(replace(NO_INTERVENTION, safety_reasons=int(reasons)), None)
+    status.publish()
+    status.publish()
+    *_, first, second = (message for message in client.sent if isinstance(message, RobotStatus))
+    assert (first.limits, second.limits) == (("workspace", "speed"), ())
+
+
+def test_control_periods_are_reported_while_a_console_watches(status: StatusPublisher, client: FakeClient) -> None:
+    selected = SelectedAction(np.full(4, 0.25, np.float32), Phase.POLICY, t_inference_ns=7_000_000)
+    after = replace(
+        NO_INTERVENTION, applied=np.full(4, 0.125, np.float32), safety_reasons=int(SafetyReason.WORKSPACE),
+        t_capture_ns=4_000_000, t_command_ns=9_000_000,
+    )  # fmt: skip
+    status.on_step(after, selected)
+    status.previews.enable(PreviewRequest(robot="r", rate_hz=10.0, ttl_s=30.0))
+    status.on_step(after, selected)
+    status.publish()
+    status.publish()
+    *_, first, second = (message for message in client.sent if isinstance(message, RobotStatus))
+    assert first.periods == (ControlPeriod(0.009, (0.25,) * 4, (0.125,) * 4, int(SafetyReason.WORKSPACE), 3.0, 2.0),)
+    assert second.periods == ()
+
+
+def test_status_shows_the_version_that_acted_last(status: StatusPublisher, client: FakeClient) -> None:
+    action = np.zeros(4, np.float32)
+    shown = []
+    for version, phase in ((10, Phase.POLICY), (-1, Phase.TELEOP), (5, Phase.POLICY)):
+        status.on_step(NO_INTERVENTION, SelectedAction(action, phase, policy_version=version))
+        status.publish()
+        newest = client.sent[-1]
+        assert isinstance(newest, RobotStatus)
+        shown.append(newest.policy_version)
     assert shown == [10, 10, 5], "an operator's steps have no version"
+
+
+def test_late_command_is_logged_with_its_times_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    late = replace(NO_INTERVENTION, t_capture_ns=90_000_000, t_command_ns=87_000_000, held_periods=1)
+    action = SelectedAction(np.zeros(2, np.float32), Phase.POLICY, t_inference_ns=80_000_000)
+    for first in (action, replace(action, t_observation_ns=50_000_000)):
+        LateCommandLog("r")(late, first)
+    listener = LateCommandLog("r")
+    listener(late, None)
+    listener(replace(late, t_command_ns=102_000_000), replace(action, t_inference_ns=101_000_000))
+    times = [record.getMessage().partition("robot=r: ")[2] for record in caplog.records]
+    assert [text.split(" ms", 1)[0] for text in times] == ["0.0", "30.0", "11.0"]
+    assert [text.partition("then ")[2].split(" ms")[0] for text in times] == ["7.0", "7.0", "1.0"]
+
+
+def test_pose_and_promised_actions_are_sent_on_request(status: StatusPublisher, client: FakeClient) -> None:
+    observed = replace(NO_INTERVENTION, observation={STATE: np.array([0.5, 1 / 3], np.float32)})
+    status.on_step(observed, None)
+    status.previews.enable(PreviewRequest(robot="r", rate_hz=0.0, ttl_s=30.0, pose=True))
+    status.on_step(observed, None)
+    status.publish()
+    first, last = (m for m in (client.sent[0], client.sent[-1]) if isinstance(m, RobotStatus))
+    assert first.state == first.promised == () and last.state == (0.5, 0.3333)
+    assert last.promised == ((0.25,) * 4,) * MAX_PROMISED
+    assert not status.previews.is_watched(time.monotonic())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import socket
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zmq
 from blake3 import blake3
-from msgspec.structs import replace
 
-from hal import audit, estop, lease, registry, safety
+from hal import estop, lease, safety
 from hal.errors import HalError
-from hal.resource import Kind, ResourceRecord
 from hal.spec import STATE, ArraySpec, CameraSpec, RobotSpec
+from hal.state_database import STATE_FILE, StateDatabase
 from user_sys import messages as m
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.config import load
 from user_sys.console import protocol as console
 from user_sys.edge import driver_client as driver
-from user_sys.edge.outbox import DropRecord, read_drop_record, write_drop_record
+from user_sys.edge.outbox import DropRecord, read_drop_record
 from user_sys.episode import (
     APPLIED_ACTION,
     CAPTURE_TIME_SUFFIX,
@@ -51,15 +47,14 @@ from user_sys.inference import protocol as asking
 from user_sys.interchange.frames import decode_frame, decode_image_file, encode_jpeg, encode_png, frames_of
 from user_sys.interchange.lerobot_format import INFO, TASKS
 from user_sys.interchange.lerobot_import import LerobotDataset
-from user_sys.learner import checkpoint, publisher_protocol
-from user_sys.messages import PatchInfo, PinnedVersion, SignedRecord, WeightsManifest, check_patch, decode_record
+from user_sys.messages import PinnedVersion, SignedRecord, WeightsManifest, decode_record
 from user_sys.replay.batches import ObservationFeatures
-from user_sys.replay.reader import FRAME_DTYPE, VerifiedChunk
+from user_sys.replay.buffer import chunk_vectors, locate_frames
 from user_sys.robot_records import read_robot_records, save_robot_record
 from user_sys.run.config import METADATA_FILE, RUN_FORMAT, RunConfig, RunMetadata, open_run_folder
 from user_sys.store import labels
 from user_sys.store.files import OS_FILES
-from user_sys.store.index_block import TABLES, decode_block, summarise_records
+from user_sys.store.index_block import TABLES, IndexBlockBuilder, decode_block
 from user_sys.store.labels import (
     DeleteLabel,
     NoteLabel,
@@ -77,8 +72,8 @@ from user_sys.tunnel import protocol
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import Channel, Envelope, channel_of, encode_envelope, hello_protocol_version
-from user_sys.weights.patches import Patch, apply_delta, delta_patch, full_patch, table_patch
-from user_sys.weights.state import TensorSet, build_manifest, build_tensor_set, with_tensor_table
+from user_sys.weights.catalog import EncodedBlob, decode_blob, encode_blob
+from user_sys.weights.state import build_tensor_set, decode_table
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 _LIMITS = TunnelLimits()
@@ -104,16 +99,16 @@ def _chunk() -> bytes:
 def _used_chunk(raw: bytes) -> None:
     """Every reader must accept a chunk that the gateway accepts."""
     chunk = decode_chunk(raw)
-    block = decode_block(summarise_records([(RecordRef(0, 0, len(raw), CHUNK_KIND), memoryview(raw))]))
+    builder = IndexBlockBuilder()
+    builder.add(RecordRef(0, 0, len(raw), CHUNK_KIND), raw)
+    block = decode_block(builder.encode())
     assert len(block.chunks["steps"]) == 1 and not block.damaged
     cameras = [name for name in chunk.columns if name.startswith(IMAGE_PREFIX) and not name.endswith(FRAME_SUFFIXES)]
     for name in cameras:
         assert len(frames_of(chunk, name)) == len(chunk.columns[name + CAPTURE_TIME_SUFFIX]) == chunk.header.steps
     shapes = dict.fromkeys((IMAGE_PREFIX + "f", *cameras), (8, 8, 3))
-    rows = VerifiedChunk(parse_chunk(raw), ObservationFeatures(vectors={STATE: 3}, action_size=2, cameras=shapes))
-    rows.vectors()
-    for name in shapes:
-        rows.frames(name, 0, partial(np.zeros, (), FRAME_DTYPE))
+    chunk_vectors(chunk, ObservationFeatures(vectors={STATE: 3}, action_size=2, cameras=shapes))
+    locate_frames(parse_chunk(raw), 0, shapes)
 
 
 def _last_chunk() -> bytes:
@@ -140,9 +135,10 @@ def _block() -> bytes:
         (LABEL_KIND, encode_label(_LABELS[0])),
         (LABEL_KIND, b"damaged"),
     ]
-    return summarise_records(
-        (RecordRef(0, place, len(raw), kind), memoryview(raw)) for place, (kind, raw) in enumerate(records)
-    )
+    builder = IndexBlockBuilder()
+    for place, (kind, raw) in enumerate(records):
+        builder.add(RecordRef(0, place, len(raw), kind), raw)
+    return builder.encode()
 
 
 class _Counts(msgspec.Struct, array_like=True):
@@ -178,44 +174,48 @@ _SPEC = RobotSpec(
 )
 
 
-def _states() -> tuple[TensorSet, TensorSet]:
-    """Two versions of the same weights: a few values of one tensor changed, all of another, none of the third."""
-    base = {
-        "few": np.zeros(600, np.float32),
-        "all": np.zeros((2, 3), np.float64),
-        "none": np.ones(2, np.uint8),
-    }
-    few = base["few"].copy()
-    few[::50] = 1
-    return build_tensor_set(base), build_tensor_set({**base, "few": few, "all": base["all"] + 1})
-
-
-def _parcels() -> tuple[Patch, Patch]:
-    base, new = _states()
-    small = delta_patch(0, base, 1, new)
-    assert small is not None
-    return full_patch(new, 1), small
-
-
-_BASE, _NEW = _states()
-_PARCELS = _parcels()
-_TABLE = table_patch(_NEW, 1)
-_MANIFEST = build_manifest(_NEW, 1, 0, 0, (0.0, 0.0))
+_OLD_BLOB, _NEW_BLOB = np.zeros(600, np.float32), np.zeros(600, np.float32)
+_NEW_BLOB[::50] = 1
+_DIFFERENCE = encode_blob(_NEW_BLOB.data.cast("B"), bytes(32), _OLD_BLOB.data.cast("B"), 4)
+_TENSORS = build_tensor_set({"new": _NEW_BLOB, "none": np.ones((2, 3), np.uint8)})
+_MANIFEST = WeightsManifest(
+    version=1,
+    updates=1,
+    precision="exact",
+    digest=_TENSORS.digest,
+    table_bytes=len(_TENSORS.table),
+    size_bytes=_TENSORS.size_bytes,
+    published_unix_ns=0,
+)
 _ORDER = PinnedVersion(serial=1, version=1, by="b", reason="r", given_unix_ns=0)
 _SIGNED = SignedRecord(msgspec.msgpack.encode(_MANIFEST), bytes(64))
-_RECORDS = (PatchInfo, WeightsManifest, PinnedVersion, SignedRecord)
+_RECORDS = (WeightsManifest, PinnedVersion, SignedRecord)
 
 
 def _record(raw: bytes) -> None:
     """The first byte selects the kind."""
-    found = decode_record(raw[1:], _RECORDS[(raw[:1] or b"\0")[0] % len(_RECORDS)])
-    if isinstance(found, PatchInfo):
-        check_patch(found)
+    decode_record(raw[1:], _RECORDS[(raw[:1] or b"\0")[0] % len(_RECORDS)])
 
 
 def _kinds_of_records() -> Iterable[bytes]:
-    for record in (_PARCELS[0].info, _PARCELS[1].info, _TABLE.info, _MANIFEST, _ORDER, _SIGNED):
+    for record in (_MANIFEST, _ORDER, _SIGNED):
         yield bytes([_RECORDS.index(type(record))]) + msgspec.msgpack.encode(record)
+
+
+def _decode_table(raw: bytes) -> None:
+    decode_table(msgspec.structs.replace(_MANIFEST, digest=blake3(raw).digest(), table_bytes=len(raw)), raw)
+
+
+def _changed_bytes(raw: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(raw))
+    return raw[:at] + rng.randbytes(rng.randrange(3)) + raw[at + rng.randrange(3) :]
+
+
+def _decode_difference(raw: bytes) -> None:
+    """The first byte selects the codec."""
+    codec = ("raw", "zstd", "xor")[(raw[:1] or b"\0")[0] % 3]
+    encoded = EncodedBlob(bytes(32), codec, 4, memoryview(raw[1:]), 0)  # type: ignore[arg-type]
+    decode_blob(encoded, _NEW_BLOB.nbytes, _OLD_BLOB.data.cast("B"))
 
 
 def _on_its_channel(envelope: Envelope) -> bytes:
@@ -226,8 +226,8 @@ def _on_its_channel(envelope: Envelope) -> bytes:
 
 _ALONE: tuple[protocol.AnyMessage, ...] = (
     m.Hello(protocol=1, role="robot", name="r"),
-    m.Hello(protocol=3, oldest=2, role="robot", name="r", holder="h", stream="s", spec=_SPEC),
-    m.Welcome(protocol=3, gateway="g", resume_after=7),
+    m.Hello(protocol=3, role="robot", name="r", holder="h", stream="s", spec=_SPEC),
+    m.Welcome(resume_after=7),
     m.Refusal(reason="r"),
     m.Heartbeat(t_client_ns=1),
     m.CreditGrant(messages=1, size_bytes=1),
@@ -247,18 +247,18 @@ _ALONE: tuple[protocol.AnyMessage, ...] = (
     m.ChunkRefusal(sequence=1, reason="r"),
     m.PreviewAck(robot="r", camera="c"),
     m.WeightsOfferRequest(),
-    m.WeightsOffer(manifests=(_SIGNED,), parcels=tuple(p.info for p in _PARCELS), signer=bytes(32), order=_SIGNED),
-    m.WeightsRequest(parcel=b"p", first=0, count=1),
-    m.WeightsGone(parcel=b"p"),
+    m.WeightsOffer(manifests=(_SIGNED,), tables=(_TENSORS.table,), signer=bytes(32), pin=_SIGNED),
+    m.WeightsRequest(version=bytes(32), serial=1, limit_bytes=1, message_bytes=1, wants=(m.BlobWant(bytes(32)),)),
+    m.WeightsGone(version=bytes(32)),
     m.WeightsProgress(oldest=1),
     m.WeightsReceived(version=1),
     m.WeightsApplied(robot="r", version=1, seconds=0.1),
 )  # fmt: skip
 _ENVELOPES = (
     *map(Envelope, _ALONE),
-    Envelope(m.ChunkOffer(sequence=1, episode="e", index=0), b"chunk"),
+    Envelope(m.ChunkOffer(sequence=1), b"chunk"),
     Envelope(m.Preview(robot="r", camera="c", step=1), b"jpeg"),
-    Envelope(m.WeightsBlocks(parcel=b"p", first=0), b"w"),
+    Envelope(m.WeightsBlobs(version=bytes(32), parts=(m.BlobPart(bytes(32), bytes(32), "xor", 4, 9, 7, 0, 1),)), b"w"),
 )
 
 
@@ -345,7 +345,11 @@ def _made(name: str, write: Callable[[Path], object]) -> bytes:
 
 
 def _leases(path: Path) -> object:
-    return lease.LeaseTable(path).acquire("r", "h")
+    database = StateDatabase(path)
+    try:
+        return lease.LeaseTable(database).acquire("r", "h")
+    finally:
+        database.close()
 
 
 def _run(path: Path) -> object:
@@ -355,30 +359,12 @@ def _run(path: Path) -> object:
 
 # Files that programs read at their start: the reader, and an example.
 _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
-    ("leases.json", _leases, _made("leases.json", _leases)),
+    (STATE_FILE, _leases, _made(STATE_FILE, _leases)),
     ("fence", lease.Fence, _made("fence", lambda path: lease.Fence(path).check_token(7))),
     (
         "latch.json",
         lambda path: safety.SafetyKernel(_SPEC, latch_path=path),
         _made("latch.json", lambda path: estop.EstopLatch(path).press(estop.new_emergency_stop("ana", "seen"))),
-    ),
-    (
-        "orders.json",
-        lambda path: registry.OperatorOverrides(path).read(),
-        _made(
-            "orders.json",
-            lambda path: registry.OperatorOverrides(path).set_override("r", "quarantined", "ana", "it sticks"),
-        ),
-    ),
-    (
-        "registry.json",
-        lambda path: registry.read_registry(path.parent),
-        msgspec.json.encode((ResourceRecord(kind=Kind.ROBOT, name="r", model="m", node="n"),)),
-    ),
-    (
-        "audit.jsonl",
-        audit.read_audit_log,
-        msgspec.json.encode(audit.AuditEntry(time="t", event="granted", robot="r", peer="h", token=1)),
     ),
     (
         "gateway.json",
@@ -399,10 +385,7 @@ _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
     (
         "dropped",
         lambda path: read_drop_record(OS_FILES, path),
-        _made(
-            "dropped",
-            lambda path: write_drop_record(OS_FILES, path, DropRecord(episodes=1, chunks=2, ranges=((3, 4),))),
-        ),
+        msgspec.json.encode(DropRecord(episodes=1, chunks=2, names=("000000000003_9_0000000a_0_1_0_e",))),
     ),
 )
 
@@ -417,60 +400,29 @@ def _changed_state(raw: bytes, rng: random.Random) -> bytes:
     return raw[:1] + (mutations.json if raw[1:2] in b"{[" else mutations.msgpack)(raw[1:], rng)
 
 
-_CHECKPOINT = checkpoint.Checkpoint(3, {"position": 7, "policy": "ab"}, {"w": np.ones((2, 3), np.float32)})
-
-
-_CHECKPOINT_INDEX = checkpoint.save_checkpoint(_FOLDER / "checkpoints", _CHECKPOINT, keep=1) / "index.json"
-
-
-def _changed_checkpoint(raw: bytes, rng: random.Random) -> bytes:
-    """With a corrected digest."""
-    sealed = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    index = mutations.json(bytes(sealed["index"]), rng)
-    digest = hashlib.blake2b(index, digest_size=32).hexdigest()
-    return b'{"format":%s,"blake2b":"%s","index":%s}' % (bytes(sealed["format"]), digest.encode(), index)
-
-
-def _word(raw: bytes) -> object:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        ours.send(raw[: publisher_protocol.MAX_RECORD_BYTES] or b"\0")
-        return publisher_protocol.MessageSocket(theirs).receive(0.0)
-
-
-_WORDS: tuple[publisher_protocol.PublisherMessage, ...] = (
-    publisher_protocol.SharedMemoryInfo(8, 64),
-    publisher_protocol.DeviceCopyStarted(),
-    publisher_protocol.SnapshotReady(1, 2, 3, (4,)),
-    publisher_protocol.StepTimes(((0.5, 0.1),)),
-    publisher_protocol.ScalarReport(m.MetricsReport(node="n", count=1, scalars={"s": 1.0})),
-    publisher_protocol.PublisherStatus(
-        1, 1, -1, 1, 0.5, {"s": 1.0}, publisher_protocol.PublishFailure("NotFinite", "t")
-    ),
-)
-
-
 def _policy_requests() -> Iterable[bytes]:
-    base: dict[str, Any] = {"number": 1, "session": bytes(asking.SESSION_BYTES)}
-    slot, digest = base | {"slot": 0}, bytes(asking.DIGEST_BYTES)
-    yield asking.encode(asking.SessionHeartbeat(**base, protocol=asking.POLICY_PROTOCOL_VERSION, slots=(0,)))
-    yield asking.encode(asking.OpenSlot(**slot, kind="mlp", features=(STATE,), seed=0, spec=_SPEC))
-    yield asking.encode(asking.LoadSlotWeights(**slot, digest=digest, size_bytes=9))
-    yield asking.encode(asking.WeightsPart(**slot, digest=digest, offset=0), {asking.PART_ARRAY: np.zeros(9, np.uint8)})
-    act = asking.ActionRequest(**slot, digest=digest, sentence="go", deterministic=False)
-    yield asking.encode(act, {STATE: np.zeros(2, np.float32)})
+    spec = msgspec.msgpack.encode(asking.PolicyDescription(kind="mlp", options={}, features=(STATE,), spec=_SPEC))
+    for description in (b"", spec):
+        request = asking.ActionRequest(
+            protocol=asking.POLICY_PROTOCOL_VERSION,
+            number=1,
+            policy=blake3(spec).digest(),
+            description=description,
+            instruction="go",
+            deterministic=False,
+            explore=False,
+            timeout_s=0.1,
+        )
+        yield encode_packet(request, {STATE: np.zeros(2, np.float32)})
 
 
 def _policy_answers() -> Iterable[bytes]:
-    yield asking.encode(asking.ServerInfo(number=1, instance_id=b"life", device="cpu"))
-    yield asking.encode(asking.NextPart(number=1, offset=0))
-    yield asking.encode(asking.RequestRejected(number=1, reason="no"))
+    yield encode_packet(asking.ActionResponse(number=1, unavailable="no"), {})
     arrays = {asking.ACTIONS: np.zeros((1, 2), np.float32), asking.LOG_PROB: np.zeros(1, np.float32)}
-    yield asking.encode(asking.ActionResponse(number=1), arrays)
+    yield encode_packet(asking.ActionResponse(number=1, version=3), arrays)
 
 
 _REQUEST = driver.DriverRequest(order="command", session="s", token=1)
-_REPLY = driver.DriverReply(spec=_SPEC, task=driver.TaskInfo(name="n", sentence="s", max_steps=1), hand="twist")
 
 _info, _info_examples = _data_set()
 _segment, _segment_examples = _log_file("*.seg*")
@@ -497,16 +449,13 @@ TARGETS = {
     ),
     "policy-request": Target(asking.decode_request, (WireError,), tuple(_policy_requests()), mutations.packet),
     "policy-answer": Target(asking.decode_response, (WireError,), tuple(_policy_answers()), mutations.packet),
-    "parcel": Target(_record, (WireError,), tuple(_kinds_of_records()), mutations.after_first(mutations.msgpack)),
-    "delta": Target(
-        lambda raw: apply_delta(_BASE.tensors, raw), (WireError,), (bytes(_PARCELS[1].payload),), mutations.packet
+    "weights-manifest": Target(
+        _record, (WireError,), tuple(_kinds_of_records()), mutations.after_first(mutations.msgpack)
     ),
-    "table": Target(
-        lambda raw: with_tensor_table(replace(_MANIFEST, digest=blake3(raw).digest()), raw),
-        (WireError,),
-        (bytes(_TABLE.payload),),
-        mutations.msgpack,
+    "blob": Target(
+        _decode_difference, (WireError,), (b"\2" + bytes(_DIFFERENCE.payload),), mutations.after_first(_changed_bytes)
     ),
+    "table": Target(_decode_table, (WireError,), (_TENSORS.table,), mutations.msgpack),
     "page": Target(
         lambda raw: console.decode(raw.decode(errors="replace")),
         (WireError,),
@@ -534,25 +483,12 @@ TARGETS = {
         tuple(bytes([place]) + example for place, (_, _, example) in enumerate(_STATE)),
         _changed_state,
     ),
-    "checkpoint": Target(
-        _in_file(str(_CHECKPOINT_INDEX), lambda path: checkpoint.read_checkpoint(path.parent)),
-        (WireError,),
-        (_CHECKPOINT_INDEX.read_bytes(),),
-        _changed_checkpoint,
-    ),
     "request": Target(
         lambda raw: decode_packet(raw, driver.DriverRequest),
         (WireError,),
         (encode_packet(_REQUEST, {"action": np.zeros(4, np.float32)}),),
         mutations.packet,
     ),
-    "reply": Target(
-        lambda raw: decode_packet(raw, driver.DriverReply),
-        (WireError, HalError),
-        (encode_packet(_REPLY, {STATE: np.zeros(3, np.float32)}),),
-        mutations.packet,
-    ),
-    "word": Target(_word, (WireError,), tuple(map(msgspec.msgpack.encode, _WORDS)), mutations.msgpack),
     "config": Target(
         _in_file("run.yaml", lambda path: load(RunConfig, path)),
         (ConfigError, HalError),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -9,22 +10,22 @@ import numpy as np
 import pytest
 
 from hal.spec import ArraySpec, RobotSpec
-from user_sys.gateway.weights import WeightsDistributor
-from user_sys.gateway.weights_router import EMBODIMENT_FILE, WeightsRouter
+from user_sys.gateway.weights import EMBODIMENT_FILE, WeightsRouter
 from user_sys.messages import (
+    BlobWant,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
+    WeightsGone,
     WeightsOffer,
     WeightsOfferRequest,
     WeightsProgress,
     WeightsRequest,
 )
 from user_sys.robot_records import LEARNER, RobotRecord, assign_learners, learner_folder
-from user_sys.tunnel.protocol import AnyMessage, Payload
-from user_sys.tunnel.session import Peer
-from user_sys.weights.patches import full_patch
+from user_sys.tunnel.protocol import AnyMessage, Envelope, Payload
+from user_sys.tunnel.server import Peer
+from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.signing import new_signer
-from user_sys.weights.state import build_manifest, build_tensor_set
 
 PANDA = RobotSpec(
     model="panda",
@@ -52,17 +53,41 @@ class RouterBench:
     """A router, the connected robots, and the messages to them."""
 
     def __init__(self, folder: Path, *robots: Peer) -> None:
-        self.robots, self.sent = list(robots), list[tuple[str, AnyMessage]]()
+        self.robots, self.sent, self.serial = list(robots), list[tuple[str, AnyMessage]](), 0
         self.router = WeightsRouter(folder, self.send, 4, lambda: self.robots)
+        self.learner, self.publishers = "", dict[str, Publisher]()
 
     def send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
         self.sent.append((name, message))
+        if name in self.publishers:
+            self.publishers[name].on_message(Envelope(message, payload))
         return True
+
+    def send_weights(self, message: AnyMessage, payload: Payload | None = None) -> bool:
+        """A message of the learner that publishes."""
+        self.router.on_message(self.learner, message, payload)
+        return True
+
+    def receive_weights(self, timeout_s: float) -> None:
+        return None
+
+    def work(self) -> None:
+        """Does the work of the distributors' threads, which do not run here."""
+        for name in (FIRST, SECOND):
+            with suppress(KeyError):
+                distributor = self.router.distributor(name)
+                while distributor.has_events:
+                    distributor.step(0.0)
 
     def answered(self, name: str) -> bool:
         """Whether a distributor answers the robot's request, here with `WeightsGone`."""
+        self.work()
         self.sent.clear()
-        self.router.on_message(name, WeightsRequest(parcel=b"x" * 32, first=0, count=1), None)
+        self.serial += 1
+        wants = (BlobWant(b"x" * 32),)
+        request = WeightsRequest(version=b"x" * 32, serial=self.serial, limit_bytes=1, message_bytes=1, wants=wants)
+        self.router.on_message(name, request, None)
+        self.work()
         return [who for who, _ in self.sent] == [name]
 
 
@@ -89,6 +114,7 @@ def test_restarted_gateway_keeps_the_learners_embodiments(tmp_path: Path) -> Non
     bench = RouterBench(tmp_path)
     bench.router.on_peer_opened(learner(FIRST, PANDA))
     bench.router.on_peer_opened(learner(SECOND, ARM))
+    bench.work()
     nobody_acts = WeightsProgress(oldest=-1)
     assert bench.sent == [(name, said) for name in (FIRST, SECOND) for said in (WeightsOfferRequest(), nobody_acts)]
     assert (learner_folder(tmp_path, SECOND) / EMBODIMENT_FILE).read_text() == ARM.embodiment
@@ -107,34 +133,39 @@ def test_relayed_robot_gets_no_weights_from_the_cloud(tmp_path: Path) -> None:
     assert bench.answered("bench")
 
 
-def take_in(distributor: WeightsDistributor) -> None:
-    """Does the work of the distributor's thread, which does not run here."""
-    while distributor.has_messages:
-        distributor.process_message(0.0)
-        distributor.collect_patches()
-    distributor.download.fetcher.send_requests()
-
-
 def test_relay_gets_named_offers_of_every_learner(tmp_path: Path) -> None:
     bench = RouterBench(tmp_path)
     bench.router.on_peer_opened(Peer("bench", "relay", "key", "nowhere", b"1"))
     signer, offers = new_signer(), dict[str, WeightsOffer]()
     for number, (name, spec) in enumerate(((FIRST, PANDA), (SECOND, ARM)), 1):
         bench.router.on_peer_opened(learner(name, spec))
-        state = build_tensor_set({"w": np.full(3, number, np.float32)})
-        manifest, patch = build_manifest(state, number, 1, 0, (0.0, 0.0)), full_patch(state, number)
-        offer = WeightsOffer(manifests=(signer.sign(manifest),), parcels=(patch.info,), signer=signer.public_key)
+        bench.work()
+        publisher = Publisher(bench, signer, PublishConfig())
+        bench.learner, bench.publishers[name] = name, publisher
+        publisher.on_message(Envelope(WeightsOfferRequest()))
         bench.sent.clear()
-        distributor = bench.router.distributor(name)
-        distributor.on_message(name, offer, None)
-        take_in(distributor)
-        distributor.on_message(name, WeightsBlocks(parcel=patch.info.id, first=0), patch.payload)
-        take_in(distributor)
-        ((_, offers[name]),) = ((who, said) for who, said in bench.sent if who == "bench")
+        publisher.publish({"w": np.full(3, number, np.float32)}, number, number)
+        publisher.encode_pending()
+        bench.work()
+        (offers[name],) = (sent for who, sent in bench.sent if who == "bench" and isinstance(sent, WeightsOffer))
         bench.sent.clear()
-        bench.router.on_message("bench", WeightsRequest(parcel=patch.info.id, first=0, count=1), None)
+        version = bench.router.distributor(name).catalog.of_number(number)[0]
+        wants = tuple(BlobWant(digest) for digest in version.digests)
+        request = WeightsRequest(version=version.id, serial=1, limit_bytes=9999, message_bytes=9999, wants=wants)
+        bench.router.on_message("bench", request, None)
+        bench.work()
         ((who, answer),) = bench.sent
-        assert who == "bench" and isinstance(answer, WeightsBlocks)
+        assert who == "bench" and isinstance(answer, WeightsBlobs) and answer.version == version.id
+    gone = WeightsRequest(version=b"x" * 32, serial=999, limit_bytes=1, message_bytes=1, wants=(BlobWant(b"x" * 32),))
+    bench.router.on_message("bench", gone, None)
+    bench.work()
+    assert bench.sent[1:] == [("bench", WeightsGone(version=b"x" * 32))]
+    first = bench.router.distributor(FIRST).catalog.of_number(1)[0]
+    wants = tuple(BlobWant(digest) for digest in first.digests)
+    request = WeightsRequest(version=first.id, serial=2, limit_bytes=9999, message_bytes=9999, wants=wants)
+    bench.router.on_message("bench", request, None)
+    bench.work()
+    assert len(bench.sent) == 3, "the serial numbers of one learner do not count for another"
     assert {name: (offer.learner, offer.embodiment) for name, offer in offers.items()} == {
         FIRST: (FIRST, PANDA.embodiment),
         SECOND: (SECOND, ARM.embodiment),
@@ -145,10 +176,13 @@ def test_learner_progress_includes_relayed_robots(tmp_path: Path) -> None:
     bench = RouterBench(tmp_path)
     bench.router.on_peer_opened(learner(FIRST, PANDA))
     bench.router.on_peer_opened(robot("a", PANDA, via="bench"))
+    bench.work()
     bench.sent.clear()
     bench.router.on_message("a", WeightsApplied(robot="a", version=3, seconds=0.1), None)
+    bench.work()
     assert bench.sent == [(FIRST, WeightsProgress(oldest=3))] and "staleness_s/a" in bench.router.scalars()
     bench.router.on_peer_closed("a")
+    bench.work()
     assert bench.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
 
 
@@ -157,12 +191,16 @@ def test_early_relayed_robot_delays_no_other_learner(tmp_path: Path) -> None:
     bench = RouterBench(tmp_path, b)
     bench.router.on_peer_opened(b)
     bench.router.on_peer_opened(learner(FIRST, PANDA))
+    bench.work()
     bench.sent.clear()
     bench.router.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    bench.work()
     assert bench.sent == [], "nobody learns for it yet"
     bench.router.on_peer_opened(learner(SECOND, ARM))
+    bench.work()
     bench.sent.clear()
     bench.router.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    bench.work()
     assert bench.sent == [(SECOND, WeightsProgress(oldest=3))]
 
 

@@ -45,15 +45,6 @@ def test_inaccessible_devices_are_named_with_their_group(tmp_path: Path) -> None
     )
 
 
-def test_missing_camera_node_is_a_problem(tmp_path: Path) -> None:
-    make(tmp_path, "sys/class/video4linux/video0/name", "sys/class/video4linux/video2/name", "dev/video0")
-    known, missing = findings(DoctorConfig(root=tmp_path), "cameras")
-    assert known.message == "/dev/video0 (HD Webcam), /dev/video2 (HD Webcam)"
-    assert (
-        missing.status is CheckStatus.PROBLEM and missing.fix == "in a container, pass it through: --device /dev/video2"
-    )
-
-
 def test_used_port_missing_library_and_power_saving_are_advice(tmp_path: Path) -> None:
     make(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").write_text("powersave\n")
@@ -116,7 +107,7 @@ def test_device_removed_during_check_is_a_problem(tmp_path: Path) -> None:
     found = list(run_checks(DoctorConfig(root=tmp_path, can_access=lambda path: False)))
     (gone,) = [finding for finding in found if "the check failed" in finding.message]
     assert (gone.check, gone.status, gone.fix) == ("devices", CheckStatus.PROBLEM, "run it again")
-    assert {"cameras", "disk"} <= {finding.check for finding in found}
+    assert {"clock", "disk"} <= {finding.check for finding in found}
 
 
 @pytest.mark.parametrize(("capabilities", "allowed"), [("0000000000804000", True), ("0000000000000400", False)])

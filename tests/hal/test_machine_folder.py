@@ -1,4 +1,4 @@
-"""The machine folder: no environment variable moves it, and files of other users are not trusted."""
+"""The machine folder, which no variable moves and whose foreign files are not trusted; and durable files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 from hal import machine_folder
+from hal.durable import remove_durably, replace_durably
 from hal.errors import LeaseError, LeaseHeld, SpecError
 from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import Fence, MachineLock, driven_robots, driver_process_of, robot_lock
 from hal.machine_folder import find_machine_folder, known_robot_files, open_shared_file, robot_files, runtime_folder
 
 NOBODY = 65534
+TAKE = "from hal.lease import robot_lock; become(); robot_lock('arm-0', simulated=False).acquire(); print('taken')"
+STOP = (
+    "from hal.estop import *; become(); files = machine_folder.robot_files('arm-0', simulated=False);"
+    "EstopLatch(files.latch_path).press(new_emergency_stop('ben'))"
+)
 
 
 @pytest.fixture
@@ -38,13 +44,6 @@ def in_another_process(code: str, folder: Path, uid: int | None = None, **enviro
         [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path), **environment}, capture_output=True
     )
     return (done.stdout + done.stderr).decode()
-
-
-TAKE = "from hal.lease import robot_lock; become(); robot_lock('arm-0', simulated=False).acquire(); print('taken')"
-STOP = (
-    "from hal.estop import *; become(); files = machine_folder.robot_files('arm-0', simulated=False);"
-    "EstopLatch(files.latch_path).press(new_emergency_stop('ben'))"
-)
 
 
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "USER_SYS_RUNTIME_DIR", "HOME", "TMPDIR"])
@@ -134,6 +133,15 @@ def test_token_and_latch_are_in_machine_folder(folder: Path) -> None:
     assert Fence(files.fence_path).newest == 7 and EstopLatch(files.latch_path).read() is not None
 
 
+def test_latch_of_a_new_robot_survives_a_power_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = set[str](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    latch = EstopLatch(robot_files("arm-0", simulated=False).latch_path)
+    latch.prepare()
+    latch.press(new_emergency_stop("ada"))
+    assert synced == {str(folder), str(latch.path)}
+
+
 def test_empty_fence_file_has_no_token(folder: Path) -> None:
     (folder / "arm-0.fence").touch()
     assert Fence(folder / "arm-0.fence").newest == 0
@@ -159,3 +167,31 @@ def test_other_user_cannot_lock_robot_and_can_stop_it(folder: Path, tmp_path: Pa
     latched = EstopLatch(robot_files("arm-0", simulated=False).latch_path).read()
     assert latched is not None and latched.by == "ben"
     assert in_another_process(TAKE, folder, NOBODY) == "taken\n", "though root made the file"
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that were synced, in order."""
+    paths: list[str] = []
+    really = os.fsync
+
+    def fsync(handle: int) -> None:
+        paths.append(os.readlink(f"/proc/self/fd/{handle}"))
+        really(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+def test_new_file_is_synced_with_each_created_folder(tmp_path: Path, synced: list[str]) -> None:
+    path = tmp_path / "runs" / "edge" / "latch.json"
+    replace_durably(path, b"pressed")
+    assert path.read_bytes() == b"pressed" and [each.name for each in path.parent.iterdir()] == ["latch.json"]
+    (content,) = [each for each in synced if Path(each).name.startswith(".latch.json.")]
+    folders = [each for each in synced if each != content]
+    assert set(folders) == {str(tmp_path), str(tmp_path / "runs"), str(path.parent)} and synced[-1] == str(path.parent)
+    synced.clear()
+    replace_durably(path, b"again")
+    assert synced[1:] == [str(path.parent)]
+    remove_durably(path)
+    assert synced[2:] == [str(path.parent)] and not path.exists()

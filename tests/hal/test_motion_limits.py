@@ -81,20 +81,6 @@ def test_tool_motion_stays_within_acceleration_and_jerk() -> None:
     np.testing.assert_allclose(steps, (0.04, 0.08, 0.08, 0.08, 0.04, 0, 0, 0), atol=ROUNDING)
 
 
-def test_axis_keeps_jerk_limit_while_another_brakes() -> None:
-    kernel, before, change = kernel_of(TOOL), np.zeros(3), np.zeros(3)
-    wishes = (
-        [(0.07, 0, 0)] * 3 + [(0.07, 0.07, 0)] * 2 + [(0.07, -0.08, 0)] * 3 + [(0.08, 0, 0)] * 3 + [(0, 0, 0.08)] * 4
-    )
-    place = np.array((-1.0, 0.5, 0.0))
-    for wish in wishes:
-        step = applied(filtered(kernel, (*wish, 0), *place, 0, 0, 0))[:3].astype(np.float64)
-        assert (np.abs(step - before) <= 0.05 + ROUNDING).all(), "acceleration"
-        assert (np.abs(step - before - change) <= 0.04 + ROUNDING).all(), "jerk"
-        assert np.linalg.norm(step) <= 0.08 + ROUNDING
-        before, change, place = step, step - before, place + step
-
-
 def test_only_pressing_axis_stops_at_once() -> None:
     kernel = kernel_of(TOOL)
     for _ in range(4):
@@ -120,15 +106,6 @@ def test_speed_limit_applies_to_norm_of_step() -> None:
         step = applied(filtered(kernel, (0.1, 0.1, -0.1, 0), 0, 0, 0, 0, 0, 0))[:3]
     assert np.linalg.norm(step) == pytest.approx(0.08, abs=ROUNDING)
     np.testing.assert_allclose(step / step[0], (1, 1, -1), atol=ROUNDING)
-
-
-def test_reduced_speed_scales_motion() -> None:
-    kernel = kernel_of(TOOL)
-    kernel.is_speed_reduced = True
-    for _ in range(5):
-        verdict = filtered(kernel, (0.1, 0, 0, 0), 0, 0, 0, 0, 0, 0)
-    assert applied(verdict)[0] == pytest.approx(0.02, abs=ROUNDING)
-    assert SafetyReason.SPEED in verdict.reasons
 
 
 @pytest.mark.parametrize(

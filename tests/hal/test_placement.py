@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import permutations
 
 import msgspec
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.errors import PlacementError
-from hal.placement import Placement, place
+from hal.placement import Assigned, plan
 from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
 
 GB = 1_000_000_000
@@ -27,8 +28,12 @@ def computer(name: str, cores: int, **labels: str) -> ResourceRecord:
     return ResourceRecord(kind=Kind.COMPUTE, name=name, model="x86_64", node=name, cores=cores, labels=labels)
 
 
-def names(placement: Placement) -> list[list[str]]:
-    return [[record.name for record in row] for row in placement.assigned]
+def place(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Assigned:
+    return plan(requests, records).require()
+
+
+def names(assigned: Assigned) -> list[list[str]]:
+    return [[record.name for record in row] for row in assigned]
 
 
 def test_job_gets_robots_and_smallest_sufficient_gpu() -> None:
@@ -53,7 +58,7 @@ def test_capabilities_and_labels_are_required() -> None:
 
 def test_unmet_request_gets_nothing() -> None:
     records = [robot("a"), robot("b", health=Health.LEASED), robot("c", health=Health.LOST)]
-    with pytest.raises(PlacementError, match="Only one is free, a"):
+    with pytest.raises(PlacementError, match=r"2 robot, model panda: 1 missing \(a free; b leased; c lost\)"):
         place([ResourceRequest(kind=Kind.ROBOT, model="panda", count=2)], records)
 
 
@@ -79,12 +84,12 @@ def test_computer_is_shared_within_its_capacity() -> None:
     records = [computer("big", 8), computer("little", 4)]
     wanted = [ResourceRequest(kind=Kind.COMPUTE, cores=4, count=2), ResourceRequest(kind=Kind.COMPUTE, cores=4)]
     assert sorted(sum(names(place(wanted, records)), [])) == ["big", "big", "little"]
-    with pytest.raises(PlacementError, match="not enough for all"):
+    with pytest.raises(PlacementError, match="not together with the others"):
         place([*wanted, ResourceRequest(kind=Kind.COMPUTE, cores=4)], records)
 
 
 def test_empty_request_gets_nothing() -> None:
-    assert place([], [robot("a")]) == Placement(())
+    assert place([], [robot("a")]) == ()
 
 
 fleet = st.lists(st.tuples(st.sampled_from("pu"), st.sampled_from("xy"), st.sampled_from([*Health])), max_size=5)
@@ -103,12 +108,84 @@ def test_placement_is_complete_and_independent_of_order(
         for chosen in permutations(ready, len(wanted))
     )
     try:
-        placement = place(wanted, records)
+        assigned = place(wanted, records)
     except PlacementError:
         assert not possible
         return
-    flat = [record for row in placement.assigned for record in row]
+    flat = [record for row in assigned for record in row]
     assert possible and len({record.name for record in flat}) == len(wanted)
     assert all(q.matches(r) and r.health is Health.READY for q, r in zip(wanted, flat, strict=True))
     random.Random(seed).shuffle(records)
-    assert place(wanted, records) == placement
+    assert place(wanted, records) == assigned
+
+
+FLEET = [
+    robot("panda-0", site="lab"),
+    msgspec.structs.replace(robot("panda-1", health=Health.LEASED), note="by run demo"),
+    msgspec.structs.replace(robot("panda-2", health=Health.QUARANTINED), note="by ana: the gripper sticks"),
+    msgspec.structs.replace(robot("ur-0", "ur5e", Health.LOST), trouble="nothing answers at 10.0.0.5:30004"),
+    gpu("desk/gpu-0", 16),
+    computer("desk/cpu", 4),
+]
+PANDA = ResourceRequest(kind=Kind.ROBOT, model="panda")
+PAIR = {"colocate": "cell"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "asked", "there", "missing"),
+    [
+        (PANDA, "robot, model panda", "panda-0 free", ""),
+        (msgspec.structs.replace(PANDA, count=2), "2 robot, model panda", "panda-1 leased by run demo", "1 missing"),
+        (
+            ResourceRequest(kind=Kind.ROBOT, name="panda-2"),
+            "robot panda-2",
+            "panda-2 quarantined by ana: the gripper sticks",
+            "missing",
+        ),
+        (
+            ResourceRequest(kind=Kind.ROBOT, name="ur-0"),
+            "robot ur-0",
+            "ur-0 lost (nothing answers at 10.0.0.5:30004)",
+            "missing",
+        ),
+        (ResourceRequest(kind=Kind.ROBOT, name="panda0"), "robot panda0", "", "missing"),
+        (ResourceRequest(kind=Kind.ROBOT, model="so101"), "robot, model so101", "ur-0 has model ur5e", "missing"),
+        (ResourceRequest(kind=Kind.GPU, memory_bytes=24 * GB), "gpu, 24 GB", "desk/gpu-0 has 16 GB", "missing"),
+        (ResourceRequest(kind=Kind.COMPUTE, cores=8), "compute, 8 processors", "desk/cpu has 4 processors", "missing"),
+        (
+            ResourceRequest(kind=Kind.ROBOT, labels={"site": "hall"}),
+            "robot, site=hall",
+            "panda-0 has site=lab",
+            "missing",
+        ),
+        (
+            ResourceRequest(kind=Kind.ROBOT, capabilities=("camera:front",)),
+            "robot, camera:front",
+            "panda-0 has no camera:front",
+            "missing",
+        ),
+    ],
+)
+def test_row_has_request_resources_and_lack(request_: ResourceRequest, asked: str, there: str, missing: str) -> None:
+    (row,) = plan([request_], FLEET).rows
+    assert (row.asked, row.missing) == (asked, missing)
+    assert there in row.there if there else row.there == ()
+    assert row.gets == (() if missing else ("panda-0",))
+
+
+def test_requests_that_cannot_be_met_together_are_all_named() -> None:
+    far = msgspec.structs.replace(gpu("rack/gpu-0", 16), node="rack")
+    near = plan([ResourceRequest(kind=Kind.ROBOT, **PAIR), ResourceRequest(kind=Kind.GPU, **PAIR)], [robot("a"), far])
+    assert near.assigned is None
+    assert [(row.there, row.missing) for row in near.rows] == [
+        (("a on desk free",), "not in one place with the others"),
+        (("rack/gpu-0 on rack free",), "not in one place with the others"),
+    ]
+    both = plan([PANDA, ResourceRequest(kind=Kind.ROBOT)], [robot("a")])
+    assert {row.missing for row in both.rows} == {"not together with the others"}
+
+
+def test_reason_names_only_what_is_missing() -> None:
+    wanted = [PANDA, ResourceRequest(kind=Kind.GPU, memory_bytes=24 * GB)]
+    assert plan(wanted, FLEET).reason == "gpu, 24 GB: missing (desk/gpu-0 has 16 GB)"
+    assert plan(wanted[:1], FLEET).reason == ""

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,82 +17,44 @@ import msgspec
 import pytest
 
 from hal import ray_cluster
-from hal.errors import HalError, PlacementError
+from hal.errors import HalError
 from hal.lease import driver_process_of
 from hal.ray_cluster import (
     ProcessState,
     ProcessStatus,
-    RayTempFolder,
+    RayFolder,
     RestartPolicy,
     RobotLockActor,
     require_cluster,
-    require_token,
 )
 from hal.ray_nodes import node_argv, ray_labels, ray_resources
 from hal.resource import Health, Kind, ResourceRecord
 
-SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+TOKENS = [
+    ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "requires a token, and its file is missing or empty"),
+    ({"HOME": "/nowhere"}, "requires a token, and none is given"),
+]
 
 
-def check_server(answer: bytes | None, host: str = "127.0.0.1") -> None:
-    """Checks the address of a server that sends `answer`, or nothing if it is None."""
-    checked = threading.Event()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-
-        def serve() -> None:
-            link, _ = server.accept()
-            with link:
-                if answer is None:
-                    checked.wait(60.0)
-                    return
-                link.recv(1024)
-                link.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            require_cluster(f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}")
-        finally:
-            checked.set()
-            thread.join(60.0)
-
-
-def test_ray_server_is_accepted() -> None:
-    check_server(SETTINGS)
-    require_cluster("auto")
-
-
-@pytest.mark.usefixtures("ipv6")
-def test_ipv6_address_in_brackets_is_accepted() -> None:
-    check_server(SETTINGS, "::1")
-
-
-@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
-def test_other_server_is_refused(answer: bytes) -> None:
-    with pytest.raises(HalError, match=r"the server at 127\.0\.0\.1:\d+ is not a Ray cluster"):
-        check_server(answer)
-
-
-@pytest.mark.parametrize(
-    ("token", "why"),
-    [
-        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "requires a token, and there is none in /nowhere"),
-        ({"HOME": "/nowhere"}, "requires a token, and none is given"),
-    ],
-)
+@pytest.mark.parametrize(("token", "why"), TOKENS)
 def test_missing_token_is_reported_in_one_line(token: dict[str, str], why: str) -> None:
-    with pytest.raises(HalError, match=f"^the Ray cluster at 127.0.0.1:1 {why}: copy the .*PATH$"):
-        require_token("127.0.0.1:1", {"RAY_AUTH_MODE": "token", **token})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(HalError, match=f"^the Ray cluster at {address} {why}: copy the .*PATH$"):
+            require_cluster(address, {"RAY_AUTH_MODE": "token", **token})
 
 
-def test_silent_or_missing_server_is_reported_within_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_other_server_is_reported_within_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "ANSWER_TIMEOUT_S", 0.05)
-    with pytest.raises(HalError, match=r"no Ray cluster answers at 127\.0\.0\.1:\d+: timed out"):
-        check_server(None)
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(HalError, match=r"the server at 127\.0\.0\.1:\d+ does not answer as a Ray cluster"):
+            require_cluster(f"127.0.0.1:{silent.getsockname()[1]}", environment)
     for address in ("127.0.0.1:1", "127.0.0.1:99999", f"{'a' * 70}.example:1", "a\0b:1"):
         with pytest.raises(HalError, match="no Ray cluster answers at "):
-            require_cluster(address)
+            require_cluster(address, environment)
+    require_cluster("127.0.0.1:1", environment, may_be_down=True)
+    require_cluster("auto", environment)
 
 
 HOLDS = """
@@ -101,42 +62,30 @@ import sys, time
 from pathlib import Path
 from hal import ray_cluster
 ray_cluster.TEMP_BASE = Path(sys.argv[1])
-folder = ray_cluster.RayTempFolder()
-folder.path.mkdir()
+folder = ray_cluster.RayFolder()
 (folder.path / "file").write_text("x")
 print(folder.path, flush=True)
 time.sleep(600)
 """
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_next_start_removes_folders_of_killed_programs_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "TEMP_BASE", tmp_path)
-    return tmp_path
-
-
-def test_temp_folder_is_private_and_removed() -> None:
-    folder = RayTempFolder()
-    home = folder.path.parent
-    assert stat.S_IMODE(home.stat().st_mode) == 0o700
-    folder.path.mkdir(mode=0o777)
-    folder.remove()
-    folder.remove()
-    assert not home.exists()
-
-
-def test_next_start_removes_temp_folders_of_killed_programs_only(base: Path) -> None:
-    foreign = base / f"{ray_cluster.TEMP_PREFIX}link"
-    foreign.symlink_to(base)
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(base)], stdout=subprocess.PIPE, text=True) as program:
+    foreign = tmp_path / f"{ray_cluster.TEMP_PREFIX}link"
+    foreign.symlink_to(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         path = Path(program.stdout.readline().strip())
-        RayTempFolder().remove()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        RayFolder().remove()
         assert (path / "file").exists(), "its program is alive"
         program.send_signal(signal.SIGKILL)
         program.wait(60)
-        RayTempFolder().remove()
-    assert not path.parent.exists() and foreign.is_symlink() and base.exists()
+        ours = RayFolder()
+    assert not path.exists() and foreign.is_symlink() and ours.path.exists()
+    ours.remove()
+    ours.remove()
+    assert not ours.path.exists()
 
 
 # The cluster runs in its own process, so that Ray's settings, warnings and threads do not affect other tests.
@@ -159,8 +108,6 @@ def test_records_become_ray_resources() -> None:
         "robot:b": 1.0,
         "robot:c": 1.0,
         "robot:d": 1.0,
-        "robot_model:panda": 2.0,
-        "robot_model:ur5e": 2.0,
         "card:gpu-0": 1.0,
     }, "a robot that is off is declared too: a running node cannot add resources"
     assert ray_labels([gpu], {"site": "lab (2nd floor)"}) == {
@@ -201,7 +148,7 @@ def test_process_survives_death_of_child_and_of_actor(tmp_path: Path) -> None:
     assert (tmp_path / "ray").is_dir() and list((tmp_path / "ray").iterdir())
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"still waiting after {within_s:g} s"
@@ -241,10 +188,26 @@ def listening_addresses() -> set[str]:
     return {row[1].split(":")[0] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
+def parent_of(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def gcs_address() -> str:
     import ray
 
     return str(ray.get_runtime_context().gcs_address)
+
+
+def exceed_first_start() -> None:
+    """Ray's first node does not answer in time, as on a busy machine."""
+    services = ray_cluster.import_ray(token="the cluster's own")._private.services
+    get_node = services.get_node
+
+    def too_late(*args: object) -> None:
+        services.get_node = get_node
+        raise Exception("The current node timed out during startup")
+
+    services.get_node = too_late
 
 
 def scenario(folder: Path) -> None:
@@ -255,13 +218,10 @@ def scenario(folder: Path) -> None:
     os.environ[_MARK] = str(os.getpid())
     logging.getLogger("hal").setLevel(logging.ERROR)
     resources = ray_resources([robot("panda-0", "panda")])
+    exceed_first_start()
     cluster = start_local_cluster(resources, num_cpus=1, object_store_bytes=150_000_000, log_dir=folder / "ray")
     with cluster:
         print("started")
-        with pytest.raises(
-            PlacementError, match="requests 1 x robot:ur-0 on one machine; the cluster has .*robot:panda-0"
-        ):
-            cluster.start("arm", ["true"], {"robot:ur-0": 1.0})
         argv = [
             sys.executable,
             "-c",
@@ -280,9 +240,9 @@ def scenario(folder: Path) -> None:
         assert addresses and all(address.endswith("0100007F") for address in addresses), addresses
         print("loopback only")
         address = gcs_address()
-        require_token(address, {**os.environ, "RAY_AUTH_MODE": "token"})
+        require_cluster(address, {**os.environ, "RAY_AUTH_MODE": "token"})
         with pytest.raises(HalError, match=f"^the Ray cluster at {address} refuses the token: copy the file"):
-            require_token(address, {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"})
+            require_cluster(address, {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"})
         print("a wrong token is refused")
         first = arm().pid
         assert first is not None
@@ -291,7 +251,7 @@ def scenario(folder: Path) -> None:
         second = arm().pid
         assert second not in (None, first)
         print("child restarted")
-        os.kill(cluster.actor_pid("arm", 120), signal.SIGKILL)
+        os.kill(parent_of(second), signal.SIGKILL)
         eventually(lambda: arm().state is ProcessState.RUNNING and arm().pid not in (first, second))
         eventually(lambda: not Path(f"/proc/{second}").exists())
         assert not (folder / "arm.log").read_text().strip(), "the process received the cluster's token"
@@ -302,7 +262,12 @@ def scenario(folder: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             cluster.reserve("demo", [Bundle(node="desk", resources={"robot:panda-0": 2.0})])
         print("a signal interrupts the wait")
-    eventually(lambda: not family())
+    try:
+        eventually(lambda: not family())
+    except AssertionError:
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:300] for pid in family()]
+        raise AssertionError(f"processes that remain: {commands}") from None
+    assert not list(Path("/tmp").glob(f"{ray_cluster.TEMP_PREFIX}*/r/session_*{os.getpid()}")), "its folder is removed"
     print("stopped")
 
 

@@ -19,8 +19,8 @@ def test_camera_without_size_or_rate_is_refused(height: int, width: int, rate_hz
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"camera_hz": 0.0}, "camera_hz is 0; it must be above 0"),
-        ({"step_max_m": 0.0}, "step_max_m is 0; it must be above 0"),
+        ({"camera_hz": 0.0}, "camera_hz"),
+        ({"step_max_m": 0.0}, "step_max_m"),
         ({"rate_hz": 0.0}, "rate_hz is 0; a control period"),
         ({"rate_hz": 7.0}, "rate_hz is 7; a control period must be a whole number of physics steps of 2 ms"),
     ],

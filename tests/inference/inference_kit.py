@@ -1,4 +1,4 @@
-"""Helpers of the policy server's tests: keys, servers in this process or their own, and clients."""
+"""Helpers of the policy server's tests: keys, servers in this process or their own, and robots."""
 
 from __future__ import annotations
 
@@ -8,82 +8,126 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from wait_kit import until
 
-from hal.spec import Array, RobotSpec
-from user_sys.compose import policy_factory
+from hal.spec import STATE, Array, RobotSpec
 from user_sys.errors import PolicyUnavailable
-from user_sys.inference.policy_server import PolicyFactory, PolicyServer
-from user_sys.inference.protocol import POLICY_NODE
-from user_sys.inference.remote_policy import PolicyClient, read_server_address
-from user_sys.policies.conformance import example_observation
-from user_sys.policies.mlp import MlpPolicy
-from user_sys.policies.policy import ActionChunk, Policy
-from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.inference.policy_server import OpenPolicy, PolicyServer
+from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
+from user_sys.inference.remote_policy import RemotePolicy, read_server_address
+from user_sys.messages import NO_VERSION
+from user_sys.policies.conformance import example_observation, example_spec
+from user_sys.policies.correction import ChunkCorrection
+from user_sys.policies.policy import ActionChunk, ChunkContext
+from user_sys.policies.scaling import feature_specs, require_features
+from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
 END_S = 120.0
-UNHURRIED = 0.99
-"""Share of a slow robot's control period, so that a busy machine causes no timeout."""
 ROBOTS = ("left", "right")
-
-
-def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> Any:
-    """Polls until `condition` gives something; fails with `what` after a deadline."""
-    deadline = time.monotonic() + within_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.005)
-    return result
+SPEC = replace(example_spec(), rate_hz=1 / 60)
+"""A robot with a control period of a minute, so that a busy machine causes no timeout."""
+OBSERVATION = example_observation(np.random.default_rng(0))
 
 
 def make_keys(folder: Path) -> Path:
     """A folder of keys whose keyring admits `ROBOTS`."""
     ring = Keyring(folder)
-    save_keypair(new_keypair(), folder, POLICY_NODE)
-    for name in ROBOTS:
+    for name in (POLICY_NODE, GATEWAY_NAME, *ROBOTS):
         save_keypair(new_keypair(), folder, name)
+    for name in ROBOTS:
         ring.allow(load_keypair(folder / f"{name}.key").public, name, "robot")
     return folder
 
 
-def weights_of(spec: RobotSpec, seed: int, hidden: int = 32) -> dict[str, Array]:
-    """Weights of an MLP with one hidden layer, large enough to act differently from seed to seed."""
-    rng = np.random.default_rng(seed)
-    inputs, actions = sum(len(s.labels) for s in spec.observation), len(spec.action.labels)
-    low, high = (np.asarray(bound, np.float32) for bound in (spec.action.low, spec.action.high))
-    shapes = {
-        "input.offset": (inputs,),
-        "input.scale": (inputs,),
-        "hidden.0.weight": (inputs, hidden),
-        "hidden.0.bias": (hidden,),
-        "mean.weight": (hidden, actions),
-        "mean.bias": (actions,),
-        "log_std.weight": (hidden, actions),
-        "log_std.bias": (actions,),
-    }
-    drawn = {name: (0.5 * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
-    return drawn | {"action.centre": (low + high) / 2, "action.scale": (high - low) / 2}
+class EchoPolicy:
+    """Acts with two actions, which are the first two elements of the state. The test sets its version.
+
+    Attributes:
+        go: `act_batch` waits until it is set.
+        batches: the sizes of the batches so far.
+        cameras: that it reads.
+        seen: the newest observation.
+        contexts: of the newest batch.
+        correction, length: of its chunks.
+    """
+
+    def __init__(self, description: PolicyDescription) -> None:
+        self._specs = feature_specs(description.spec, description.features)
+        self.version, self.swap_delay_s, self.reason = 0, 0.5, ""
+        self.ready: list[int] = []
+        self.cameras: tuple[str, ...] = ()
+        self.go = threading.Event()
+        self.go.set()
+        self.batches: list[int] = []
+        self.options, self.seen = description.options, dict[str, Array]()
+        self.contexts: list[ChunkContext | None] = []
+        self.correction: ChunkCorrection | None = None
+        self.length = 1
+
+    def hold_reason(self, *, explore: bool) -> str:
+        return "waiting for weights" if self.version == NO_VERSION and not explore else self.reason
+
+    def swap(self) -> None:
+        if self.ready:
+            self.version = self.ready.pop(0)
+
+    def act_batch(
+        self,
+        observations: Sequence[Mapping[str, Array]],
+        instructions: Sequence[str],
+        *,
+        deterministic: bool,
+        contexts: Sequence[ChunkContext | None] = (),
+    ) -> list[ActionChunk]:
+        self.batches.append(len(observations))
+        self.contexts = list(contexts)
+        assert self.go.wait(END_S)
+        for observation in observations:
+            require_features(self._specs, observation)
+            self.seen = {name: array.copy() for name, array in observation.items()}
+        actions = [np.repeat(seen[STATE][None, :2], self.length, 0) for seen in observations]
+        return [ActionChunk(each, np.zeros(self.length, np.float32), 0, self.correction) for each in actions]
+
+    def raise_failure(self) -> None:
+        pass
 
 
-@dataclass
-class Server:
-    """A policy server in a thread of this process."""
+class EchoServer:
+    """A policy server in a thread of this process, with `EchoPolicy` policies in the order of their opening."""
 
-    server: PolicyServer
-    endpoint: str
+    def __init__(self, keys: Path, on_open: Callable[[PolicyDescription], object] = lambda description: None) -> None:
+        self.opened: list[EchoPolicy] = []
+        self.closed = 0
+        self._on_open = on_open
+        self.now_s = 0.0
+        self.server = PolicyServer(
+            "tcp://127.0.0.1:0",
+            load_keypair(keys / f"{POLICY_NODE}.key"),
+            Keyring(keys),
+            self._open,
+            lambda: time.monotonic() + self.now_s,
+        )
+        self.endpoint = ""
+
+    @contextmanager
+    def _open(self, description: PolicyDescription) -> Iterator[EchoPolicy]:
+        self._on_open(description)
+        policy = EchoPolicy(description)
+        self.opened.append(policy)
+        yield policy
+        self.closed += 1
 
 
 @contextmanager
-def serving(keys: Path, make: PolicyFactory | None = None, endpoint: str = "tcp://127.0.0.1:0") -> Iterator[Server]:
-    pair = load_keypair(keys / f"{POLICY_NODE}.key")
-    server = PolicyServer(endpoint, pair, Keyring(keys), make or policy_factory("cpu"))
+def running(server: PolicyServer) -> Iterator[str]:
+    """Runs the server in a thread, and gives its endpoint."""
     stop, failures, found = threading.Event(), [], list[str]()
 
     def serve() -> None:
@@ -97,33 +141,50 @@ def serving(keys: Path, make: PolicyFactory | None = None, endpoint: str = "tcp:
     thread.start()
     try:
         until(lambda: found or failures, "it listens")
-        yield Server(server, found[0])
+        yield found[0]
     finally:
         stop.set()
         thread.join(END_S)
     assert not thread.is_alive() and not failures
 
 
+@contextmanager
+def serving(
+    keys: Path, on_open: Callable[[PolicyDescription], object] = lambda description: None
+) -> Iterator[EchoServer]:
+    echo = EchoServer(keys, on_open)
+    with running(echo.server) as echo.endpoint:
+        yield echo
+
+
+def failing(error: Exception) -> OpenPolicy:
+    """Opens no policy."""
+
+    @contextmanager
+    def open_policy(description: PolicyDescription) -> Iterator[EchoPolicy]:
+        raise error
+        yield
+
+    return open_policy
+
+
 class Process:
-    """``python -m user_sys.inference``, which may be killed, stopped and restarted."""
+    """``python -m user_sys.inference``, which may be killed, suspended and restarted. It reaches no gateway."""
 
     def __init__(self, keys: Path, folder: Path) -> None:
         self.keys, self.address, self._log = keys, folder / "policy.address", folder / "policy.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
     def start(self) -> None:
         """Returns when it listens."""
         self.address.unlink(missing_ok=True)
-        argv = ("--listen", "tcp://127.0.0.1:0", "--keys", self.keys, "--device", "cpu", "--announce", self.address)
+        settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": self.keys, "device": "cpu"}
+        argv = [f"--{key}={value}" for key, value in {**settings, "announce": self.address}.items()]
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "user_sys.inference", *map(str, argv)]
+            command = [sys.executable, "-m", "user_sys.inference", *argv]
             self._process = subprocess.Popen(command, stderr=log, stdin=subprocess.DEVNULL)
         until(lambda: self.endpoint or self._process is None or self._process.poll() is not None, "it listens")
-        assert self.endpoint, self.log
+        assert self.endpoint, self._log.read_text()
 
     @property
     def endpoint(self) -> str:
@@ -133,13 +194,11 @@ class Process:
         assert self._process is not None
         os.kill(self._process.pid, number)
 
-    def end(self, number: int = signal.SIGKILL) -> int:
-        if self._process is None:
-            return 0
-        self.send(number)
-        status = self._process.wait(END_S)
-        self._process = None
-        return status
+    def end(self, number: int = signal.SIGKILL) -> None:
+        if self._process is not None:
+            self.send(number)
+            self._process.wait(END_S)
+            self._process = None
 
 
 @contextmanager
@@ -152,38 +211,42 @@ def process(keys: Path, folder: Path) -> Iterator[Process]:
         found.end()
 
 
-def link_to(
-    find: Callable[[], str],
-    keys: Path,
-    spec: RobotSpec,
-    robot: str = ROBOTS[0],
-    timeout_fraction: float = UNHURRIED,
-) -> PolicyClient:
-    return PolicyClient(
-        spec,
-        "mlp",
-        (),
-        MlpPolicy.precisions,
+def remote(
+    find: Callable[[], str], keys: Path, robot: str = ROBOTS[0], spec: RobotSpec = SPEC, **settings: Any
+) -> RemotePolicy:
+    """A policy with the `PolicyDescription` and the `RemotePolicy` that the settings give."""
+    described = {"kind": "mlp", "options": {}, "features": ()}
+    description = PolicyDescription(**{key: settings.pop(key, value) for key, value in described.items()}, spec=spec)  # type: ignore[arg-type]
+    return RemotePolicy(
+        description,
         load_keypair(keys / f"{robot}.key"),
         load_public_key(keys / f"{POLICY_NODE}.pub"),
         find,
-        timeout_fraction,
+        settings.pop("timeout_s", 0.99 * spec.period_s),
+        **settings,
     )
 
 
-def slowly(spec: RobotSpec) -> RobotSpec:
-    """The robot with a control period of a minute, long enough for any machine."""
-    return replace(spec, rate_hz=1 / 60)
-
-
-def acts(policy: Policy, observation: dict[str, Array] | None = None, deterministic: bool = True) -> ActionChunk:
+def acts(policy: RemotePolicy, observation: Mapping[str, Array] = OBSERVATION) -> ActionChunk:
     """The policy's actions, once it is available."""
-    seen = example_observation(np.random.default_rng(0)) if observation is None else observation
 
     def attempt() -> ActionChunk | None:
         try:
-            return policy.act(seen, "", deterministic=deterministic)
+            return policy.act(observation, "", deterministic=True)
         except PolicyUnavailable:
             return None
 
     return until(attempt, "the policy acts")
+
+
+def unavailable(policy: RemotePolicy, reason: str) -> None:
+    """Waits until the policy is unavailable for this reason."""
+
+    def attempt() -> bool:
+        try:
+            policy.act(OBSERVATION, "", deterministic=True)
+        except PolicyUnavailable as error:
+            return reason in str(error)
+        return False
+
+    until(attempt, f"it says {reason!r}")

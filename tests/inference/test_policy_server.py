@@ -1,83 +1,64 @@
-"""The policy server: slots of each robot, uploads, bounds and invalid messages."""
+"""The policy server: who is admitted, sharing and batches, weights, unavailable servers, and invalid messages."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
 from blake3 import blake3
 from inference_kit import (
     END_S,
+    OBSERVATION,
     ROBOTS,
-    Server,
+    SPEC,
+    EchoServer,
     acts,
-    link_to,
+    failing,
     make_keys,
     process,
+    remote,
+    running,
     serving,
-    slowly,
+    unavailable,
     until,
-    weights_of,
 )
 from msgspec.structs import replace
 
+from hal.errors import SpecError
 from hal.spec import STATE, Array
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import encode_packet
-from user_sys.compose import policy_factory
-from user_sys.errors import ConfigError, PolicyUnavailable, RunError, WireError
-from user_sys.inference.policy_server import (
-    MAX_JOBS,
-    MAX_SESSIONS,
-    SESSION_TIMEOUT_S,
-    EncodedWeightsCache,
-    PolicyServer,
-    SessionTable,
-)
+from user_sys.edge.chunk_executor import ChunkExecutor
+from user_sys.errors import ConfigError, PolicyUnavailable, RunError
+from user_sys.inference.policy_server import IDLE_TIMEOUT_S, BatchTimes, PolicyServer
 from user_sys.inference.protocol import (
     MAX_MESSAGE_BYTES,
-    MAX_SLOTS,
-    MAX_WEIGHTS_BYTES,
-    PART_ARRAY,
     POLICY_NODE,
     POLICY_PROTOCOL_VERSION,
-    SESSION_BYTES,
+    PREVIOUS_POLICY_PROTOCOL_VERSION,
     ActionRequest,
     ActionResponse,
-    AnyResponse,
-    InvalidInput,
-    LoadSlotWeights,
-    NextPart,
-    OpenSlot,
-    PackedWeights,
-    PolicyRequest,
-    RequestRejected,
-    ServerInfo,
-    SessionHeartbeat,
-    SlotBusy,
-    SlotNotFound,
-    SlotReady,
-    WeightsPart,
+    PolicyDescription,
     decode_response,
-    encode,
+    encode_description,
 )
-from user_sys.inference.remote_policy import LOAD_TIMEOUT_S
-from user_sys.policies.conformance import example_observation, example_spec
-from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.inference.remote_policy import STANDING_TIMEOUT_S, RemotePolicy, action_timeout_s
+from user_sys.messages import NO_VERSION
+from user_sys.policies.correction import ChunkCorrection
+from user_sys.policies.flow import FlowPolicy, FlowSettings
+from user_sys.policies.policy import ChunkContext, ExecutionConfig, ExecutionMethod
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
 
-SPEC = slowly(example_spec())
-SPEC_BYTES = msgspec.msgpack.encode(SPEC)
-LENGTH = 4
+OLD_REQUEST = Path(__file__).parent / "policy-protocol-4.msgpack"
+DESCRIPTION = encode_description(PolicyDescription(kind="mlp", options={}, features=(), spec=SPEC))
 
 
 @pytest.fixture
@@ -86,16 +67,21 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(keys: Path) -> Iterator[Server]:
+def server(keys: Path) -> Iterator[EchoServer]:
     with serving(keys) as found:
         yield found
 
 
-class Peer:
-    """A peer with a key that sends any message."""
+@pytest.fixture
+def robots(server: EchoServer, keys: Path) -> Iterator[list[RemotePolicy]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(remote(lambda: server.endpoint, keys, robot)) for robot in ROBOTS]
 
-    def __init__(self, server: Server, keys: Path, robot: str, session: bytes) -> None:
-        self.session, self._number = session, 0
+
+class Peer:
+    """A robot's key with any messages."""
+
+    def __init__(self, server: EchoServer, keys: Path, robot: str = ROBOTS[0]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         pair = load_keypair(keys / f"{robot}.key")
@@ -112,458 +98,378 @@ class Peer:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def receive(self) -> AnyResponse:
+    def receive(self) -> ActionResponse:
         assert self._socket.poll(1e3 * END_S)
         return decode_response(self._socket.recv())[0]
 
-    def ask(
-        self, request: Callable[..., PolicyRequest], arrays: dict[str, Array] | None = None, **fields: Any
-    ) -> AnyResponse:
-        self._number += 1
-        self.send(encode(request(number=self._number, session=self.session, **fields), arrays))
-        answer = self.receive()
-        assert answer.number in (0, self._number)
-        return answer
 
-    def greet(self, *slots: int) -> None:
-        assert isinstance(self.ask(SessionHeartbeat, protocol=POLICY_PROTOCOL_VERSION, slots=slots), ServerInfo)
-
-    def open(self, slot: int = 0, **changes: Any) -> AnyResponse:
-        fields = {"slot": slot, "kind": "mlp", "features": (), "seed": 0, "spec": SPEC} | changes
-        return self.ask(OpenSlot, **fields)
-
-    def act(self, slot: int = 0, digest: bytes = b"", observation: dict[str, Array] | None = None) -> AnyResponse:
-        seen = example_observation(np.random.default_rng(0)) if observation is None else observation
-        return self.ask(ActionRequest, seen, slot=slot, digest=digest, sentence="", deterministic=True)
-
-    def load(self, weights: dict[str, Array], slot: int = 0) -> AnyResponse:
-        packet = encode_packet(PackedWeights(), weights)
-        digest = digest_of(packet)
-        answer = self.ask(LoadSlotWeights, slot=slot, digest=digest, size_bytes=len(packet))
-        if isinstance(answer, NextPart):
-            part = {PART_ARRAY: np.frombuffer(packet, np.uint8)}
-            answer = self.ask(WeightsPart, part, slot=slot, digest=digest, offset=answer.offset)
-        return answer
+def request(number: int, observation: dict[str, Array] = OBSERVATION, **changes: object) -> bytes:
+    fields: dict[str, object] = {"protocol": POLICY_PROTOCOL_VERSION, "number": number, "instruction": ""}
+    fields |= {"policy": blake3(DESCRIPTION).digest(), "description": DESCRIPTION}
+    fields |= {"deterministic": True, "explore": False, "timeout_s": 60.0}
+    return encode_packet(ActionRequest(**{**fields, **changes}), observation)  # type: ignore[arg-type]
 
 
-def digest_of(packet: bytes) -> bytes:
-    return blake3(packet).digest()
+# Who is admitted
 
 
-@pytest.fixture
-def peer(server: Server, keys: Path) -> Iterator[Callable[..., Peer]]:
-    with ExitStack() as stack:
-        yield lambda robot=ROBOTS[0], session=bytes(SESSION_BYTES): stack.enter_context(
-            Peer(server, keys, robot, session)
-        )
-
-
-# Who is let in
-
-
-def away(policy: Policy, says: str) -> None:
-    """Waits until the policy raises; returns the reason."""
-    observation = example_observation(np.random.default_rng(0))
-
-    def said() -> bool:
-        try:
-            policy.act(observation, "", deterministic=True)
-        except PolicyUnavailable as error:
-            assert str(error).endswith("; the robot holds")
-            return says in str(error)
-        return False
-
-    until(said, f"it says {says!r}")
-
-
-def test_unknown_key_is_refused_until_it_is_allowed(server: Server, keys: Path) -> None:
+def test_unknown_key_is_refused_until_it_is_allowed(server: EchoServer, keys: Path) -> None:
     save_keypair(new_keypair(), keys, "stranger")
-    with link_to(lambda: server.endpoint, keys, SPEC, "stranger") as link:
-        policy = link.make_policy(0)
-        host = server.endpoint.removeprefix("tcp://")
-        away(policy, f"the policy at {host} does not allow this robot's key; the robot holds")
+    host = server.endpoint.removeprefix("tcp://")
+    quick = replace(SPEC, rate_hz=10.0)
+    with remote(lambda: server.endpoint, keys, "stranger", quick) as policy:
+        unavailable(policy, f"the policy at {host} does not answer; the robot holds")
         Keyring(keys).allow(load_keypair(keys / "stranger.key").public, "stranger", "robot")
         acts(policy)
         Keyring(keys).revoke("stranger")
-        away(policy, "")
+        unavailable(policy, "; the robot holds")
 
 
-def test_key_of_another_role_is_refused(server: Server, keys: Path) -> None:
+def test_key_of_another_role_is_refused(server: EchoServer, keys: Path) -> None:
     save_keypair(new_keypair(), keys, "learner")
     Keyring(keys).allow(load_keypair(keys / "learner.key").public, "learner", "learner")
-    with link_to(lambda: server.endpoint, keys, SPEC, "learner") as link:
-        away(link.make_policy(0), "refuses this robot: a learner has no policy here")
+    with remote(lambda: server.endpoint, keys, "learner") as policy:
+        unavailable(policy, "refuses this robot: its key is a learner's")
 
 
-def test_robot_cannot_reach_another_robots_slot(peer: Callable[..., Peer]) -> None:
-    left, right = peer("left"), peer("right")
-    left.greet()
-    assert isinstance(left.open(), SlotReady)
-    weights = weights_of(SPEC, 0)
-    for greets in (False, True):
-        if greets:
-            right.greet(0)
-        assert isinstance(right.act(), SlotNotFound)
-        assert isinstance(right.load(weights), SlotNotFound)
-    right.greet()  # without slots: a separate session with the other robot's session id
-    assert isinstance(left.act(), ActionResponse)
+def test_robot_one_protocol_version_behind_gets_actions(server: EchoServer, keys: Path) -> None:
+    """The request was recorded by protocol 4."""
+    with Peer(server, keys) as old:
+        old.send(OLD_REQUEST.read_bytes())
+        response = old.receive()
+    assert (response.number, response.unavailable, response.invalid) == (1, "", "")
+    assert response.version != NO_VERSION, "the policy acted"
 
 
-# Weights
+# Sharing, batches, weights
 
 
-def test_equal_weights_are_uploaded_once(server: Server, keys: Path) -> None:
-    weights = weights_of(SPEC, 1, hidden=1 << 17)  # several parts
+def test_robots_with_equal_policies_share_one(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
+    for policy in robots:
+        np.testing.assert_array_equal(acts(policy).actions[0], OBSERVATION[STATE][:2])
+    assert len(server.opened) == 1
+    with remote(lambda: server.endpoint, keys, spec=replace(SPEC, model="another")) as other:
+        acts(other)
+    assert len(server.opened) == 2
+
+
+def test_waiting_requests_of_one_policy_act_as_a_batch(
+    server: EchoServer, robots: list[RemotePolicy], keys: Path
+) -> None:
+    acts(robots[0])
+    policy = server.opened[0]
+    with Peer(server, keys) as left, Peer(server, keys, "right") as right:
+
+        def attempt() -> bool:
+            policy.go.clear()
+            policy.batches.clear()
+            left.send(request(1))
+            until(lambda: policy.batches, "the first request acts")
+            left.send(request(2))
+            right.send(request(3))
+            policy.go.set()
+            assert [left.receive().number, left.receive().number, right.receive().number] == [1, 2, 3]
+            return max(policy.batches) == 2
+
+        until(attempt, "both act together")
+
+
+def test_batch_is_as_large_as_its_first_deadline_allows() -> None:
+    times = BatchTimes()
+    assert times.largest([0.01] * 5) == 5, "nothing is known yet"
+    times.add(1, 0.10)
+    assert times.predict(3) == pytest.approx(0.3)
+    assert times.largest([1.0] * 8) == 8 and times.largest([0.25, *[1.0] * 7]) == 2
+    times.add(8, 0.20)
+    assert times.largest([0.25, *[1.0] * 7]) == 8, "a batch of eight takes little longer"
+    assert times.largest([0.15, 0.16, 9.0]) == 1
+    assert times.largest([0.05, 9.0, 9.0]) == 3, "the first is late in any case"
+    assert times.largest([]) == 0
+
+
+def test_urgent_request_acts_first_and_the_others_follow(
+    server: EchoServer, robots: list[RemotePolicy], keys: Path
+) -> None:
+    acts(robots[0])
+    policy, later = server.opened[0], OBSERVATION | {STATE: np.full_like(OBSERVATION[STATE], 0.25)}
+    with Peer(server, keys) as left, Peer(server, keys, "right") as right:
+
+        def attempt() -> bool:
+            policy.go.clear()
+            policy.batches.clear()
+            left.send(request(1))
+            until(lambda: policy.batches, "the first request acts")
+            server.now_s += 20.0  # the time of this batch; one half of it is expected of the next
+            left.send(request(2, later))
+            right.send(request(3, timeout_s=15.0))
+            policy.go.set()
+            assert [left.receive().number, left.receive().number, right.receive().number] == [1, 2, 3]
+            assert policy.batches == [1, 1, 1], "a batch of two would be too late for one"
+            return bool(policy.seen[STATE][0] == 0.25)
+
+        until(attempt, "the request with the later deadline acts last")
+
+
+def test_response_names_the_version_that_acted(server: EchoServer, keys: Path) -> None:
+    reports: list[tuple[int, float]] = []
+    with remote(lambda: server.endpoint, keys, on_version=lambda *report: reports.append(report)) as policy:
+        acts(policy)
+        server.opened[0].ready.append(7)
+        policy.act(OBSERVATION, "", deterministic=True)
+        assert policy.version == 7 and reports[-1] == (7, 0.5)
+
+
+def test_robot_holds_without_weights_unless_it_may_explore(server: EchoServer, keys: Path) -> None:
     with ExitStack() as stack:
-        found = []
-        for robot in ROBOTS:
-            link = stack.enter_context(link_to(lambda: server.endpoint, keys, SPEC, robot))
-            policy = link.make_policy(0)
-            policy.load(weights)
-            found.append(acts(policy).actions)
-    np.testing.assert_array_equal(*found)
-    assert server.server.counters["packets"] == 1
+        waiting, exploring = (
+            stack.enter_context(remote(lambda: server.endpoint, keys, robot, explore=robot == "right"))
+            for robot in ROBOTS
+        )
+        acts(waiting)
+        served = server.opened[0]
+        served.version = NO_VERSION
+        unavailable(waiting, "waiting for weights")
+        assert waiting.awaits_weights
+        acts(exploring)
+        served.version = 3
+        acts(exploring)
+        served.version = NO_VERSION  # as after a restart of the server
+        unavailable(exploring, "waiting for weights")
+        served.version, served.reason = 3, "too old"
+        unavailable(waiting, "too old")
+        assert not waiting.awaits_weights
 
 
-def test_request_with_another_digest_selects_no_action(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    left.greet()
-    left.open()
-    weights = weights_of(SPEC, 0)
-    digest = digest_of(encode_packet(PackedWeights(), weights))
-    assert isinstance(left.act(digest=digest), SlotNotFound)
-    assert isinstance(left.load(weights), SlotReady)
-    assert isinstance(left.act(digest=digest), ActionResponse)
-    assert isinstance(left.act(), SlotNotFound)
+def test_opening_a_policy_does_not_delay_another_robot(keys: Path) -> None:
+    go = threading.Event()
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(keys, lambda description: description.spec.model != "slow" or go.wait()))
+        left = stack.enter_context(remote(lambda: server.endpoint, keys))
+        right = stack.enter_context(remote(lambda: server.endpoint, keys, "right", replace(SPEC, model="slow")))
+        acts(left)
+        unavailable(right, "is being loaded")
+        acts(left)
+        go.set()
+        acts(right)
 
 
-def test_chunk_keeps_its_version_during_a_swap(keys: Path) -> None:
-    class Chunks(Policy):
-        """Acts in chunks of four actions that identify their weights."""
-
-        size = 0.0
-
-        def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-            return ActionChunk(np.full((LENGTH, 2), self.size, np.float32), np.zeros(LENGTH, np.float32))
-
-        def load(self, weights: Mapping[str, Array]) -> None:
-            self.size = float(weights["size"][0])
-
-    seen = example_observation(np.random.default_rng(0))
-    with serving(keys, lambda kind, features, spec, seed: Chunks()) as server:
-        with link_to(lambda: server.endpoint, keys, SPEC) as link:
-            policies = DoubleBufferedPolicy(lambda: link.make_policy(0))
-            for version in range(1, 6):
-                policies.load(version, {"size": np.array([version], np.float32)})
-                policies.swap_if_ready()
-                chunk = acts(policies.policy, seen)
-                policies.load(99, {"size": np.array([99], np.float32)})  # during a chunk, into the other slot
-                again = policies.policy.act(seen, "", deterministic=True)
-                assert policies.version == version
-                assert (chunk.actions == version).all() and (again.actions == version).all()
+def test_unused_policy_is_closed(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
+    acts(robots[0])
+    server.now_s += IDLE_TIMEOUT_S + 1
+    until(lambda: server.closed == 1, "it is closed")
+    acts(robots[0])
+    assert len(server.opened) == 2
 
 
 # An unavailable server
 
 
-def test_robot_holds_without_the_server_and_resumes_its_version(keys: Path, tmp_path: Path) -> None:
-    spec = replace(SPEC, rate_hz=5.0)
-    with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
-        policies = DoubleBufferedPolicy(lambda: link.make_policy(0))
-        policies.load(7, weights_of(spec, 7))
-        policies.swap_if_ready()
-        before = acts(policies.policy).actions
+@pytest.mark.parametrize(
+    ("signals", "restarts"), [((signal.SIGKILL,), True), ((signal.SIGSTOP, signal.SIGCONT), False)]
+)
+def test_robot_holds_while_the_server_is_dead_or_hangs(
+    keys: Path, tmp_path: Path, signals: tuple[signal.Signals, ...], restarts: bool
+) -> None:
+    quick = replace(SPEC, rate_hz=5.0)
+    with process(keys, tmp_path) as site, remote(lambda: site.endpoint, keys, spec=quick, explore=True) as policy:
+        acts(policy)
         host = site.endpoint.removeprefix("tcp://")
-        site.end(signal.SIGKILL)
-        away(policies.policy, f"the policy at {host} does not answer; the robot holds")
-        site.start()
-        np.testing.assert_array_equal(acts(policies.policy).actions, before)
-        assert policies.version == 7
-        site.end(signal.SIGKILL)
-        policies.load(8, weights_of(spec, 8))  # arrives while the server is stopped
-        policies.swap_if_ready()
-        away(policies.policy, "; the robot holds")
-        site.start()
-        after = acts(policies.policy).actions
-        assert policies.version == 8 and not np.array_equal(after, before)
+        site.send(signals[0])
+        unavailable(policy, f"the policy at {host} does not answer; the robot holds")
+        if restarts:
+            site.end()
+            site.start()
+        else:
+            site.send(signals[1])
+        acts(policy)
 
 
-def test_hanging_server_is_unavailable_until_it_responds(keys: Path, tmp_path: Path) -> None:
-    spec = replace(SPEC, rate_hz=5.0)
-    with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
-        policy = link.make_policy(0)
-        policy.load(weights_of(spec, 7))
-        before = acts(policy).actions
-        site.send(signal.SIGSTOP)
-        away(policy, "does not answer")
-        site.send(signal.SIGCONT)
-        np.testing.assert_array_equal(acts(policy).actions, before)
+def test_late_response_is_dropped(server: EchoServer, keys: Path) -> None:
+    quick = replace(SPEC, rate_hz=20.0)
+    with remote(lambda: server.endpoint, keys, spec=quick) as policy:
+        acts(policy)
+        server.opened[0].go.clear()
+        unavailable(policy, "does not answer")
+        server.opened[0].go.set()
+        for count in range(20):
+            seen = OBSERVATION | {STATE: np.full(len(OBSERVATION[STATE]), count, np.float32)}
+            assert (acts(policy, seen).actions == count).all()
 
 
-def test_late_response_is_dropped(keys: Path) -> None:
-    class Echo(Policy):
-        """Acts on its observation when the test permits it."""
-
-        def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-            assert go.wait(END_S)
-            return ActionChunk(observation[STATE][None].copy(), np.zeros(1, np.float32))
-
-        def load(self, weights: Mapping[str, Array]) -> None:
-            raise WireError("it takes none")
-
-    go = threading.Event()
-    spec = replace(SPEC, rate_hz=20.0)
-    rest = example_observation(np.random.default_rng(0))
-    with serving(keys, lambda kind, features, spec, seed: Echo()) as server:
-        with link_to(lambda: server.endpoint, keys, spec) as link:
-            policy, count = link.make_policy(0), 0
-            away(policy, "does not answer")
-            go.set()
-
-            def attempt() -> bool:
-                nonlocal count
-                count += 1
-                try:
-                    chunk = policy.act(rest | {STATE: np.full(2, count, np.float32)}, "", deterministic=True)
-                except PolicyUnavailable:
-                    return False
-                assert (chunk.actions == count).all()
-                return True
-
-            for _ in range(20):
-                until(attempt, "it acts")
+def test_robot_without_a_server_holds(keys: Path) -> None:
+    with remote(lambda: "", keys) as policy, pytest.raises(PolicyUnavailable, match="is not found yet"):
+        policy.act(OBSERVATION, "", deterministic=True)
 
 
-def test_load_of_one_robot_does_not_delay_another(keys: Path) -> None:
-    class Slow(Policy):
-        def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-            return ActionChunk(np.zeros((1, 2), np.float32), np.zeros(1, np.float32))
-
-        def load(self, weights: Mapping[str, Array]) -> None:
-            loading.set()
-            assert go.wait(END_S)
-
-    loading, go = threading.Event(), threading.Event()
-    with ExitStack() as stack:
-        server = stack.enter_context(serving(keys, lambda kind, features, spec, seed: Slow()))
-        left, right = (stack.enter_context(link_to(lambda: server.endpoint, keys, SPEC, robot)) for robot in ROBOTS)
-        one, other = left.make_policy(0), right.make_policy(0)
-        acts(one), acts(other)
-        loader = threading.Thread(target=one.load, args=(weights_of(SPEC, 0),))
-        loader.start()
-        assert loading.wait(END_S)
-        acts(other)
-        go.set()
-        loader.join(END_S)
-        acts(one)
-
-
-def test_close_ends_a_pending_load(keys: Path) -> None:
-    link = link_to(lambda: "", keys, SPEC)
-    with link:
-        policy = link.make_policy(0)
-        policy.load(weights_of(SPEC, 0))  # once there is a server
-        away(policy, "the policy is not found yet")
-        loads = threading.Thread(target=policy.load, args=(weights_of(SPEC, 1),))
-        link.stop_loading()
-        loads.start()
-        loads.join(LOAD_TIMEOUT_S / 2)
-        assert not loads.is_alive()
-    link.raise_failure()
-
-
-# Bounds
-
-
-def test_too_short_timeout_is_refused(keys: Path) -> None:
+def test_too_short_timeout_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.location: edge"):
-        link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), timeout_fraction=0.5)
+        action_timeout_s(replace(SPEC, rate_hz=1000.0), 0.5, may_take_long=False)
 
 
-def test_port_in_use_raises(server: Server, keys: Path) -> None:
+def test_robot_whose_time_stands_still_waits_longer() -> None:
+    fast = replace(SPEC, rate_hz=1000.0)
+    assert action_timeout_s(fast, 0.5, may_take_long=True) == STANDING_TIMEOUT_S
+    assert action_timeout_s(replace(SPEC, rate_hz=10.0), 0.5, may_take_long=False) == 0.05
+
+
+def test_port_in_use_raises(server: EchoServer, keys: Path) -> None:
     pair = load_keypair(keys / f"{POLICY_NODE}.key")
-    second = PolicyServer(server.endpoint, pair, Keyring(keys), policy_factory("cpu"))
-    with pytest.raises(RunError, match=r"cannot listen on .*; choose another address with --listen"):
+    second = PolicyServer(server.endpoint, pair, Keyring(keys), failing(ConfigError("")))
+    with pytest.raises(RunError, match=r"cannot listen on .*; change the policy server's --listen"):
         second.run(threading.Event())
 
 
-def test_unknown_policy_is_refused(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    left.greet()
-    endless = replace(SPEC, action=replace(SPEC.action, low=(-np.inf, 0.0)))
-    slower = SPEC_BYTES.replace(msgspec.msgpack.encode(SPEC.rate_hz), msgspec.msgpack.encode(-1.0))
-    for changes, says in (
-        ({"kind": "cnn"}, "expected one of mlp"),
-        ({"features": ("smell",)}, "smell"),
-        ({"spec": endless}, "finite bounds"),
-        ({"spec": msgspec.Raw(slower)}, "a control rate of -1 Hz"),
-    ):
-        answer = left.open(**changes)
-        assert isinstance(answer, RequestRejected) and says in answer.reason
-        assert isinstance(left.act(), SlotNotFound)
+# Invalid messages
 
 
-def test_other_protocol_version_is_refused(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    for record in (
-        {
-            "type": "greeting",
-            "number": 1,
-            "session": left.session,
-            "protocol": POLICY_PROTOCOL_VERSION + 1,
-            "slots": [],
-        },
-        {"type": "greeting", "protocol": POLICY_PROTOCOL_VERSION + 1, "of": "another shape"},
-    ):
-        raw, layout = msgspec.msgpack.encode(record), msgspec.msgpack.encode([])
-        head = b"USP2" + len(raw).to_bytes(4, "little") + len(layout).to_bytes(4, "little") + raw + layout
-        left.send(head + bytes(-len(head) % 64))
-        answer = left.receive()
-        assert isinstance(answer, RequestRejected)
-        assert (
-            f"has protocol version {POLICY_PROTOCOL_VERSION}, this peer {POLICY_PROTOCOL_VERSION + 1}; "
-            "install the same" in answer.reason
+@pytest.mark.parametrize("error", [SpecError("it needs finite bounds"), RuntimeError("not enough memory")])
+def test_policy_that_cannot_be_opened_is_refused(keys: Path, error: Exception) -> None:
+    pair = load_keypair(keys / f"{POLICY_NODE}.key")
+    server = PolicyServer("tcp://127.0.0.1:0", pair, Keyring(keys), failing(error))
+    with running(server) as endpoint, remote(lambda: endpoint, keys) as policy:
+        unavailable(policy, str(error))
+
+
+def test_robot_opens_one_policy_at_a_time(keys: Path) -> None:
+    go, begun = threading.Event(), list[str]()
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            serving(keys, lambda description: (begun.append(description.spec.model), go.wait(END_S)))
         )
+        left = stack.enter_context(Peer(server, keys))
+        for number in range(1, 5):
+            described = encode_description(
+                PolicyDescription(kind="mlp", options={}, features=(), spec=replace(SPEC, model=str(number)))
+            )
+            left.send(request(number, policy=blake3(described).digest(), description=described))
+            assert left.receive().unavailable == "is being loaded"
+        left.send(request(5, description=b"of another policy"))
+        assert "does not match its digest" in left.receive().unavailable
+        go.set()
+        acts(stack.enter_context(remote(lambda: server.endpoint, keys, "right")))
+        assert begun == ["1", SPEC.model]
 
 
-def test_unused_slot_is_freed(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    left.greet()
-    left.open(0), left.open(1)
-    left.greet(1)
-    assert isinstance(left.act(0), SlotNotFound) and isinstance(left.act(1), ActionResponse)
+def test_invalid_observation_fails_no_other_robot(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
+    acts(robots[1])
+    with Peer(server, keys) as left:
+        for observation in ({}, {STATE: np.zeros((9, 9), np.float32)}):
+            left.send(request(1, observation))
+            assert "observation" in left.receive().invalid or "shape" in left.receive().invalid
+            acts(robots[1])
 
 
-# Whatever is sent
-
-
-def test_server_survives_any_message(server: Server, keys: Path, peer: Callable[..., Peer]) -> None:
-    draw = random.Random(0)
-    left = peer()
-    left.greet()
-    left.open()
-    valid = encode(SessionHeartbeat(number=1, session=left.session, protocol=POLICY_PROTOCOL_VERSION))
+def test_server_survives_any_message(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
+    draw, valid = random.Random(0), request(1)
     hostile: list[tuple[bytes, ...]] = [(b"",), (b"\0" * 64,), (valid, valid), (valid[:40],), (b"\x91" * 4096,)]
+    hostile += [(request(1, policy=bytes(32)),), (request(1, policy=bytes(32), description=b""),)]
     for _ in range(200):
         spoiled = bytearray(valid)
         for _ in range(draw.randint(1, 8)):
             spoiled[draw.randrange(len(spoiled))] = draw.randrange(256)
         hostile.append((bytes(spoiled),))
-    for frames in hostile:
-        left.send(*frames)
-        left.receive()  # every message gets a response, an invalid one a rejection
-    right = peer("right")
-    right.greet()
-    assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
+    with Peer(server, keys) as left:
+        for frames in hostile:
+            left.send(*frames)
+            left.receive()  # every message gets a response, an invalid one a refusal
+        for version in (POLICY_PROTOCOL_VERSION + 1, PREVIOUS_POLICY_PROTOCOL_VERSION - 1):
+            left.send(request(1, protocol=version))
+            assert f"this robot {version}; install the same release" in left.receive().unavailable
+        left.send(bytes(MAX_MESSAGE_BYTES + 1))  # closes its connection only
+        acts(robots[1])
 
 
-def test_invalid_weights_and_observations_are_refused(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    left.greet()
-    left.open()
-    weights = weights_of(SPEC, 0)
-    assert isinstance(left.load(weights), SlotReady)
-    digest = digest_of(encode_packet(PackedWeights(), weights))
-    scalar = weights | {"hidden.0.weight": np.float32(1.0).reshape(())}
-    for foreign in ({}, scalar, weights | {"hidden.1.weight": np.zeros((0, 0, 3), np.float32)}):
-        assert isinstance(left.load(foreign), InvalidInput)
-    for observation in ({}, {STATE: np.zeros((9, 9), np.float32)}, {STATE: np.zeros(2, np.bool_)}):
-        answer = left.act(digest=digest, observation=observation)
-        assert isinstance(answer, InvalidInput) and "observation" in answer.reason
-    assert isinstance(left.act(digest=digest), ActionResponse)
+# Pictures
 
 
-def test_request_without_observation_is_refused(peer: Callable[..., Peer]) -> None:
-    left, right = peer("left"), peer("right")
-    left.greet(), right.greet()
-    assert isinstance(left.open(spec=replace(SPEC, observation=())), SlotReady)
-    assert isinstance(left.act(), RequestRejected)
-    assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
+def test_pictures_are_sent_once_the_server_has_named_the_cameras(server: EchoServer, keys: Path) -> None:
+    front = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    pictured = OBSERVATION | {"observation.images.front": front, "observation.images.front.age": np.ones(1, np.float32)}
+    with remote(lambda: server.endpoint, keys) as policy:
+        acts(policy)
+        served = server.opened[0]
+        assert policy.cameras == () and not any("images" in name for name in served.seen)
+        served.cameras = ("front",)
+        unavailable(policy, "needs pictures of front")
+        assert policy.cameras == ("front",)
+        acts(policy, pictured)
+        for name in ("observation.images.front", "observation.images.front.age"):
+            np.testing.assert_array_equal(served.seen[name], pictured[name])
 
 
-def test_weights_with_a_wrong_digest_are_refused(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    left.greet()
-    left.open()
-    digest, lies = bytes(SESSION_BYTES), {PART_ARRAY: np.zeros(10, np.uint8)}
-    assert left.ask(LoadSlotWeights, slot=0, digest=digest, size_bytes=10) == NextPart(number=3, offset=0)
-    for arrays in (
-        {},
-        {PART_ARRAY: np.zeros(11, np.uint8)},
-        {PART_ARRAY: np.zeros(0, np.uint8)},
-        {PART_ARRAY: np.zeros(10, np.int8)},
-    ):
-        assert isinstance(left.ask(WeightsPart, arrays, slot=0, digest=digest, offset=0), RequestRejected)
-    assert isinstance(left.ask(WeightsPart, lies, slot=0, digest=digest, offset=1), RequestRejected)
-    assert isinstance(left.ask(WeightsPart, lies, slot=0, digest=digest, offset=0), RequestRejected)  # another digest
-    assert isinstance(left.act(), ActionResponse)
-    with pytest.raises(msgspec.ValidationError):  # the peer's decoder
-        raw = msgspec.msgpack.encode(
-            LoadSlotWeights(number=1, session=digest, slot=0, digest=digest, size_bytes=MAX_WEIGHTS_BYTES + 1)
-        )
-        msgspec.msgpack.decode(raw, type=LoadSlotWeights)
+def test_options_of_the_policy_reach_the_server_in_any_order(server: EchoServer, keys: Path) -> None:
+    for options in ({"hidden": [8], "more": {"b": 1, "a": 2}}, {"more": {"a": 2, "b": 1}, "hidden": [8]}):
+        with remote(lambda: server.endpoint, keys, options=options) as policy:
+            acts(policy)
+    assert [each.options for each in server.opened] == [{"hidden": [8], "more": {"a": 2, "b": 1}}]
 
 
-def test_slots_and_sessions_are_bounded(peer: Callable[..., Peer]) -> None:
-    left = peer()
-    left.greet()
-    for slot in range(MAX_SLOTS):
-        assert isinstance(left.open(slot), SlotReady)
-    assert isinstance(left.open(MAX_SLOTS), RequestRejected)
-    assert isinstance(left.open(0), SlotReady)  # replaces a slot
-    for number in range(1, MAX_SESSIONS + 1):
-        peer(session=bytes([number]) * SESSION_BYTES).greet()
-    assert isinstance(left.act(), SlotNotFound)  # the least recently seen session is removed
+def test_promised_actions_travel_with_a_request(server: EchoServer, keys: Path) -> None:
+    with remote(lambda: server.endpoint, keys) as policy:
+        acts(policy)
+        assert server.opened[0].contexts == [None]
+        prefix = np.arange(6, dtype=np.float32).reshape(3, 2)
+        policy.act(OBSERVATION, "", deterministic=True, context=ChunkContext(prefix, 2))
+        (context,) = server.opened[0].contexts
+        assert context is not None and context.delay == 2
+        np.testing.assert_array_equal(context.prefix, prefix)
+        assert "prefix" not in server.opened[0].seen
 
 
-def test_requests_beyond_the_queue_are_answered_busy(keys: Path) -> None:
-    go = threading.Event()
-    make = policy_factory("cpu")
-
-    def slowly_made(*wanted: Any) -> Policy:
-        assert go.wait(END_S)
-        return make(*wanted)
-
-    with serving(keys, slowly_made) as server, Peer(server, keys, ROBOTS[0], bytes(SESSION_BYTES)) as left:
-        left.greet()
-        fields = {"session": left.session, "slot": 0, "kind": "mlp", "features": (), "seed": 0, "spec": SPEC}
-        for number in range(MAX_JOBS):
-            left.send(encode(OpenSlot(number=number, **fields)))
-        assert isinstance(left.open(), SlotBusy)
-        go.set()
-        assert all(isinstance(left.receive(), SlotReady) for _ in range(MAX_JOBS))
-        assert isinstance(left.open(), SlotReady)
+def test_correction_travels_with_its_chunk(server: EchoServer, keys: Path) -> None:
+    with remote(lambda: server.endpoint, keys) as policy:
+        assert acts(policy).correction is None
+        names, two = tuple(spec.name for spec in SPEC.observation), np.ones(2, np.float32)
+        seen = np.concatenate([OBSERVATION[name] for name in names])
+        layer = np.zeros((2, 2 * len(seen) + 3), np.float32), 0.5 * two
+        sent = ChunkCorrection(names, seen, seen, seen, 0 * two, two, 1, (layer,))
+        server.opened[0].correction = sent
+        found = acts(policy).correction
+        assert found is not None and found.features == names
+        np.testing.assert_array_equal(found.correct(0 * two, 0, OBSERVATION), 0.5 * two)
+        server.opened[0].correction = dataclasses.replace(sent, centre=np.ones(3, np.float32))
+        unavailable(policy, "a correction of a chunk")
 
 
-def test_too_long_message_closes_its_connection_only(server: Server, peer: Callable[..., Peer]) -> None:
-    left, right = peer("left"), peer("right")
-    left.greet(), right.greet()
-    right.open()
-    left.send(bytes(MAX_MESSAGE_BYTES + 1))
-    assert isinstance(right.act(), ActionResponse)
+def test_robot_executes_its_promise_when_the_server_dies_in_mid_chunk(keys: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(keys))
+        with remote(lambda: server.endpoint, keys) as policy:
+            acts(policy)
+            server.opened[0].length = 6
+            executor = ChunkExecutor(policy, SPEC.action, ExecutionConfig(mode="async"), deterministic=True)
+            executor.begin_episode()
+
+            def next_step() -> int | None:
+                try:
+                    return executor.next_action(lambda: OBSERVATION, 0, "").chunk_step
+                except PolicyUnavailable:
+                    return None
+
+            def chunk_begins() -> bool:
+                if step := next_step():  # the start of its first chunk was late
+                    executor.begin_episode()
+                return step == 0
+
+            until(chunk_begins, "the first chunk begins")
+            stack.close()
+            steps = [next_step() for _ in range(12)]
+            held = steps.index(None)
+            assert steps[:held] == [*range(1, 1 + held)] and held >= 4 and set(steps[held:]) == {None}
 
 
-def test_silent_session_expires() -> None:
-    now_s = 0.0
-    slots = SessionTable(lambda: now_s)
-    slots.heartbeat("left", b"one", ())
-    now_s += SESSION_TIMEOUT_S
-    slots.heartbeat("right", b"two", ())
-    slots.expire(lambda robot: True)
-    assert slots.session("left", b"one") and slots.session("right", b"two")
-    now_s += 1.0
-    slots.expire(lambda robot: True)
-    assert slots.session("left", b"one") is None and slots.session("right", b"two")
-    slots.expire(lambda robot: robot != "right")
-    assert slots.session("right", b"two") is None
-
-
-def test_weights_cache_is_bounded_and_keeps_the_newest() -> None:
-    packets = EncodedWeightsCache(limit_bytes=10)
-    for name in (b"a", b"b"):
-        packets.put(name, memoryview(bytes(5)))
-    assert packets.get(b"a") is not None
-    packets.put(b"c", memoryview(bytes(5)))
-    assert packets.get(b"b") is None and packets.get(b"a") is not None
-    packets.put(b"d", memoryview(bytes(50)))
-    assert packets.get(b"a") is None and packets.get(b"d") is not None
+@pytest.mark.parametrize("method", ["rtc", "training_rtc", "a2c2"])
+def test_flow_of_a_server_executes_asynchronously(server: EchoServer, keys: Path, method: ExecutionMethod) -> None:
+    flow = FlowPolicy(SPEC, settings=FlowSettings(hidden=(8,), prefix_max=4, correction_hidden=(8,)))
+    flow.load(policy_arrays(flow.module))
+    with remote(lambda: server.endpoint, keys, timeout_s=60.0) as policy:  # a busy machine
+        acts(policy)
+        server.opened[0].act_batch = flow.act_batch  # type: ignore[method-assign]
+        config = ExecutionConfig(mode="async", method=method, delay_periods=2)
+        executor = ChunkExecutor(policy, SPEC.action, config, deterministic=True)
+        executor.begin_episode()
+        for _ in range(2):
+            with pytest.raises(PolicyUnavailable, match="has not arrived"):
+                executor.next_action(lambda: OBSERVATION, 0, "")
+        steps = [executor.next_action(lambda: OBSERVATION, 0, "") for _ in range(14)]
+        assert executor.counters.stalls == 0 and steps[-1].chunk >= 2 and steps[-1].delay == 2

@@ -1,7 +1,10 @@
-"""Settings of the policy's location: refusals before the start, and the started processes."""
+"""Settings of the policy's location: refusals before the start, where it acts, and the started processes."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,20 +12,37 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from run_kit import until, user_sys
 
 from hal.resource import Kind
 from user_sys.compose import PolicyConfig, RobotConfig
 from user_sys.config import load
 from user_sys.edge.session import SessionConfig
+from user_sys.episode import decode_chunk
 from user_sys.errors import ConfigError, RunError
 from user_sys.inference.__main__ import main
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.prepare import prepare_run_folder
-from user_sys.run.topology import policy_process
+from user_sys.run.topology import ProcessSlot, policy_process
+from user_sys.store.log_reader import LogReader
+from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
+from user_sys.weights.receiver import ReceiverConfig
 
 ENDPOINT = "tcp://127.0.0.1:5999"
+GPU = ResourceRequestConfig(kind="gpu", use="policy", colocate="cell", colocate_by="site")
+FLEET = """
+robots:
+  - {name: left, driver: fake, task: reach, options: {rate_hz: 10}}
+  - {name: right, driver: fake, task: reach, options: {rate_hz: 10}}
+policy: {location: server, device: cpu, timeout_fraction: 0.9}
+demonstrations: {episodes: 2}
+learner: {max_training_s: 600, batch_size: 64, warmup_updates: 50}
+evaluation: {episodes: 2, video_episodes: 0}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
 
 
 def fleet(runs: Path, **policy: object) -> RunConfig:
@@ -42,9 +62,12 @@ def test_edge_policy_needs_no_server_key(tmp_path: Path) -> None:
 
 def test_sessions_read_the_servers_address_file(tmp_path: Path) -> None:
     folder = prepared(fleet(tmp_path, location="server", device="cpu"))
-    node = policy_process(folder, "cpu", {}, "10.0.0.7")
-    given = dict(zip(node.argv[3::2], node.argv[4::2], strict=True))
-    assert given["--device"] == "cpu" and given["--listen"] == "tcp://10.0.0.7:0"
+    config = fleet(tmp_path, location="server", device="cpu")
+    given = dict(
+        word.split("=")
+        for word in policy_process(folder, config, ProcessSlot(address="10.0.0.7"), "desk", ENDPOINT).argv[3:]
+    )
+    assert given["--device"] == "cpu" and given["--listen"] == "tcp://10.0.0.7:0" and given["--gateway"] == ENDPOINT
     load_keypair(Path(given["--keys"]) / "policy.key")
     session = load(SessionConfig, folder.edge("left") / "session.yaml")
     assert str(session.policy_address) == given["--announce"] and session.policy.location == "server"
@@ -62,13 +85,16 @@ def test_external_server_needs_its_public_key(tmp_path: Path) -> None:
 
 
 def test_too_fast_robot_is_refused_before_the_start(tmp_path: Path) -> None:
-    fast = RobotConfig(name="left", driver="fake", options={"rate_hz": 500.0})
+    fast = RobotConfig(name="left", driver="fake", real_time=True, options={"rate_hz": 500.0})
     config = replace(fleet(tmp_path, location="server"), robots=(fast,))
     with pytest.raises(ConfigError, match=r"0.5 of a control period of 2 ms is 1 ms"):
         prepared(config)
 
 
-GPU = ResourceRequestConfig(kind="gpu", use="policy", colocate="cell", colocate_by="site")
+def test_swaps_between_episodes_need_a_policy_at_the_edge(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path, location="server"), weights=ReceiverConfig(swap_at="episode"))
+    with pytest.raises(ConfigError, match="set weights.swap_at: chunk, or policy.location: edge"):
+        prepared(config)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +127,11 @@ def test_policy_gpu_is_hidden_from_learners(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"timeout_fraction": 1.0}, "policy.timeout_fraction is 1; it must be above 0 and below 1"),
-        ({"timeout_fraction": 0.0}, "policy.timeout_fraction is 0"),
-        ({"device": "cuda"}, "policy.device is cuda, which is for a policy server; add policy.location: server"),
-        ({"endpoint": "tcp://a:1"}, "policy.endpoint is tcp://a:1, which is for a policy server"),
+        (
+            {"location": "edge", "device": "cuda"},
+            "policy.device is cuda, which is for a policy server; add",
+        ),
+        ({"location": "edge", "endpoint": "tcp://a:1"}, "policy.endpoint is tcp://a:1, which is for a policy server"),
         ({"location": "server", "endpoint": "a:1"}, "policy.endpoint a:1: expected tcp://HOST:PORT"),
     ],
 )
@@ -114,10 +141,12 @@ def test_invalid_settings_are_refused(settings: dict[str, object], says: str) ->
 
 
 def test_server_without_key_or_with_a_wrong_address_exits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["--keys", str(tmp_path), "--device", "cpu", "--listen", "tcp://127.0.0.1:0"]) == 2
+    assert main([f"--keys={tmp_path}", "--device=cpu", "--listen=tcp://127.0.0.1:0"]) == 2
     assert "no private key at" in caplog.text
-    assert main(["--keys", str(tmp_path), "--listen", "127.0.0.1"]) == 2
+    assert main([f"--keys={tmp_path}", "--listen=127.0.0.1"]) == 2
     assert "expected tcp://ADDRESS:PORT" in caplog.text
+    assert main(["--listn=tcp://127.0.0.1:0"]) == 2
+    assert "listen" in caplog.text
 
 
 def test_torch_is_not_imported_on_the_cpu() -> None:
@@ -125,7 +154,45 @@ def test_torch_is_not_imported_on_the_cpu() -> None:
         "import sys, user_sys.inference.__main__ as m, user_sys.edge.session, user_sys.compose as c\n"
         "from user_sys.policies.conformance import example_spec\n"
         "assert m.select_device('cpu') == 'cpu'\n"
-        "c.policy_factory('cpu')('mlp', (), example_spec(), 0)\n"
+        "c.make_policy(c.PolicyConfig(), example_spec(), 0)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
+def versions(run: Path, robot: str) -> set[int]:
+    """The versions of a robot's stored steps."""
+    if not any((run / "store").glob("*.seg")):
+        return set()
+    with LogReader.open(run / "store") as reader:
+        chunks = [decode_chunk(bytes(reader.read(ref))) for ref in reader.records() if ref.kind == CHUNK_KIND]
+    return {int(v) for chunk in chunks if chunk.header.robot == robot for v in chunk.columns["policy_version"]}
+
+
+@pytest.mark.slow  # the quick variant is in tests/edge/test_session.py
+@pytest.mark.timeout(3600)
+def test_run_uses_its_policy_server_and_survives_its_death(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "site"
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    logs = {robot: run / "logs" / f"{robot}-session.log" for robot in ("left", "right")}
+    with user_sys(tmp_path, "train", "fleet.yaml", "--name", "site") as launch:
+        until(lambda: all(log.exists() for log in logs.values()) or launch.process.poll() is not None, "it starts")
+        for robot in logs:
+            until(lambda name=robot: max(versions(run, name), default=-1) > 0, f"{robot} acts by what was learned")
+        first = launch.pid_of("user_sys.inference")
+        assert first is not None, launch.err
+        newest = {robot: max(versions(run, robot)) for robot in logs}
+        os.kill(first, signal.SIGKILL)
+        for robot, log in logs.items():
+            until(lambda text=log: "session.policy_unavailable" in text.read_text(), f"{robot} holds")
+            until(lambda text=log: "session.policy_available" in text.read_text(), f"{robot} has its policy again")
+            until(lambda name=robot: max(versions(run, name)) > newest[name], f"{robot} goes on, with newer weights")
+        assert launch.pid_of("user_sys.inference") not in (None, first)
+        launch.interrupt()
+        assert launch.wait() == 130, launch.err
+        launch.require_nothing_left()
+        assert "user-sys" not in launch.err
+    for log in logs.values():
+        text = log.read_text()
+        assert re.search(r"policy_unavailable robot=\w+ the policy at 127.0.0.1:\d+ .*; the robot holds", text)
+        assert "session.policy_available" in text and "token=2" not in text and "Traceback" not in text

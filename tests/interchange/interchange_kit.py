@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
+from episode_kit import chunk_header
 
 from user_sys.codec import Array
-from user_sys.episode import IMAGE_PREFIX, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase, frame_columns
-from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
+from user_sys.episode import IMAGE_PREFIX, Chunk, EpisodeEnd, EpisodeSource, Phase, frame_columns
+from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode, load_robot_specs
 from user_sys.interchange.frames import Frame, decode_frame
-from user_sys.interchange.lerobot_export import ExportPlan, LerobotExportOptions, export_lerobot, open_plan
+from user_sys.interchange.lerobot_export import DatasetPlan, export_lerobot, plan_export
 from user_sys.interchange.lerobot_import import ImportOptions, ImportReport, LerobotDataset, import_lerobot
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -88,11 +90,11 @@ def episode_chunks(
         part = {column: values[rows] for column, values in columns.items()}
         for camera in cameras:
             part |= frame_columns(IMAGE_PREFIX + camera, frames[camera][rows], capture_ns(camera, steps)[rows])
-        header = ChunkHeader(
-            episode=name,
+        header = chunk_header(
+            name,
+            len(part["reward"]),
             index=index,
             first_step=first,
-            steps=len(part["reward"]),
             robot=robot,
             embodiment=embodiment,
             task=task,
@@ -104,6 +106,10 @@ def episode_chunks(
             end=EpisodeEnd(steps=steps, success=success, reward_source="rule") if last else None,
         )
         final = {"observation.state": rng.standard_normal(size).astype(np.float32)}
+        for camera in cameras[:1]:  # the other one has no new frame after the last step
+            shown = frame(camera, 3 * steps, raw)
+            assert shown is not None
+            final[IMAGE_PREFIX + camera] = np.frombuffer(shown, np.uint8) if isinstance(shown, bytes) else shown
         chunks.append(Chunk(header, part, final if last else {}).encode())
     return chunks
 
@@ -127,10 +133,17 @@ def usual_store(path: Path) -> Path:
     )
 
 
-def export(store: Path, output: Path, options: LerobotExportOptions | None = None) -> ExportPlan:
-    plan = open_plan(store, output, options or LerobotExportOptions())
-    export_lerobot(plan, output, lambda steps: None)
-    return plan
+def plan(store: Path, selection: EpisodeFilter = EpisodeFilter(), **options: Any) -> list[DatasetPlan]:  # noqa: B008
+    with StoreReader.open(store) as opened:
+        reader = EpisodeReader(opened)
+        return plan_export(reader, reader.select(selection), load_robot_specs(store), **options)
+
+
+def export(store: Path, output: Path, selection: EpisodeFilter = EpisodeFilter(), **options: Any) -> list[DatasetPlan]:  # noqa: B008
+    plans = plan(store, selection, **options)
+    with StoreReader.open(store) as opened:
+        export_lerobot(EpisodeReader(opened), plans, output, lambda steps: None)
+    return plans
 
 
 def bring_in(root: Path, store: Path, options: ImportOptions | None = None) -> ImportReport:

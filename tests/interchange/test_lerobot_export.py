@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from interchange_kit import bring_in, episode_chunks, export, make_store, read_store, usual_store
+from interchange_kit import bring_in, episode_chunks, export, make_store, pictures, plan, read_store, usual_store
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.commands.main import main
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import EpisodeFilter
-from user_sys.interchange.lerobot_export import LerobotExportOptions, export_lerobot, open_plan
-from user_sys.interchange.statistics import RunningStatistics, column_statistics
+from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader
+from user_sys.interchange.lerobot_export import export_lerobot
 from user_sys.robot_records import read_robot_records, save_robot_record
-from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel
-from user_sys.store.store import StoreWriter
-
-EXPORT = """
-import sys
-from pathlib import Path
-from user_sys.interchange.lerobot_export import LerobotExportOptions, export_lerobot, open_plan
-plan = open_plan(Path(sys.argv[1]), Path(sys.argv[2]), LerobotExportOptions(codec="h264", file_mb=0.01))
-export_lerobot(plan, Path(sys.argv[2]), lambda steps: print(steps, flush=True))
-"""
+from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel, TrimLabel
+from user_sys.store.store import StoreReader, StoreWriter
 
 
 def files(root: Path) -> dict[str, str]:
@@ -45,9 +31,8 @@ def files(root: Path) -> dict[str, str]:
 
 
 def test_export_writes_the_files_of_the_format(tmp_path: Path) -> None:
-    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(codec="h264"))
+    export(usual_store(tmp_path / "store"), tmp_path / "set", video=True)
     assert set(files(tmp_path / "set")) == {
-        "export.json",
         "meta/info.json",
         "meta/stats.json",
         "meta/tasks.parquet",
@@ -67,7 +52,7 @@ def test_export_writes_the_files_of_the_format(tmp_path: Path) -> None:
 
 
 def test_export_numbers_steps_and_episodes(tmp_path: Path) -> None:
-    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(file_mb=0.001))
+    export(usual_store(tmp_path / "store"), tmp_path / "set", file_mb=0.001)
     rows = [
         row for n in range(3) for row in pq.read_table(tmp_path / f"set/data/chunk-000/file-00{n}.parquet").to_pylist()
     ]
@@ -96,17 +81,6 @@ def test_export_statistics_cover_all_steps(tmp_path: Path) -> None:
     assert np.shape(statistics["observation.images.wrist"]["mean"]) == (3, 1, 1)
     assert 0 < statistics["observation.images.wrist"]["mean"][0][0][0] < 1
     assert "log_prob" not in statistics  # not finite everywhere; JSON has no NaN
-
-
-def test_running_statistics_are_independent_of_division() -> None:
-    values = np.random.default_rng(0).standard_normal((100, 2)) * 3 + 1000
-    running = RunningStatistics()
-    for part in np.split(values, [1, 7, 60]):
-        new = column_statistics(part)
-        assert new is not None
-        running.add(new)
-    np.testing.assert_allclose(running.result()["std"], values.std(0), rtol=1e-9)
-    np.testing.assert_allclose(running.result()["mean"], values.mean(0), rtol=1e-12)
 
 
 def test_robot_spec_gives_element_names_and_rate(tmp_path: Path) -> None:
@@ -139,8 +113,8 @@ def test_robot_spec_gives_element_names_and_rate(tmp_path: Path) -> None:
 def test_export_filters(tmp_path: Path, selection: EpisodeFilter, names: list[str]) -> None:
     store = make_store(tmp_path / "store", episode_chunks("open", ends=False))
     usual_store(store)
-    plan = open_plan(store, tmp_path / "set", LerobotExportOptions(selection=selection))
-    assert [each.episode for part in plan.data_sets[0].parts for each in part] == names
+    (planned,) = plan(store, selection)
+    assert [name for file in planned.files for name in file] == names
 
 
 def test_export_applies_labels_and_skips_deleted_episodes(tmp_path: Path) -> None:
@@ -162,13 +136,36 @@ def test_export_applies_labels_and_skips_deleted_episodes(tmp_path: Path) -> Non
     assert end is not None and end.success and end.reward_source == "person"
 
 
+def test_export_has_only_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    with StoreWriter.open(store) as writer:
+        writer.append_label(TrimLabel(episode="a", first_step=2, steps=5, labeller="ada", at_unix_ns=1))
+        writer.append_label(TrimLabel(episode="b", first_step=9, steps=1, labeller="ada", at_unix_ns=1))
+        writer.sync()
+    argv = ["store", "export", str(store), "--format", "lerobot", "--output", str(tmp_path / "set")]
+    assert main(argv) == 0
+    bring_in(tmp_path / "set", tmp_path / "again")
+    whole, again = read_store(store)["a"], read_store(tmp_path / "again")
+    assert set(again) == {"a", "c"}  # the trim of b is beyond its steps
+    part = again["a"]
+    assert (part.steps, part.chunk_steps) == (5, (2, 3)) and part.columns["truncated"].tolist() == [False] * 4 + [True]
+    for name, column in part.columns.items():
+        if name not in ("truncated", "terminated"):
+            np.testing.assert_array_equal(column, whole.columns[name][2:7], err_msg=name)
+    np.testing.assert_array_equal(part.final["observation.state"], whole.columns["observation.state"][7])
+    for camera in ("wrist", "front"):  # step 2 repeats the picture of step 1, which is not in the export
+        for mine, theirs in zip(pictures(part, camera), pictures(whole, camera)[2:7], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    end = part.header.end
+    assert end is not None and end.steps == 5 and end.success
+
+
 def test_episode_with_a_gap_is_exported_up_to_it(tmp_path: Path) -> None:
     chunks = episode_chunks("holed", 15)
     store = make_store(tmp_path / "store", [chunks[0], chunks[1], chunks[3]])
     with pytest.raises(DataSetError, match="none of the store's 1 episodes"):
-        open_plan(store, tmp_path / "set", LerobotExportOptions())
-    plan = export(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(incomplete=True)))
-    assert plan.steps == 8
+        plan(store)
+    assert export(store, tmp_path / "set", EpisodeFilter(incomplete=True))[0].steps == 8
     bring_in(tmp_path / "set", tmp_path / "again")
     assert read_store(tmp_path / "again")["holed"].header.end is None
 
@@ -176,58 +173,32 @@ def test_episode_with_a_gap_is_exported_up_to_it(tmp_path: Path) -> None:
 def test_empty_selection_and_unknown_episode_are_errors(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     with pytest.raises(DataSetError, match="none of the store's 3 episodes matches; change the filters"):
-        open_plan(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(tasks=("weld",))))
+        plan(store, EpisodeFilter(tasks=("weld",)))
     with pytest.raises(DataSetError, match="no episode 'zz'.*inspect"):
-        open_plan(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(episodes=("zz",))))
+        plan(store, EpisodeFilter(episodes=("zz",)))
 
 
 def test_nonempty_output_is_refused(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
-    with pytest.raises(DataSetError, match="with other options; choose another --output, or remove it"):
-        open_plan(store, tmp_path / "set", LerobotExportOptions(codec="h264"))
+    with pytest.raises(DataSetError, match="set is not empty; remove it"):
+        export(store, tmp_path / "set")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("")
     with pytest.raises(DataSetError, match="full is not empty"):
-        open_plan(store, tmp_path / "full", LerobotExportOptions())
+        export(store, tmp_path / "full")
 
 
-def test_interrupted_export_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 6) for n in range(5)))
-    options = LerobotExportOptions(codec="h264", file_mb=0.01)
-    whole = export(store, tmp_path / "whole", options)
-    assert len(whole.data_sets[0].parts) >= 3
-    plan = open_plan(store, tmp_path / "broken", options)
-    for survived in range(0, plan.steps, 6):
-        left = survived + 1
-
-        def break_off(steps: int) -> None:
-            nonlocal left
-            left -= steps
-            if left < 0:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            export_lerobot(open_plan(store, tmp_path / "broken", options), tmp_path / "broken", break_off)
-        assert not (tmp_path / "broken/meta/info.json").exists()
-    export_lerobot(open_plan(store, tmp_path / "broken", options), tmp_path / "broken", lambda steps: None)
-    assert files(tmp_path / "broken") == files(tmp_path / "whole")
+def test_broken_export_is_no_dataset(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    with StoreReader.open(store) as opened, pytest.raises(KeyboardInterrupt):
+        export_lerobot(EpisodeReader(opened), plan(store), tmp_path / "set", lambda steps: _break_off())
+    with pytest.raises(DataSetError, match="or an unfinished one"):
+        bring_in(tmp_path / "set", tmp_path / "again")
 
 
-def test_killed_export_resumes(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 12) for n in range(30)))
-    command = [sys.executable, "-c", EXPORT, str(store), str(tmp_path / "killed")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        assert process.stdout is not None
-        for _ in range(9):
-            assert process.stdout.readline() == "12\n"
-        process.send_signal(signal.SIGKILL)
-    begun = len(list((tmp_path / "killed").rglob("*.parquet")))
-    assert begun and not (tmp_path / "killed/meta/info.json").exists()
-    options = LerobotExportOptions(codec="h264", file_mb=0.01)
-    export(store, tmp_path / "killed", options)
-    export(store, tmp_path / "whole", options)
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+def _break_off() -> None:
+    raise KeyboardInterrupt
 
 
 def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +217,6 @@ def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--format", "lerobot", "--codec", "av1"), "--codec requires --cameras video"),
         (("--format", "mcap", "--cameras", "video"), "require --format lerobot"),
         (("--format", "mcap", "--fps", "10"), "require --format lerobot"),
     ],
@@ -257,14 +227,6 @@ def test_options_without_effect_are_refused(
     store = usual_store(tmp_path / "store")
     assert main(["store", "export", str(store), "--output", str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf", "ten"])
-def test_invalid_rate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str) -> None:
-    argv = ["store", "export", str(tmp_path), "--format", "lerobot", "--output", str(tmp_path / "out"), "--fps", rate]
-    with pytest.raises(SystemExit):
-        main(argv)
-    assert f"got '{rate}'" in capsys.readouterr().err
 
 
 def test_export_copies_robot_specs(tmp_path: Path) -> None:
@@ -295,12 +257,3 @@ def test_import_into_its_own_dataset_is_refused(tmp_path: Path, capsys: pytest.C
     before = files(tmp_path / "set")
     assert main(["store", "import", str(tmp_path / "set"), "--output", str(tmp_path / "set")]) == 2
     assert "choose another folder for the store" in capsys.readouterr().err and files(tmp_path / "set") == before
-
-
-def test_finished_export_is_not_repeated(tmp_path: Path) -> None:
-    store = usual_store(tmp_path / "store")
-    export(store, tmp_path / "set")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")}
-    time.sleep(0.01)  # the file system's clock is coarse
-    export(store, tmp_path / "set")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")} == before

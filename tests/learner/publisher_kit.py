@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from wait_kit import until
 
 from user_sys.codec import Array
 from user_sys.gateway import Gateway, GatewayConfig
@@ -31,13 +31,6 @@ QUICK = TunnelLimits(heartbeat_s=0.1, backoff_min_s=0.01, backoff_max_s=0.1)
 def weights(number: int, **more: Array) -> dict[str, Array]:
     rng = np.random.default_rng(number)
     return {"w": rng.normal(size=(30, 7)).astype(np.float32), "n": np.array(number), "none": np.empty(0), **more}
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.005)
 
 
 def digest(arrays: Mapping[str, Array]) -> bytes:
@@ -85,8 +78,8 @@ class PublisherSite:
         """Returns the manifests on the gateway's disk, after verifying their signatures."""
         key = TrustedLearnerKey(self.keys / "learner.verify")
         return [
-            key.verify(signed, WeightsManifest)
-            for _, signed in VersionStore(self.run / "weights").load().manifests.values()
+            key.verify(version.signed, WeightsManifest)
+            for version in VersionStore(self.run / "weights").load().versions.values()
         ]
 
     def digests(self) -> dict[int, bytes]:

@@ -1,35 +1,34 @@
-"""Weights on a device: a thread fetches them while the learner trains, within the governor's share."""
+"""Weights on a device, which a thread fetches while the learner trains; and which device it trains on."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from publisher_kit import DEADLINE_S, PublisherSite, digest, signal_publisher, until, weights
 
-from user_sys.algorithms.conformance import example_batch
-from user_sys.algorithms.rlpd import Rlpd
-from user_sys.algorithms.rlpd_config import RlpdConfig
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
-from user_sys.errors import RunError
+from user_sys.errors import ConfigError, RunError
+from user_sys.learner.config import training_device, training_stream
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.policies.conformance import example_spec
+from user_sys.policies.mlp import MlpPolicy
 from user_sys.weights.governor import GovernorConfig
 from user_sys.weights.gpu_copy import HostCopier
-from user_sys.weights.precision import RoundingStats, quantize
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.snapshot import CopyBudget, TensorLayout
-from user_sys.weights.state import build_tensor_set
+from user_sys.weights.state import CopyBudget, TensorLayout, build_tensor_set, quantize
 
 HOST = torch.device("cpu")  # stands for a GPU: the same code copies it
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 def on_device(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
@@ -48,10 +47,14 @@ class PausedWeights:
     def layout(self) -> TensorLayout:
         return self._copy.layout
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        return self._copy.frozen
+
     def wait(self) -> None:
         self._copy.wait()
 
-    def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> RoundingStats:
+    def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> None:
         for array in into.values():
             array[...] = 13  # a partial copy
         self.begun.set()
@@ -59,7 +62,7 @@ class PausedWeights:
         self.allowed = budget.ctas, budget.chunk_bytes
         if self.failure:
             raise RuntimeError(self.failure)
-        return self._copy.fetch(into, budget)
+        self._copy.fetch(into, budget)
 
 
 @pytest.fixture
@@ -71,15 +74,14 @@ def site(tmp_path: Path) -> Iterator[PublisherSite]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_fetched_version_equals_the_weights_of_its_update(site: PublisherSite, device: str) -> None:
-    small = RlpdConfig(actor_hidden=(32,), critic_hidden=(16,), critics=2)
-    copies, rng, expected = HostCopier(torch.device(device)), np.random.default_rng(0), {}
-    algorithm = Rlpd(small, example_spec(), seed=0, device=device, copier=copies)
+    copies, expected = HostCopier(torch.device(device)), {}
+    policy = MlpPolicy.make_module(example_spec()).to(device).requires_grad_(False)
     with site.client() as learner:
         for version in (1, 2, 3):
-            algorithm.update(example_batch(rng))
-            expected[version] = digest(algorithm.policy_weights())
-            learner.publish(algorithm.policy_snapshot(), version, updates=version)
-            algorithm.update(example_batch(rng))
+            expected[version] = digest(policy_arrays(policy))
+            learner.publish(copies.snapshot(policy.state_dict()), version, updates=version)
+            for parameter in policy.parameters():
+                parameter.add_(1.0)
             assert learner.wait_until_stored(DEADLINE_S) and not learner.is_busy and learner.version == version
     assert site.digests() == expected
     assert "weights-fetch" not in {thread.name for thread in threading.enumerate()}, "the thread ends with the client"
@@ -128,7 +130,7 @@ def test_failed_fetch_raises_at_the_next_call(site: PublisherSite) -> None:
     assert site.digests() == {}
 
 
-def test_restart_during_a_fetch_publishes_the_previous_version_again(site: PublisherSite) -> None:
+def test_restart_during_a_fetch_loses_no_version(site: PublisherSite) -> None:
     with site.client() as learner:
         learner.publish(HostCopier(HOST).snapshot(on_device(weights(1))), 1, updates=1)
         assert learner.wait_until_stored(DEADLINE_S)
@@ -136,10 +138,7 @@ def test_restart_during_a_fetch_publishes_the_previous_version_again(site: Publi
         learner.publish(paused, 2, updates=2)
         assert paused.begun.wait(DEADLINE_S)
         signal_publisher(learner, signal.SIGKILL)
-        until(
-            lambda: learner.scalars()["publisher_restarts"] == 1 and learner.published == 2,
-            "the new process publishes it again",
-        )
+        until(lambda: learner.scalars()["publisher_restarts"] == 1, "there is a new process")
         paused.go.set()
         assert learner.wait_until_stored(DEADLINE_S)
     assert site.digests() == {version: digest(weights(version)) for version in (1, 2)}
@@ -166,12 +165,40 @@ def test_governor_limits_a_fetch_in_progress(site: PublisherSite) -> None:
         assert learner.scalars()["governor/ctas"] <= 5
 
 
-def test_rounding_on_the_device_is_published_with_its_error(site: PublisherSite) -> None:
+def test_rounding_on_the_device_is_published(site: PublisherSite) -> None:
     settings = replace(site.settings(), publish=PublishConfig(precisions=("bf16",)))
-    expected, errors = quantize(weights(1), "bf16")
+    expected = quantize(weights(1), "bf16")
     with PublisherClient(settings, site.stops.append) as learner:
         learner.publish(HostCopier(HOST, "bf16").snapshot(on_device(weights(1))), 1, updates=1)
         assert learner.wait_until_stored(DEADLINE_S)
     (manifest,) = site.manifests()
-    assert manifest.form == "bf16" and manifest.digest == build_tensor_set(expected, "bf16").digest
-    assert errors[0] > 0 and (manifest.max_error, manifest.rms_error) == pytest.approx(errors)
+    assert manifest.precision == "bf16" and manifest.digest == build_tensor_set(expected).digest
+
+
+def test_the_processor_is_taken_where_no_gpu_was_asked_for() -> None:
+    assert training_device("auto", reserved=False) == "cpu"
+    assert training_device("cpu", reserved=True) == "cpu"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_taken_where_one_was_asked_for() -> None:
+    assert training_device("auto", reserved=True) == training_device("cuda", reserved=False) == "cuda"
+
+
+@pytest.mark.gpu
+def test_training_goes_ahead_of_pushes() -> None:
+    copies, usual = HostCopier(torch.device("cuda")), torch.cuda.current_stream()
+    with training_stream("cuda"):
+        training = torch.cuda.current_stream()
+        assert training != usual and copies._stream is not None
+        assert training.priority < copies._stream.priority == 0  # CUDA has the more urgent below the less
+    assert torch.cuda.current_stream() == usual
+
+
+@WITHOUT_GPU
+def test_a_gpu_that_torch_cannot_use_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.device is cuda, and torch .* finds no GPU on \S+$"):
+        training_device("cuda", reserved=True)
+    with caplog.at_level(logging.WARNING):
+        assert training_device("auto", reserved=True) == "cpu"
+    assert "finds no GPU" in caplog.text

@@ -7,17 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
+from torch import Tensor, nn
 
-from user_sys.algorithms.conformance import example_batch
-from user_sys.algorithms.rlpd import Rlpd
-from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
+from user_sys.gateway.weights import StalenessHistogram
 from user_sys.learner.learner import VersionPublisher
-from user_sys.policies.conformance import example_spec
-from user_sys.weights.distribution import StalenessHistogram
-from user_sys.weights.gpu_copy import HostCopier
 from user_sys.weights.publisher import PublishConfig
 
 NEVER = PublishConfig(every_s=1e9)
@@ -28,7 +23,7 @@ class CountingPublisher:
 
     def __init__(self) -> None:
         self.updates: list[int] = []
-        self.versions_ahead, self.is_busy = 0, False
+        self.versions_ahead, self.pinned_version, self.is_busy = 0, -1, False
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
         assert version == len(self.updates) + 1
@@ -44,9 +39,12 @@ class CountingPublisher:
 class SimulatedLoop:
     """A learner's loop, one update a second."""
 
-    def __init__(self, config: PublishConfig) -> None:
+    policy = nn.Linear(1, 1)
+    frozen: Mapping[str, Tensor] = {}
+
+    def __init__(self, config: PublishConfig, staleness: int | None = None, after_each_update: bool = False) -> None:
         self.sink, self.now_s, self.moved, self.episodes = CountingPublisher(), 0.0, 0.0, 0
-        self.publishing = VersionPublisher(config, self.sink, lambda: self.now_s)
+        self.publishing = VersionPublisher(config, self.sink, lambda: self.now_s, staleness, after_each_update)
         self.publishing.version_limit = 1000
 
     def run(self, updates: int, moves: float = 0.0) -> list[int]:
@@ -54,10 +52,13 @@ class SimulatedLoop:
             self.now_s += 1.0
             self.moved += moves
             self.publishing.update_episode_count(lambda: self.episodes)
-            self.publishing.publish_if_due(update, lambda: {"w": np.zeros(1)}, self.kl)
+            self.publishing.publish_if_due(update, self)
         return self.sink.updates
 
-    def kl(self, former: Mapping[str, Array]) -> float:
+    def policy_snapshot(self) -> Mapping[str, Array]:
+        return {"w": np.zeros(1)}
+
+    def policy_kl(self, reference: nn.Module) -> float:
         moved, self.moved = self.moved, 0.0
         return moved
 
@@ -102,44 +103,48 @@ def test_no_number_is_given_that_no_checkpoint_reserved() -> None:
 
 
 def test_the_learner_waits_for_robots_that_are_too_far_behind_when_it_is_told_to() -> None:
-    loop = SimulatedLoop(replace(NEVER, max_versions_ahead=3))
+    loop = SimulatedLoop(NEVER, staleness=3)
     for lead, waits in ((0, False), (3, False), (4, True)):
         loop.sink.versions_ahead = lead
         assert loop.publishing.is_too_far_ahead is waits
-    assert not SimulatedLoop(NEVER).publishing.is_too_far_ahead
+    loop = SimulatedLoop(NEVER)
+    loop.sink.versions_ahead = 1000
+    assert not loop.publishing.is_too_far_ahead
 
 
-@pytest.mark.parametrize("wrong", [{"every_s": 0.0}, {"every_s": -1.0}, {"kl": -0.1}, {"precisions": ()}])
+def test_on_policy_training_publishes_first_and_after_each_update() -> None:
+    loop = SimulatedLoop(NEVER, staleness=0, after_each_update=True)
+    loop.sink.is_busy = True  # such as by the governor's pause
+    loop.publishing.publish_if_due(0, loop)
+    assert loop.run(3) == [0, 1, 2, 3] and loop.publishing.is_published(3) and not loop.publishing.is_published(2)
+
+
+def test_a_pin_that_holds_the_learner_back_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = SimulatedLoop(NEVER, staleness=1)
+    for lead, pinned, is_held in ((1, 4, False), (3, 4, True), (3, 4, True), (3, -1, False)):
+        loop.sink.versions_ahead, loop.sink.pinned_version = lead, pinned
+        loop.publishing.warn_if_held_by_pin()
+        assert loop.publishing.is_held_by_pin is is_held
+    assert caplog.text.count("learner.waits version=0 pinned=4 learner.staleness=1") == 1
+
+
+@pytest.mark.parametrize("wrong", [{"every_s": 0.0}, {"precisions": ()}])
 def test_settings_that_publish_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"learner\.publish"):
         PublishConfig(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fetched", [False, True])
-def test_how_far_a_policy_has_moved_is_zero_at_first_and_grows(fetched: bool) -> None:
-    spec, batch = example_spec(), example_batch(np.random.default_rng(0), 64)
-    config = RlpdConfig(actor_hidden=(16,), critic_hidden=(8,), critics=2, acting_rate=1.0)
-    algorithm = Rlpd(config, spec, seed=0, copier=HostCopier(torch.device("cpu")) if fetched else None)
-    former = algorithm.policy_snapshot() if fetched else algorithm.policy_weights()
-    assert algorithm.policy_kl(former, batch) == pytest.approx(0.0, abs=1e-6)
-    found = []
-    for _ in range(3):
-        for _ in range(20):
-            algorithm.update(batch)
-        found.append(algorithm.policy_kl(former, batch))
-    assert 0 < found[0] < found[-1]
-
-
 def test_staleness_is_counted_from_when_a_version_was_overtaken() -> None:
-    staleness = StalenessHistogram()
-    for version, at_s in ((1, 0.0), (2, 10.0), (3, 12.0)):
-        staleness.set_newest(version, at_s)
+    now_s = [0.0]
+    staleness = StalenessHistogram(lambda: now_s[0])
+    for version, now_s[0] in ((1, 0.0), (2, 10.0), (3, 12.0)):
+        staleness.set_newest(version)
     for robot, version in (("new", 3), ("old", 2), ("older", 1)):
         staleness.set_version(robot, version)
-    staleness.sample(12.5)
-    found = staleness.scalars()
+    now_s[0] = 12.5
+    found = staleness.sample()
     assert (found["staleness_s/new"], found["staleness_s/old"], found["staleness_s/older"]) == (0.0, 0.5, 2.5)
     assert found["staleness_s/old/up_to_0.2"] == 0 and found["staleness_s/old/up_to_0.5"] == 1
     assert staleness.oldest_in_use == 1
     staleness.remove("older")
-    assert staleness.oldest_in_use == 2 and "staleness_s/older" not in staleness.scalars()
+    assert staleness.oldest_in_use == 2 and "staleness_s/older" not in staleness.sample()

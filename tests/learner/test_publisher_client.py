@@ -22,7 +22,6 @@ from user_sys.learner.publisher_client import PublisherClient
 from user_sys.messages import PinnedVersion, StopRun, WeightsApplied
 from user_sys.tunnel.keys import new_keypair, save_keypair
 from user_sys.weights.governor import MIN_SAMPLES
-from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.signing import ensure_signer
 from user_sys.weights.state import NotFinite
 from user_sys.weights.version_store import VersionStore
@@ -92,7 +91,6 @@ def test_learner_does_not_wait_for_a_stopped_process(site: PublisherSite) -> Non
         learner.publish(weights(1), 1, updates=1)
         assert learner.wait_until_stored(DEADLINE_S)
         signal_publisher(learner, signal.SIGSTOP)
-        learner.publish(weights(2), 2, updates=2)
         learner.publish(weights(3), 3, updates=3)
         for step in range(2000):  # more than a socket holds
             learner.observe(0.01)
@@ -119,8 +117,8 @@ def test_weights_with_infinity_raise_and_are_not_published(site: PublisherSite) 
         assert set(site.digests()) == {1}
 
 
-def test_pin_that_holds_the_learner_back_is_logged_once(site: PublisherSite, caplog: pytest.LogCaptureFixture) -> None:
-    settings = replace(site.settings(), publish=PublishConfig(max_versions_ahead=1))
+def test_learner_knows_the_pin_and_the_version_of_the_slowest_robot(site: PublisherSite) -> None:
+    settings = replace(site.settings(), waits_for_robots=True)
     store, desk = VersionStore(site.run / "weights"), site.gateway.weights.distributor("learner")
     with PublisherClient(settings, site.stops.append) as learner:
         for version in (1, 2):
@@ -131,15 +129,13 @@ def test_pin_that_holds_the_learner_back_is_logged_once(site: PublisherSite, cap
         until(lambda: learner.pinned_version == 1, "the learner gets the pin")
         desk.on_message("panda-0", WeightsApplied(robot="panda-0", version=1, seconds=0.1), None)
         until(lambda: learner.versions_ahead == 1, "and the version of the robot")
-        assert learner.scalars()["held_by_pin"] == 0 and "learner.waits" not in caplog.text
         for version in (3, 4):
             learner.publish(weights(version), version, updates=version)
             assert learner.wait_until_stored(DEADLINE_S)
-        until(lambda: "learner.waits version=3 pinned=1" in caplog.text, "the warning")
-        assert learner.scalars()["held_by_pin"] == 1 and learner.scalars()["versions_ahead"] == 3
+        until(lambda: learner.versions_ahead == 3, "both versions")
+        assert learner.scalars()["versions_ahead"] == 3
         store.set_pin(signer.sign(PinnedVersion(serial=2, version=-1, by="ada", reason="", given_unix_ns=0)))
         until(lambda: learner.pinned_version == -1, "the pin is removed")
-        assert learner.scalars()["held_by_pin"] == 0 and caplog.text.count("learner.waits") == 1
 
 
 def test_changed_layout_is_refused(site: PublisherSite) -> None:

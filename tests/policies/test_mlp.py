@@ -1,4 +1,4 @@
-"""The numpy policy: conformance, agreement with the learner's torch twin, exploration before the first weights."""
+"""The numpy policy: conformance, agreement with the module that trains, exploration before the first weights."""
 
 from __future__ import annotations
 
@@ -13,58 +13,61 @@ from hypothesis import strategies as st
 
 from hal.errors import SpecError
 from hal.spec import ACTION, Array, ArraySpec, RobotSpec
-from user_sys.algorithms.rlpd import Rlpd, RlpdConfig, actor_forward, squash
+from user_sys.algorithms.algorithm import policy_arrays
+from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
-from user_sys.policies.mlp import MlpPolicy, action_affine, bounds_affine
-from user_sys.policies.mlp_torch import TorchMlpPolicy, warm_up_gpu
+from user_sys.policies.mlp import MlpPolicy, MlpSettings, acting_stream, warm_up_gpu
+from user_sys.policies.networks import squash
 from user_sys.policies.policy import Policy
-
-SMALL = RlpdConfig(actor_hidden=(32, 32), critic_hidden=(8,), critics=2)
+from user_sys.policies.scaling import action_affine, bounds_affine
 
 
 def trained_like(spec: RobotSpec, seed: int) -> dict[str, Array]:
-    """Weights as a learner publishes them, with heads large enough to reach the bounds."""
-    return Rlpd(SMALL, spec, seed=seed).policy_weights()
+    """Weights as a learner publishes them."""
+    torch.manual_seed(seed)
+    return policy_arrays(MlpPolicy.make_module(spec, settings=MlpSettings((32, 32))))
 
 
 class TestMlpPolicy(PolicyConformance):
+    device = "cpu"
+
     def make(self, spec: RobotSpec) -> Policy:
-        return MlpPolicy(spec, seed=0)
+        return MlpPolicy(spec, seed=0, device=self.device)
 
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
         return trained_like(spec, seed)
 
 
+@pytest.mark.gpu
+class TestMlpPolicyOnGpu(TestMlpPolicy):
+    device = "cuda"
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_numpy_and_torch_agree(seed: int) -> None:
-    spec, rng = example_spec(), np.random.default_rng(seed)
-    weights = trained_like(spec, seed % 5)
-    observation = example_observation(rng)
+def test_policy_acts_as_its_module_trains(seed: int) -> None:
+    spec, observation = example_spec(), example_observation(np.random.default_rng(seed))
+    module = MlpPolicy.make_module(spec)
     policy = MlpPolicy(spec, seed=seed)
-    policy.load(weights)
+    policy.load(policy_arrays(module))
     drawn = policy.act(observation, "", deterministic=False)
     noise = np.random.default_rng(seed)
     noise.standard_normal(2)  # what the policy's exploration drew when it was made
-    w = {name: torch.from_numpy(value) for name, value in weights.items()}
-    x = torch.from_numpy(np.concatenate(list(observation.values())))
-    x = ((x - w["input.offset"]) * w["input.scale"]).clamp(-5, 5)[None]
-    actor = {k: v for k, v in w.items() if k.split(".")[0] not in ("input", "action")}
-    mean, log_std = actor_forward(actor, x)
-    squashed, log_prob = squash(mean, log_std, torch.from_numpy(noise.standard_normal(2, np.float32))[None])
-    action = w["action.centre"] + w["action.scale"] * squashed[0]
-    np.testing.assert_allclose(drawn.actions[0], action.numpy(), atol=1e-5)
-    np.testing.assert_allclose(drawn.log_prob[0], log_prob[0].item(), atol=1e-3, rtol=1e-3)
-    deterministic = policy.act(observation, "", deterministic=True).actions[0]
-    expected = w["action.centre"] + w["action.scale"] * torch.tanh(mean[0])
-    np.testing.assert_allclose(deterministic, expected.numpy(), atol=1e-5)
+    with torch.no_grad():
+        x = module.encode({name: torch.from_numpy(value)[None] for name, value in observation.items()})
+        mean, log_std = module(x)
+        squashed, log_prob = squash(mean, log_std, torch.from_numpy(noise.standard_normal(2, np.float32))[None])
+        actions = torch.from_numpy(drawn.actions)
+        torch.testing.assert_close(module.scale_action(actions), squashed, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(drawn.log_prob[0], log_prob[0].item(), atol=1e-3, rtol=1e-3)
+        deterministic = torch.from_numpy(policy.act(observation, "", deterministic=True).actions)
+        torch.testing.assert_close(module.scale_action(deterministic), torch.tanh(mean), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_torch_twin_acts_as_the_numpy_policy_but_for_rounding(device: str) -> None:
-    """What a float32 network of three layers rounds away, and what that makes of a density."""
+@pytest.mark.gpu
+def test_policy_on_gpu_acts_as_the_numpy_policy_but_for_rounding() -> None:
     spec, rng = example_spec(), np.random.default_rng(0)
-    here, there = MlpPolicy(spec, seed=4), TorchMlpPolicy(spec, device, seed=4)
+    here, there = MlpPolicy(spec, seed=4), MlpPolicy(spec, device="cuda", seed=4)
     for seed in range(3):
         for _ in range(50):
             observation = example_observation(rng)
@@ -77,19 +80,8 @@ def test_the_torch_twin_acts_as_the_numpy_policy_but_for_rounding(device: str) -
 
 
 @pytest.mark.gpu
-def test_all_policies_of_a_process_act_on_one_urgent_stream_and_load_on_another() -> None:
-    assert warm_up_gpu()
-    streams = {TorchMlpPolicy(example_spec(), "cuda", seed=seed)._streams for seed in range(3)}
-    ((acting, loading),) = streams
-    assert acting is not None and loading is not None and acting.priority < loading.priority
-
-
-class TestTorchMlpPolicy(PolicyConformance):
-    def make(self, spec: RobotSpec) -> Policy:
-        return TorchMlpPolicy(spec, "cpu", seed=0)
-
-    def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
-        return trained_like(spec, seed)
+def test_acting_on_a_gpu_goes_before_other_work() -> None:
+    assert warm_up_gpu() and acting_stream("cuda").priority < torch.cuda.current_stream().priority
 
 
 def test_before_weights_it_explores_the_whole_box_smoothly() -> None:
@@ -108,11 +100,16 @@ def test_bounds_map_to_the_unit_box_and_unbounded_elements_stay() -> None:
     np.testing.assert_allclose((np.array([0.5, 7.0, 0.0]) - offset) * scale, [1.0, 7.0, -1.0])
 
 
-def test_an_unbounded_action_is_refused() -> None:
+def test_an_unbounded_action_and_an_empty_network_are_refused() -> None:
     with pytest.raises(SpecError, match="finite bounds"):
         action_affine(ArraySpec(name=ACTION, labels=("x",), units=("m",), low=(-np.inf,), high=(1.0,)))
+    with pytest.raises(ConfigError, match="one or more widths above 0"):
+        MlpSettings(hidden=())
 
 
 def test_the_robots_computer_needs_no_torch() -> None:
-    code = "import sys, user_sys.policies.mlp, user_sys.weights.double_buffer; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, user_sys.compose as c, user_sys.weights.receiver; from user_sys.policies.conformance "
+        "import example_spec; c.make_policy(c.PolicyConfig(), example_spec(), 0); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

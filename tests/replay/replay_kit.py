@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
+from episode_kit import chunk_header
 
 from user_sys.codec import Array
-from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase, frame_columns
-from user_sys.replay.batches import ObservationFeatures, TransitionBatch
+from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase, frame_columns
+from user_sys.replay.batches import Batch, ObservationFeatures
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.store.labels import Label
 from user_sys.store.store import StoreReader, StoreWriter
@@ -61,6 +62,7 @@ def chunk(
     version: int = 0,
     at_s: float = 0.0,
     success: bool | None = True,
+    extras: Mapping[str, Array] | None = None,
 ) -> Chunk:
     """Steps `first` to ``first + steps`` of an episode; `frames` are by step, the final observation's included."""
     at = np.arange(first, first + steps)
@@ -73,6 +75,7 @@ def chunk(
         "phase": np.broadcast_to(np.asarray(phase, np.uint8), steps).copy(),
         "policy_version": np.full(steps, version, np.int64),
         "t_capture_ns": np.full(steps, round(at_s * 1e9), np.int64),
+        **(extras or {}),
     }
     final: dict[str, Array] = {"observation.state": state(episode, first + steps)} if end else {}
     if frames is not None:
@@ -80,24 +83,21 @@ def chunk(
         if end and first + steps in frames:
             last = frames[first + steps]
             final[CAMERA] = np.frombuffer(last, np.uint8) if isinstance(last, bytes) else last
-    header = ChunkHeader(
-        episode=f"ep-{episode}",
+    header = chunk_header(
+        f"ep-{episode}",
+        steps,
         index=index,
         first_step=first,
-        steps=steps,
         robot=robot,
         embodiment=embodiment,
         task=task,
-        sentence="lift the cube",
         source=source,
-        seed=0,
-        started_unix_ns=1,
         end=EpisodeEnd(steps=first + steps, success=success) if end else None,
     )
     return Chunk(header, columns, final)
 
 
-def seen(batch: TransitionBatch) -> set[tuple[int, int]]:
+def seen(batch: Batch) -> set[tuple[int, int]]:
     """The (episode, step) pairs in a batch, after a check that each transition exists."""
     now, then = batch.observation["observation.state"], batch.next_observation["observation.state"]
     np.testing.assert_array_equal(now[:, 2], now[:, 1] + 1000 * now[:, 0])

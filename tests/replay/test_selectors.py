@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_kit import Store, chunk, seen
 
-from user_sys.episode import EpisodeSource, Phase
+from user_sys.episode import APPLIED_ACTION, EpisodeSource, Phase
 from user_sys.errors import ConfigError, WireError
-from user_sys.replay.batches import TransitionBatch, TransitionBuilder
+from user_sys.replay.batches import Batch, BatchSpec
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.prioritized import PrioritizedSelector, SumTree
-from user_sys.replay.sampler import Sampler
+from user_sys.replay.sampler import Sampler, SamplerConfig, SelectorKind
 from user_sys.replay.selectors import (
     DemoOnlineSelector,
-    InterventionWeightedSelector,
+    MixturePart,
+    MixturePartConfig,
     MixtureSelector,
+    PrioritizedConfig,
+    PrioritizedSelector,
     Selector,
     StepFilter,
+    SumTree,
+    TaskBalancedSelector,
+    TasksConfig,
     UniformSelector,
 )
-from user_sys.replay.task_balanced import TaskBalancedSelector
 from user_sys.store.labels import DeleteLabel
 
 POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
-DEMO, ONLINE = (
-    StepFilter(sources=frozenset({EpisodeSource.DEMO})),
-    StepFilter(sources=frozenset({EpisodeSource.ONLINE})),
-)
 
 
-def sampler(replay: ReplayBuffer, selector: Selector, n: int = 101, seed: int = 0) -> Sampler[TransitionBatch]:
-    return Sampler(replay, selector, TransitionBuilder(), n, seed=seed)
+def part(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start` to `stop` of a batch."""
+    arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    cut = {
+        name: {key: array[start:stop] for key, array in value.items()} if isinstance(value, dict) else value[start:stop]
+        for name, value in arrays.items()
+    }
+    return Batch(**cut)
+
+
+def sampler(replay: ReplayBuffer, selector: Selector, n: int = 101, seed: int = 0) -> Sampler:
+    return Sampler(replay, selector, BatchSpec(), n, seed=seed)
 
 
 def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: Store) -> None:
@@ -50,8 +62,8 @@ def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: St
         replay.refresh()
         assert len(mix.demo) == 5 and len(mix.online) == 4
         batch = drawing.sample()
-        assert seen(batch.part(0, 50)) == {(1, 0), (1, 1), (1, 2), (1, 3), (2, 1)}
-        assert seen(batch.part(50, 101)) == {(2, step) for step in range(4)}
+        assert seen(part(batch, 0, 50)) == {(1, 0), (1, 1), (1, 2), (1, 3), (2, 1)}
+        assert seen(part(batch, 50, 101)) == {(2, step) for step in range(4)}
 
 
 @pytest.mark.parametrize(("shares", "counts"), [((0.3, 0.3, 0.4), [30, 30, 41]), ((1.0, 0.0, 0.0), [101, 0, 0])])
@@ -67,22 +79,14 @@ def test_shares_are_exact_and_remainder_goes_to_last(
         MixtureSelector([(UniformSelector(), 0.5)])
 
 
-def test_interventions_are_drawn_by_weight(store: Store) -> None:
-    store.put(chunk(1, 0, 10, end=True, phase=[TELEOP] + [POLICY] * 9))
-    with store.replay() as replay:
-        drawn = sampler(replay, InterventionWeightedSelector(weight=4.0), 26_000).sample().row
-        counts = np.bincount(drawn, minlength=10)
-        np.testing.assert_allclose(counts, [8000] + [2000] * 9, rtol=0.1)
-
-
 class TestPrioritized:
     def test_rows_are_drawn_by_priority_and_weights_correct_it(self, store: Store) -> None:
         store.put(chunk(1, 0, 4, end=True), chunk(2, 0, 4))
         with store.replay() as replay:
-            drawing = sampler(replay, PrioritizedSelector(alpha=0.5, beta=1.0), 9_000)
+            drawing = sampler(replay, PrioritizedSelector(config=PrioritizedConfig(alpha=0.5, beta=1.0)), 9_000)
             batch = drawing.sample()
             assert (batch.weight == 1).all(), "nothing is known yet: all are alike"
-            first = batch.part(0, 7)
+            first = part(batch, 0, 7)
             first.row[:] = np.arange(7)
             drawing.feedback(first, np.array([16.0, -16.0, 4.0, 1.0, 1.0, 1.0, np.nan]))
             batch = drawing.sample()
@@ -93,7 +97,7 @@ class TestPrioritized:
     def test_new_rows_get_maximum_priority_and_deleted_rows_none(self, store: Store) -> None:
         store.put(chunk(1, 0, 4, end=True))
         with store.replay() as replay:
-            drawing = sampler(replay, PrioritizedSelector(alpha=1.0), 1_000)
+            drawing = sampler(replay, PrioritizedSelector(config=PrioritizedConfig(alpha=1.0)), 1_000)
             batch = drawing.sample()
             drawing.feedback(batch, np.full(len(batch), 9.0))
             store.put(chunk(2, 0, 4, end=True))
@@ -108,11 +112,13 @@ class TestPrioritized:
     def test_beta_anneals_to_one(self, store: Store) -> None:
         store.put(chunk(1, 0, 2, end=True))
         with store.replay() as replay:
-            drawing = sampler(replay, PrioritizedSelector(alpha=1.0, beta=0.0, beta_draws=100), 100)
+            drawing = sampler(
+                replay, PrioritizedSelector(config=PrioritizedConfig(alpha=1.0, beta=0.0, beta_draws=100)), 100
+            )
             drawing.feedback(drawing.sample(), np.full(100, 1.0))
             batch = drawing.sample()
             batch.row[:2] = [0, 1]
-            drawing.feedback(batch.part(0, 2), np.array([1.0, 4.0]))
+            drawing.feedback(part(batch, 0, 2), np.array([1.0, 4.0]))
             weight = drawing.sample().weight
             np.testing.assert_allclose(sorted(set(weight.tolist())), [0.25, 1.0], rtol=1e-3)
 
@@ -172,7 +178,7 @@ class TestTaskBalanced:
     def test_online_share_follows_recent_losses_within_bounds(self, store: Store) -> None:
         self.fill(store)
         with store.replay() as replay:
-            selector = TaskBalancedSelector(alpha=1.0, window=1)
+            selector = TaskBalancedSelector(config=TasksConfig(alpha=1.0, window=1))
             drawing = sampler(replay, selector, 400)
             for online, expected in ((1.0, 1 / (1 + np.exp(-0.5))), (9.0, 0.8), (-9.0, 0.2)):
                 batch = drawing.sample()
@@ -183,12 +189,71 @@ class TestTaskBalanced:
             assert counts[1] in (40, 41) and counts[0] + counts[1] == 200
             saved = drawing.state_dict()
         with store.replay() as again:
-            rebuilt = TaskBalancedSelector(alpha=1.0, window=1)
+            rebuilt = TaskBalancedSelector(config=TasksConfig(alpha=1.0, window=1))
             sampler(again, rebuilt, 400).load_state_dict(saved)
             assert rebuilt.online_share("lift") == pytest.approx(0.2)
-            with pytest.raises(WireError, match="another window"):
-                sampler(again, TaskBalancedSelector(window=3), 400).load_state_dict(saved)
 
     def test_task_or_source_filter_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="sets tasks and sources itself"):
-            TaskBalancedSelector(StepFilter(tasks=frozenset({"lift"})))
+            TaskBalancedSelector(StepFilter(tasks=("lift",)))
+
+
+def test_mixture_of_an_algorithm_draws_its_parts_within_the_filter(store: Store) -> None:
+    demo, online, by_person = EpisodeSource.DEMO, EpisodeSource.ONLINE, [Phase.TELEOP, Phase.POLICY, Phase.POLICY]
+    store.put(chunk(1, 0, 3, end=True, source=demo), chunk(2, 0, 3, end=True, source=online, phase=by_person))
+    store.put(chunk(3, 0, 3, end=True, source=online), chunk(4, 0, 3, end=True, source=demo, robot="other"))
+    people = StepFilter(sources=(online,), phases=("teleop", "correction"))
+    mixture = (MixturePart((StepFilter(sources=(demo,)),), 0.25), MixturePart((people,), 0.75))
+    config = SamplerConfig(only=StepFilter(robots=("panda-0",)))
+    with store.replay() as replay:
+        batch = sampler(replay, config.make_selector("e1", 0.5, mixture), 100).sample()
+        assert seen(part(batch, 0, 25)) == {(1, 0), (1, 1), (1, 2)}
+        assert seen(part(batch, 25, 100)) == {(2, 0)}
+
+
+def test_mixture_of_a_config_gives_roles_and_tasks_their_shares(store: Store) -> None:
+    store.put(
+        chunk(1, 0, 2, end=True, source=EpisodeSource.DEMO, task="old"),
+        chunk(2, 0, 2, end=True, source=EpisodeSource.DEMO, task="new"),
+        chunk(3, 0, 2, end=True, task="new", phase=[POLICY, TELEOP]),
+        chunk(4, 0, 2, end=True, task="new", success=False),
+        chunk(5, 0, 2, end=True, task="old", success=None),
+        chunk(6, 0, 2, end=True, source=EpisodeSource.EVALUATION),
+    )
+    config = SamplerConfig(
+        mixture=(
+            MixturePartConfig(("demonstrations", "successes"), ("old",), share=2.0),
+            MixturePartConfig(("interventions",)),
+            MixturePartConfig(("failures",)),
+            MixturePartConfig(tasks=("new",), share=4.0),
+        )
+    )
+    assert not config.is_unfiltered_mixture
+    with store.replay() as replay:
+        batch = sampler(replay, config.make_selector("e1", 0.5, [MixturePart((StepFilter(),))]), 80).sample()
+    parts = [seen(part(batch, *bounds)) for bounds in ((0, 20), (20, 30), (30, 40), (40, 80))]
+    rows = {number: {(number, 0), (number, 1)} for number in range(1, 6)}
+    assert parts == [rows[1], {(3, 1)}, rows[4], rows[2] | rows[3] | rows[4]]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "tasks"])
+def test_mixture_of_another_kind_is_refused(kind: SelectorKind) -> None:
+    with pytest.raises(ConfigError, match="mixture does not apply"):
+        SamplerConfig(kind=kind, mixture=(MixturePartConfig(),))
+
+
+def test_steps_without_an_action_have_no_weight_and_no_mask(store: Store) -> None:
+    film = chunk(2, 0, 3, end=True, source=EpisodeSource.DEMO)
+    for name in ("action", APPLIED_ACTION):
+        del film.columns[name]
+    store.put(chunk(1, 0, 3, end=True), film)
+    with store.replay() as replay:
+        batch = Sampler(replay, UniformSelector(), BatchSpec(chunk_length=2), 64).sample()
+    filmed = batch.observation["observation.state"][:, 0] == 2
+    assert 0 < filmed.sum() < 64
+    assert not batch.weight[filmed].any() and (batch.weight[~filmed] == 1).all()
+    assert not batch.mask[filmed].any() and batch.mask[~filmed, 0].all()
+    assert (
+        not batch.action[filmed].any()
+        and (batch.reward[filmed] == batch.observation["observation.state"][filmed, 1]).all()
+    )

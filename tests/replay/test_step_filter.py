@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from replay_kit import Store, chunk
 
 from user_sys.episode import EpisodeSource, Phase
-from user_sys.replay.batches import ObservationIndex
-from user_sys.replay.selectors import INTERVENTION_PHASES, AnyStepFilter, EligibleSteps, StepFilter
+from user_sys.replay.selectors import INTERVENTION_PHASES, AnyStepFilter, EligibleSteps, StepFilter, StepFilterUnion
 from user_sys.store.index import Index
 from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, SuccessLabel, encode_label
@@ -23,23 +22,26 @@ POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
     ("where", "episodes"),
     [
         (StepFilter(), {1, 2, 3, 4}),
-        (StepFilter(sources=frozenset({EpisodeSource.DEMO})), {1}),
-        (StepFilter(embodiments=frozenset({"e2"})), {3}),
-        (StepFilter(robots=frozenset({"ur-1", "unheard-of"})), {2}),
-        (StepFilter(tasks=frozenset({"stack"})), {4}),
+        (StepFilter(sources=(EpisodeSource.DEMO,)), {1}),
+        (StepFilter(embodiments=("e2",)), {3}),
+        (
+            StepFilter(
+                robots=(
+                    "ur-1",
+                    "unheard-of",
+                )
+            ),
+            {2},
+        ),
+        (StepFilter(tasks=("stack",)), {4}),
         (StepFilter(success=False), {2}),
         (StepFilter(max_age_s=5.0), {3, 4}),
         (StepFilter(max_age_versions=1), {2, 4}),
-        (StepFilter(embodiments=frozenset({"e2"}), max_age_versions=1), {3}),
-        (StepFilter(embodiments=frozenset({"e1"}), max_age_versions=100), {2, 4}),
-        (StepFilter(embodiments=frozenset({"e1"}), success=True), {1, 4}),
-        (StepFilter(embodiments=frozenset({"e2"})) | StepFilter(success=False), {2, 3}),
-        (
-            StepFilter(embodiments=frozenset({"e2"}))
-            | StepFilter(success=False)
-            | StepFilter(tasks=frozenset({"stack"})),
-            {2, 3, 4},
-        ),
+        (StepFilter(embodiments=("e2",), max_age_versions=1), {3}),
+        (StepFilter(embodiments=("e1",), max_age_versions=100), {2, 4}),
+        (StepFilter(embodiments=("e1",), success=True), {1, 4}),
+        (StepFilterUnion(((StepFilter(embodiments=("e2",)),), (StepFilter(success=False),))), {2, 3}),
+        (StepFilterUnion(((StepFilter(embodiments=("e1",)), StepFilter(success=False)),)), {2}),
     ],
 )
 def test_filters_by_episode_age_and_version(store: Store, where: AnyStepFilter, episodes: set[int]) -> None:
@@ -51,8 +53,8 @@ def test_filters_by_episode_age_and_version(store: Store, where: AnyStepFilter, 
     )
     with store.replay() as replay:
         eligible = EligibleSteps(where)
-        replay.subscribe(lambda observations, change: None if eligible.update(observations, change) else None)
-        found = replay.observation_index.index.episode_of(eligible.rows.astype(np.int64)) + 1
+        replay.subscribe(eligible.update)
+        found = replay.index.episode_of(eligible.rows.astype(np.int64)) + 1
         assert set(found.tolist()) == episodes and len(found) == 2 * len(episodes)
 
 
@@ -60,7 +62,7 @@ def test_phase_filter_uses_labels(store: Store) -> None:
     store.put(chunk(1, 0, 4, end=True, phase=[POLICY, TELEOP, POLICY, Phase.CORRECTION]))
     with store.replay() as replay:
         eligible = EligibleSteps(StepFilter(phases=INTERVENTION_PHASES))
-        replay.subscribe(lambda observations, change: None if eligible.update(observations, change) else None)
+        replay.subscribe(eligible.update)
         assert eligible.rows.tolist() == [1, 3]
         store.put(PhaseLabel(episode="ep-1", labeller="a", at_unix_ns=1, first_step=0, steps=2, phase=Phase.RECOVERY))
         replay.refresh()
@@ -100,9 +102,9 @@ def _blocks(plan: list[Record]) -> list[IndexBlockBuilder]:
 FILTERS: list[AnyStepFilter] = [
     StepFilter(),
     StepFilter(success=True),
-    StepFilter(phases=frozenset({TELEOP})),
+    StepFilter(phases=("teleop",)),
     StepFilter(max_age_s=6.0),
-    StepFilter(max_age_versions=9) | StepFilter(phases=frozenset({TELEOP})),
+    StepFilterUnion(((StepFilter(max_age_versions=9),), (StepFilter(phases=("teleop",)),))),
 ]
 
 
@@ -113,13 +115,10 @@ def test_eligible_steps_depend_only_on_content(plan: list[Record], cuts: list[in
     blocks = [builder.build() for builder in _blocks(plan)]
     edges = sorted({0, len(blocks), *(cut for cut in cuts if cut < len(blocks))})
     index, eligible = Index(), EligibleSteps(FILTERS[which])
-    observations = ObservationIndex(index)
     for start, stop in zip(edges, edges[1:], strict=False):
-        change = index.apply(blocks[start:stop])
-        observations.extend()
-        eligible.update(observations, change)
+        eligible.update(index, index.apply(blocks[start:stop]))
     rows = np.arange(len(index.steps))
-    plain = FILTERS[which].matches(observations, 0) & (observations.observation_after(rows) >= 0)
+    plain = FILTERS[which].matches(index, 0) & (index.observation_after(rows) >= 0)
     assert eligible.rows.tolist() == np.flatnonzero(plain).tolist()
 
 
@@ -127,20 +126,18 @@ def test_eligible_steps_depend_only_on_content(plan: list[Record], cuts: list[in
 @given(plan=records)
 def test_observation_numbers_find_the_next_observation(plan: list[Record]) -> None:
     index = Index()
-    observations = ObservationIndex(index)
     for builder in _blocks(plan):
         index.apply([builder.build()])
-        observations.extend()
     rows = np.arange(len(index.steps))
-    numbers = observations.observation_before(rows)
+    numbers = index.observation_before(rows)
     assert len(set(numbers.tolist())) == len(rows)
-    place = observations.locate(numbers)
-    assert (place.chunk == index.steps.chunk).all()
-    assert (place.step == rows - index.chunks.first_row[index.steps.chunk]).all()
-    following, successor = observations.observation_after(rows), observations.successor(rows)
+    chunks, steps = index.locate_observations(numbers)
+    assert (chunks == index.steps.chunk).all()
+    assert (steps == rows - index.chunks.first_row[index.steps.chunk]).all()
+    following, successor = index.observation_after(rows), index.successor(rows)
     for row in rows.tolist():
         if successor[row] >= 0:
             assert following[row] == numbers[successor[row]]
         else:
-            assert (following[row] >= 0) == bool(index.is_last(np.array([row]))[0])
-    assert observations.observation_count == len(rows) + int(index.chunks.has_final.sum())
+            assert following[row] < 0 or bool(index.chunks.has_final[index.steps.chunk[row]])
+    assert index.observation_count == len(rows) + int(index.chunks.has_final.sum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -12,22 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_kit import CAMERA, PICTURES, SHAPE, STATE, Store, chunk, grey, odd, raw, seen, wait_until
+from replay_kit import CAMERA, PICTURES, STATE, Store, chunk, grey, odd, raw, seen, wait_until
 
-from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError, StoreCorrupt
-from user_sys.replay.batches import ObservationFeatures, TransitionBatch, TransitionBuilder
+from user_sys.replay.batches import Batch, BatchSpec
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.prioritized import PrioritizedSelector
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.selectors import UniformSelector
+from user_sys.replay.selectors import PrioritizedConfig, PrioritizedSelector, UniformSelector
 from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, UndoLabel
 from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreWriter
 
 
-def sampler(replay: ReplayBuffer, n: int = 400, seed: int = 0) -> Sampler[TransitionBatch]:
-    return Sampler(replay, UniformSelector(), TransitionBuilder(), n, seed=seed)
+def sampler(replay: ReplayBuffer, n: int = 400, seed: int = 0) -> Sampler:
+    return Sampler(replay, UniformSelector(), BatchSpec(), n, seed=seed)
 
 
 def everything(replay: ReplayBuffer) -> set[tuple[int, int]]:
@@ -57,12 +54,6 @@ def test_newest_step_waits_for_its_next_observation(store: Store) -> None:
         assert seen(drawing.sample()) == {(1, step) for step in range(5)}
 
 
-def test_missing_chunk_splits_the_episode(store: Store) -> None:
-    store.put(chunk(1, 0, 3), chunk(1, 6, 3, index=2, end=True), chunk(2, 0, 2))
-    with store.replay() as replay:
-        assert everything(replay) == {(1, 0), (1, 1), (1, 6), (1, 7), (1, 8), (2, 0)}
-
-
 plans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans(), st.booleans()), max_size=25)
 
 
@@ -76,7 +67,7 @@ def test_only_true_transitions_with_any_input_and_cache(
     known, expected = set(), set()
     with tempfile.TemporaryDirectory() as folder, StoreWriter.open(Path(folder) / "store") as writer:
         store = Store(Path(folder) / "store", writer)
-        with store.replay(cache_bytes=cache_rows * 8 * 64) as replay:
+        with store.replay(cache_bytes=cache_rows * 64) as replay:
             drawing = sampler(replay)
             for number, (robot, steps, end, lost) in enumerate(plan):
                 episode, first, index = at[robot]
@@ -116,17 +107,6 @@ def test_sampling_during_ingestion_sees_no_mixed_row(store: Store) -> None:
         writer.join(120)
 
 
-def test_batch_can_be_reused(store: Store) -> None:
-    with store.replay() as replay:
-        drawing = sampler(replay, 8)
-        with pytest.raises(ValueError, match="no eligible step"):
-            drawing.sample()
-        store.put(chunk(1, 0, 5, end=True))
-        replay.refresh()
-        batch = drawing.empty_batch()
-        assert drawing.sample(batch) is batch and len(batch) == 8
-
-
 @pytest.mark.parametrize("kind", [grey, raw])
 @pytest.mark.parametrize("cached", [True, False])
 def test_frame_is_repeated_until_the_next_one(store: Store, kind: object, cached: bool) -> None:
@@ -163,36 +143,6 @@ def test_invalid_frame_excludes_only_its_steps(store: Store, frame: object) -> N
     store.put(chunk(1, 4, 2, index=2, end=True, frames={4: grey(10)}))
     with store.replay(PICTURES) as replay:
         assert {step for _, step in seen(sampler(replay, 100).sample())} == {0, 4, 5}
-
-
-def test_frame_repeats_over_thousands_of_chunks(store: Store) -> None:
-    count = sys.getrecursionlimit()
-    pieces = [chunk(1, step, 1, index=step, frames={0: raw(9)}, end=step == count - 1) for step in range(count)]
-    store.put(*pieces)
-    with store.replay(PICTURES) as replay:
-        wait_until(lambda: replay.report().pending == 0)
-        batch = sampler(replay).sample()
-        assert (batch.next_observation[CAMERA] == 9).all() and len(seen(batch)) > 100
-        assert replay.report().damaged == 0
-
-
-def test_unusable_chunk_does_not_affect_later_chunks(store: Store) -> None:
-    frames = {step: raw(step) for step in range(41)}
-    for step in range(0, 40, 2):
-        pictures = None if step == 4 else frames
-        store.put(chunk(1, step, 2, index=step // 2, end=step == 38, frames=pictures))
-    with store.replay(PICTURES) as replay:
-        wait_until(lambda: replay.report().pending == 0)  # read from the last chunk to the first
-        steps = {step for _, step in seen(sampler(replay, 2000).sample())}
-        assert steps == set(range(40)) - {3, 4, 5}
-
-
-def test_unusable_chunk_excludes_later_repeats_of_its_frame(store: Store) -> None:
-    store.put(chunk(1, 0, 2, frames={0: raw(1)}), chunk(1, 2, 2, index=1))
-    store.put(chunk(1, 4, 4, index=2, end=True, frames={6: raw(6)}))
-    with store.replay(PICTURES) as replay:
-        wait_until(lambda: replay.report().pending == 0)
-        assert {step for _, step in seen(sampler(replay, 500).sample())} == {0, 6, 7}
 
 
 @pytest.mark.parametrize("name", ["observation.state", "action.applied"])
@@ -260,7 +210,7 @@ def test_corrected_success_changes_drawn_reward(store: Store) -> None:
     store.put(chunk(1, 0, 3, end=True))
     with store.replay() as replay:
         ones = sampler(replay)
-        twos = Sampler(replay, UniformSelector(), TransitionBuilder(2, 0.5), 32, seed=1)
+        twos = Sampler(replay, UniformSelector(), BatchSpec(2, 0.5), 32, seed=1)
         store.put(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
         replay.refresh()
         assert set(ones.sample().reward.tolist()) == {0.0, 1.0}
@@ -275,7 +225,7 @@ def test_relabelled_row_gets_maximum_priority(store: Store, resumed: bool) -> No
     store.put(*[chunk(episode, 0, 5, end=True) for episode in range(1, 9)])
     label = SuccessLabel(episode="ep-5", labeller="ada", at_unix_ns=1, success=True)
     with store.replay() as replay:
-        drawing = Sampler(replay, PrioritizedSelector(alpha=1.0), TransitionBuilder(), 32, seed=1)
+        drawing = Sampler(replay, PrioritizedSelector(config=PrioritizedConfig(alpha=1.0)), BatchSpec(), 32, seed=1)
         for _ in range(60):
             batch = drawing.sample()
             drawing.feedback(batch, np.where(batch.observation["observation.state"][:, 0] == 5, 1e-6, 1.0))
@@ -288,27 +238,16 @@ def test_relabelled_row_gets_maximum_priority(store: Store, resumed: bool) -> No
             return
     store.put(label)
     with store.replay() as again:
-        drawing = Sampler(again, PrioritizedSelector(alpha=1.0), TransitionBuilder(), 32, seed=2)
+        drawing = Sampler(again, PrioritizedSelector(config=PrioritizedConfig(alpha=1.0)), BatchSpec(), 32, seed=2)
         drawing.load_state_dict(saved)
         assert 1.0 in relabelled(drawing.sample())
 
 
-def relabelled(batch: TransitionBatch) -> list[float]:
+def relabelled(batch: Batch) -> list[float]:
     """The rewards of the last step of episode 5."""
     state = batch.observation["observation.state"]
     rewards: list[float] = batch.reward[(state[:, 0] == 5) & (state[:, 1] == 4)].tolist()
     return rewards
-
-
-def test_features_follow_the_robot_spec() -> None:
-    vector = ArraySpec(name="observation.state", labels=("a",), units=("1",), low=(0,), high=(1,))
-    action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(0, 0), high=(1, 1))
-    camera = CameraSpec(name="front", height=16, width=24, rate_hz=10)
-    spec = RobotSpec(model="toy", rate_hz=10, observation=(vector,), action=action, cameras=(camera,))
-    assert ObservationFeatures.of(spec).cameras == {}
-    assert ObservationFeatures.of(spec, ("front",)) == ObservationFeatures({"observation.state": 1}, 2, {CAMERA: SHAPE})
-    with pytest.raises(ConfigError, match="front"):
-        ObservationFeatures.of(spec, ("wrist",))
 
 
 def test_invalid_replay_settings_are_refused(store: Store) -> None:
@@ -318,7 +257,7 @@ def test_invalid_replay_settings_are_refused(store: Store) -> None:
     with store.replay() as replay:
         for wrong in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world": 2}):
             with pytest.raises(ConfigError):
-                Sampler(replay, UniformSelector(), TransitionBuilder(), **wrong)
+                Sampler(replay, UniformSelector(), BatchSpec(), **wrong)
     assert STATE.cameras == {}
 
 

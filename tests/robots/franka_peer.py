@@ -28,4 +28,4 @@ with MujocoSimulator(enable_visualization=False) as simulator:
                 continue
             _, name, value = line.split(maxsplit=2)
             sent[name] = json.loads(value)
-            print("done", flush=True)
+            print("true", flush=True)

@@ -2,83 +2,57 @@
 
 from __future__ import annotations
 
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from peer_kit import REPLY_S, PeerProcess, eventually
 
-from hal.camera import Camera, CameraFrame
+from hal.camera import Camera
 from hal.conformance import CameraConformance
 from hal.driver import RobotSetupRequest
 from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
+from hal.settings import read_settings
 from hal.spec import Array
 from robots import cameras
-from robots.cameras import CameraConfig, FrameTimestamps, LocalCamera, camera_specs, make_cameras, plausible_capture_ns
+from robots.cameras import CameraConfig, FrameTimestamps, LocalCamera, camera_specs, make_cameras
 
 cv2 = pytest.importorskip("cv2")
-SERVER = Path(__file__).with_name("mjpeg_camera.py")
 WIDTH, HEIGHT = 64, 48
-DEADLINE_S = 60.0
 COLOURS = ((250, 10, 10), (10, 10, 250))  # RGB
 
 
-class NetworkCamera:
+class NetworkCamera(PeerProcess):
     def __init__(self, folder: Path) -> None:
         paths = [folder / f"{number}.png.jpg" for number in range(len(COLOURS))]
         for path, colour in zip(paths, COLOURS, strict=True):
             picture = np.broadcast_to(np.array(colour[::-1], np.uint8), (HEIGHT, WIDTH, 3))
             path.write_bytes(cv2.imencode(".jpg", np.ascontiguousarray(picture))[1].tobytes())
-        command = [sys.executable, str(SERVER), *map(str, paths)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the camera sends nothing"
-        self.address = f"http://127.0.0.1:{int(self.process.stdout.readline())}/stream.mjpg"
-
-    def end_stream(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        super().__init__("mjpeg_camera.py", *map(str, paths))
+        self.address = f"http://127.0.0.1:{self.ready}/stream.mjpg"
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkCamera]:
     server = NetworkCamera(tmp_path_factory.mktemp("pictures"))
     yield server
-    server.close()
+    server.kill()
 
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[NetworkCamera]:
     server = NetworkCamera(tmp_path)
     yield server
-    server.close()
+    server.kill()
 
 
 def camera(address: str, stale_after_s: float = 60.0, width: int = WIDTH) -> LocalCamera:
     """Make a camera with long timeouts by default: a busy machine is late by seconds."""
     config = CameraConfig(device=address, width=width, height=HEIGHT, stale_after_s=stale_after_s)
     return LocalCamera(camera_specs({"front": config})[0], config)
-
-
-def eventually(look: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not look():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.02)
 
 
 class TestStream(CameraConformance):
@@ -96,8 +70,8 @@ def test_stream_delivers_rgb_frames_in_order(shared: NetworkCamera) -> None:
     seen: set[int] = set()
 
     def both() -> bool:
-        frame: CameraFrame = device.read()
-        seen.add(next(i for i, colour in enumerate(COLOURS) if np.abs(frame.image[0, 0] - np.array(colour)).max() < 40))
+        pixel = device.read().image[0, 0]
+        seen.add(next(i for i, colour in enumerate(COLOURS) if np.abs(pixel - np.array(colour)).max() < 40))
         return len(seen) == 2
 
     try:
@@ -109,12 +83,12 @@ def test_stream_delivers_rgb_frames_in_order(shared: NetworkCamera) -> None:
 def test_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
     device = camera(mortal.address, stale_after_s=5.0)
     device.connect()
-    mortal.process.send_signal(signal.SIGSTOP)
+    mortal.freeze()
     try:
-        with pytest.raises(StaleObservation, match=r"camera front .*: the newest frame is \d"):
+        with pytest.raises(StaleObservation, match=r"camera front .*: the newest reading is \d"):
             eventually(lambda: device.read() is None, "nothing was reported")
     finally:
-        mortal.process.send_signal(signal.SIGCONT)
+        mortal.thaw()
         device.close()
 
 
@@ -122,15 +96,13 @@ def test_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
 def test_stale_limit_defaults_to_three_frame_times(rate_hz: float, stale_s: float) -> None:
     assert CameraConfig(device=0, rate_hz=rate_hz).stale_s == pytest.approx(stale_s)
     assert CameraConfig(device=0, rate_hz=rate_hz, stale_after_s=0.5).stale_s == 0.5
-    with pytest.raises(ValueError, match="stale_after_s must be above 0"):
-        CameraConfig(device=0, rate_hz=rate_hz, stale_after_s=0.0)
 
 
 @pytest.mark.parametrize("fate", ["ends", "is killed"])
 def test_ended_stream_is_lost(mortal: NetworkCamera, fate: str) -> None:
     device = camera(mortal.address)
     device.connect()
-    mortal.end_stream() if fate == "ends" else mortal.process.kill()
+    mortal.send("end") if fate == "ends" else mortal.kill()
     with pytest.raises(HardwareLost, match="its stream ended"):
         eventually(lambda: device.read() is None, "no loss was reported")
     device.close()
@@ -145,10 +117,10 @@ class Hanging:
         pass
 
     def open(self) -> None:
-        self.let_go.wait(DEADLINE_S)
+        self.let_go.wait(REPLY_S)
 
     def read_frame(self) -> None:
-        return None
+        """Never called."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -158,7 +130,7 @@ def test_check_stop_aborts_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up() -> None:
         raise HalError("the driver is to end")
 
-    monkeypatch.setitem(cameras.BACKENDS, "opencv", Hanging)
+    monkeypatch.setattr(cameras, "OpencvSource", Hanging)
     device, other = camera("/dev/video63"), camera("/dev/video63")
     device.check_stop = other.check_stop = give_up
     for each in (device, other):  # a failed connect releases the device
@@ -168,7 +140,7 @@ def test_check_stop_aborts_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_device_is_lost() -> None:
-    with pytest.raises(HardwareLost, match="opencv /dev/video63.*cannot be opened"):
+    with pytest.raises(HardwareLost, match="/dev/video63.*cannot be opened"):
         camera("/dev/video63").connect()
 
 
@@ -181,7 +153,7 @@ def test_wrong_frame_size_is_refused(shared: NetworkCamera) -> None:
 
 
 class Growing:
-    """A backend whose frames become larger on demand, and whose close then fails."""
+    """A source whose frames become larger on demand, and whose close then fails."""
 
     def __init__(self, config: CameraConfig) -> None:
         self._height = config.height
@@ -207,7 +179,7 @@ def test_changed_frame_size_loses_camera_until_reconnect(
         made.append(Growing(config))
         return made[-1]
 
-    monkeypatch.setitem(cameras.BACKENDS, "opencv", source)
+    monkeypatch.setattr(cameras, "OpencvSource", source)
     device = camera("/dev/video4")
     device.connect()
     device.read()
@@ -224,21 +196,14 @@ def test_changed_frame_size_loses_camera_until_reconnect(
     device.close()
 
 
-def test_implausible_stamp_is_ignored() -> None:
-    now_ns = 10_000_000_000
-    assert plausible_capture_ns(now_ns - 30_000_000, now_ns) == now_ns - 30_000_000
-    assert plausible_capture_ns(now_ns + 1, now_ns) == plausible_capture_ns(33_000_000, now_ns) == now_ns
-
-
 def test_setup_has_configured_cameras() -> None:
-    configs = {"front": CameraConfig(device=0), "wrist": CameraConfig(kind="realsense", width=424, height=240)}
+    configs = {"front": CameraConfig(device=0), "wrist": CameraConfig(device="/dev/video4", width=424, height=240)}
     made = make_cameras(configs, RobotSetupRequest("arm", "free"))
     assert [each.spec for each in made] == list(camera_specs(configs))
     assert make_cameras(configs, RobotSetupRequest("arm", "free", cameras=False)) == ()
-    with pytest.raises(ValueError, match="needs its device"):
-        CameraConfig()
-    with pytest.raises(ValueError, match="four letters, such as MJPG; it is 'MJPEG'"):
-        CameraConfig(device=0, fourcc="MJPEG")
+    for wrong in ({"fourcc": "MJPEG"}, {"stale_after_s": 0.0}, {"width": 0}):
+        with pytest.raises(SpecError, match=next(iter(wrong))):
+            read_settings(CameraConfig, {"device": 0, **wrong})
 
 
 def test_buffered_frame_keeps_its_capture_time() -> None:

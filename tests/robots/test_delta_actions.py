@@ -13,7 +13,8 @@ from hal.robot import Observation
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, Box
 from robots.delta_actions import add_step, make_step_limiter
-from robots.ur import UrConfig, ur_spec
+from robots.ur import ur_spec
+from robots.ur_connection import UrConfig
 
 HIGH = (0.5, 0.3, 0.4)
 POST = Box((0.2, -0.1, 0.0), (0.3, 0.1, 0.4))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,7 @@ from hal.conformance import CameraConformance, RobotConformance, TeleoperatorCon
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Robot, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
-from hal.spec import ENVIRONMENT_STATE, STATE
+from hal.spec import STATE
 from hal.teleoperator import Teleoperator, TeleopInput
 from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan, fake_expert
 
@@ -83,13 +81,6 @@ def test_safety_kernel_refuses_nan_reading() -> None:
         assert kernel.filter(STILL, robot.observe()).reasons is SafetyReason.NOT_FINITE
 
 
-def test_slow_period_takes_longer() -> None:
-    with faulty(slow_at=1, slow_s=0.02) as robot:
-        start = time.monotonic()
-        robot.command(STILL)
-        assert time.monotonic() - start >= 0.02
-
-
 def test_expert_succeeds_and_seed_is_reproducible() -> None:
     task = FakeTask()
     for seed in range(20):
@@ -105,22 +96,13 @@ def test_expert_succeeds_and_seed_is_reproducible() -> None:
             assert (outcome.reward, outcome.success) == (1.0, True)
 
 
-def test_unfinished_task_has_no_reward() -> None:
-    with FakeRobot() as robot:
-        robot.set_state(np.zeros(3), np.full(3, 0.4))
-        outcome = FakeTask().evaluate(robot.observe())
-    assert (outcome.reward, outcome.terminated, outcome.success) == (0.0, False, None)
-
-
 def test_camera_shows_point_and_goal() -> None:
     robot = FakeRobot(CAMERA)
-    camera = FakeCamera(robot, robot.spec.cameras[0], drop_out_at=1)
+    camera = FakeCamera(robot, robot.spec.cameras[0])
     robot.set_state(np.array([-9.0, -9.0, 0.0]), np.array([9.0, 9.0, 0.0]))
     camera.connect()
     image = camera.read().image
     assert tuple(image[0, 0]) == (255, 0, 0) and tuple(image[-1, -1]) == (0, 255, 0)
-    with pytest.raises(HardwareLost, match="front"):
-        camera.read()
 
 
 def test_teleoperator_repeats_last_input() -> None:
@@ -129,9 +111,3 @@ def test_teleoperator_repeats_last_input() -> None:
     assert [device.read().engaged for _ in range(4)] == [True, False, False, False]
     with pytest.raises(SpecError):
         FakeTeleoperator([])
-
-
-def test_observation_has_relative_goal() -> None:
-    with FakeRobot() as robot:
-        robot.set_state(np.array([0.1, 0, 0]), np.array([0.3, 0, 0]))
-        np.testing.assert_allclose(robot.observe().arrays[ENVIRONMENT_STATE], [0.3, 0, 0, 0.2, 0, 0], rtol=1e-6)

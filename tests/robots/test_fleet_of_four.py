@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from lerobot_kit import FeetechArmSimulator, feetech_arm_simulator
-from ros2_kit import DOMAIN, HERE_ONLY, PEER, Ros2Peer
+from ros2_kit import DOMAIN, HERE_ONLY, Ros2Peer
 from run_kit import Launch, until, user_sys
 from template_kit import install_template
 
@@ -69,7 +69,7 @@ class Fleet:
         self._gateway = f"tcp://127.0.0.1:{free_port()}"
         self._allow("ur5e-0", "so101-0")
         install_template(folder / "package", self._site)
-        self.peer = Ros2Peer(DOMAIN, PEER, "ur5e", python=environment("ros2"))
+        self.peer = Ros2Peer(DOMAIN, "ur5e", python=environment("ros2"))
         stack.callback(self.peer.kill)
         self.arm: FeetechArmSimulator = stack.enter_context(feetech_arm_simulator(folder))
         token = f"--token={folder / 'ray-token'}"

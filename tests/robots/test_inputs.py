@@ -1,7 +1,6 @@
 """Input devices on the robot's computer.
 
-The fakes replace the kernel: key events and HID reports come through sockets and pipes, the gamepad is SDL's virtual
-one.
+The fakes replace the kernel: HID reports come through pipes, the gamepad is SDL's virtual one.
 """
 
 from __future__ import annotations
@@ -16,135 +15,47 @@ import numpy as np
 import pytest
 
 from hal.conformance import TeleoperatorConformance
-from hal.driver import RobotSetupRequest
-from hal.errors import HardwareLost, SpecError
+from hal.errors import HardwareLost
 from hal.teleoperator import Teleoperator
 from robots.fake import FakeRobotConfig, fake_spec
-from robots.gamepad import Gamepad, GamepadConfig
-from robots.keyboard import Keyboard, KeyboardConfig, make_teleoperator
-from robots.spacemouse import SpaceMouse, SpaceMouseConfig
+from robots.input_devices import Gamepad, GamepadConfig, SpaceMouse, SpaceMouseConfig
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.errors import ConfigError
 
 SPEC = fake_spec(FakeRobotConfig())
-SPACE, W, S, Q, E = 57, 17, 31, 16, 18
-KEY, SYN, DROPPED = 1, 0, 3
 LEFT_X, LEFT_Y, SHOULDER = 0, 1, 10  # SDL's numbers on its virtual gamepad
 
 
-class Keys:
-    """The writing end of a pipe in place of the kernel's event device."""
+class Puck:
+    """The writing end of a pipe in place of the kernel's raw reports of a SpaceMouse."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
-    def send(self, *events: tuple[int, int, int]) -> None:
-        self.write(b"".join(struct.pack("llHHi", 1, 2, *event) for event in events))
-
-    def write(self, raw: bytes) -> None:
-        os.write(self._file, raw)
-
-    def press(self, *codes: int) -> None:
-        self.send(*((KEY, code, 1) for code in codes), (SYN, 0, 0))
-
-    def release(self, *codes: int) -> None:
-        self.send(*((KEY, code, 0) for code in codes))
+    def report(self, number: int, *values: int) -> None:
+        """A SpaceNavigator's report: three axes of 16 bits each."""
+        os.write(self._file, struct.pack("<B3h", number, *values))
 
     def pull_out(self) -> None:
-        os.close(self._file)
-        self._file = -1
-
-    def close(self) -> None:
         if self._file >= 0:
-            self.pull_out()
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Iterator[Keys]:
-    made = Keys(tmp_path / "event0")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def keyboard(keys: Keys) -> Iterator[Keyboard]:
-    made = Keyboard(KeyboardConfig(device=str(keys.path)), SPEC)
-    made.connect()
-    yield made
-    made.close()
-
-
-class TestKeyboard(TeleoperatorConformance):
-    @pytest.fixture(autouse=True)
-    def _keys(self, keys: Keys) -> None:
-        self.keys = keys
-
-    def make_teleoperator(self) -> Teleoperator:
-        return make_teleoperator(RobotSetupRequest("fake-0", "", {"device": str(self.keys.path)}), SPEC)
-
-
-def test_keys_act_while_hold_is_pressed(keys: Keys, keyboard: Keyboard) -> None:
-    keys.press(W)
-    assert not keyboard.read().engaged
-    keys.press(SPACE)
-    reading = keyboard.read()
-    assert reading.engaged and reading.twist.tolist() == [0.5, 0, 0, 0]
-    keys.press(S)
-    assert keyboard.read().twist.tolist() == [0, 0, 0, 0], "both ways at once is neither"
-    keys.release(W)
-    assert keyboard.read().twist.tolist() == [-0.5, 0, 0, 0]
-    keys.release(SPACE)
-    assert not keyboard.read().engaged
-
-
-def test_gripper_keys_move_full_range(keys: Keys, keyboard: Keyboard) -> None:
-    keys.press(SPACE, E)
-    assert keyboard.read().twist[3] == 1
-    keys.release(E)
-    keys.press(Q)
-    assert keyboard.read().twist[3] == -1
-
-
-def test_dropped_events_release_all_keys(keys: Keys, keyboard: Keyboard) -> None:
-    keys.press(SPACE, W)
-    assert keyboard.read().engaged
-    keys.send((SYN, DROPPED, 0))
-    reading = keyboard.read()
-    assert not reading.engaged and not reading.twist.any()
-
-
-def test_disconnected_or_missing_keyboard_is_lost(keys: Keys, keyboard: Keyboard, tmp_path: Path) -> None:
-    keys.press(SPACE, W)
-    keyboard.read()
-    keys.pull_out()
-    with pytest.raises(HardwareLost, match="was disconnected"):
-        keyboard.read()
-    with pytest.raises(HardwareLost, match="No such file"):
-        Keyboard(KeyboardConfig(device=str(tmp_path / "none")), SPEC).connect()
-
-
-def test_invalid_bindings_are_explained() -> None:
-    with pytest.raises(SpecError, match="no control 'ctrl'"):
-        Keyboard(KeyboardConfig(keys={"ctrl": "dx"}), SPEC)
-    with pytest.raises(SpecError, match="no element 'roll'"):
-        Keyboard(KeyboardConfig(keys={"w": "roll"}), SPEC)
-    with pytest.raises(SpecError, match="did you mean 'hold'"):
-        make_teleoperator(RobotSetupRequest("fake-0", "", {"holt": "space"}), SPEC)
+            os.close(self._file)
+            self._file = -1
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("keyboard", {"speed": 0.0}, r"speed is 0; it must be in \(0, 1\]"),
-        ("gamepad", {"dead_zone": 1.0}, "dead_zone must be"),
-        ("gamepad", {"dead_zone": -0.1}, "dead_zone must be"),
-        ("gamepad", {"index": -1}, "index at least 0"),
-        ("spacemouse", {"dead_zone": -0.1}, "dead_zone is -0.1"),
+        ("gamepad", {"dead_zone": 1.0}, "dead_zone"),
+        ("gamepad", {"index": -1}, "index"),
+        ("gamepad", {"axes": {"wheel": "dx"}}, "no control 'wheel'"),
+        ("gamepad", {"axes": {"leftx": "roll"}}, "no element 'roll'"),
+        ("gamepad", {"holt": "a"}, "hold"),
+        ("spacemouse", {"dead_zone": -0.1}, "dead_zone"),
     ],
 )
-def test_unsafe_input_settings_are_refused(kind: str, options: dict[str, float], message: str) -> None:
+def test_unsafe_input_settings_are_refused(kind: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": kind, **options},)))
 
@@ -235,42 +146,37 @@ def test_gamepad_that_sdl_cannot_open_is_lost(pad: VirtualPad, monkeypatch: pyte
         Gamepad(GamepadConfig(), SPEC).connect()
 
 
-def report(number: int, *values: int) -> bytes:
-    """A SpaceNavigator's report: three axes of 16 bits each."""
-    return struct.pack("<B3h", number, *values)
-
-
 @pytest.fixture
-def puck(tmp_path: Path) -> Iterator[Keys]:
-    made = Keys(tmp_path / "hidraw0")
+def puck(tmp_path: Path) -> Iterator[Puck]:
+    made = Puck(tmp_path / "hidraw0")
     yield made
-    made.close()
+    made.pull_out()
 
 
-def space_mouse(puck: Keys, **options: int) -> SpaceMouse:
+def space_mouse(puck: Puck, **options: int) -> SpaceMouse:
     # type: ignore[arg-type]
     return SpaceMouse(SpaceMouseConfig(device=str(puck.path), model="SpaceNavigator", **options), SPEC)
 
 
 class TestSpaceMouse(TeleoperatorConformance):
     @pytest.fixture(autouse=True)
-    def _puck(self, puck: Keys) -> None:
+    def _puck(self, puck: Puck) -> None:
         self.puck = puck
 
     def make_teleoperator(self) -> Teleoperator:
         return space_mouse(self.puck)
 
 
-def test_released_cap_stops_the_robot(puck: Keys) -> None:
+def test_released_cap_stops_the_robot(puck: Puck) -> None:
     device = space_mouse(puck)
     device.connect()
     try:
         assert not device.read().engaged
-        puck.write(report(1, 0, -350, -175))
+        puck.report(1, 0, -350, -175)
         reading = device.read()
         assert reading.engaged
         np.testing.assert_allclose(reading.twist, [1, 0, 0.5, 0], atol=0.01)
-        puck.write(report(1, 0, 0, 0))
+        puck.report(1, 0, 0, 0)
         assert not device.read().engaged
         puck.pull_out()
         with pytest.raises(HardwareLost, match="was disconnected"):
@@ -279,7 +185,7 @@ def test_released_cap_stops_the_robot(puck: Keys) -> None:
         device.close()
 
 
-def test_silent_cap_counts_as_released(puck: Keys) -> None:
+def test_silent_cap_counts_as_released(puck: Puck) -> None:
     """If a wireless mouse drops out, its receiver stays connected."""
     now_s = 100.0
     config = SpaceMouseConfig(device=str(puck.path), model="SpaceNavigator", silent_s=0.2)
@@ -287,18 +193,18 @@ def test_silent_cap_counts_as_released(puck: Keys) -> None:
     device.connect()
     try:
         for _ in range(5):
-            puck.write(report(1, 0, -350, 0))
+            puck.report(1, 0, -350, 0)
             assert device.read().engaged
             now_s += 0.15
             assert device.read().engaged, "the reports come without a pause, and a late one does not matter"
         now_s += 0.1
         reading = device.read()
         assert not reading.engaged and not reading.twist.any()
-        puck.write(report(3, 1, 0, 0))  # the button that opens the gripper; it does not report the cap
+        puck.report(3, 1, 0, 0)  # the button that opens the gripper; it does not report the cap
         assert device.read().engaged
         now_s += 0.3
         assert not device.read().engaged
-        puck.write(report(1, 0, 0, 0))
+        puck.report(1, 0, 0, 0)
         assert device.read().twist.tolist() == [0, 0, 0, 1], "a button that is held down is not reported again"
         now_s += 10
         assert device.read().twist.tolist() == [0, 0, 0, 1]
@@ -306,22 +212,14 @@ def test_silent_cap_counts_as_released(puck: Keys) -> None:
         device.close()
 
 
-def require_had_by_one(make: Callable[[], Teleoperator]) -> None:
-    first, second = make(), make()
-    first.connect()
-    with pytest.raises(HardwareLost, match="is already in use by"):
+def test_device_is_locked_once(puck: Puck, pad: VirtualPad) -> None:
+    makers: list[Callable[[], Teleoperator]] = [lambda: space_mouse(puck), lambda: Gamepad(GamepadConfig(), SPEC)]
+    for make in makers:
+        first, second = make(), make()
+        first.connect()
+        with pytest.raises(HardwareLost, match="is already in use by"):
+            second.connect()
+        first.close()
         second.connect()
-    first.read()
-    first.close()
-    second.connect()
-    second.read()
-    second.close()
-
-
-def test_keyboard_and_spacemouse_are_locked_once(keys: Keys, puck: Keys) -> None:
-    require_had_by_one(lambda: Keyboard(KeyboardConfig(device=str(keys.path)), SPEC))
-    require_had_by_one(lambda: space_mouse(puck))
-
-
-def test_gamepad_is_locked_once(pad: VirtualPad) -> None:
-    require_had_by_one(lambda: Gamepad(GamepadConfig(), SPEC))
+        second.read()
+        second.close()

@@ -1,13 +1,12 @@
 """The LeRobot driver with LeRobot, in LeRobot's environment: ``make test-lerobot``.
 
-The arm is LeRobot's SO-101 follower, unmodified, on a simulated motor bus. The other robot, camera and leader are
-published third-party plugins.
+The arm is LeRobot's SO-101 follower, unmodified, on a simulated motor bus. The other robot and leader are published
+third-party plugins.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +15,13 @@ import numpy as np
 import pytest
 from lerobot_kit import FeetechArmSimulator, allow_torchvision_import, feetech_arm_simulator
 
-from hal.camera import Camera
-from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
+from hal.conformance import RobotConformance, TeleoperatorConformance
 from hal.driver import RobotSetupRequest
-from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError
+from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
-from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from hal.teleoperator import Teleoperator
-from robots.lerobot import LerobotCamera, LerobotConfig, LerobotRobot, make_robot_setup
-from robots.lerobot_features import FeatureConfig
-from robots.lerobot_leader import LeaderConfig, LerobotLeader
+from robots.lerobot import FeatureConfig, LeaderConfig, LerobotConfig, LerobotLeader, LerobotRobot, make_robot_setup
 
 pytestmark = [
     pytest.mark.lerobot,
@@ -86,11 +81,6 @@ class TestThirdPartyRobot(RobotConformance):
         return LerobotRobot(DUMMY)
 
 
-class TestThirdPartyCamera(CameraConformance):
-    def make_camera(self) -> Camera:
-        return LerobotCamera("top", {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30})
-
-
 class TestLeaderOnItsBus(TeleoperatorConformance):
     @pytest.fixture(autouse=True)
     def _arm(self, arm: FeetechArmSimulator) -> None:
@@ -118,8 +108,7 @@ def test_leader_commands_its_pose_while_it_moves(arm: FeetechArmSimulator) -> No
     device.connect()
     try:
         assert not device.read().engaged
-        arm.poke("shoulder_pan", PRESENT, 2248 % 256, 2248 // 256)
-        arm.registers("shoulder_pan")  # by now it has arrived
+        arm.poke("shoulder_pan", PRESENT, 2248)
         reading = device.read()
         assert reading.engaged and reading.target is not None
         assert reading.target[0] == pytest.approx(200 / 4095 * 2 * math.pi, abs=1e-3)
@@ -147,7 +136,8 @@ def test_leader_with_other_elements_is_refused() -> None:
         )
 
 
-def test_positions_are_radians(arm: FeetechArmSimulator) -> None:
+def test_positions_are_radians_and_calibration_is_read_only(arm: FeetechArmSimulator) -> None:
+    before, written_ns = arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns
     with follower(arm) as robot:
         assert robot.spec.action.units == ("rad",) * 5 + ("%",)
         assert robot.spec.action.labels[:2] == ("shoulder_pan.pos", "shoulder_lift.pos")
@@ -155,25 +145,15 @@ def test_positions_are_radians(arm: FeetechArmSimulator) -> None:
         arrive(robot, np.array([0.5, -0.25, 0, 0, 0, 100], np.float32))
         assert abs(arm.word("shoulder_pan", GOAL) - (2048 + 0.5 / (2 * math.pi) * 4095)) <= 1
         assert arm.word("gripper", GOAL) == 3072
-
-
-def test_applied_action_respects_calibration(arm: FeetechArmSimulator) -> None:
-    with follower(arm) as robot:
-        asked = np.array([3.0, 0, 0, 0, 0, 50], np.float32)
         half_range = 1024 / 4095 * 2 * math.pi
-        assert robot.command(asked)[0] == pytest.approx(half_range, abs=1e-3)
-
-
-def test_calibration_file_is_read_only(arm: FeetechArmSimulator) -> None:
-    before, written_ns = arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns
-    with follower(arm) as robot:
-        robot.command(np.array([0.2, 0, 0, 0, 0, 50], np.float32))
+        asked = np.array([3.0, 0, 0, 0, 0, 50], np.float32)
+        assert robot.command(asked)[0] == pytest.approx(half_range, abs=1e-3), "within the calibrated range"
     assert (arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns) == (before, written_ns)
     assert list(arm.calibrations.iterdir()) == [arm.calibration]
 
 
 def test_missing_or_different_calibration_is_refused(arm: FeetechArmSimulator) -> None:
-    arm.poke("elbow_flex", LOW_LIMIT, 0, 0)
+    arm.poke("elbow_flex", LOW_LIMIT, 0)
     with pytest.raises(HardwareLost, match=r"another calibration than .*arm\.json"):
         follower(arm).connect()
     arm.calibration.unlink()
@@ -231,14 +211,15 @@ def test_replugged_arm_reconnects(arm: FeetechArmSimulator) -> None:
         robot.command(np.array([0.1, 0, 0, 0, 0, 50], np.float32))
 
 
-def test_lost_packet_while_connecting_is_retried(arm: FeetechArmSimulator) -> None:
+def test_lost_packet_is_retried(arm: FeetechArmSimulator) -> None:
     arm.lose(1)
     with follower(arm) as robot:
+        arm.lose(1)
         robot.observe()
 
 
 def test_connect_does_not_move_the_arm(arm: FeetechArmSimulator) -> None:
-    arm.poke("shoulder_lift", PRESENT, 2600 % 256, 2600 // 256)
+    arm.poke("shoulder_lift", PRESENT, 2600)
     with follower(arm):
         assert arm.registers("shoulder_lift")[TORQUE] == 1
         assert max(arm.leaps()) <= 1
@@ -248,7 +229,7 @@ def test_connect_does_not_move_the_arm(arm: FeetechArmSimulator) -> None:
 def test_out_of_range_arm_holds_without_jump(
     arm: FeetechArmSimulator,
 ) -> None:
-    arm.poke("shoulder_pan", PRESENT, 2700 % 256, 2700 // 256)
+    arm.poke("shoulder_pan", PRESENT, 2700)
     with follower(arm, features={"shoulder_pan.pos": FeatureConfig("deg", -30, 30)}) as robot:
         for level in (StopLevel.HOLD, StopLevel.HOLD, StopLevel.SAFE):
             assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
@@ -257,37 +238,6 @@ def test_out_of_range_arm_holds_without_jump(
         with pytest.raises(HardwareLost, match=r"shoulder_pan.pos is at 0.99.*: a person must move it back"):
             robot.command(robot.spec.rest_action(robot.observe().arrays))
         assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
-
-
-def test_lost_leader_packet_is_retried(arm: FeetechArmSimulator) -> None:
-    device = leader(arm)
-    device.connect()
-    try:
-        arm.lose(1)
-        device.read()
-    finally:
-        device.close()
-
-
-@pytest.mark.parametrize("picture", [np.zeros((64, 48, 3), np.uint8), np.zeros((48, 64, 3), np.float32)])
-def test_image_of_other_shape_is_refused(picture: Array, monkeypatch: pytest.MonkeyPatch) -> None:
-    camera = LerobotCamera("top", {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30})
-    camera.connect()
-    try:
-        camera.read()
-        monkeypatch.setattr(camera.device, "read_latest", lambda **_: picture)
-        with pytest.raises(HardwareLost, match=r"camera top: images are .*, not uint8 \(48, 64, 3\)"):
-            camera.read()
-    finally:
-        camera.close()
-
-
-def test_safety_kernel_limits_speed_to_far_target(arm: FeetechArmSimulator) -> None:
-    with follower(arm) as robot:
-        kernel = SafetyKernel(robot.spec)
-        verdict = kernel.filter(np.array([3, 0, 0, 0, 0, 50], np.float32), robot.observe())
-        assert verdict.applied is not None
-        assert abs(verdict.applied[0]) <= math.pi / 2 / 10 + 1e-3, "a quarter of the range a second"
 
 
 def test_reset_moves_arm_to_configured_home(arm: FeetechArmSimulator) -> None:
@@ -302,49 +252,9 @@ def test_reset_moves_arm_to_configured_home(arm: FeetechArmSimulator) -> None:
         assert arm.word("gripper", GOAL) == 2560, "the grip is kept"
 
 
-def test_stop_ends_homing(arm: FeetechArmSimulator) -> None:
-    with follower(arm, home=(1.2, 0.0, 0.0, 0.0, 0.0), torque_off=True) as robot:
-        looks = [0]
-
-        def press() -> None:
-            looks[0] += 1
-            if robot.observe().arrays[STATE][0] > 0.02:
-                robot.stop(StopLevel.SAFE)
-                raise EmergencyStopped("pressed by ada")
-
-        robot.check_stop = press
-        with pytest.raises(EmergencyStopped, match="pressed by ada"):
-            robot.go_home()
-        assert looks[0] > 1 and robot.observe().arrays[STATE][0] < 0.6
-        assert arm.registers("elbow_flex")[TORQUE] == 0, "the safe stop stands"
-
-
 def test_home_out_of_calibrated_range_is_refused(arm: FeetechArmSimulator) -> None:
     with pytest.raises(SpecError, match=r"home: shoulder_pan\.pos is 2; it must be between -1\.57\d* and 1\.57"):
         follower(arm, home=(2.0, 0.0, 0.0, 0.0, 0.0))
-
-
-def test_hanging_plugin_is_lost(arm: FeetechArmSimulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LerobotRobot(DUMMY) as robot:
-        monkeypatch.setattr(robot.device, "get_observation", lambda: time.sleep(5))
-        with pytest.raises(HardwareLost, match="took longer"):
-            robot.observe()
-        with pytest.raises(HardwareLost, match="hung"):
-            robot.observe()
-
-
-def test_check_stop_aborts_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up() -> None:
-        raise HalError("the driver is to end")
-
-    let_go = threading.Event()
-    settings = {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}
-    for device in (LerobotRobot(DUMMY), LerobotCamera("top", settings)):
-        monkeypatch.setattr(device.device, "connect", lambda **_: let_go.wait(DEADLINE_S))
-        device.check_stop = give_up
-        with pytest.raises(HalError, match="the driver is to end"):
-            device.connect()
-    let_go.set()
 
 
 def test_invalid_options_are_explained() -> None:
@@ -354,40 +264,16 @@ def test_invalid_options_are_explained() -> None:
         LerobotRobot(LerobotConfig(type="dummy_follower"))
     with pytest.raises(SpecError, match="no motor bus"):
         make_robot_setup(RobotSetupRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
-    with pytest.raises(SpecError, match="camera top: 'width'"):
-        LerobotCamera("top", {"type": "opencv", "height": 48})
-    with pytest.raises(SpecError, match="camera top: 'fps' is missing or not a number"):
-        LerobotCamera("top", {"type": "opencv", "height": 48, "width": 64, "fps": None})
 
 
-def test_third_party_plugins_make_robot_and_camera() -> None:
+def test_setup_has_configured_cameras() -> None:
     options = {
         "type": "dummy_follower",
         "settings": {"silent": True},
         "features": {"*.pos": {"unit": "deg", "low": -180, "high": 180}},
-        "cameras": {"top": {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}},
+        "cameras": {"top": {"device": 0, "width": 64, "height": 48}},
     }
     setup = make_robot_setup(RobotSetupRequest("dummy-0", "tidy up", options))
     assert [camera.spec for camera in setup.cameras] == list(setup.robot.spec.cameras)
     assert setup.robot.spec.action.labels[-1] == "gripper.pos"
     assert setup.task.instruction == "tidy up"
-
-
-def test_reach_task_runs_on_the_bus(arm: FeetechArmSimulator) -> None:
-    options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "reach": {"tolerance": 0.1}}
-    setup = make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
-    assert setup.make_expert is not None
-    expert, kernel = setup.make_expert(0, 0.0), SafetyKernel(setup.robot.spec)
-    with setup.robot as robot:
-        setup.task.reset(robot, np.random.default_rng(1))
-        kernel.reset()
-        for _ in range(setup.task.max_steps):
-            seen = robot.observe()
-            verdict = kernel.filter(expert(seen.arrays), seen)
-            assert verdict.applied is not None, verdict.text
-            kernel.set_applied(robot.command(verdict.applied))
-            time.sleep(robot.spec.period_s)  # its motors move in real time
-            if setup.task.evaluate(robot.observe()).success:
-                break
-        else:
-            raise AssertionError("the goal was not reached")

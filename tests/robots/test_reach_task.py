@@ -13,22 +13,22 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from robots.fake import FakeRobot
-from robots.manual_task import HumanJudgedTask
+from robots.homing import HumanJudgedTask
 from robots.reach_task import ReachConfig, ReachRobotWrapper, ReachTask, add_reach_task
 
 LOW, HIGH, SPEED = (-2.0, -1.0), (2.0, 1.0), 0.5
 
 
 class Arm(Robot):
-    """Two joints that reach their targets at once, a gripper, and a tool above the first joint."""
+    """Two joints that reach their targets at once, and a gripper."""
 
     def __init__(self) -> None:
-        labels = ("a", "b", "grip", "x", "y", "z")
+        labels = ("a", "b", "grip")
         self.spec = RobotSpec(
             model="arm",
             rate_hz=10.0,
             observation=(
-                ArraySpec(name=STATE, labels=labels, units=("rad", "rad", *"mmmm"), low=(-3.0,) * 6, high=(3.0,) * 6),
+                ArraySpec(name=STATE, labels=labels, units=("rad", "rad", "m"), low=(-3.0,) * 3, high=(3.0,) * 3),
             ),
             action=ArraySpec(
                 name=ACTION, labels=("grip", "b", "a"), units=("m", "rad", "rad"), low=(0, -1, -2), high=(0.1, 1, 2)
@@ -38,13 +38,12 @@ class Arm(Robot):
                 joint_low=LOW[::-1],
                 joint_high=HIGH[::-1],
                 joint_velocity_max=(SPEED, SPEED),
-                tool_position=(3, 4, 5),
             ),
             neutral=(0.1, 0.0, 0.0),
             joint_target=(1, 2),
             gripper=0,
         )
-        self.state: Array = np.zeros(6, np.float32)
+        self.state: Array = np.zeros(3, np.float32)
         self.stuck = self.open = False
         self.t_ns = 0
 
@@ -62,7 +61,6 @@ class Arm(Robot):
         applied = np.clip(action, np.float32(self.spec.action.low), np.float32(self.spec.action.high))
         if not self.stuck:
             self.state[[2, 1, 0]] = applied
-        self.state[3:] = self.state[0], 0.0, 0.5
         self.sent = applied
         return applied
 
@@ -102,15 +100,12 @@ def test_step_starts_at_the_last_target() -> None:
     np.testing.assert_allclose(arm.sent, [0.1, 0.04, 0.1], rtol=1e-5)
 
 
-def test_applied_step_excludes_clipped_part() -> None:
+def test_applied_step_excludes_clipped_part_and_blocked_joint_limits_lead() -> None:
     arm, robot = reaching()
     arm.state[1] = 0.99
     robot.observe()
     assert robot.command(step(0.05, 0))[1] == pytest.approx(0.01, abs=1e-6)
-
-
-def test_blocked_joint_limits_target_lead() -> None:
-    arm, robot = reaching()
+    arm.state[1] = 0.0
     arm.stuck = True
     for _ in range(50):
         robot.observe()
@@ -131,7 +126,7 @@ def test_steps_start_at_measured_position_after_stop() -> None:
 
 def test_observation_has_goal_and_seed_is_reproducible() -> None:
     _, robot = reaching()
-    task = ReachTask(robot, HumanJudgedTask("x", "x", 9), "")
+    task = ReachTask(robot, HumanJudgedTask("x", "x", 9), "", 9)
     task.reset(robot, np.random.default_rng(3))
     goal = robot.goal.copy()
     assert (np.abs(goal) <= np.array([0.5, 1.0])).all(), "the inner half of each joint's range"
@@ -145,11 +140,11 @@ def test_observation_has_goal_and_seed_is_reproducible() -> None:
 def test_goal_covers_named_joints_only() -> None:
     setup = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(joints=("a",)))
     robot, task = setup.robot, setup.task
-    assert isinstance(robot, ReachRobotWrapper) and setup.make_expert is not None
+    assert isinstance(robot, ReachRobotWrapper) and task.has_expert
     assert robot.spec.feature(ENVIRONMENT_STATE).labels == ("goal_a", "to_goal_a")
     with robot:
         task.reset(robot, np.random.default_rng(3))
-        steps = setup.make_expert(0, 0.0)(robot.observe().arrays)
+        steps = task.make_expert(robot, 0, 0.0)(robot.observe().arrays)
         assert (steps[1], abs(steps[2])) == (0.0, pytest.approx(SPEED / 10)), "b stays where it is"
         arm = robot.robot
         assert isinstance(arm, Arm)
@@ -164,12 +159,8 @@ def test_expert_reaches_goals_through_safety_kernel() -> None:
         RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(max_steps=60), "go there"
     )
     robot, task = setup.robot, setup.task
-    assert setup.make_expert is not None and (task.name, task.instruction, task.max_steps) == (
-        "reach",
-        "go there",
-        60,
-    )
-    expert, kernel = setup.make_expert(0, 0.0), SafetyKernel(robot.spec, clock=lambda: 0)
+    assert (task.name, task.instruction, task.max_steps) == ("reach", "go there", 60)
+    expert, kernel = task.make_expert(robot, 0, 0.0), SafetyKernel(robot.spec, clock=lambda: 0)
     with robot:
         for seed in range(10):
             task.reset(robot, np.random.default_rng(seed))
@@ -185,24 +176,13 @@ def test_expert_reaches_goals_through_safety_kernel() -> None:
             assert (outcome.reward, outcome.success) == (1.0, True)
 
 
-def test_tool_goal_is_judged_by_distance() -> None:
-    arm, robot = reaching(space="tool", low=(0.2, -0.1, 0.4), high=(0.4, 0.1, 0.6))
-    robot.goal = np.array([0.3, 0.0, 0.5])
-    arm.state[3:] = 0.25, 0.0, 0.5
-    task = ReachTask(robot, HumanJudgedTask("x", "x", 9), "")
-    assert not task.evaluate(robot.observe()).terminated
-    arm.state[3] = 0.28
-    assert task.evaluate(robot.observe()).terminated
-    assert robot.spec.feature(ENVIRONMENT_STATE).labels[:3] == ("goal_x", "goal_y", "goal_z")
-
-
 def test_unreachable_goals_are_explained() -> None:
-    with pytest.raises(SpecError, match="already has an observation.environment_state"):
-        ReachRobotWrapper(FakeRobot(), ReachConfig(space="tool"))
+    with pytest.raises(SpecError, match="the action of fake has no joint targets"):
+        ReachRobotWrapper(FakeRobot(), ReachConfig())
     with pytest.raises(SpecError, match=r"out of reach: the range of arm is \[-1.0, -2.0\] to \[1.0, 2.0\]"):
         ReachRobotWrapper(Arm(), ReachConfig(low=(-0.5, -1.0), high=(0.5, 2.5)))
-    with pytest.raises(SpecError, match="3 bounds each"):
-        ReachRobotWrapper(Arm(), ReachConfig(space="tool"))
+    with pytest.raises(SpecError, match="2 bounds each"):
+        ReachRobotWrapper(Arm(), ReachConfig(low=(0.0,)))
     slow = Arm()
     slow.spec = msgspec.structs.replace(
         slow.spec, limits=msgspec.structs.replace(slow.spec.limits, joint_velocity_max=())

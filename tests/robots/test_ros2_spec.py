@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import simplejpeg
 
 from hal.driver import RobotSetupRequest
-from hal.errors import HardwareLost, SpecError
+from hal.errors import SpecError
 from hal.safety import SafetyKernel
-from robots.ros2 import decode_jpeg_image, decode_raw_image, jpeg_image_size, make_robot_setup
-from robots.ros2_spec import RosCameraConfig
+from robots.ros2 import make_robot_setup
 
 URDF = """<robot name="two">
   <joint name="a" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 0 1"/>
@@ -70,7 +65,7 @@ def test_stale_limit_defaults_to_two_periods() -> None:
 
 def test_reach_task_is_available() -> None:
     reach = setup("reach", limits=STATED, reach={"max_steps": 7})
-    assert reach.task.max_steps == 7 and reach.make_expert is not None  # type: ignore[attr-defined]
+    assert reach.task.max_steps == 7 and reach.task.has_expert  # type: ignore[attr-defined]
     assert reach.robot.spec.joint_delta == (0, 1)  # type: ignore[attr-defined]
 
 
@@ -78,14 +73,14 @@ def test_reach_task_is_available() -> None:
     ("options", "message"),
     [
         ({}, r"joint a has no usable limits .*; set `limits"),
-        ({"limits": STATED, "jionts": []}, "did you mean 'joints'"),
+        ({"limits": STATED, "jionts": []}, "joints"),
         ({"limits": STATED, "joints": ["a", "a"]}, "each joint once"),
         ({"limits": STATED, "kind": "velocity"}, "kind"),
         ({"limits": STATED, "kind": "position", "manager": ""}, "needs its `manager`"),
-        ({"limits": {"*": {**STATED["*"], "speed_max": float("inf")}}}, "joint a has no usable limits"),
-        ({"limits": STATED, "stale_after_s": 0.0}, "stale_after_s must be above 0"),
-        ({"limits": STATED, "cameras": {"top": {"topic": "/t", "width": 64, "height": 48, "rate_hz": 0.0}}}, "at 0 Hz"),
-        ({"limits": STATED, "reach": {"tolerance": 0.0}}, "tolerance and step_max must be above 0"),
+        ({"limits": {"*": {**STATED["*"], "speed_max": float("inf")}}}, "speed_max"),
+        ({"limits": STATED, "stale_after_s": 0.0}, "stale_after_s"),
+        ({"limits": STATED, "cameras": {"top": {"topic": "/t", "width": 64, "height": 48, "rate_hz": 0.0}}}, "rate_hz"),
+        ({"limits": STATED, "reach": {"tolerance": 0.0}}, "tolerance"),
         ({"limits": STATED, "tool": "hand"}, "a link of the description"),
         ({"limits": STATED, "workspace": {"low": [0, 0, 0], "high": [1, 1, 1]}}, "set `tool` to its link"),
         ({"description": "/nowhere/arm.urdf"}, "cannot be read"),
@@ -100,47 +95,3 @@ def test_invalid_options_are_explained(options: dict[str, object], message: str)
 def test_missing_ros_names_the_package() -> None:
     with pytest.raises(SpecError, match=r"pip install '\.\[ros2\]' in a checkout"):
         setup(limits=STATED).robot.connect()  # type: ignore[attr-defined]
-
-
-def picture(encoding: str, pixels: np.ndarray, pad: int = 0) -> SimpleNamespace:  # type: ignore[type-arg]
-    height, width = pixels.shape[:2]
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (0, pad)))
-    return SimpleNamespace(encoding=encoding, height=height, width=width, step=rows.shape[1], data=rows.tobytes())
-
-
-def test_encodings_decode_to_rgb_without_padding() -> None:
-    rgb = np.random.default_rng(0).integers(0, 255, (4, 5, 3), np.uint8)
-    opaque = np.full((4, 5, 1), 255, np.uint8)
-    for encoding, pixels in {
-        "rgb8": rgb,
-        "bgr8": rgb[..., ::-1],
-        "rgba8": np.concatenate([rgb, opaque], axis=2),
-        "bgra8": np.concatenate([rgb[..., ::-1], opaque], axis=2),
-    }.items():
-        np.testing.assert_array_equal(decode_raw_image(picture(encoding, pixels, pad=3)), rgb)
-    grey = decode_raw_image(picture("mono8", rgb[..., :1]))
-    np.testing.assert_array_equal(grey, np.repeat(rgb[..., :1], 3, axis=2))
-
-
-def test_unreadable_image_is_refused() -> None:
-    with pytest.raises(HardwareLost, match="yuv422"):
-        decode_raw_image(picture("yuv422", np.zeros((2, 2, 2), np.uint8)))
-    short = picture("rgb8", np.zeros((2, 2, 3), np.uint8))
-    short.data = short.data[:5]
-    with pytest.raises(HardwareLost, match="5 bytes"):
-        decode_raw_image(short)
-    with pytest.raises(HardwareLost, match="not a readable JPEG"):
-        decode_jpeg_image(b"nonsense")
-    with pytest.raises(HardwareLost, match="not a readable JPEG"):
-        jpeg_image_size(b"nonsense")
-    assert jpeg_image_size(simplejpeg.encode_jpeg(np.zeros((16, 24, 3), np.uint8))) == (16, 24)
-    image = decode_jpeg_image(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
-    assert image[8, 8, 0] > 180 and image[8, 8, 2] < 30
-
-
-def test_stale_limit_defaults_to_three_frame_times() -> None:
-    camera = RosCameraConfig(topic="/camera", height=48, width=64, rate_hz=10.0)
-    assert camera.stale_s == pytest.approx(0.4)
-    assert replace(camera, stale_after_s=1.0).stale_s == 1.0
-    with pytest.raises(ValueError, match="stale_after_s is .*; it must be above 0"):
-        replace(camera, stale_after_s=0.0)

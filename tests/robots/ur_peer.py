@@ -2,7 +2,8 @@
 
 It implements RTDE protocol 2 on port 30004 (with the watchdog on input updates), the script interface on 30003, the
 dashboard on 29999, and a Robotiq gripper's URCap on 63352. It does not interpret URScript: it follows the register
-protocol of the control script that ur_rtde uploads. Commands on stdin, one per line:
+protocol of the control script that ur_rtde uploads. It has no kinematics: the tool and the joints move independently.
+Commands on stdin, one per line; each is answered by a line of JSON:
 
     state              print the arm and its commands as one line of JSON
     set NAME VALUE     an attribute of `Arm`, e.g. ``set safety_mode 3`` (protective stop); a list as ``[1, 2]``
@@ -24,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ur_kinematics import forward, inverse
 
 STEP_S = 0.004
 LAG_S = 0.05  # lag of a servoed joint behind its target
@@ -42,10 +42,11 @@ TYPES = {
     "runtime_state": "UINT32",
     "external_force_torque": "VECTOR6D",
 }
-NO_CMD, MOVEJ, SERVOJ, SERVOL, SERVO_STOP, STOPJ, WATCHDOG, STOP_SCRIPT = 0, 1, 11, 24, 16, 34, 35, 255
+NO_CMD, SERVOJ, SERVOL, SERVO_STOP, STOPJ, WATCHDOG, STOP_SCRIPT = 0, 11, 24, 16, 34, 35, 255
 READY, DONE = 1, 2
 RUNNING, NORMAL, PROTECTIVE_STOP, EMERGENCY_STOP = 7, 1, 3, 7
 HOME = (0.0, -1.57, 1.57, -1.57, -1.57, 0.0)
+TOOL = (0.4, -0.1, 0.3, 3.1, 0.0, 0.0)
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Arm:
     """
 
     q: list[float] = field(default_factory=lambda: list(HOME))
+    tool: list[float] = field(default_factory=lambda: list(TOOL))
     qd: list[float] = field(default_factory=lambda: [0.0] * 6)
     force: list[float] = field(default_factory=lambda: [0.0] * 6)
     robot_mode: int = RUNNING
@@ -71,15 +73,14 @@ class Arm:
     watchdog_stops: int = 0
     updated_s: float = 0.0
     servo: list[float] | None = None
-    move: list[float] | None = None
-    move_speed: float = 0.0
+    servo_tool: bool = False
     commands: dict[int, int] = field(default_factory=dict)
     gripper: int = 3
     gripper_target: int = 3
     gripper_active: int = 3
 
     def stop_program(self) -> None:
-        self.program, self.servo, self.move, self.watchdog_hz = False, None, None, 0.0
+        self.program, self.servo, self.watchdog_hz = False, None, 0.0
 
 
 class Controller:
@@ -121,8 +122,7 @@ class Controller:
             self._executing, self.out_int[0] = False, READY
         elif command in (SERVOJ, SERVOL):
             self._count(command)
-            target = [self.doubles[i] for i in range(6)]
-            self.arm.servo = target if command == SERVOJ else inverse(target, self.arm.q)
+            self.arm.servo, self.arm.servo_tool = [self.doubles[i] for i in range(6)], command == SERVOL
             self.out_int[0] = READY
         elif not self._executing:
             self._executing = True
@@ -137,12 +137,9 @@ class Controller:
         if command == STOP_SCRIPT:
             arm.stop_program()
             return
-        if command == MOVEJ:
-            assert arm.servo is None, "another thread is already controlling the robot"
-            arm.move, arm.move_speed = [self.doubles[i] for i in range(6)], self.doubles[6]
-        elif command in (SERVO_STOP, STOPJ):
+        if command in (SERVO_STOP, STOPJ):
             assert command == SERVO_STOP or arm.servo is None, "another thread is already controlling the robot"
-            arm.servo = arm.move = None
+            arm.servo = None
         elif command == WATCHDOG:
             arm.watchdog_hz = self.doubles[0]
         self.out_int[0] = DONE
@@ -154,15 +151,12 @@ class Controller:
         if arm.program and arm.watchdog_hz and self.now_s - arm.updated_s > 1 / arm.watchdog_hz:
             arm.stop_program()
             arm.watchdog_stops += 1
-        before = np.array(arm.q)
-        if arm.servo is not None:
-            after = before + (np.array(arm.servo) - before) * min(1.0, STEP_S / LAG_S)
-        elif arm.move is not None:
-            after = before + np.clip(np.array(arm.move) - before, -arm.move_speed * STEP_S, arm.move_speed * STEP_S)
-            arm.move = None if np.allclose(after, arm.move) else arm.move
+        before = np.array(arm.tool if arm.servo_tool else arm.q)
+        after = before if arm.servo is None else before + (np.array(arm.servo) - before) * min(1.0, STEP_S / LAG_S)
+        if arm.servo_tool:
+            arm.tool, arm.qd = after.tolist(), [0.0] * 6
         else:
-            after = before
-        arm.q, arm.qd = after.tolist(), ((after - before) / STEP_S).tolist()
+            arm.q, arm.qd = after.tolist(), ((after - before) / STEP_S).tolist()
         arm.gripper += int(np.clip(arm.gripper_target - arm.gripper, -3, 3))
 
     def read(self, name: str) -> Any:
@@ -174,7 +168,7 @@ class Controller:
             "timestamp": self.now_s,
             "actual_q": arm.q,
             "actual_qd": arm.qd,
-            "actual_TCP_pose": forward(arm.q),
+            "actual_TCP_pose": arm.tool,
             "actual_TCP_force": arm.force,
             "robot_mode": arm.robot_mode,
             "safety_mode": arm.safety_mode,
@@ -326,15 +320,12 @@ class Peer:
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while words := (await reader.readline()).decode().split(maxsplit=2):
-            if words[0] == "state":
-                print(json.dumps({**vars(self.controller.arm), "tool": forward(self.controller.arm.q)}), flush=True)
-            elif words[0] == "set":
+            if words[0] == "set":
                 setattr(self.controller.arm, words[1], json.loads(words[2]))
-                print("done", flush=True)
             elif words[0] == "reset":
                 self.controller.arm = Arm()
-                print("done", flush=True)
-            elif words[0] == "unplug":
+            print(json.dumps(vars(self.controller.arm)), flush=True)
+            if words[0] == "unplug":
                 for writer in self._writers:
                     writer.transport.abort()
                 await asyncio.sleep(0)

@@ -6,14 +6,12 @@ import json
 import logging
 import math
 import resource
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from user_sys.errors import ConfigError
 from user_sys.run.metrics import LoggingConfig, MetricsWriter, RunLogger, WandbConfig, read_metrics
 
 NO_WANDB = LoggingConfig(WandbConfig(mode="disabled"))
@@ -48,16 +46,6 @@ def test_restarted_process_appends_after_a_torn_line(tmp_path: Path) -> None:
     assert [line["count"] for line in read_metrics(writer.path)] == [1, 3]
 
 
-def test_threads_write_whole_lines(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, "gateway") as writer:
-        threads = [threading.Thread(target=lambda: [writer.write(i, {"x": 1.0}) for i in range(200)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-    assert len(list(read_metrics(writer.path))) == 800
-
-
 def test_full_disk_is_logged_once_and_writing_continues_after_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,15 +61,6 @@ def test_full_disk_is_logged_once_and_writing_continues_after_it(
         writer.write(5, {})
     assert [line["count"] for line in read_metrics(writer.path)] == [1, 5]
     assert [r.message.split()[0] for r in caplog.records] == ["metrics.write_failed"]
-
-
-def test_process_name_with_slash_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a/b"):
-        MetricsWriter(tmp_path, "a/b")
-
-
-def test_missing_file_has_no_metrics(tmp_path: Path) -> None:
-    assert list(read_metrics(tmp_path / "none.jsonl")) == []
 
 
 def test_tensorboard_reads_the_log(tmp_path: Path) -> None:
@@ -103,7 +82,6 @@ def test_wandb_offline_writes_in_the_run_folder_only(
     monkeypatch.setenv("HOME", str(home))
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_ERROR_REPORTING"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("user_sys.run.metrics.CLOSE_TIMEOUT_S", 300.0)  # wandb starts a server of its own
     with caplog.at_level(logging.WARNING, "user_sys.run.metrics"):
         logger = RunLogger(tmp_path / "demo-1", Config())
         logger.log("learner", 1, {"loss": 0.5})
@@ -115,6 +93,31 @@ def test_wandb_offline_writes_in_the_run_folder_only(
         assert time.monotonic() < deadline_s, "it is not in wandb's file"
         time.sleep(0.01)
     assert not home.exists()
+
+
+def test_wandb_gets_films_and_checkpoint_and_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_ERROR_REPORTING"):
+        monkeypatch.delenv(name, raising=False)
+    run = tmp_path / "demo-1"
+    for number in (1, 2):
+        (run / "checkpoints" / f"00000{number}.checkpoint").mkdir(parents=True)
+        (run / "checkpoints" / f"00000{number}.checkpoint" / "index.json").write_text(f"checkpoint {number}")
+    (run / "evaluation.mp4").write_bytes(b"film")
+    with caplog.at_level(logging.WARNING, "user_sys.run.metrics"):
+        for _ in range(2):
+            logger = RunLogger(run, Config())
+            logger.log("learner", 1, {"loss": 0.5})
+            logger.close({"success": 0.98})
+    assert caplog.messages == []
+    launches = list((run / "wandb").glob("offline-run-*"))
+    known = (run / "wandb" / "run-id").read_text()
+    assert len(launches) == 2 and all(f"-{known}" in launch.name for launch in launches)
+    assert [film.read_bytes() for film in (run / "wandb").glob("offline-run-*/files/media/videos/*.mp4")]
+    records = b"".join(path.read_bytes() for path in (run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert b"demo-1-checkpoint" in records and b"000002.checkpoint" in records and b"000001.checkpoint" not in records
 
 
 def test_wandb_failure_does_not_end_the_run(

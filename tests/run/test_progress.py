@@ -1,33 +1,74 @@
-"""Progress: a panel in a terminal, or plain lines."""
+"""Progress in a terminal or as plain lines, and what is printed about processes that end."""
 
 from __future__ import annotations
 
 import io
 import logging
 import sys
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
+from run_folder_kit import STARTED_S, make_run
 
+from hal.process_supervisor import ProcessState, ProcessStatus
+from user_sys.compose import RobotConfig
+from user_sys.console.hub import ConsoleHub
+from user_sys.console.progress import RobotView, RunView
+from user_sys.messages import RobotStatus
+from user_sys.run.allocation import LocalAllocation
+from user_sys.run.config import RunConfig, RunFolder, create_run_folder
+from user_sys.run.metrics import MetricsWriter
+from user_sys.run.processes import RunProcesses
 from user_sys.run.progress import (
     PLAIN_INTERVAL_S,
-    Progress,
     ProgressDisplay,
-    RobotProgress,
-    format_duration,
     plain_line,
+    previous_elapsed_s,
+    previous_losses,
+    previous_outcomes,
     render,
+    run_scalars,
 )
 
-PROGRESS = Progress(
-    run="demo-1",
-    stage="training",
-    console="http://127.0.0.1:8088/?token=abc",
+STARTED = RunView("demo-1")
+ADDRESS = "http://127.0.0.1:8088/?token=abc"
+SHOWN = ["demo-1", "training", "1:35", "3:25", "token=abc", "1,200", "55%", "40%", "53,000", "101", "26,000", "51"]
+
+
+def test_a_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "earlier", [False] * 40 + [True] * 60)
+    with MetricsWriter(folder.path, "learner") as metrics:
+        metrics.write(7, {"critic_loss": 0.5, "step_ms": 3.0}, STARTED_S + 99.0)
+    with MetricsWriter(folder.path, "run") as metrics:
+        for second in range(0, 110, 10):
+            metrics.write(0, {"elapsed_s": 30.0 + second}, STARTED_S + second)
+    hub = ConsoleHub("earlier", lambda order: True)
+    hub.restore_history(100, 200, 0, elapsed_s=130.0)
+    hub.restore_curves(previous_outcomes(folder), previous_losses(folder))
+    curves = {curve.name: curve for curve in hub.curves()}
+    assert set(curves) == {"success", "helped", "learner/critic_loss"} and curves["learner/critic_loss"].y == (0.5,)
+    success = curves["success"]
+    assert (success.x[0], success.y[0]) == (30.0, 0.0) and (success.x[-1], success.y[-1]) == (129.0, 1.0)
+    assert hub.view().episodes == 100 and hub.view().success_50 == 1.0
+    assert list(previous_losses(RunFolder(tmp_path / "none"))) == previous_outcomes(RunFolder(tmp_path / "none")) == []
+
+
+def robot(name: str, **changes: Any) -> RobotView:
+    status = RobotStatus(
+        robot=name, authority="policy", operator="", phase="policy", episode="e", step=4, policy_version=3,
+        real_time=False, outbox_chunks=2, control_hz=10.0, safety_interventions=0,
+    )  # fmt: skip
+    return RobotView(name, msgspec.structs.replace(status, **changes), False, (), None, 0.0)
+
+
+RUN = RunView(
+    "demo-1",
     elapsed_s=95,
-    left_s=205,
-    done=95,
-    total=300,
+    training_s=95,
+    budget_s=300,
     episodes=1200,
     success_20=0.55,
     success_50=0.4,
@@ -38,62 +79,55 @@ PROGRESS = Progress(
     policy_version=41,
     staleness=1,
     interventions=2,
-    robots=(RobotProgress("panda-0", "policy"), RobotProgress("panda-1", "human", "alice", note="[outbox] grows")),
+    robots=(robot("panda-0"), robot("panda-1", authority="human", operator="alice", note="[outbox] grows")),
 )
-SHOWN = ["demo-1", "training", "1:35", "3:25", "token=abc", "1,200", "55%", "40%", "53,000", "101", "26,000", "51"]
 
 
-def _text(width: int, progress: Progress) -> str:
+def _text(width: int, run: RunView) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(progress))
+    console.print(render(run, "training", ADDRESS))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_panel_shows_the_run() -> None:
-    text = _text(100, PROGRESS)
+    text = _text(100, RUN)
     missing = [part for part in [*SHOWN, "41 (1 behind)", "human (alice)", "[outbox] grows"] if part not in text]
     assert missing == []
 
 
-def test_episodes_with_intervention_are_counted_apart() -> None:
-    line, panel = plain_line(PROGRESS), _text(100, PROGRESS)
-    assert "episodes 1,200 (2 with help)" in line and "success 55% of last 20 without help, 40% of last 50" in line
-    assert "success alone, last 20" in panel and "with help" in panel
-
-
 def test_warning_is_in_panel_and_line() -> None:
-    warned = replace(PROGRESS, warning="the disk is full")
-    assert "the disk is full" in _text(100, warned) and "the disk is full" in plain_line(warned)
+    warned = msgspec.structs.replace(RUN, warning="the disk is full")
+    assert "the disk is full" in _text(100, warned) and "the disk is full" in plain_line(warned, "training")
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_panel_fits_its_terminal(width: int) -> None:
-    assert max(map(len, _text(width, PROGRESS).splitlines())) <= width
-    assert "success" in _text(width, Progress(run="demo-1", stage="starting"))
+    assert max(map(len, _text(width, RUN).splitlines())) <= width
+    assert "success" in _text(width, STARTED)
 
 
 def test_without_terminal_prints_a_line_every_ten_seconds_and_at_each_stage() -> None:
     now = [100.0]
     console = Console(file=io.StringIO(), width=80)
-    with ProgressDisplay(console, clock=lambda: now[0]) as display:
+    with ProgressDisplay(console, ADDRESS, clock=lambda: now[0]) as display:
         for _ in range(25):
-            display.show(PROGRESS)
+            display.show(RUN, "training")
             now[0] += PLAIN_INTERVAL_S / 10
-        display.show(replace(PROGRESS, stage="evaluating"))
+        display.show(RUN, "stopping")
         display.print_line("learner was restarted [1]")
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["training"] * 3 + ["evaluating", "was"]
+    assert [line.split()[1] for line in lines] == ["training"] * 3 + ["stopping", "was"]
     assert [part for part in SHOWN if part not in lines[0]] == []
 
 
 def test_on_terminal_redraws_in_place_and_keeps_printed_lines() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
     with ProgressDisplay(console) as display:
-        display.show(PROGRESS)
+        display.show(RUN, "training")
         display.print_line("learner was restarted")
-        display.show(PROGRESS)
+        display.show(RUN, "training")
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "learner was restarted" in text and "Ctrl-C" in text
@@ -108,7 +142,7 @@ def test_log_lines_print_above_the_display(monkeypatch: pytest.MonkeyPatch) -> N
     console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
     try:
         with ProgressDisplay(console) as display:
-            display.show(PROGRESS)
+            display.show(RUN, "training")
             logging.getLogger("robots").warning("robot-lost")
         logging.getLogger("robots").warning("robot-back")
     finally:
@@ -118,10 +152,36 @@ def test_log_lines_print_above_the_display(monkeypatch: pytest.MonkeyPatch) -> N
     assert errors.getvalue() == "robot-back\n"
 
 
-def test_unknown_values_are_shown_as_unknown() -> None:
-    line = plain_line(Progress(run="demo-1", stage="starting"))
-    assert "success - of last 20" in line and "left" not in line
+def test_missing_and_lost_robots_are_named() -> None:
+    far = RobotView("far", None, False, (), None, 65.0)
+    left = msgspec.structs.replace(robot("left"), lost=True, silent_s=125.0)
+    line = plain_line(RunView("demo-1", robots=(far, left)), "training")
+    assert "far missing (not connected yet, for 1:05)" in line and "left lost (silent for 2:05)" in line
 
 
-def test_duration_format() -> None:
-    assert [format_duration(s) for s in (-1, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "1:00:00"]
+def test_elapsed_time_of_earlier_launches_is_read_from_the_metrics(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, "run") as metrics:
+        assert previous_elapsed_s(metrics.path) == 0.0
+        metrics.write(500, run_scalars(RUN))
+        metrics.write(500, run_scalars(STARTED))
+    assert previous_elapsed_s(metrics.path) == 95.0 and "success_20" not in run_scalars(STARTED)
+
+
+def test_robot_process_that_ends_again_and_again_is_printed_once_a_minute(tmp_path: Path) -> None:
+    config = RunConfig(robots=(RobotConfig(name="arm", driver="fake"),), runs=tmp_path)
+    folder, metadata = create_run_folder(config, "run", "tcp://127.0.0.1:5999")
+    processes, lines = RunProcesses(config, folder, metadata, LocalAllocation(config, "run")), list[str]()
+
+    def report(restarts: int, *driven: str) -> None:
+        status = ProcessStatus(state=ProcessState.WAITING, restarts=restarts, last_exit=4)
+        processes.report_failures({"arm-driver": status}, lines.append, driven)
+
+    report(1)
+    assert not lines, "a robot that was never driven has a line of its own"
+    for restarts in (1, 2, 3, 3):
+        report(restarts, "arm")
+    assert lines == [
+        f"arm-driver has ended 2 times, last with exit status 4, and is restarted; the robot holds meanwhile; "
+        f"its log is {folder.log('arm-driver')}"
+    ]
+    assert not processes.failed, "the robot may be switched on again at any time"

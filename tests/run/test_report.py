@@ -1,4 +1,4 @@
-"""The report of a run: its numbers and files."""
+"""The report of a run, its numbers and files; and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import math
 import struct
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from run_folder_kit import episode, make_run
 
 from hal.camera import CameraFrame as CameraFrame
 from hal.spec import Array
+from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
+from user_sys.edge.loop import EpisodeResult
 from user_sys.errors import RunError
-from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
-from user_sys.run.evaluate import evaluate_and_report, video_listener
+from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
+from user_sys.run.evaluate import evaluate_and_report, success_by_task, video_listener
 from user_sys.run.report import (
     EpisodePoint,
     RunSummary,
     link_latest,
     moving_success,
-    read_summary,
+    reached,
+    training_history,
     wilson_interval,
     write_report,
     write_video,
 )
+from user_sys.store.labels import DeleteLabel, SuccessLabel
+from user_sys.store.store import StoreWriter
 
 Frame = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def _summary(successes: int = 98, episodes: int = 100) -> RunSummary:
-    return RunSummary("demo-1", successes, episodes, 300.04, 18_000, 9_000, 3, seed=1)
+    return RunSummary("demo-1", successes, episodes, 300.04, 18_000, 9_000, 3, seed=1, control_s=360.0)
 
 
-def _frames(count: int, height: int = 64, width: int = 96) -> Iterator[Frame]:
-    for i in range(count):
-        yield np.full((height, width, 3), i, np.uint8)
+def _frames(count: int, height: int = 64, width: int = 96) -> list[Frame]:
+    return [np.full((height, width, 3), i, np.uint8) for i in range(count)]
 
 
 @pytest.fixture
@@ -59,12 +64,6 @@ def test_interval_matches_published_values() -> None:
         wilson_interval(5, 4)
 
 
-@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_interval_contains_the_share(case: tuple[int, int]) -> None:
-    low, high = wilson_interval(*case)
-    assert 0.0 <= low <= case[0] / case[1] <= high <= 1.0
-
-
 @given(st.lists(st.booleans(), max_size=80), st.integers(1, 60))
 def test_moving_success_is_the_mean_of_the_last_episodes(outcomes: list[bool], window: int) -> None:
     moving = moving_success([EpisodePoint(float(i), ok) for i, ok in enumerate(outcomes)], window)
@@ -72,33 +71,26 @@ def test_moving_success_is_the_mean_of_the_last_episodes(outcomes: list[bool], w
 
 
 def test_report_is_written_and_printed(tmp_path: Path, console: Console) -> None:
-    points = [EpisodePoint(3.0 * i, i > 40, intervened=i % 30 == 0) for i in range(100)]
+    points = [EpisodePoint(3.0 * i, i > 40, assisted=i % 30 == 0) for i in range(100)]
     write_report(tmp_path, _summary(), points, console)
     summary = json.loads((tmp_path / "summary.json").read_text())
     expected = {"success": 0.98, "episodes": 100, "ci95": [0.93, 0.9945], "training_s": 300.0, "env_steps": 18_000}
     assert summary.items() >= {**expected, "updates": 9_000, "interventions": 3, "seed": 1}.items()
-    assert summary["version"] and read_summary(tmp_path) == summary
+    assert summary["version"] and summary["successes_per_hour"] == 980.0
+    assert summary["autonomous"] == {"episodes": 96, "successes": 57, "ci95": [0.4937, 0.6865]}
+    assert summary["assisted"] == {"episodes": 4, "successes": 2}
     png = (tmp_path / "success.png").read_bytes()
     assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) == (1200, 675)
     assert isinstance(console.file, io.StringIO)
-    assert "98.0% (95% interval 93.0% to 99.4%)" in console.file.getvalue()
+    printed = " ".join(console.file.getvalue().split())
+    assert "98.0% (95% interval 93.0% to 99.4%)" in printed and "2 of 4 succeeded" in printed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["success.png", "summary.json"]  # nothing half-written
 
 
 def test_run_that_ended_early_has_a_report(tmp_path: Path, console: Console) -> None:
     write_report(tmp_path, _summary(0, 0), [], console)
-    assert read_summary(tmp_path)["success"] is None
+    assert json.loads((tmp_path / "summary.json").read_text())["success"] is None
     assert math.isnan(_summary(0, 0).success)
-
-
-def test_missing_summary_raises(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="summary.json"):
-        read_summary(tmp_path)
-
-
-def test_unwritable_report_raises(tmp_path: Path, console: Console) -> None:
-    with pytest.raises(RunError, match="cannot be written"):
-        write_report(tmp_path / "absent", _summary(), [], console)
 
 
 @pytest.mark.parametrize("size", [(64, 96), (65, 97)])
@@ -106,7 +98,7 @@ def test_video_is_playable_in_browsers(tmp_path: Path, size: tuple[int, int]) ->
     from imageio_ffmpeg import count_frames_and_secs, read_frames
 
     path = tmp_path / "evaluation.mp4"
-    assert write_video(path, _frames(25, *size), fps=10) == 25
+    write_video(path, _frames(25, *size), fps=10)
     reader = read_frames(str(path))
     about = next(reader)
     reader.close()
@@ -121,10 +113,8 @@ def test_video_is_playable_in_browsers(tmp_path: Path, size: tuple[int, int]) ->
 def test_failed_video_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.mp4"
     path.write_bytes(b"old")
-    unlike = [np.zeros((64, 96, 3), np.uint8), np.zeros((32, 96, 3), np.uint8)]
-    for frames, message in (([], "no frames"), (unlike, "frame 2"), ([np.zeros((4, 4), np.uint8)], "uint8")):
-        with pytest.raises(RunError, match=message):
-            write_video(path, frames, fps=10)
+    with pytest.raises(ValueError):
+        write_video(path, [np.zeros((64, 96, 3), np.uint8), np.zeros((4, 4), np.uint8)], fps=10)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["evaluation.mp4"]
 
@@ -133,15 +123,15 @@ def test_run_without_evaluation_reports_its_counts(tmp_path: Path, console: Cons
     """Also without a policy: a real robot is not to be let go alone when its training is over."""
     robot = RobotConfig(name="left", driver="fake", task="reach")
     config = RunConfig(robots=(robot,), evaluation=EvaluationConfig(episodes=0))
-    assert evaluate_and_report(config, RunFolder(tmp_path), [], _summary(0, 0), console) == _summary(0, 0)
-    assert read_summary(tmp_path)["success"] is None
+    assert evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console) == _summary(0, 0)
+    assert json.loads((tmp_path / "summary.json").read_text())["success"] is None
 
 
 def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:
     message = io.StringIO()
     config = RunConfig(robots=(RobotConfig(name="arm", driver="ur", task="tidy", real_time=True),))
     folder = RunFolder(tmp_path)
-    assert evaluate_and_report(config, folder, [], _summary(0, 0), Console(file=message, width=500)) == _summary(0, 0)
+    assert evaluate_and_report(config, folder, _summary(0, 0), Console(file=message, width=500)) == _summary(0, 0)
     assert "not evaluated without a person who stands by: arm; with an e-stop within reach: " in message.getvalue()
     assert f"user-sys evaluate {tmp_path} --robot NAME" in message.getvalue()
 
@@ -167,3 +157,68 @@ def test_latest_does_not_replace_a_folder(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     with pytest.raises(RunError, match="not a link"):
         link_latest(tmp_path / "a")
+
+
+def test_evaluation_of_several_tasks_reports_each(tmp_path: Path, console: Console) -> None:
+    done = [
+        EpisodeResult("", 9, won, 0.0, 0, 1, task) for task, won in (("lift", True), ("lift", False), ("peg", True))
+    ]
+    assert success_by_task(done[2:]) == {}
+    summary = replace(_summary(2, 3), tasks=success_by_task(done))
+    write_report(tmp_path, summary, [], console)
+    assert json.loads((tmp_path / "summary.json").read_text())["tasks"] == {"lift": [1, 2], "peg": [1, 1]}
+    assert "success, lift" in console.file.getvalue() and "50.0%" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_history_places_episodes_in_training_time_and_follows_labels(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [False] * 30 + [True] * 70)
+    with StoreWriter.open(folder.store) as writer:
+        writer.append(episode("9999", 150.0, True, assisted=True))
+        writer.append_label(SuccessLabel(episode="0099", labeller="ann", at_unix_ns=1, success=False))
+        writer.append_label(DeleteLabel(episode="0000", labeller="ann", at_unix_ns=2))
+        writer.sync()
+    history = training_history(folder)
+    assert len(history) == 100 and history[0] == EpisodePoint(0.0, False)
+    assert history[58].training_s == 0.0 and history[58].updates <= 1, "before the learner began"
+    assert history[79] == EpisodePoint(pytest.approx(20.0), True, updates=201)
+    assert history[98].success is False, "the label counts"
+    assert history[99] == EpisodePoint(pytest.approx(90.0), True, assisted=True, updates=901)
+
+
+def test_history_of_a_run_that_has_recorded_nothing_is_empty(tmp_path: Path) -> None:
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path), "run", "tcp://127.0.0.1:5000")
+    assert training_history(folder) == []
+
+
+def test_success_is_reached_by_whole_windows_of_autonomous_episodes() -> None:
+    points = [EpisodePoint(float(n), n >= 10, assisted=n == 12, updates=2 * n) for n in range(40)]
+    found = reached(points, 0.9, 10)
+    assert found is not None and (found.training_s, found.episodes, found.updates) == (19.0, 20, 38)
+    assert reached(points[:5], 0.1, 10) is None and reached(points[10:20], 0.9, 10) is None
+
+
+def test_compare_groups_seeds_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = [make_run(tmp_path, f"fast-seed{n}", [False] * (30 + 10 * n) + [True] * 70, seed=n) for n in range(3)]
+    other = make_run(tmp_path, "slow", [False] * 100, utd=1.0)
+    plot = tmp_path / "plot.png"
+    argv = ["compare", *(str(run.path) for run in (*seeds, other)), "--output", str(plot)]
+    assert main([*argv, "--json"]) == 0
+    fast, slow = json.loads(capsys.readouterr().out)["variants"]
+    assert (fast["name"], len(fast["runs"]), fast["success"], fast["episodes"]) == ("fast", 3, 1.0, 60)
+    assert fast["successes_per_hour"] == 2000.0 and fast["ci95"][0] == pytest.approx(0.94, abs=0.01)
+    assert fast["reached"]["episodes"] == [75, 85, 95] and fast["reached"]["training_s"] == [14.0, 24.0, 34.0]
+    assert fast["reached"]["updates"] == [141, 241, 341]
+    assert (slow["name"], slow["success"], slow["reached"]["runs"]) == ("slow", 0.0, 0)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(argv) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3 of 3" in text and "0 of 1" in text and str(plot.name) in text
+
+
+def test_compare_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    run = make_run(tmp_path, "run", [True])
+    (run.path / "summary.json").write_text("{")
+    assert main(["compare", str(run.path), "--output", str(tmp_path / "x.png")]) == 2
+    assert "summary.json cannot be read" in capsys.readouterr().err

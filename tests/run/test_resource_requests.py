@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hal.resource import Kind, ResourceRequest
 from user_sys.compose import RobotConfig
+from user_sys.config import build
 from user_sys.errors import ConfigError
 from user_sys.learner.config import LearnerConfig
 from user_sys.run.cluster_allocation import acquire_resources
@@ -26,10 +27,9 @@ def test_config_becomes_placement_request() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kind": "gpu", "count": 0}, "count is 0.*; count must be 1 to 256"),
-        ({"kind": "gpu", "count": 10**9}, "count is 1000000000.*; count must be 1 to 256"),
-        ({"kind": "gpu", "memory_gb": float("inf")}, "memory_gb at least 0"),
-        ({"kind": "gpu", "memory_gb": float("nan")}, "memory_gb at least 0"),
+        ({"kind": "gpu", "count": 0}, "count: expected a whole number >= 1, got 0"),
+        ({"kind": "gpu", "count": 10**9}, "count: expected a whole number <= 256"),
+        ({"kind": "gpu", "memory_gb": float("inf")}, "memory_gb: expected a finite number, got inf"),
         ({"kind": "robot", "name": "panda-0", "count": 2}, "only one resource is named panda-0; leave out count"),
         ({"kind": "gpu", "cores": 8}, "a gpu has no cores"),
         ({"kind": "robot", "memory_gb": 8}, "a robot has no memory_gb"),
@@ -37,7 +37,7 @@ def test_config_becomes_placement_request() -> None:
 )
 def test_impossible_request_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ResourceRequestConfig(**wrong)
+        build(RunConfig, {"resources": [wrong]}, "job")
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_impossible_request_is_refused(wrong: dict[str, Any], message: str) -> N
     [
         ([{"count": 3}, {}], "4 robots are requested, but `robots` lists only 3"),
         ([{"name": "arm-0"}, {"name": "arm-0"}], "the robot arm-0 is requested twice"),
-        ([{"name": "arm-7"}], "`robots` lists no arm-7; did you mean arm-2?"),
-        ([{"name": "crane"}], "`robots` lists no crane; it lists arm-0, arm-1 and arm-2"),
+        ([{"name": "arm-7"}], "`robots` lists no arm-7; did you mean 'arm-2'"),
+        ([{"name": "crane"}], "`robots` lists no crane; known are arm-0, arm-1, arm-2"),
     ],
 )
 def test_request_for_unlisted_robot_is_refused(items: list[dict[str, Any]], message: str) -> None:
@@ -71,9 +71,7 @@ def test_learner_with_fewer_gpus_than_processes_is_refused() -> None:
     RunConfig(learner=two, resources=(one_gpu, ResourceRequestConfig(kind="gpu")))
     RunConfig(learner=two, resources=(compute,))
     RunConfig(learner=LearnerConfig(processes=2, device="cpu"), resources=(one_gpu,))
-    with pytest.raises(
-        ConfigError, match=r"processes is 2, .* and resources requests 1: resources: \[\{kind: gpu, count: 2\}\]"
-    ):
+    with pytest.raises(ConfigError, match=r"1 GPUs are requested, .*; request \{kind: gpu, count: 2\}"):
         RunConfig(learner=two, resources=(one_gpu,))
 
 
@@ -97,7 +95,7 @@ def test_learner_gets_the_requested_gpu_unless_the_user_has_chosen_one(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = RunConfig(resources=(ResourceRequestConfig(kind="gpu", memory_gb=24),))
     with acquire_resources(config, tmp_path / "run", Console()) as allocation:
-        assert allocation.learner_gpus == ("GPU-of-24-GB",)
+        assert [slot.gpus for slot in allocation.learner_slots(0, 1)] == [("GPU-of-24-GB",)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with acquire_resources(config, tmp_path / "run", Console()) as allocation:
-        assert allocation.learner_gpus == ()
+        assert [slot.gpus for slot in allocation.learner_slots(0, 1)] == [()]

@@ -38,12 +38,6 @@ def test_learners_take_slots_in_turns() -> None:
     assert [slot.address for slot in second] == ["10.0.0.3", "10.0.0.2"]
 
 
-def test_processes_on_one_computer_count_their_gpu_index() -> None:
-    slots = cluster_slots(placements(("rack", None), ("tower", None)), 0, 4, ADDRESSES)
-    assert [slot.gpu_index for slot in slots] == [0, 0, 1, 1]
-    assert [slot.gpu_index for slot in local_slots(1, 3, ())] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("there", [(), ("rack",)])
 def test_learner_without_all_slots_has_none(there: tuple[str, ...]) -> None:
     taken = placements(("rack", None), ("tower", None)) if there else ()
@@ -61,18 +55,15 @@ def test_each_local_process_sees_its_own_gpu_first() -> None:
     assert {(slot.gpu_index, slot.placement, slot.address) for slot in first} == {(0, None, "127.0.0.1")}
 
 
-def test_rank_zero_is_the_learner_and_workers_get_its_checkpoints(tmp_path: Path) -> None:
+def test_processes_of_a_learner_get_the_environment_of_torchrun(tmp_path: Path) -> None:
     slots = (ProcessSlot(address="10.0.0.2"), ProcessSlot(address="10.0.0.3", gpu_index=1))
-    nodes = learner_processes(RunFolder(tmp_path), "learner-x-012345", slots, "here", "tcp://10.0.0.9:1")
+    nodes = learner_processes(RunFolder(tmp_path), "learner-x-012345", slots, "here", "tcp://10.0.0.9:1", 4000)
     assert [node.name for node, _ in nodes] == ["learner-x-012345", "learner-x-012345-rank-1"]
     assert [node.log.name for node, _ in nodes] == ["learner-x-012345.log", "learner-x-012345-rank-1.log"]
-    (learner, follower), checkpoints = (node.argv for node, _ in nodes), tmp_path / "checkpoints" / "learner-x-012345"
-    assert learner[2:] == (
-        "user_sys.run.learner_process",
-        str(tmp_path),
-        "learner-x-012345",
-        "tcp://10.0.0.9:1",
-        "10.0.0.2",
-        "0",
-    )
-    assert follower[2:] == ("user_sys.learner.worker_process", str(checkpoints), "1", "10.0.0.3", "1")
+    argv = ("user_sys.run.learner_process", str(tmp_path), "learner-x-012345", "tcp://10.0.0.9:1")
+    assert [node.argv[2:] for node, _ in nodes] == [argv, argv]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "4000"}
+    assert [node.env for node, _ in nodes] == [
+        {"RANK": "0", "LOCAL_RANK": "0", **shared},
+        {"RANK": "1", "LOCAL_RANK": "1", **shared},
+    ]

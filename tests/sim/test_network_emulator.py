@@ -10,22 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from wait_kit import until
 
-from sim.network_emulator import EmulatedLink, LinkBreak, LinkConfig, LinkEvent, make_link_config
+from hal.errors import SpecError
+from hal.settings import read_settings
+from sim.network_emulator import EmulatedLink, LinkBreak, LinkConfig, LinkEvent
 
 DEADLINE_S = 120.0
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.002)
 
 
 def read(end: socket.socket, size: int) -> bytes:
@@ -212,22 +208,6 @@ def test_peer_reset_is_forwarded() -> None:
             gateway.recv(1)
 
 
-def test_half_open_breaks_one_end_silently() -> None:
-    with linked() as ends:
-        edge, gateway = ends.pair()
-        ends.link.half_open()
-        with pytest.raises(ConnectionResetError):
-            gateway.recv(1)
-        edge.sendall(b"is anybody there?")
-        late = ends.dial()
-        for end in (edge, late):
-            end.settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                end.recv(1)
-        ends.link.restore()
-        round_trip_s(*ends.pair())
-
-
 @pytest.mark.parametrize("how", ["reset", "silence"])
 @pytest.mark.parametrize("at_byte", [1, 64, 9_999])
 def test_connection_breaks_after_exact_byte_count(at_byte: int, how: str) -> None:
@@ -240,6 +220,7 @@ def test_connection_breaks_after_exact_byte_count(at_byte: int, how: str) -> Non
             with pytest.raises(ConnectionResetError):
                 gateway.recv(1)
         else:
+            time.sleep(0.2)  # the way back ends a few turns of the link's loop after the last byte
             gateway.sendall(b"no answer reaches the edge")
             gateway.settimeout(0.05)
             edge.settimeout(0.05)
@@ -263,17 +244,6 @@ def test_events_start_with_first_connection() -> None:
         edge, gateway = ends.pair()
         assert time.monotonic() - began >= 0.2, "cut at first"
         round_trip_s(edge, gateway)
-    with linked(LinkConfig(events=(LinkEvent(at_s=0.1, what="reset"),))) as ends:
-        edge, _ = ends.pair()
-        with pytest.raises(ConnectionResetError):
-            edge.recv(1)
-
-
-def test_random_resets_follow_the_seed() -> None:
-    with linked(LinkConfig(resets_per_min=6000, seed=5)) as ends:
-        edge, _ = ends.pair()
-        with pytest.raises(ConnectionResetError):
-            edge.recv(1)
 
 
 def test_closed_target_breaks_the_connection() -> None:
@@ -303,8 +273,8 @@ def test_memory_is_bounded_with_slow_receiver() -> None:
     ],
 )
 def test_invalid_settings_are_refused(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        make_link_config(bad)
+    with pytest.raises(SpecError):
+        read_settings(LinkConfig, bad)
 
 
 @pytest.mark.usefixtures("ipv6")

@@ -18,15 +18,11 @@ from store_kit import chunk
 
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull
 from user_sys.store import manifest
-from user_sys.store.files import Files
 from user_sys.store.index import Index
-from user_sys.store.index_block import CHUNK_KIND, summarise_records
 from user_sys.store.labels import DeleteLabel, Label, SuccessLabel
-from user_sys.store.log_reader import LogReader
-from user_sys.store.log_writer import LogWriter
 from user_sys.store.maintenance import reclaim_space
 from user_sys.store.record_format import Damage
-from user_sys.store.store import IngestedChunks, StoreReader, StoreWriter
+from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.store.verify import QUARANTINE, quarantine_damage, verify_log
 
 SEGMENT_BYTES = 4096
@@ -75,11 +71,7 @@ class Scenario:
     writer: StoreWriter = field(init=False)
 
     def open(self) -> None:
-        files = self.disk.files()
-        log = LogWriter.open(
-            ROOT, segment_bytes=SEGMENT_BYTES, summarise=summarise_records, background=False, files=files
-        )
-        self.writer = StoreWriter(ROOT, log, known(files))
+        self.writer = StoreWriter.open(ROOT, segment_bytes=SEGMENT_BYTES, files=self.disk.files())
 
     def append(self, episode: str, index: int) -> None:
         self.pending = self.pending.and_also(Acknowledged(frozenset({(episode, index)})))
@@ -96,10 +88,7 @@ class Scenario:
 
     def sync(self) -> None:
         self.writer.sync()
-        self.acknowledge(self.pending)
-
-    def acknowledge(self, what: Acknowledged) -> None:
-        self.acknowledged, self.pending = self.acknowledged.and_also(what), Acknowledged()
+        self.acknowledged, self.pending = self.acknowledged.and_also(self.pending), Acknowledged()
         self.disk.note(self.acknowledged)
 
     def kill(self) -> None:
@@ -118,21 +107,8 @@ class Scenario:
         self.writer.rotate()
 
 
-def known(files: Files) -> IngestedChunks:
-    """As in `StoreWriter.open`, separate because this writer seals in the foreground."""
-    found = IngestedChunks()
-    with StoreReader.open(ROOT, files=files) as reader:
-        reader.refresh()
-        for row in range(len(reader.index.chunks)):
-            found.add(reader.read_packed(row).header)
-        for name in reader.index.episodes.ids.names:
-            for label in reader.index.labels(name):
-                found.add_label(label)
-    return found
-
-
 def appending(scenario: Scenario) -> None:
-    """Groups of all sizes, synced and pipelined; rotation and sealing; a kill, then resending."""
+    """Groups of all sizes; rotation and sealing; a kill, then resending."""
     scenario.open()
     for number in range(5):
         for index in range(3):
@@ -140,16 +116,9 @@ def appending(scenario: Scenario) -> None:
             if (number + index) % 2:
                 scenario.sync()
     scenario.append("ep-5", 0)
-    point, flushed = scenario.writer.flush(), scenario.pending
-    scenario.append("ep-5", 1)
-    scenario.writer.sync(point)
-    pending, scenario.pending = scenario.pending, Acknowledged()
-    scenario.acknowledge(flushed)
-    scenario.pending = pending
     scenario.label(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
     scenario.sync()
-    scenario.append("ep-6", 0)  # written and visible to readers, but not acknowledged
-    scenario.writer.flush()
+    scenario.append("ep-6", 0)  # not acknowledged
     scenario.kill()
     scenario.open()
     scenario.append_many("ep-6", range(2))
@@ -208,54 +177,12 @@ def resume(scenario: Scenario) -> None:
     scenario.writer.close()
 
 
-@dataclass
-class OutboxScenario:
-    """A log whose oldest segments are dropped, as an edge's outbox does; opened again in between."""
-
-    disk: Disk
-    acknowledged: Acknowledged = Acknowledged()
-
-    def session(self, first: int, last: int) -> None:
-        files, homes = self.disk.files(), dict[str, int]()
-        with LogWriter.open(ROOT, segment_bytes=SEGMENT_BYTES, background=False, files=files) as log:
-            for number in range(first, last):
-                name = f"ep-{number}"
-                homes[name] = log.append(CHUNK_KIND, twofold(name)).segment
-                log.sync()
-                self._say(Acknowledged(frozenset({(name, 0)})))
-                if number % 4 == 3:
-                    upto = homes[name] - 1
-                    earlier = {f"ep-{old}" for old in range(first)}
-                    self._say(
-                        Acknowledged(deleted=frozenset(earlier | {each for each, at in homes.items() if at < upto}))
-                    )
-                    log.drop_before(upto)
-
-    def _say(self, more: Acknowledged) -> None:
-        self.acknowledged = self.acknowledged.and_also(more)
-        self.disk.note(self.acknowledged)
-
-
-def outbox(disk: Disk) -> None:
-    for first in range(0, 18, 6):
-        OutboxScenario(disk, said_by(disk)).session(first, first + 6)
-
-
-def said_by(disk: Disk) -> Acknowledged:
-    notes = [event.note for event in disk.trace if event.kind == "note"]
-    return _acknowledged_at(notes)
-
-
 def _acknowledged_at(notes: Iterable[object]) -> Acknowledged:
     last = Acknowledged()
     for note in notes:
         assert isinstance(note, Acknowledged)
         last = note
     return last
-
-
-def twofold(name: str) -> bytes:
-    return packet(name, 0) + packet(name, 1)
 
 
 def damaged_store() -> tuple[dict[str, bytes], Acknowledged]:
@@ -363,24 +290,6 @@ def check_damage(damaged: list[Damage], torn: bool) -> None:
     require(not alarming, f"called damaged: {alarming}")
 
 
-def check_outbox(state: CrashState, forget: str = "") -> None:
-    """As `check_store`, for the outbox's log, from which acknowledged data may be dropped."""
-    acknowledged = _acknowledged_at(state.notes)
-    disk = Disk(state.content, forget=forget)
-    with LogWriter.open(ROOT, segment_bytes=SEGMENT_BYTES, background=False, files=disk.files()) as log:
-        log.append(CHUNK_KIND, twofold(PROBE))
-        log.sync()
-        kept = {name for name, _ in acknowledged.chunks | {(PROBE, 0)}} - acknowledged.deleted
-        want = {twofold(name): name for name in kept}
-        for view in (disk, Disk(durable(disk))):
-            with LogReader.open(ROOT, files=view.files()) as reader:
-                found = [bytes(reader.read(ref)) for batch in reader.refresh() for ref in batch.records]
-            lost = sorted(want[body] for body in want.keys() - set(found))
-            require(not lost, f"acknowledged and lost: {lost}")
-            require(len(found) == len(set(found)), "a record appears twice")
-            check_damage(reader.damaged, state.torn)
-
-
 def check_repair(state: CrashState, forget: str = "") -> None:
     """Quarantined damage stays quarantined with its bytes; each listed range has a copy."""
     acknowledged, disk = _acknowledged_at(state.notes), Disk(state.content)
@@ -437,12 +346,6 @@ def execute(run: Callable[[Scenario], None], forget: str, kill_at: int = -1) -> 
         disk.room_bytes = None
         resume(scenario)
     return Execution(disk, check_store, max(0, kill_at))
-
-
-def outbox_story(forget: str) -> Execution:
-    disk = Disk(forget=forget)
-    outbox(disk)
-    return Execution(disk, check_outbox)
 
 
 def repair_story(forget: str) -> Execution:

@@ -21,7 +21,6 @@ from crash_scenarios import (
     compacting,
     execute,
     filling,
-    outbox_story,
     repair_story,
 )
 from disk_model import Event, crash_states
@@ -29,7 +28,7 @@ from disk_model import Event, crash_states
 from user_sys.errors import StoreError
 
 SCENARIOS = {"appending": appending, "compacting": compacting, "filling": filling}
-NAMES = (*SCENARIOS, "outbox", "repairing")
+NAMES = (*SCENARIOS, "repairing")
 
 
 @dataclass
@@ -44,8 +43,8 @@ class Result:
 
 def executions(name: str, kill_every: int, forget: str = "") -> Iterator[Execution]:
     """A scenario without a kill, and with kills at some of its moments."""
-    if name in ("outbox", "repairing"):
-        yield outbox_story(forget) if name == "outbox" else repair_story(forget)
+    if name == "repairing":
+        yield repair_story(forget)
         return
     whole = execute(SCENARIOS[name], forget)
     yield whole

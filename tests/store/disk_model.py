@@ -171,9 +171,6 @@ class ModelFiles(Files):
     def pread(self, fd: int, count: int, offset: int) -> bytes:
         return bytes(self._body(fd)[offset : offset + count])
 
-    def map(self, fd: int, length: int) -> memoryview:
-        return memoryview(bytes(self._body(fd)[:length]))
-
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         with self.disk.lock:
             body, joined = self._body(fd), self.disk.take_room(b"".join(buffers))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
+from episode_kit import chunk_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
+from user_sys.episode import Chunk, EpisodeEnd, Phase
 from user_sys.errors import WireError
-from user_sys.store.index import Index, IndexChange
+from user_sys.store.index import Index
 from user_sys.store.index_block import CHUNK_KIND, IndexBlock, IndexBlockBuilder, decode_block
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, UndoLabel, encode_label
 from user_sys.store.record_format import RecordRef
@@ -22,16 +22,11 @@ LABEL = 2
 def chunk(episode: str, index: int, steps: int = 3, *, last: bool = False) -> Chunk:
     """Chunk `index` of an episode whose chunks all have `steps` steps; the reward of a step is its number."""
     at = np.arange(index * steps, (index + 1) * steps)
-    header = ChunkHeader(
-        episode=episode,
+    header = chunk_header(
+        episode,
+        steps,
         index=index,
         first_step=index * steps,
-        steps=steps,
-        robot="panda-0",
-        embodiment="e1",
-        task="lift",
-        sentence="lift the cube",
-        source=EpisodeSource.ONLINE,
         seed=7,
         started_unix_ns=1000,
         end=EpisodeEnd(steps=int(at[-1]) + 1, success=True) if last else None,
@@ -81,7 +76,8 @@ def test_steps_have_recorded_values_and_unix_times() -> None:
     assert index.steps.chunk.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert index.step_of(np.arange(9)).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert index.successor(np.arange(9)).tolist() == [1, 2, 6, 4, 5, -1, 7, 8, -1]
-    assert index.is_last(np.arange(9)).tolist() == [False] * 8 + [True]
+    assert index.observation_before(np.arange(9)).tolist() == list(range(9))
+    assert index.observation_after(np.arange(9)).tolist() == [1, 2, 6, 4, 5, -1, 7, 8, 9]
     a, b = index.episodes.find("a"), index.episodes.find("b")
     assert index.episodes.complete[[a, b]].tolist() == [True, False]
     assert index.episodes.success[[a, b]].tolist() == [1, -1]
@@ -199,14 +195,6 @@ def test_gone_chunk_has_no_predecessor_link() -> None:
     assert index.chunks.alive.tolist() == [True, False, True] and index.steps.alive.sum() == 6
 
 
-def test_column_views_keep_their_rows_after_growth() -> None:
-    index = indexed(block(chunk("a", 0)))
-    before = index.steps.reward
-    changes: list[IndexChange] = [index.apply([block(chunk("a", i + 1), first=i + 1)]) for i in range(600)]
-    assert [change.rows.start for change in changes] == list(range(3, 1803, 3))
-    assert before.tolist() == [0, 1, 2] and index.steps.reward.tolist() == list(range(1803))
-
-
 @settings(deadline=None)
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
 def test_damaged_block_is_refused_or_consistent(position: int, value: int) -> None:
@@ -222,10 +210,3 @@ def test_damaged_block_is_refused_or_consistent(position: int, value: int) -> No
 
 def _encoded(records: Sequence[Chunk | Label]) -> bytes:
     return block(*records).encode()
-
-
-def test_empty_block_round_trips() -> None:
-    index = indexed(block(), block(chunk("a", 0)), block())
-    assert len(index.steps) == 3
-    with pytest.raises(WireError):
-        decode_block(chunk("a", 0).encode())

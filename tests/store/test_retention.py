@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from episode_kit import chunk_header
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
-from user_sys.errors import ConfigError
+from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase
 from user_sys.store.index import Index
 from user_sys.store.index_block import CHUNK_KIND, IndexBlockBuilder
 from user_sys.store.labels import DeleteLabel, encode_label
@@ -34,17 +31,12 @@ class StoreModel:
         ended: bool = True,
         robot: str = "panda-0",
     ) -> StoreModel:
-        header = ChunkHeader(
-            episode=episode,
-            index=0,
-            first_step=0,
-            steps=STEPS,
+        header = chunk_header(
+            episode,
+            STEPS,
             robot=robot,
-            embodiment="e1",
-            task="lift",
             sentence="lift",
             source=source,
-            seed=0,
             started_unix_ns=self._records,
             end=EpisodeEnd(steps=STEPS, success=success) if ended else None,
         )
@@ -106,26 +98,3 @@ def test_running_episodes_are_not_evicted() -> None:
 
 def test_deleted_episodes_do_not_count() -> None:
     assert StoreModel().put("a").put("b").delete("a").plan(1) == EvictionPlan((), 0, 0)
-
-
-@settings(deadline=None)
-@given(outcomes=st.lists(st.booleans(), min_size=4, max_size=60), share=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
-def test_eviction_keeps_failure_share(outcomes: list[bool], share: float) -> None:
-    store = StoreModel()
-    for n, good in enumerate(outcomes):
-        store.put(f"{n:03d}-{good}", success=good)
-    chosen = store.plan(len(outcomes) / 2, failure_share=share).episodes
-    for kind in ("True", "False"):
-        mine = [name for name in chosen if name.endswith(kind)]
-        assert mine == sorted(mine) and len(set(mine)) == len(mine)
-    left = len(outcomes) - len(chosen)
-    bad = outcomes.count(False) - sum(name.endswith("False") for name in chosen)
-    assert left == len(outcomes) // 2
-    if any(name.endswith("True") for name in chosen):  # a success was evicted, so failures were within their share
-        assert bad <= share * left + 2
-
-
-def test_invalid_retention_settings_are_refused() -> None:
-    for wrong in ({"max_bytes": -1}, {"slack": 1.0}, {"failure_share": 2.0}):
-        with pytest.raises(ConfigError, match="retention"):
-            Retention(**wrong)

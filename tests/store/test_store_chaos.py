@@ -1,10 +1,13 @@
-"""A part of ``make chaos-store``: faults lose nothing acknowledged, and damage is always reported."""
+"""A part of ``make chaos-store``: faults and kills lose nothing acknowledged, and damage is always reported."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from chaos import (
@@ -17,6 +20,8 @@ from chaos import (
     truncations,
     zeroed_pages,
 )
+
+LOOP = Path(__file__).with_name("kill_loop.py")
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +60,20 @@ def test_kill_during_recovery_loses_nothing() -> None:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
 def test_failing_operations_lose_nothing(code: int) -> None:
     assert harmless(errors_at_operations(code, 11), 30)
+
+
+def run(folder: Path, kills: int, seed: int, timeout_s: float) -> str:
+    command = [sys.executable, str(LOOP), str(folder / "store"), str(kills), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_thirty_kills_lose_nothing(tmp_path: Path) -> None:
+    assert "30 kills" in run(tmp_path, 30, seed=1, timeout_s=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_thousand_kills_lose_nothing(tmp_path: Path, seed: int) -> None:
+    assert "100 kills" in run(tmp_path, 100, seed=100 + seed, timeout_s=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -13,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from episode_kit import chunk_header
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
-from user_sys.replay.batches import ObservationFeatures, TransitionBuilder
+from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase
+from user_sys.errors import StoreError
+from user_sys.replay.batches import BatchSpec, ObservationFeatures
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.sampler import Sampler
 from user_sys.replay.selectors import UniformSelector
@@ -44,6 +47,7 @@ class MortalDisk(Files):
 
     def __init__(self) -> None:
         self.lock_all, self.dead = threading.RLock(), False
+        self.sync_fails = False
         self.synced: dict[int, int] = {}  # descriptor -> length that is safe
 
     def power_off(self, survives: float) -> None:
@@ -74,6 +78,8 @@ class MortalDisk(Files):
         self.synced[fd] = os.fstat(fd).st_size
 
     def fdatasync(self, fd: int) -> None:
+        if self.sync_fails:
+            raise OSError(5, "the power fails")
         self.fsync(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -100,17 +106,13 @@ def rewards(index: int) -> list[float]:
 
 
 def packet(episode: str, index: int) -> bytes:
-    header = ChunkHeader(
-        episode=episode,
+    header = chunk_header(
+        episode,
+        STEPS,
         index=index,
         first_step=index * STEPS,
-        steps=STEPS,
-        robot="panda-0",
-        embodiment="e1",
-        task="lift",
         sentence="lift",
         source=EpisodeSource.DEMO if episode.startswith("demo") else EpisodeSource.ONLINE,
-        seed=0,
         started_unix_ns=EPISODES.index(episode),
         end=EpisodeEnd(steps=CHUNKS * STEPS, success=True) if index == CHUNKS - 1 else None,
     )
@@ -150,8 +152,12 @@ class Model:
         known = {
             n: (r, 0) for i in self.chunks(episode) for n, r in zip(range(i * STEPS, 99), rewards(i), strict=False)
         }
+        last = CHUNKS * STEPS - 1
         for label in self.labels(episode):
-            if isinstance(label, RewardLabel):
+            if isinstance(label, SuccessLabel) and last in known:
+                reward = rewards(CHUNKS - 1)[-1] if label.success is None else float(label.success)
+                known[last] = (reward, known[last][1])
+            elif isinstance(label, RewardLabel):
                 for n, reward in enumerate(label.rewards, label.first_step):
                     if n in known:
                         known[n] = (reward, known[n][1])
@@ -167,7 +173,7 @@ class Model:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The store and its model; after each step an old and a new reader agree with the model."""
+    """The store and its model; after each sync an old and a new reader agree with the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,8 +253,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.disk = MortalDisk()
         self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES, files=self.disk)
 
-    @rule(survives=st.floats(0, 1))
-    def crash(self, survives: float) -> None:
+    @rule(survives=st.floats(0, 1), is_written=st.booleans())
+    def crash(self, survives: float, is_written: bool) -> None:
+        """A power cut, before a sync or after its write."""
+        self.disk.sync_fails = is_written
+        with contextlib.suppress(StoreError):
+            if is_written:
+                self.writer.sync()
         self.disk.power_off(survives)
         self.reader.close()
         self.start()
@@ -265,12 +276,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 99), cache_bytes=st.sampled_from([2_500, 100_000]))
     def sample(self, seed: int, cache_bytes: int) -> None:
         """Drawn transitions exist in the model."""
-        self.writer.flush()
+        self.sync()
         with (
             StoreReader.open(self.path) as reader,
             ReplayBuffer(reader, FEATURES, cache_bytes=cache_bytes, cold_threads=1) as replay,
         ):
-            sampler = Sampler(replay, UniformSelector(), TransitionBuilder(), 16, seed=seed)
+            sampler = Sampler(replay, UniformSelector(), BatchSpec(), 16, seed=seed)
             replay.refresh()
             if not len(sampler):
                 return
@@ -296,10 +307,9 @@ class StoreMachine(RuleBasedStateMachine):
         of_episode = [r for r in self.model.records if not isinstance(r, tuple) and r.episode == record.episode]
         return next(n for n, r in enumerate(of_episode) if r is record) < acknowledged
 
-    @precondition(lambda self: hasattr(self, "reader"))
+    @precondition(lambda self: hasattr(self, "reader") and not self.model.unsure)
     @invariant()
     def agrees(self) -> None:
-        self.writer.flush()
         self.reader.refresh()
         self.compare(self.reader)
         with StoreReader.open(self.path) as late:

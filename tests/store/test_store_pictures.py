@@ -1,23 +1,28 @@
-"""Pictures and videos of ``user-sys store inspect``."""
+"""Pictures of ``user-sys store inspect``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from episode_kit import chunk_header
 from PIL import Image
 
-from hal.spec import ArraySpec, RobotSpec
-from user_sys.commands.episode_pictures import PHASE_COLOURS
 from user_sys.commands.main import main
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase, frame_columns
+from user_sys.commands.store_inspect import PHASE_COLOURS, REPEAT_COLOUR
+from user_sys.episode import Chunk, EpisodeEnd, Phase, frame_columns
 from user_sys.interchange.frames import encode_jpeg
-from user_sys.interchange.video import VideoReader
-from user_sys.robot_records import save_robot_record
+from user_sys.run.metrics import SHEET_FRAMES, RunLogger
 from user_sys.store.store import StoreWriter
 
 STEPS = 12
+
+
+@dataclass(frozen=True)
+class PictureRun:
+    seed: int = 1
 
 
 def write(path: Path, episode: str, *, cameras: bool = True, embodiment: str = "e1") -> None:
@@ -34,20 +39,7 @@ def write(path: Path, episode: str, *, cameras: bool = True, embodiment: str = "
     if cameras:
         columns |= frame_columns("observation.images.front", jpeg, columns["t_capture_ns"])
         columns |= frame_columns("observation.images.wrist", raw, columns["t_capture_ns"])
-    header = ChunkHeader(
-        episode=episode,
-        index=0,
-        first_step=0,
-        steps=STEPS,
-        robot="panda-0",
-        embodiment=embodiment,
-        task="lift",
-        sentence="lift the cube",
-        source=EpisodeSource.ONLINE,
-        seed=0,
-        started_unix_ns=1,
-        end=EpisodeEnd(steps=STEPS, success=True),
-    )
+    header = chunk_header(episode, STEPS, embodiment=embodiment, end=EpisodeEnd(steps=STEPS, success=True))
     with StoreWriter.open(path) as writer:
         writer.append(Chunk(header, columns, {}).encode())
 
@@ -68,6 +60,7 @@ def test_picture_shows_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         shares = {phase: share_of(tmp_path / "out" / name, colour) for phase, colour in PHASE_COLOURS.items()}
         assert shares["policy"] > 0.002 and shares["correction"] > 0.002
         assert shares["teleop"] == shares["recovery"] == 0
+    assert share_of(tmp_path / "out/a.png", REPEAT_COLOUR) > 0, "a repeated frame names its step"
     assert (tmp_path / "out/a.png").stat().st_size < 200_000
 
 
@@ -77,31 +70,15 @@ def test_picture_without_cameras_shows_curves(tmp_path: Path) -> None:
     assert share_of(tmp_path / "out/a.png", "#2e7d5b") > 0.001  # the reward
 
 
-def test_video_has_one_frame_per_step(tmp_path: Path) -> None:
+def test_wandb_gets_contact_sheet_of_newest_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-files"))
     write(tmp_path / "store", "a")
-    assert main(["store", "inspect", str(tmp_path / "store"), "--episode", "a", "--video", str(tmp_path / "out")]) == 0
-    video = VideoReader(tmp_path / "out/a.mp4")
-    frames = list(video.read(0.0, STEPS, 20.0))
-    video.close()
-    assert frames[0].shape[0] == 258 and frames[0].shape[1] >= 612
-    front = [int(frame[100, 100].mean()) for frame in frames]
-    expected = [20 * (n - n % 2) for n in range(STEPS)]
-    np.testing.assert_allclose(front, expected, atol=8)
-    assert frames[0][1, 300, 2] > frames[0][1, 300, 0] and frames[-1][1, 300, 0] > frames[-1][1, 300, 2]
-
-
-def test_video_uses_rate_of_robot_spec(tmp_path: Path) -> None:
-    action = ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,))
-    spec = RobotSpec(model="fast", rate_hz=4.0, observation=(), action=action, cameras=())
-    save_robot_record(tmp_path / "store/robots", "panda-0", spec)
-    write(tmp_path / "store", "a", embodiment=spec.embodiment)
-    assert main(["store", "inspect", str(tmp_path / "store"), "--video", str(tmp_path / "out")]) == 0
-    video = VideoReader(tmp_path / "out/a.mp4")
-    assert len(list(video.read(0.0, STEPS, 4.0))) == STEPS  # and not 20 a second, as the clock says
-    video.close()
-
-
-def test_video_without_camera_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "store", "a", cameras=False)
-    assert main(["store", "inspect", str(tmp_path / "store"), "--video", str(tmp_path / "out")]) == 2
-    assert "no camera" in capsys.readouterr().err
+    write(tmp_path / "store", "b", cameras=False)
+    logger = RunLogger(tmp_path, PictureRun())
+    logger.log("learner", 1, {"loss": 0.5})
+    logger.close({"success": 1.0})
+    (sheet,) = (tmp_path / "wandb").glob("offline-run-*/files/media/images/episodes_*.png")
+    with Image.open(sheet) as row:
+        assert row.size == (SHEET_FRAMES * 48, 32)
+        assert row.getpixel((5, 5)) == (0, 0, 0) and row.getpixel((SHEET_FRAMES * 48 - 5, 5)) == (200, 200, 200)

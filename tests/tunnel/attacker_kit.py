@@ -13,7 +13,16 @@ from tunnel_kit import chunk, hello
 from zmq.utils.monitor import recv_monitor_message
 
 from user_sys.gateway.gateway import GatewayAddress
-from user_sys.messages import PROTOCOL_VERSION, ChunkOffer, CreditGrant, Heartbeat, Preview, StopRun, WeightsBlocks
+from user_sys.messages import (
+    PROTOCOL_VERSION,
+    BlobPart,
+    ChunkOffer,
+    CreditGrant,
+    Heartbeat,
+    Preview,
+    StopRun,
+    WeightsBlobs,
+)
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.protocol import Channel, Envelope, encode_envelope, new_session_id
 
@@ -30,7 +39,7 @@ class Attacker:
     def __init__(self, address: GatewayAddress, keys: KeyPair, seed: int) -> None:
         self._address, self._keys, self._random = address, keys, random.Random(seed)
         self._context: zmq.Context[Dealer] = zmq.Context()
-        offer = Envelope(ChunkOffer(sequence=1, episode="e", index=0), chunk(0, robot="panda-1"))
+        offer = Envelope(ChunkOffer(sequence=1), chunk(0, robot="panda-1"))
         valid = (offer, Envelope(Heartbeat(t_client_ns=1)), Envelope(CreditGrant(messages=1, size_bytes=1)))
         self._valid = [[bytes(f) for f in encode_envelope(e)] for e in (*valid, Envelope(hello("panda-1")))]
         self._kinds: list[Callable[[], list[bytes]]] = [
@@ -84,7 +93,9 @@ class Attacker:
     def _lying(self) -> list[bytes]:
         packet = bytearray(chunk(0, robot="panda-1"))
         packet[4:8] = b"\xff" + self._random.randbytes(3)
-        grains = self._encoded(WeightsBlocks(parcel=b"d", first=1 << 62), b"x")
+        grains = self._encoded(
+            WeightsBlobs(version=bytes(32), parts=(BlobPart(bytes(32), b"", "raw", 1, 1 << 62, 0, 0, 1),)), b"x"
+        )
         return self._random.choice(
             [
                 [self._random.choice(LENGTHS)],
@@ -103,7 +114,7 @@ class Attacker:
                 [msgspec.msgpack.encode({"type": "hello", "protocol": 99, "role": "robot", "name": "panda-1"})],
                 self._encoded(hello("panda-0")),
                 self._encoded(hello("panda-1", "learner")),
-                self._encoded(WeightsBlocks(parcel=b"x", first=0), b"x"),
+                self._encoded(WeightsBlobs(version=bytes(32), parts=()), b"x"),
                 self._encoded(StopRun(reason="attack")),
             ]
         )
@@ -127,7 +138,7 @@ class Attacker:
         return [b"\xc0"] * 1000
 
     def _offer(self, packet: bytes) -> list[bytes]:
-        return self._encoded(ChunkOffer(sequence=self._random.randrange(9), episode="../x", index=-1), packet)
+        return self._encoded(ChunkOffer(sequence=self._random.randrange(9)), packet)
 
     def _encoded(self, message: object, payload: bytes | None = None) -> list[bytes]:
         return [bytes(frame) for frame in encode_envelope(Envelope(message, payload))]  # type: ignore[arg-type]

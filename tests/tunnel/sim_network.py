@@ -1,4 +1,4 @@
-"""A network between simulated machines, behind the interface of libzmq that the tunnel uses.
+"""A network between simulated machines, behind the interfaces of `Connection` and `GuardedRouter`.
 
 A connection behaves as TCP: messages arrive whole and in order. Connections are independent. A broken one loses the
 last messages in flight of each direction; earlier ones of its client may arrive after the client has opened another.
@@ -7,44 +7,18 @@ The gateway gets no event of a broken connection.
 
 from __future__ import annotations
 
-import errno
 from collections import deque
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import zmq
 from sim_runtime import Runtime, SimTask
 
 from user_sys.errors import LinkDown
-from user_sys.tunnel.connection import ChannelSocket, Connection
-from user_sys.tunnel.flow_control import SendQueue
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.protocol import SESSION_BYTES, Channel
-from user_sys.tunnel.session import channel_limits
+from user_sys.tunnel.protocol import SESSION_BYTES, Channel, Payload
+from user_sys.tunnel.router import RoutedMessage
 
 UP, DOWN = "up", "down"
-
-
-@dataclass(eq=False)
-class SimFrame:
-    """One part of a message, with its sender and connection."""
-
-    body: bytes
-    more: bool
-    public: str
-    descriptor: int
-
-    @property
-    def buffer(self) -> memoryview:
-        return memoryview(self.body)
-
-    @property
-    def bytes(self) -> bytes:
-        return self.body
-
-    def get(self, key: str | int) -> str | int:
-        return self.descriptor if key == zmq.SRCFD else self.public
 
 
 @dataclass(eq=False)
@@ -93,16 +67,15 @@ class SimNetwork:
             self.connections[routing_id] = connection
         return connection
 
-    def send(self, connection: SimConnection, direction: str, frames: list[bytes]) -> None:
-        """Raises ZMQError if libzmq accepts no more, or if the peer is gone."""
+    def send(self, connection: SimConnection, direction: str, frames: list[Payload]) -> bool:
+        """Returns False if libzmq accepts no more, or if the peer is gone."""
         pipe, runtime = connection.pipes[direction], self.runtime
-        if not connection.open:
-            raise zmq.ZMQError(errno.EHOSTUNREACH)
-        if len(pipe.waiting) >= self.limits.pipe_messages:
-            raise zmq.ZMQError(errno.EAGAIN)
+        if not connection.open or len(pipe.waiting) >= self.limits.pipe_messages:
+            return False
         pipe.last_s = max(pipe.last_s, runtime.now_s + runtime.rng.random() ** 3 * self.slow_s)
-        pipe.waiting.append((pipe.last_s, frames))
+        pipe.waiting.append((pipe.last_s, [bytes(frame) for frame in frames]))
         self._announce(connection, direction)
+        return True
 
     def _announce(self, connection: SimConnection, direction: str) -> None:
         task = self.gateway if direction == UP else connection.client
@@ -118,13 +91,13 @@ class SimNetwork:
     def _is_blocked(self, connection: SimConnection, direction: str) -> bool:
         return connection.stalled or (connection.edge, direction) in self.blocked
 
-    def take(self, connection: SimConnection, direction: str) -> tuple[list[bytes], int]:
-        """A message that has arrived, and the connection's descriptor."""
+    def take(self, connection: SimConnection, direction: str) -> list[Payload]:
+        """A message that has arrived."""
         pipe = connection.pipes[direction]
         frames = pipe.waiting.popleft()[1]
         pipe.heard_s = self.runtime.now_s
         self._announce(connection, direction)
-        return frames, pipe.descriptor
+        return [memoryview(frame) for frame in frames]
 
     def silence_s(self, descriptor: int) -> float:
         """As `sockets.silence_s`."""
@@ -165,121 +138,75 @@ class SimNetwork:
         self.connections = {key: c for key, c in self.connections.items() if c.open or c.pipes[UP].waiting}
 
 
-class _SimSocket:
-    """The methods of a libzmq socket that both ends use."""
+class SimRouter:
+    """As `GuardedRouter`; all keys are allowed."""
 
-    def __init__(self) -> None:
-        self._out: list[bytes] = []
-        self._in: deque[SimFrame] = deque()
-
-    def send(self, frame: bytes | memoryview, flags: int, copy: bool) -> None:
-        self._out.append(bytes(frame))
-        if flags & zmq.SNDMORE:
-            return
-        frames, self._out = self._out, []
-        self._send(frames)
-
-    def recv(self, flags: int, copy: bool) -> SimFrame:
-        if not self._in:
-            frames, public, descriptor = self._receive()
-            self._in.extend(SimFrame(body, at < len(frames) - 1, public, descriptor) for at, body in enumerate(frames))
-        return self._in.popleft()
-
-    def getsockopt(self, option: int) -> int:
-        return zmq.POLLIN if option == zmq.EVENTS and self._readable() else 0
-
-    def _send(self, frames: list[bytes]) -> None:
-        raise NotImplementedError
-
-    def _receive(self) -> tuple[list[bytes], str, int]:
-        raise NotImplementedError
-
-    def _readable(self) -> bool:
-        raise NotImplementedError
-
-
-class Dealer(_SimSocket):
-    def __init__(self, network: SimNetwork, connection: SimConnection) -> None:
-        super().__init__()
-        self._network, self.connection = network, connection
-
-    def _send(self, frames: list[bytes]) -> None:
-        self._network.send(self.connection, UP, frames)
-
-    def _receive(self) -> tuple[list[bytes], str, int]:
-        frames, descriptor = self._network.take(self.connection, DOWN)
-        return frames, "", descriptor
-
-    def _readable(self) -> bool:
-        return self._network.arrived(self.connection, DOWN)
-
-    def disable_monitor(self) -> None:
-        return
-
-    def close(self, linger_ms: int) -> None:
-        self._network.break_connection(self.connection)
-
-
-class Router(_SimSocket):
     def __init__(self, network: SimNetwork) -> None:
-        super().__init__()
         self._network = network
-
-    def _send(self, frames: list[bytes]) -> None:
-        connection = self._network.connections.get(frames[0])
-        if connection is None:
-            raise zmq.ZMQError(errno.EHOSTUNREACH)
-        self._network.send(connection, DOWN, frames[1:])
 
     def _ready(self) -> list[SimConnection]:
         return [c for c in self._network.connections.values() if self._network.arrived(c, UP)]
 
-    def _receive(self) -> tuple[list[bytes], str, int]:
-        connection = self._network.runtime.rng.choice(self._ready())
-        frames, descriptor = self._network.take(connection, UP)
-        return [connection.routing_id, *frames], connection.edge, descriptor
-
-    def _readable(self) -> bool:
+    def has_message(self) -> bool:
         return bool(self._ready())
 
+    def receive(self) -> RoutedMessage | None:
+        ready = self._ready()
+        if not ready:
+            return None
+        connection = self._network.runtime.rng.choice(ready)
+        frames, descriptor = self._network.take(connection, UP), connection.pipes[UP].descriptor
+        return RoutedMessage(connection.routing_id, frames, connection.edge, "", descriptor)
 
-class SimLink(Connection):
-    """A connection over simulated sockets; its channel sockets are the real ones."""
+    def send(self, routing_id: bytes, frames: list[Payload]) -> bool:
+        connection = self._network.connections.get(routing_id)
+        return connection is not None and self._network.send(connection, DOWN, frames)
+
+    def authorize(self, descriptor: int, session: bytes) -> None:
+        return
+
+    def deauthorize(self, session: bytes) -> None:
+        return
+
+    def wake(self) -> None:
+        self._network.runtime.poke(self._network.gateway) if self._network.gateway else None
+
+
+class SimLink:
+    """As `Connection`."""
 
     network: SimNetwork  # of the running simulation
 
     def __init__(
-        self,
-        contexts: object,
-        endpoint: str,
-        keys: KeyPair,
-        server_key: str,
-        limits: TunnelLimits,
-        send_queues: Mapping[Channel, SendQueue],
-        wakeup: object,
+        self, context: object, endpoint: str, keys: KeyPair, server_key: str, limits: TunnelLimits, wakeup: object
     ) -> None:
-        self.endpoint, self.sockets = endpoint, {}
-        self._stuck_after_s = limits.stuck_after_s
+        self.endpoint = endpoint
         runtime = self.network.runtime
         assert runtime.running is not None
         session = runtime.rng.randbytes(SESSION_BYTES)
-        self._connections: list[SimConnection] = []
-        for channel, window in channel_limits(limits).items():
-            connection = self.network.dial(keys.public, channel.value + session, runtime.running)
-            self._connections.append(connection)
-            socket = Dealer(self.network, connection)
-            self.sockets[channel] = ChannelSocket(socket, send_queues[channel], window, limits, channel)  # type: ignore[arg-type]
+        self._connections = {
+            channel: self.network.dial(keys.public, channel.value + session, runtime.running) for channel in Channel
+        }
 
-    def wait(self, timeout_s: float, read_elsewhere: Collection[Channel] = ()) -> None:
-        self.network.runtime.pause(
-            0.0 if any(line.has_message for line in self.sockets.values()) else max(0.0, timeout_s)
-        )
-        if not all(connection.open for connection in self._connections):
+    def send(self, channel: Channel, frames: list[Payload]) -> bool:
+        return self.network.send(self._connections[channel], UP, frames)
+
+    def receive(self, channel: Channel) -> list[Payload] | None:
+        connection = self._connections[channel]
+        return self.network.take(connection, DOWN) if self.network.arrived(connection, DOWN) else None
+
+    def silence_s(self, channel: Channel) -> float:
+        return self.network.silence_s(self._connections[channel].pipes[DOWN].descriptor)
+
+    def wait(self, timeout_s: float) -> None:
+        readable = any(self.network.arrived(connection, DOWN) for connection in self._connections.values())
+        self.network.runtime.pause(0.0 if readable else max(0.0, timeout_s))
+        if not all(connection.open for connection in self._connections.values()):
             raise LinkDown(f"{self.endpoint}: the connection ended")
 
     def close(self, linger_ms: int = 0) -> None:
-        for line in self.sockets.values():
-            line.close(linger_ms)
+        for connection in self._connections.values():
+            self.network.break_connection(connection)
 
 
 class SimWakeup:

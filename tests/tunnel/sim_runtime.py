@@ -2,7 +2,7 @@
 the next.
 
 Code under simulation keeps its threads and its blocking waits; `Runtime.patched` gives its modules this file's Thread,
-Event, Condition, Queue and clock. A thread is then a greenlet that runs until it waits.
+Event, Condition and clock. A thread is then a greenlet that runs until it waits.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-import queue
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -148,11 +147,11 @@ class Runtime:
 
     @contextmanager
     def patched(self, modules: dict[ModuleType, dict[str, object]]) -> Iterator[None]:
-        """Gives `modules` this runtime's clock, threads and queues, and their other replacements."""
+        """Gives `modules` this runtime's clock and threads, and their other replacements."""
         clock = SimpleNamespace(monotonic=self.monotonic, monotonic_ns=self.monotonic_ns, time_ns=self.time_ns)
         with ExitStack() as stack:
             for module, names in modules.items():
-                for name, value in {"time": clock, "threading": self.threading(), "queue": self.queues()}.items():
+                for name, value in {"time": clock, "threading": self.threading()}.items():
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, value))
                 for name, value in names.items():
@@ -164,12 +163,9 @@ class Runtime:
             Thread=lambda target, name, daemon, args=(): _Thread(self, name, functools.partial(target, *args)),
             Event=lambda: _Event(self),
             Condition=lambda lock=None: _Condition(self),
-            Lock=lambda: _Lock(self),
+            Lock=nullcontext,  # a thread is interrupted only when it waits
             get_ident=lambda: -1,
         )
-
-    def queues(self) -> SimpleNamespace:
-        return SimpleNamespace(Queue=lambda maxsize: _Queue(self, maxsize), Full=queue.Full, Empty=queue.Empty)
 
 
 class _Thread:
@@ -224,50 +220,3 @@ class _Condition:
         self._waiting.clear()
 
     notify_all = notify
-
-
-class _Lock:
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._held, self._released = runtime, False, _Condition(runtime)
-
-    def acquire(self, timeout: float = math.inf) -> bool:
-        deadline_s = self._runtime.now_s + timeout
-        while self._held:
-            if self._runtime.now_s >= deadline_s:
-                return False
-            self._released.wait(deadline_s - self._runtime.now_s)
-        self._held = True
-        return True
-
-    def release(self) -> None:
-        assert self._held
-        self._held = False
-        self._released.notify()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class _Queue:
-    def __init__(self, runtime: Runtime, maxsize: int) -> None:
-        self._items: list[object] = []
-        self._maxsize, self._changed = maxsize, _Condition(runtime)
-
-    def put(self, item: object, timeout: float) -> None:
-        if len(self._items) >= self._maxsize:
-            self._changed.wait(timeout)
-        if len(self._items) >= self._maxsize:
-            raise queue.Full
-        self._items.append(item)
-        self._changed.notify()
-
-    def get(self, timeout: float) -> object:
-        if not self._items:
-            self._changed.wait(timeout)
-        if not self._items:
-            raise queue.Empty
-        self._changed.notify()
-        return self._items.pop(0)

@@ -1,7 +1,7 @@
 """Edges, a gateway with its store, and a learner, on machines that are killed, lose power, sleep and are cut off.
 
 Real: `Outbox`, `TunnelClient` and its thread, `TunnelServer`'s protocol, `ChunkIngester`, `StoreWriter`, the log below
-both, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads and clocks
+it, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads and clocks
 (`sim_runtime`), the server's poll loop, the recorder, and the parts of the gateway that do not handle chunks.
 """
 
@@ -20,9 +20,10 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
-from sim_network import DOWN, UP, Router, SimLink, SimNetwork, SimWakeup
+from sim_network import DOWN, UP, SimLink, SimNetwork, SimRouter, SimWakeup
 from sim_runtime import Runtime, SimProcess
 
+from hal.pacing import Backoff
 from user_sys.edge.outbox import Outbox, OutboxFull
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import StoreError
@@ -31,9 +32,8 @@ from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, ChunkAck, ChunkOffer, ChunkRefusal, Hello
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND, StoreReader, StoreWriter
-from user_sys.tunnel import client, flow_control, server, session
+from user_sys.tunnel import client, flow_control, server
 from user_sys.tunnel import connection as connection_module
-from user_sys.tunnel.connection import Backoff
 from user_sys.tunnel.keys import AuthorizedKey, KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.protocol import AnyMessage, Payload
@@ -218,16 +218,12 @@ class Cloud(SimMachine):
         self._answered: dict[tuple[bytes, int], bool] = {}
         self._resumed: dict[bytes, int] = {}
         files = self.disk.files()
-        writer = StoreWriter.open(ROOT, segment_bytes=STORE_SEGMENT_BYTES, background=False, files=files)
+        writer = StoreWriter.open(ROOT, segment_bytes=STORE_SEGMENT_BYTES, files=files)
         self.server = found = server.TunnelServer(
             "tcp://sim", KeyPair("gateway", "secret"), Ring(), self, LIMITS, unix_ns=world.runtime.time_ns
         )
-        authenticator = SimpleNamespace(answer_zap_requests=lambda: None, process_monitor_events=lambda: None)
-        quota_guard = SimpleNamespace(
-            on_message=lambda frames: None, authorize=lambda *_: None, deauthorize=lambda _: None
-        )
-        self.sockets = server.ServerSockets(Router(world.network), authenticator, quota_guard, SimWakeup())  # type: ignore[arg-type]
-        found.attach(self.sockets)
+        self.router = SimRouter(world.network)
+        found.attach(self.router)  # type: ignore[arg-type]
         self.committer = ingest.ChunkIngester(writer, self._answer, found.release, CONFIG)
         self.committer.start()
         self._next_tick_s = 0.0
@@ -249,7 +245,7 @@ class Cloud(SimMachine):
         require(self.server.counters["malformed"] == 0, "the gateway found an honest edge malformed")
         bound = 2 * len(EDGES) * (WINDOW.window_bytes + CHUNK_BYTES)
         require(self.committer.queued_bytes <= bound, "the committer's queue is beyond its bound")
-        return 0.0 if self.sockets.has_message() else retry_s
+        return 0.0 if self.router.has_message() else retry_s
 
     # The handler
 
@@ -396,21 +392,14 @@ class SimWorld:
         return self.runtime.patched(
             {
                 client: {
-                    "ZmqContexts": lambda: SimpleNamespace(close=lambda: None),
+                    "new_context": lambda: SimpleNamespace(term=lambda: None),
                     "Connection": SimLink,
-                    "prefer_unix_socket": lambda endpoint, key: endpoint,
                     "Backoff": lambda low, high: Backoff(low, high, rng),
                     "request_short_time_slice": lambda: None,
                     "Wakeup": SimWakeup,
                 },
-                connection_module: {
-                    "Wakeup": SimWakeup,
-                    "silence_s": self.network.silence_s,
-                    "enlarge_send_buffer": lambda descriptor: None,
-                },
-                session: {"silence_s": self.network.silence_s},
-                server: {"enlarge_send_buffer": lambda descriptor: None},
-                **dict.fromkeys((flow_control, ingest), {}),
+                server: {"silence_s": self.network.silence_s},
+                **dict.fromkeys((connection_module, flow_control, ingest), {}),
             }
         )
 

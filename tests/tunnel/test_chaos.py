@@ -26,6 +26,7 @@ from user_sys.tunnel.protocol import TunnelState
 
 HASTY = replace(QUICK, dead_after_s=0.4, stuck_after_s=0.6, handshake_s=1.5, backoff_max_s=0.03)
 ALERT = replace(CONFIG, tunnel=replace(QUICK, stuck_after_s=0.6))
+CONNECTIONS = 4  # of a session
 NEVER = LinkBreak(1 << 40)
 HANDSHAKE_BYTES = 1100  # bytes of a connection until its session is open, rounded up
 FIRST_BEATS_BYTES = 2000  # by then every connection of an idle session sends heartbeats
@@ -116,7 +117,7 @@ def fall_silent(run: Path, way: Way, how: Literal["silence", "mute"], bytes_: ra
     """One connection after another, while the others work and the link acknowledges all bytes."""
     with rehearsal(run, gateway=ALERT) as there:
         for at_byte in bytes_:
-            for which in range(3):
+            for which in range(CONNECTIONS):
                 there.survive(*[NEVER] * which, LinkBreak(at_byte, way, how))
         there.require_all_once()
 
@@ -137,7 +138,7 @@ def test_silence_in_any_phase_recovers(tmp_path: Path, way: Way, how: Literal["s
 @pytest.mark.parametrize("how", ["silence", "mute"])
 def test_chunks_lost_in_mid_frame_are_resent(tmp_path: Path, how: Literal["silence", "mute"]) -> None:
     with rehearsal(tmp_path, gateway=ALERT) as there:
-        there.survive(*[LinkBreak(MID_FRAME_BYTES, "up", how)] * 3, chunks=30)
+        there.survive(*[LinkBreak(MID_FRAME_BYTES, "up", how)] * CONNECTIONS, chunks=30)
         there.require_all_once()
 
 
@@ -170,16 +171,6 @@ def test_chunk_with_a_lost_acknowledgement_is_stored_once(tmp_path: Path) -> Non
         there.require_all_once()
 
 
-def test_half_open_connection_is_closed(tmp_path: Path) -> None:
-    with rehearsal(tmp_path) as there:
-        there.robot.wait_open(120)
-        there.link.half_open()
-        there.record(10)
-        until(lambda: there.robot.state is not TunnelState.OPEN, "the silence is noticed")
-        there.link.restore()
-        there.require_all_once()
-
-
 def test_bad_link_delivers_all_chunks(tmp_path: Path) -> None:
     bad = LinkConfig(delay_ms=5, jitter_ms=10, loss=0.02, stall_ms=60, up_mbit_s=8, down_mbit_s=8, seed=3)
     with rehearsal(tmp_path, bad) as there:
@@ -188,11 +179,13 @@ def test_bad_link_delivers_all_chunks(tmp_path: Path) -> None:
 
 
 def storm(run: Path, chunks: int) -> None:
-    """Resets ten times a second while the robot records."""
-    with rehearsal(run, LinkConfig(resets_per_min=600, seed=9)) as there:
-        for _ in range(chunks // 20):
+    """A reset after every hundred chunks, while the robot records."""
+    with rehearsal(run) as there:
+        for count in range(chunks // 20):
             there.record(20, floats=500)
             time.sleep(0.02)
+            if count % 5 == 4:
+                there.link.reset()
         there.require_all_once()
         assert there.link.traffic.broken > chunks // 200
 
@@ -237,31 +230,6 @@ def test_forty_reconnects_leak_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_thousand_reconnects_leak_nothing(tmp_path: Path) -> None:
     reconnects(tmp_path, 1000)
-
-
-def away(run: Path, seconds: int) -> None:
-    """The gateway is away while a robot records `seconds` of 10 steps a second, which is a chunk each second."""
-    prepare(run)
-    with Outbox.open(run / "outbox") as outbox:
-        for index in range(seconds):
-            outbox.append(chunk(index, floats=500), sync=index % 50 == 0)
-        outbox.sync()
-        before_mb = _resident_mb()
-        with serving(run) as site:
-            robot = site.client("panda-0", outbox)
-            assert robot.drain(DRAIN_S) == 0
-            robot.close()
-    assert Counter(stored(run)) == Counter({("episode-0", index): 1 for index in range(seconds)})
-    assert _resident_mb() - before_mb < MAX_GROWTH_MB
-
-
-def test_ten_minutes_without_a_gateway_are_delivered(tmp_path: Path) -> None:
-    away(tmp_path, 600)
-
-
-@pytest.mark.slow
-def test_day_without_a_gateway_is_delivered(tmp_path: Path) -> None:
-    away(tmp_path, 86_400)
 
 
 def test_slow_handshakes_are_closed_and_delay_no_peer(tmp_path: Path) -> None:

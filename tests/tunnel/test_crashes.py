@@ -1,26 +1,36 @@
-"""kill -9 of either end in mid-stream: no durable chunk is lost or stored twice."""
+"""No durable chunk is lost or stored twice: kill -9 of either end, and many simulated faults."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from tunnel_kit import QUICK, chunk, hello, prepare, serving, start_gateway_process, stored, until
+from simulate import Tally, simulate_all
+from tunnel_kit import QUICK, chunk, hello, prepare, serving, start_gateway_process, status, stored, until
 
 from sim.network_emulator import EmulatedLink, LinkConfig
 from user_sys.edge.outbox import Outbox
 from user_sys.gateway.gateway import read_gateway_address
-from user_sys.messages import RobotStatus
+from user_sys.store.store import IngestedChunks, StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.connection import ChunkSender
+from user_sys.tunnel.flow_control import ReceiveWindow
 from user_sys.tunnel.keys import KeyPair
 
 LIVES = Path(__file__).with_name("edge_processes.py")
+FEW_SEEDS = 60
+SEEDS = 500
+MANY_SEEDS = 10_000
+RESUME = ChunkSender.resume
 
 
 def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> None:
@@ -123,7 +133,46 @@ def test_suspended_gateway_is_detected_and_resumed(tmp_path: Path) -> None:
         gateway.wait(120)
 
 
-def status() -> RobotStatus:
-    return RobotStatus(robot="panda-0", authority="policy", operator="", phase="policy", episode="e", step=0,
-                       policy_version=0, real_time=False, outbox_chunks=0, control_hz=10,
-                       safety_interventions=0)  # fmt: skip
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def hold(tally: Tally) -> None:
+    again = [f"{why}; again: python tests/tunnel/simulate.py --seed {seed} -v" for seed, why in tally.failed]
+    assert not again
+    assert tally.chunks > 20 * tally.seeds
+    assert min(tally.faults.values()) > tally.seeds / 20
+
+
+def test_simulation_loses_and_duplicates_no_chunk() -> None:
+    hold(simulate_all(range(FEW_SEEDS)))
+
+
+@pytest.mark.slow
+def test_many_simulations_lose_and_duplicate_no_chunk() -> None:
+    hold(simulate_all(range(FEW_SEEDS, SEEDS + MANY_SEEDS)))
+
+
+def test_seed_determines_the_simulation() -> None:
+    first, second = simulate_all([7]), simulate_all([7])
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "of, name, instead, noticed",
+    [
+        (StoreWriter, "sync", lambda writer, ticket=None: None, "not in the store"),
+        (IngestedChunks, "has", lambda known, episode, index: False, "twice"),
+        (ChunkSender, "resume", lambda sender, resume_after: RESUME(sender, -1), "resent"),
+        (ReceiveWindow, "release", lambda window, messages, size_bytes: False, "not at rest"),
+    ],
+    ids=["acknowledged before it is synced", "no deduplication", "the resume position is dropped",
+         "credit never comes back"],
+)  # fmt: skip
+def test_simulation_detects_a_broken_invariant(of: type, name: str, instead: object, noticed: str) -> None:
+    with mock.patch.object(of, name, instead):
+        tally = simulate_all(range(SEEDS))
+    assert tally.failed and noticed in tally.failed[0][1], tally.failed

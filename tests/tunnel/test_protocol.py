@@ -1,14 +1,18 @@
-"""Messages as frames: each channel decodes its own union, within its bounds."""
+"""Messages as frames: each channel decodes its own union, within its bounds; and the estimate of the clock."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from user_sys.episode import parse_chunk
 from user_sys.errors import WireError
 from user_sys.messages import (
+    PREVIOUS_PROTOCOL_VERSION,
     ChunkOffer,
     EpisodeReport,
     Heartbeat,
@@ -18,10 +22,19 @@ from user_sys.messages import (
     Preview,
     StopRun,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
 )
+from user_sys.tunnel.client import ClockEstimator
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.protocol import Channel, Envelope, channel_of, coalescing_key, decode_envelope, encode_envelope
+from user_sys.tunnel.protocol import (
+    ALLOWED_MESSAGES,
+    Channel,
+    Envelope,
+    channel_of,
+    coalescing_key,
+    decode_envelope,
+    encode_envelope,
+)
 
 LIMITS = TunnelLimits(max_record_bytes=4096)
 MESSAGES: list[Envelope] = [
@@ -30,9 +43,9 @@ MESSAGES: list[Envelope] = [
     Envelope(StopRun(reason="done")),
     Envelope(EpisodeReport(robot="r", episode="e", source="online", steps=3, success=None, intervention_steps=0,
                            episode_return=1.0, policy_version=2)),
-    Envelope(ChunkOffer(sequence=1, episode="e", index=0), b"chunk"),
+    Envelope(ChunkOffer(sequence=1), b"chunk"),
     Envelope(Preview(robot="r", camera="front", step=1), b""),
-    Envelope(WeightsBlocks(parcel=b"p", first=0), b"payload"),
+    Envelope(WeightsBlobs(version=bytes(32), parts=()), b"payload"),
     Envelope(WeightsApplied(robot="r", version=1, seconds=0.1)),
 ]  # fmt: skip
 
@@ -46,6 +59,21 @@ def test_message_decodes_only_on_its_channel(envelope: Envelope) -> None:
         if channel is not own and not isinstance(envelope.message, (Hello, Heartbeat)):
             with pytest.raises(WireError, match="not a message of"):
                 decode_envelope(channel, encode_envelope(envelope), LIMITS)
+
+
+def test_messages_of_the_previous_protocol_decode() -> None:
+    sample = Path(__file__).with_name(f"protocol-{PREVIOUS_PROTOCOL_VERSION}.msgpack").read_bytes()
+    kinds = set()
+    for channel, frames in msgspec.msgpack.decode(sample):
+        envelope = decode_envelope(Channel(channel), frames, TunnelLimits())
+        sent, decoded = (msgspec.msgpack.decode(frame) for frame in (frames[0], encode_envelope(envelope)[0]))
+        assert {**decoded, **sent} == decoded, "each field is kept"
+        kinds.add(type(envelope.message))
+        if isinstance(envelope.message, Hello):
+            assert envelope.message.protocol == PREVIOUS_PROTOCOL_VERSION
+        if isinstance(envelope.message, ChunkOffer):
+            assert envelope.payload is not None and parse_chunk(envelope.payload).header.robot == "panda-0"
+    assert kinds >= set(ALLOWED_MESSAGES["robot"]) | set(ALLOWED_MESSAGES["relay"])
 
 
 @pytest.mark.parametrize("envelope", MESSAGES, ids=lambda envelope: type(envelope.message).__name__)
@@ -88,6 +116,12 @@ def test_contradictory_spec_is_a_wire_error() -> None:
         decode_envelope(Channel.CONTROL, [raw], LIMITS)
 
 
+def test_newest_version_of_a_robot_replaces_the_report_before() -> None:
+    report = WeightsApplied(robot="r", version=1, seconds=0.1)
+    assert coalescing_key(report) == coalescing_key(msgspec.structs.replace(report, version=2))
+    assert coalescing_key(report) != coalescing_key(msgspec.structs.replace(report, robot="s"))
+
+
 def test_drive_commands_coalesce_and_others_do_not() -> None:
     drive = OperatorCommand(robot="r", operator="al", order="drive", twist=(0.1,))
     assert coalescing_key(drive) == coalescing_key(msgspec.structs.replace(drive, twist=(0.9,), sequence=4))
@@ -95,3 +129,22 @@ def test_drive_commands_coalesce_and_others_do_not() -> None:
     stop = msgspec.structs.replace(drive, order="e-stop", press=7)
     assert coalescing_key(stop) == coalescing_key(msgspec.structs.replace(stop, sequence=4))
     assert coalescing_key(stop) not in (coalescing_key(drive), coalescing_key(msgspec.structs.replace(stop, press=8)))
+
+
+@given(st.integers(-(10**18), 10**18), st.lists(st.integers(0, 10**9), min_size=1, max_size=40))
+def test_offset_error_is_within_half_of_the_round_trip(offset_ns: int, delays: list[int]) -> None:
+    clock, now = ClockEstimator(), 0
+    for delay in delays:
+        sent, now = now, now + delay
+        clock.add(Heartbeat(t_client_ns=sent, t_gateway_unix_ns=sent + offset_ns + delay // 3), now)
+        now += 1
+    estimate = clock.estimate()
+    assert estimate is not None
+    assert estimate.rtt_ns == min(delays[-16:])
+    assert abs(estimate.gateway_unix_ns(now) - (now + offset_ns)) <= estimate.rtt_ns / 2 + 1
+
+
+def test_echo_from_the_future_is_ignored() -> None:
+    clock = ClockEstimator()
+    clock.add(Heartbeat(t_client_ns=10, t_gateway_unix_ns=0), 5)
+    assert clock.estimate() is None

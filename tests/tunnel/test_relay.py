@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tunnel_kit import QUICK, GatewaySite, RecordingHandler, chunk, hello, prepare, serving, stored, until
+from tunnel_kit import QUICK, GatewaySite, RecordingHandler, chunk, hello, prepare, serving, status, stored, until
 
 from hal.spec import ArraySpec, RobotSpec
 from sim.network_emulator import EmulatedLink
@@ -28,11 +28,10 @@ from user_sys.messages import (
     PinnedVersion,
     RobotStatus,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsGone,
     WeightsManifest,
     WeightsOffer,
-    WeightsRequest,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
@@ -156,7 +155,7 @@ def test_relay_forwards_leases_commands_and_reports(tmp_path: Path) -> None:
         robot.send(LeaseRequest(robot="far-0", holder="edge of far-0"))
         grant = robot.receive(120)
         assert isinstance(grant, LeaseGrant) and grant.token == 1
-        robot.send(_status("far-0"))
+        robot.send(status(robot="far-0"))
         until(lambda: isinstance(console.receive(1), RobotStatus), "the console sees it")
         console.send(OperatorCommand(robot="far-0", operator="eve", order="e-stop"))
         order = robot.receive_stop(120)
@@ -176,10 +175,10 @@ def test_relay_refuses_foreign_names(tmp_path: Path) -> None:
             far.robot("far-0", new_keypair()).wait_open(120)
         liar = far.robot("far-1")
         liar.wait_open(120)
-        liar.send(_status("far-0"))
+        liar.send(status(robot="far-0"))
         until(lambda: liar.state is TunnelState.REFUSED, "a robot that writes as another is cut off")
         foreign = far.robot("far-2")  # the relay accepts it, the cloud does not: it is not one of the relay's robots
-        until(lambda: foreign.send(_status("far-2")) and foreign.state is TunnelState.REFUSED, "it is refused")
+        until(lambda: foreign.send(status(robot="far-2")) and foreign.state is TunnelState.REFUSED, "it is refused")
         assert "belongs to the relay 'lab', not to the robot 'far-2'" in foreign.reason
         outbox = Outbox.open(tmp_path / "outbox")
         far.robot("far-0", outbox=outbox)
@@ -214,7 +213,7 @@ class StoredReader:
         self.robot, self.version = robot, -1
         self.arrays: Mapping[str, Array] = {}
         trust = TrustedLearnerKey(keys / f"{robot.hello.name}{PUBLIC_SUFFIX}")
-        self._receiver = UpdatePlanner(trust, self._load, self._ask)
+        self._receiver = UpdatePlanner(trust, self._load, self.robot.send_weights)
 
     def poll(self) -> int:
         """Processes received messages. Returns the complete version."""
@@ -222,7 +221,7 @@ class StoredReader:
         match envelope.message if envelope else None:
             case WeightsOffer() as offer:
                 self._receiver.on_offer(offer)
-            case WeightsBlocks() | WeightsGone() as message:
+            case WeightsBlobs() | WeightsGone() as message:
                 assert envelope is not None
                 self._receiver.on_reply(message, memoryview(envelope.payload) if envelope.payload else None)
         self._receiver.step()
@@ -230,9 +229,6 @@ class StoredReader:
 
     def _load(self, manifest: WeightsManifest, arrays: Mapping[str, Array], heard_s: float) -> None:
         self.version, self.arrays = manifest.version, arrays
-
-    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
-        return self.robot.send_weights(WeightsRequest(parcel=parcel, first=first, count=count))
 
 
 def test_relay_fetches_weights_once_for_its_robots(tmp_path: Path) -> None:
@@ -259,7 +255,7 @@ def test_relay_fetches_weights_once_for_its_robots(tmp_path: Path) -> None:
 
 
 def _kept(folder: Path) -> bool:
-    return VersionStore(folder / "relay" / "weights").load().complete_versions() == [7]
+    return VersionStore(folder / "relay" / "weights").load().numbers() == [7]
 
 
 def test_restarted_cloud_gets_versions_of_relayed_robots(tmp_path: Path) -> None:
@@ -279,23 +275,6 @@ def test_restarted_cloud_gets_versions_of_relayed_robots(tmp_path: Path) -> None
 def _acting(cloud: GatewaySite, robot: str) -> bool:
     assert cloud.gateway is not None
     return f"staleness_s/{robot}" in cloud.gateway.weights.scalars()
-
-
-def test_pin_reaches_relayed_robots(tmp_path: Path) -> None:
-    prepare(tmp_path / "cloud")
-    signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
-    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
-        reader = StoredReader(far.robot("far-0"), tmp_path)
-        with Publisher(cloud.client("learner"), signer, PublishConfig()) as publisher:
-            for version in (1, 2):
-                publisher.publish({"w": np.full(10, version, np.float32)}, version, updates=version)
-                assert publisher.wait_until_stored(120)
-                until(lambda v=version: reader.poll() == v, "a version arrives")  # type: ignore[misc]
-            order = PinnedVersion(
-                serial=1, version=1, by="eve", reason="the second is worse", given_unix_ns=time.time_ns()
-            )
-            VersionStore(cloud.run / "weights").set_pin(signer.sign(order))
-            until(lambda: reader.poll() == 1, "the robot goes back")
 
 
 def test_relayed_robots_get_their_learners_weights_and_pins(tmp_path: Path) -> None:
@@ -321,7 +300,7 @@ def test_relayed_robots_get_their_learners_weights_and_pins(tmp_path: Path) -> N
         VersionStore(cloud.run / "weights" / second).set_pin(signer.sign(order))
         until(lambda: arm.poll() == 20, "the order is for those of the second learner")
         until(
-            lambda: VersionStore(far.folder / "relay" / "weights" / second).load().complete_versions() == [20, 21],
+            lambda: VersionStore(far.folder / "relay" / "weights" / second).load().numbers() == [20, 21],
             "they are kept",
         )
         assert panda.poll() == 10
@@ -352,6 +331,26 @@ def test_relay_fetches_only_weights_of_its_robots(tmp_path: Path) -> None:
         assert panda.poll() == 10 and not far.relay.weights.deferred_offers
 
 
+def test_policy_server_gets_weights_from_the_relay_of_its_site(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        learner = _learner(cloud, "learner", PANDA)
+        publisher = Publisher(learner, signer, PublishConfig())
+        with publisher:
+            publisher.publish({"w": np.zeros(10_000, np.float32)}, 10, updates=1)
+            pair = new_keypair()
+            Keyring(far.folder / "keys").allow(pair.public, "policy", "policy")
+            said = replace(hello("policy-1", "policy"), spec=PANDA)
+            with TunnelClient(far.relay.server.endpoint, pair, far.public, said, limits=QUICK) as server:
+                reader = StoredReader(server, tmp_path / "policy-keys")
+                until(lambda: reader.poll() == 10, "the weights arrive")
+                server.send(WeightsApplied(robot="policy-1", version=10, seconds=0.1))
+                publisher.publish({"w": np.ones(10_000, np.float32)}, 11, updates=2)
+                until(lambda: reader.poll() == 11, "and newer ones")
+            assert not far.relay.upstream_sessions
+
+
 def _learner(cloud: GatewaySite, name: str, spec: RobotSpec) -> TunnelClient:
     keys = load_keypair(cloud.run / "keys" / f"{name}.key")
     said = replace(hello(name, "learner"), spec=spec)
@@ -360,19 +359,3 @@ def _learner(cloud: GatewaySite, name: str, spec: RobotSpec) -> TunnelClient:
     client.start()
     client.wait_open(120)
     return client
-
-
-def _status(robot: str) -> RobotStatus:
-    return RobotStatus(
-        robot=robot,
-        authority="policy",
-        operator="",
-        phase="policy",
-        episode="e",
-        step=0,
-        policy_version=-1,
-        real_time=False,
-        outbox_chunks=0,
-        control_hz=0.0,
-        safety_interventions=0,
-    )

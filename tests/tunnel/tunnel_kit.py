@@ -21,11 +21,10 @@ from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, decode_chunk
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
-from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.messages import PROTOCOL_VERSION, Hello, RobotStatus
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.flow_control import KeyedTokenBucket
 from user_sys.tunnel.keys import KeyPair, Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import AnyMessage, Payload
@@ -47,6 +46,12 @@ def until(condition: Callable[[], object], what: str, within_s: float = 120.0) -
 
 def hello(name: str, role: Role | None = None, protocol: int = PROTOCOL_VERSION) -> Hello:
     return Hello(protocol=protocol, role=role or PEERS[name], name=name)
+
+
+def status(step: int = 0, robot: str = "panda-0", authority: str = "policy", operator: str = "") -> RobotStatus:
+    return RobotStatus(robot=robot, authority=authority, operator=operator, phase="policy", episode="e", step=step,
+                       policy_version=-1, real_time=False, outbox_chunks=0, control_hz=10.0,
+                       safety_interventions=0)  # fmt: skip
 
 
 def chunk(
@@ -96,13 +101,21 @@ class GatewaySite:
     gateway: Gateway | None = None
     clients: list[TunnelClient] = field(default_factory=list)
 
-    def client(self, name: str, outbox: Outbox | None = None, *, holder: str = "", wait: bool = True) -> TunnelClient:
+    def client(
+        self,
+        name: str,
+        outbox: Outbox | None = None,
+        *,
+        holder: str = "",
+        wait: bool = True,
+        protocol: int = PROTOCOL_VERSION,
+    ) -> TunnelClient:
         keys = load_keypair(self.run / "keys" / f"{name}.key")
         client = TunnelClient(
             self.address.endpoint,
             keys,
             self.address.public_key,
-            replace(hello(name), holder=holder),
+            replace(hello(name, protocol=protocol), holder=holder),
             outbox=outbox,
             limits=QUICK,
         )
@@ -118,10 +131,10 @@ def serving(
     run: Path,
     config: GatewayConfig = CONFIG,
     probes: Mapping[str, Probe] = MappingProxyType({}),
-    lease_limit: KeyedTokenBucket | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[GatewaySite]:
     """A gateway in a thread of this process, with the devices that `probes` find."""
-    gateway, stop, failures = Gateway(config, run, probes, lease_limit), threading.Event(), []
+    gateway, stop, failures = Gateway(config, run, probes, clock), threading.Event(), []
 
     def serve() -> None:
         try:

@@ -7,13 +7,12 @@ import re
 import numpy as np
 import pytest
 from crc32c import crc32c
+from episode_kit import chunk_header
 from msgspec.structs import replace
 
 from user_sys.episode import (
     Chunk,
-    ChunkHeader,
     EpisodeEnd,
-    EpisodeSource,
     decode_chunk,
     frame_columns,
     new_episode_id,
@@ -21,18 +20,13 @@ from user_sys.episode import (
 )
 from user_sys.errors import WireError
 
-HEADER = ChunkHeader(
-    episode="panda-0-1763695921123-9f2c1a",
+HEADER = chunk_header(
+    "panda-0-1763695921123-9f2c1a",
+    3,
     index=1,
     first_step=10,
-    steps=3,
-    robot="panda-0",
     embodiment="0123456789abcdef",
-    task="lift",
-    sentence="lift the cube",
-    source=EpisodeSource.ONLINE,
     seed=5,
-    started_unix_ns=1,
     end=EpisodeEnd(steps=13, success=True),
 )
 COLUMNS = {"reward": np.array([0, 0, 1], np.float32), "observation.state": np.zeros((3, 4), np.float32)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from robots.fake import FakeRobot
+from user_sys.policies.conformance import example_spec
 from user_sys.robot_records import read_robot_records, save_robot_record
 
 NESTED = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -32,3 +34,10 @@ def test_misnamed_record_is_skipped(tmp_path: Path) -> None:
     save_robot_record(tmp_path, "left", FakeRobot().spec)
     (tmp_path / "left.json").rename(tmp_path / "right.json")
     assert read_robot_records(tmp_path) == ()
+
+
+def test_robot_with_unbounded_elements_comes_back_as_it_was(tmp_path: Path) -> None:
+    spec = example_spec()
+    assert not all(np.isfinite(spec.observation[0].low)) and save_robot_record(tmp_path, "r", spec)
+    (record,) = read_robot_records(tmp_path)
+    assert record.spec == spec and not save_robot_record(tmp_path, "r", spec)

@@ -6,22 +6,24 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
-from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
 from user_sys.errors import WireError
 from user_sys.messages import FOREIGN_RUN, NO_VERSION
 from user_sys.policies.conformance import example_observation, example_spec
-from user_sys.policies.mlp import MlpPolicy
+from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.policy import Policy
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
+from user_sys.weights.receiver import DoubleBufferedPolicy
 
 SPEC = example_spec()
-SMALL = RlpdConfig(actor_hidden=(16,), critic_hidden=(8,), critics=2)
+SMALL = MlpSettings((16,))
 
 
 def weights(seed: int) -> dict[str, Array]:
-    return Rlpd(SMALL, SPEC, seed=seed).policy_weights()
+    torch.manual_seed(seed)
+    return policy_arrays(MlpPolicy.make_module(SPEC, settings=SMALL))
 
 
 def acts(policy: Policy) -> Array:

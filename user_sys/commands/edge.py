@@ -1,8 +1,9 @@
-"""``user-sys edge``: drives the robots of one computer for a run on another one. It needs the `edge` extra only.
+"""The verbs `edge`, which drives the robots of one computer for a run on another one, and `relay`.
 
-It starts two processes for each robot and keeps them running through network failures. It opens no listening port: the
-sessions connect to one port of the gateway. SIGTERM, Ctrl-C or the end of its terminal ends the sessions, and a second
-later the drivers, which stop the robots safely. Undelivered chunks stay in the outboxes.
+`edge` needs the `edge` extra only. It starts two processes for each robot and keeps them running through network
+failures. It opens no listening port: the sessions connect to one port of the gateway. SIGTERM, Ctrl-C or the end of its
+terminal ends the sessions, and a second later the drivers, which stop the robots safely. Undelivered chunks stay in the
+outboxes.
 """
 
 from __future__ import annotations
@@ -11,40 +12,59 @@ import logging
 import secrets
 import threading
 import time
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
+import click
 
-from hal.durable import replace_durably
+from hal.durable import make_folder_durably, replace_durably
 from hal.errors import HalError, HardwareLost, StaleObservation
 from hal.lease import robot_lock
+from hal.process_supervisor import ProcessSupervisor
 from hal.resource import local_node
 from hal.signals import bounded_shutdown
-from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
-from user_sys.config import as_dict, build_with_overrides, load, read_yaml
+from user_sys.commands.options import PATH, ConfiguredVerb, config_argument, connect_option, keys_option
+from user_sys.commands.output import print_line
+from user_sys.compose import (
+    PolicyConfig,
+    RobotConfig,
+    check_execution,
+    check_pictures,
+    drawing_source,
+    policy_location,
+    require_unique_names,
+)
+from user_sys.config import as_dict, build, load, read_yaml, save
+from user_sys.console.config import ConsoleConfig
 from user_sys.edge.demonstrations import DemonstrationConfig, check_demonstrable, generate_demonstrations
+from user_sys.edge.help_requests import InterventionConfig
+from user_sys.edge.local_link import local_console_endpoint
 from user_sys.edge.outbox import Outbox, OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
-from user_sys.edge.robot_processes import RobotProcesses, write_process_configs
-from user_sys.edge.session import SessionConfig
-from user_sys.errors import ConfigError
+from user_sys.edge.robot_processes import EdgeStatusFile, RobotProcesses, module_argv, write_process_configs
+from user_sys.edge.session import EpisodeStarts, SessionConfig
+from user_sys.errors import EXIT_DEADLINE_S, ConfigError, exit_now
 from user_sys.inference.protocol import POLICY_NODE
-from user_sys.process_exit import EXIT_DEADLINE_S, exit_now
-from user_sys.tunnel.endpoint import check_connect_endpoint
+from user_sys.inference.remote_policy import check_server_swaps
+from user_sys.logs import log_environment
+from user_sys.run.edge_console import EdgeConsoleConfig
 from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
-from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.limits import TunnelLimits, check_connect_endpoint
 from user_sys.weights.receiver import ReceiverConfig
 
 POLL_S = 0.5
+CONSOLE_FILE = "console.yaml"
+CONSOLE_PACKAGES = ("fastapi", "uvicorn", "websockets", "argon2")
 ROBOT_RETRY_S = 5.0
 SESSION_STOP_LEAD_S = 1.0
 DEMONSTRATION_COUNT_FILE = "demonstrations"  # the number of recorded ones
 PrintLine = Callable[[str], None]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,48 +75,79 @@ class EdgeConfig:
         demonstrations: recorded once, before a policy drives the robot for the first time.
         policy: as in the run's configuration; weights of another policy are refused.
         tunnel: limits of the robots' tunnels, such as the bandwidth of each; the gateway has its own limits.
+        console: of the page that ``--console`` serves.
     """
 
     robots: tuple[RobotConfig, ...] = ()
     seed: int = 0
     demonstrations: DemonstrationConfig = field(default_factory=lambda: DemonstrationConfig(episodes=0))
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    intervention: InterventionConfig = field(default_factory=InterventionConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: ReceiverConfig = field(default_factory=ReceiverConfig)
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
 
     def __post_init__(self) -> None:
         require_unique_names(self.robots)
 
 
-def edge_main(args: Namespace) -> int:
-    """``user-sys edge CONFIG --connect tcp://HOST:PORT``: exit status 0 when the run is over or stopped.
+@click.command(cls=ConfiguredVerb)
+@config_argument
+@click.option(
+    "--robot", multiple=True, metavar="NAME", help="CONFIG is a run's: drive this of its remote_robots; repeatable"
+)
+@connect_option
+@click.option("--folder", type=PATH, default="edge", metavar="FOLDER", help="outboxes, e-stops, logs (default: edge)")
+@keys_option
+@click.option("--console", is_flag=True, help="serve a page for these robots, also while the run cannot be reached")
+def edge(
+    config: Path, robot: Sequence[str], connect: str, folder: Path, keys: Path, console: bool, overrides: list[str]
+) -> int:
+    """Drive the robots of CONFIG for the run at --connect, until the run ends, or Ctrl-C.
 
-    Raises:
-        RunError, ConfigError, LeaseHeld: the configuration cannot work; raised before any robot moves.
+    CONFIG is a YAML file that names this computer's robots. Any setting can be overridden: --section.key=value.
     """
-    console = Console()
-
-    def print_line(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    if not args.verbose:
+    if not log.isEnabledFor(logging.INFO):
         logging.getLogger("hal.process_supervisor").setLevel(logging.ERROR)  # `RobotProcesses` prints its events
-    config = load_edge_config(args.config, args.robot, args.overrides)
-    _check_config(config, args.connect, args.keys)
-    folder = args.folder.resolve()
-    for robot in config.robots:
-        write_process_configs(folder / robot.name, robot, _session(config, robot, args.connect, args.keys, folder))
-    with bounded_shutdown(EXIT_DEADLINE_S, _abandon) as end:
+    settings = load_edge_config(config, robot, overrides)
+    _check_config(settings, connect, keys)
+    folder = folder.resolve()
+    page = _write_console_config(settings, folder) if console else None
+    for each in settings.robots:
+        session = replace(
+            _session(settings, each, connect, keys, folder), console="" if page is None else page.endpoint
+        )
+        write_process_configs(folder / each.name, each, session)
+    with bounded_shutdown(EXIT_DEADLINE_S, _abandon) as end, ExitStack() as stack:
         end.defer(lambda: None)
         stop = end.requested
-        for number, robot in enumerate(config.robots):
-            record_missing_demonstrations(config, number, robot, folder / robot.name, print_line, stop)
-        logs = folder / "logs"
-        robots = [RobotProcesses(r.name, folder / r.name, logs, args.connect, print_line) for r in config.robots]
-        _run(robots, [args.keys / f"{robot.name}.key" for robot in config.robots], stop, print_line)
+        if page is not None:
+            stack.enter_context(_served_console(page, stop, print_line))
+        for number, each in enumerate(settings.robots):
+            record_missing_demonstrations(settings, number, each, folder / each.name, print_line, stop)
+        robots = [
+            RobotProcesses(r.name, folder / r.name, folder / "logs", connect, print_line) for r in settings.robots
+        ]
+        status = EdgeStatusFile(folder)
+        _run(robots, [keys / f"{each.name}.key" for each in settings.robots], stop, print_line, status)
     return 0
+
+
+@click.command(cls=ConfiguredVerb)
+@config_argument
+@connect_option
+@click.option("--folder", type=PATH, default="relay", metavar="FOLDER", help="weights (default: relay)")
+@keys_option
+def relay(config: Path, connect: str, folder: Path, keys: Path, overrides: list[str]) -> int:
+    """Forward messages of a site's robots to the run at --connect, and fetch weights once for all of them.
+
+    CONFIG is a YAML file with the relay's name and endpoint. Any setting can be overridden: --section.key=value.
+    """
+    from user_sys.gateway.relay import RelayConfig, run_relay
+
+    return run_relay(load(RelayConfig, config, overrides), connect, folder, keys)
 
 
 def load_edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]) -> EdgeConfig:
@@ -115,7 +166,7 @@ def load_edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]
     settings = {field.name: run[field.name] for field in fields(EdgeConfig) if field.name in run}
     defaults = {"demonstrations": as_dict(DemonstrationConfig())}
     settings = {**defaults, **settings, "robots": [remote[name] for name in robots]}
-    return build_with_overrides(EdgeConfig, settings, overrides, str(path))
+    return build(EdgeConfig, settings, str(path), overrides)
 
 
 def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
@@ -125,9 +176,9 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
         raise ConfigError("robots: the list is empty; add the robots of this computer")
     if config.policy.is_started_by_run:
         raise ConfigError(
-            "policy.location: server: this computer cannot read the address of the run's policy server in the run's "
-            "folder; start a server at this site (`python -m user_sys.inference`) and set "
-            "--policy.endpoint=tcp://HOST:PORT, or run the policy in the session with --policy.location=edge"
+            f"policy: {config.policy.kind} acts in a policy server, and this computer cannot read the address of the "
+            "run's in the run's folder; start a server at this site (`python -m user_sys.inference`) and set "
+            "--policy.endpoint=tcp://HOST:PORT, or run a policy that acts without torch with --policy.location=edge"
         )
     for robot in config.robots:
         if robot.link:
@@ -136,11 +187,14 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
                 f"`user-sys train`. Remove the key"
             )
     load_public_key(keys / f"{GATEWAY_NAME}.pub")
-    if config.policy.location == "server":
+    check_execution(config.policy)
+    if policy_location(config.policy) == "server":
+        check_server_swaps(config.weights)
         load_public_key(keys / f"{POLICY_NODE}.pub")
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")
         check_demonstrable(robot, config.demonstrations)
+        check_pictures(config.policy, robot)
         with robot_lock(robot.name, "user-sys edge", simulated=robot.simulated):
             pass  # raises LeaseHeld if another program of this computer drives it
 
@@ -152,16 +206,58 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         endpoint=connect,
         keys=keys.resolve(),
         state=folder / robot.name,
-        seed=config.seed,
+        starts=EpisodeStarts.of(robot, config.seed),
         real_time=robot.follows_clock,
         realtime_scheduling=robot.realtime_scheduling,
         explore=robot.explores,
+        description=robot.description,
         outbox=config.outbox,
         recorder=config.recorder,
-        policy=config.policy,
+        intervention=config.intervention,
+        policy=replace(config.policy, location=policy_location(config.policy)),
         weights=config.weights,
         tunnel=config.tunnel,
     )
+
+
+def _write_console_config(config: EdgeConfig, folder: Path) -> EdgeConsoleConfig:
+    """Raises ConfigError: the extra `console` is not installed."""
+    if missing := [name for name in CONSOLE_PACKAGES if find_spec(name) is None]:
+        raise ConfigError(f"--console needs the package {missing[0]}: pip install 'user-sys[console]'")
+    make_folder_durably(folder)
+    settings = EdgeConsoleConfig(
+        robots=tuple(robot.name for robot in config.robots),
+        simulated=tuple(robot.name for robot in config.robots if robot.simulated),
+        drawing_sources={robot.name: drawing_source(robot) for robot in config.robots},
+        endpoint=local_console_endpoint(_identity(folder)),
+        folder=folder,
+        console=config.console,
+    )
+    save(settings, folder / CONSOLE_FILE)
+    return settings
+
+
+@contextmanager
+def _served_console(settings: EdgeConsoleConfig, stop: threading.Event, print_line: PrintLine) -> Iterator[None]:
+    """The process that serves the page; it is restarted if it ends. Another thread prints its address."""
+    folder, done = settings.folder, threading.Event()
+
+    def print_address() -> None:
+        while not settings.address.exists() and not stop.is_set() and not done.wait(POLL_S):
+            pass
+        if settings.address.exists():
+            print_line(f"watch and take over: {settings.address.read_text()}")
+
+    settings.address.unlink(missing_ok=True)
+    argv = module_argv("user_sys.run.edge_console", folder / CONSOLE_FILE)
+    process = ProcessSupervisor(argv, log_environment(process="console"), folder / "logs" / "console.log")
+    process.start()
+    try:
+        threading.Thread(target=print_address, daemon=True).start()
+        yield
+    finally:
+        done.set()
+        process.stop()
 
 
 def _identity(folder: Path) -> str:
@@ -233,7 +329,13 @@ def _record_demonstrations(
                 return
 
 
-def _run(robots: Sequence[RobotProcesses], keys: Sequence[Path], stop: threading.Event, print_line: PrintLine) -> None:
+def _run(
+    robots: Sequence[RobotProcesses],
+    keys: Sequence[Path],
+    stop: threading.Event,
+    print_line: PrintLine,
+    status: EdgeStatusFile,
+) -> None:
     """Runs the robots' processes until the run is over for all of them or `stop` is set; then stops them."""
     key_times = [path.stat().st_mtime_ns for path in keys]
     try:
@@ -246,6 +348,7 @@ def _run(robots: Sequence[RobotProcesses], keys: Sequence[Path], stop: threading
                 if (changed_ns := _modified_ns(keys[index], key_times[index])) != key_times[index]:
                     key_times[index] = changed_ns
                     robot.restart_session("it has a new key")
+            status.write(robots)
     finally:
         print_line("stopping: the robots are held, and recorded chunks are delivered")
         for robot in robots:
@@ -254,6 +357,7 @@ def _run(robots: Sequence[RobotProcesses], keys: Sequence[Path], stop: threading
         with ThreadPoolExecutor(len(robots)) as pool:
             for done in [pool.submit(robot.stop) for robot in robots]:
                 done.result()
+        status.remove()
 
 
 def _abandon() -> None:

@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+import click
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hal.audit import AUDIT_FILE, machine_audit_path, read_audit_log
-from hal.discovery import Discoverer, DiscoveryEvent, DiscoveryResult, Probe, ResourceChange, discover
+from hal.discovery import PROBE_INTERVAL_S, Discoverer, DiscoveryEvent, DiscoveryResult, discover
 from hal.doctor import CheckResult, CheckStatus, DoctorConfig, run_checks
-from hal.errors import PlacementError
-from hal.placement import Placement, describe_record, describe_request, format_list, format_time
+from hal.placement import PlacementPlan, describe_state, format_time
 from hal.ray_cluster import connect_cluster
 from hal.registry import OperatorOverrides, OverrideKind, operator_name, read_registry
 from hal.resource import Health, Kind, ResourceRecord
+from hal.settings import suggest
+from hal.state_database import STATE_FILE, AuditEntry, StateDatabase, machine_state_path, read_audit_log
+from user_sys.commands.options import PATH, Verb, by_option, json_option, reason_option
+from user_sys.commands.output import print_json, print_line, print_table
 from user_sys.compose import (
     OPTIONAL_LIBRARIES,
     RobotConfig,
-    build_error_message,
-    missing_library,
+    lost_robot,
     rendering_check_command,
     resource_probes,
 )
 from user_sys.config import load
 from user_sys.errors import RunError
-from user_sys.run.allocation import available_resources, place_run, probe_failures, store_node_names, with_local_lease
+from user_sys.run.allocation import offered_resources, plan_run, probe_failures, store_node_names, with_local_lease
 from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
 from user_sys.store.record_format import is_locked
 
-EVENT_WAIT_S = 0.5
 GATEWAY_NOT_RUNNING = "the run's gateway is not running"
 EXIT_PROBLEM = 1  # a job cannot be placed, or a check has found a problem
 _STATUS_STYLES = {
@@ -45,62 +45,62 @@ _STATUS_STYLES = {
     CheckStatus.ADVICE: ("advice", "yellow"),
     CheckStatus.PROBLEM: ("problem", "red"),
 }
-_CHANGE_STYLES = {
-    ResourceChange.APPEARED: "green",
-    ResourceChange.RETURNED: "green",
-    ResourceChange.RECOVERED: "green",
-    ResourceChange.DEGRADED: "yellow",
-    ResourceChange.ABSENT: "red",
-    ResourceChange.VANISHED: "red",
-    ResourceChange.PROBE_FAILED: "red",
-}
+
+_config_argument = click.argument("config", type=PATH, metavar="[CONFIG]", required=False)
+_run_option = click.option("--run", type=PATH, metavar="RUN", help="add the resources of this run's gateway")
 
 
-def list_main(args: Namespace) -> int:
-    """``user-sys hardware list``: this computer, a config's robots, and the resources of a run's gateway."""
-    config = _config(args.config)
-    found = discover(resource_probes(config.robots, lenient=True))
-    records = _with_run(
-        [*map(with_local_lease, found.records), *_remote_robot_records(config.remote_robots, args.run)], args.run
-    )
-    if args.json:
-        _print_json([json.loads(record.to_json()) for record in records])
+@click.command()
+@_config_argument
+@_run_option
+@json_option
+def list_(config: Path | None, run: Path | None, as_json: bool) -> None:
+    """List the resources of this computer, the robots in CONFIG, and the resources of a run's gateway."""
+    settings = _load(config)
+    found = discover(resource_probes(settings.robots, lenient=True))
+    remote_robots = _remote_robot_records(settings.remote_robots, run)
+    records = _with_run([*map(with_local_lease, found.records), *remote_robots], run)
+    if as_json:
+        print_json([json.loads(record.to_json()) for record in records])
     else:
-        Console().print(_table(records))
+        print_table(_table(records), wrapped=("health", "facts"))
     for failure in probe_failures(found):
-        Console(stderr=args.json).print(Text(failure, style="red"), soft_wrap=True)
-    return 0
+        print_line(failure, error=as_json)
 
 
-def watch_main(args: Namespace) -> NoReturn:
-    """``user-sys hardware watch``: one line an event, until Ctrl-C."""
-    console = Console()
-    with Discoverer(resource_probes(_robots(args.config), lenient=True)) as discoverer:
-        while True:
-            event = discoverer.next_event(EVENT_WAIT_S)
-            if event is None:
-                continue
-            if args.json:
-                line = msgspec.json.encode({"unix_s": time.time(), **msgspec.to_builtins(event)})
-                sys.stdout.write(f"{line.decode()}\n")
-                sys.stdout.flush()
+@click.command()
+@_config_argument
+@json_option
+def watch(config: Path | None, as_json: bool) -> NoReturn:
+    """Print changes of the resources, one line an event, until Ctrl-C."""
+    discoverer = Discoverer(resource_probes(_load(config).robots, lenient=True))
+    while True:
+        for event in discoverer.poll():
+            if as_json:
+                print_json({"unix_s": time.time(), **msgspec.to_builtins(event)})
             else:
-                console.print(_event_line(event), soft_wrap=True)
+                print_line(_event_line(event))
+        time.sleep(PROBE_INTERVAL_S)
 
 
-def doctor_main(args: Namespace) -> int:
-    """``user-sys hardware doctor``: the exit status is 1 if a check has found a problem."""
-    config = _config(args.config)
+@click.command()
+@_config_argument
+@json_option
+def doctor(config: Path | None, as_json: bool) -> int:
+    """Print problems of this computer and of the robots in CONFIG, and how to fix them.
+
+    The exit status is 1 if a check has found a problem.
+    """
+    settings = _load(config)
     machine = DoctorConfig(
-        runs_folder=config.runs,
-        ports=_ports(config),
+        runs_folder=settings.runs,
+        ports=_ports(settings),
         libraries=OPTIONAL_LIBRARIES,
         render_command=rendering_check_command(),
     )
-    results = list(run_checks(machine))
-    results += _check_robots(config.robots)
-    if args.json:
-        _print_json([msgspec.to_builtins(result) for result in results])
+    results = [*run_checks(machine), *_check_robots(settings.robots)]
+    if as_json:
+        print_json(results)
     else:
         _print_results(results)
     return EXIT_PROBLEM if any(result.status is CheckStatus.PROBLEM for result in results) else 0
@@ -114,68 +114,107 @@ def _ports(config: RunConfig) -> dict[str, int]:
     return {purpose: port for purpose, port in ports.items() if port}
 
 
-def plan_main(args: Namespace) -> int:
-    """``user-sys hardware plan JOB``: the exit status is 1 if the job cannot be placed now."""
-    config = load(RunConfig, args.config)
+@click.command()
+@click.argument("job", type=PATH, metavar="JOB")
+@click.option("--ray", default="", metavar="HOST:PORT", help="address of the Ray cluster (default: JOB's)")
+@_run_option
+@json_option
+def plan(job: Path, ray: str, run: Path | None, as_json: bool) -> int:
+    """Place the robots and resources of JOB on those that are free now, without reserving them.
+
+    JOB is the YAML file of a run, such as configs/fleet.yaml. The exit status is 1 if it cannot be placed now.
+    """
+    config = load(RunConfig, job)
     found = discover(resource_probes(config.robots, lenient=True))
-    available, near_store = _available(config, found, args.ray or config.ray.address)
+    available, near_store = _available(config, found, ray or config.ray.address)
     known = {record.name for record in available}  # a job cannot use devices on the other computers of a run
-    records = [r for r in _with_run(available, args.run) if r.kind is Kind.ROBOT or r.name in known]
-    requests = config.requests()
-    remote_robots = _describe_remote_robots(config.remote_robots, args.run)
-    try:
-        placement = place_run(config, requests, records, near_store, probe_failures(found))
-    except PlacementError as error:
-        why = str(error)
-        if args.json:
-            _print_json({"possible": False, "why": why, "remote_robots": remote_robots})
-        else:
-            Console().print(Text("\n".join([why, *_remote_robot_lines(remote_robots)])), soft_wrap=True)
-        return EXIT_PROBLEM
-    rows = [
-        {"asked": describe_request(request), "gets": [record.name for record in records], "where": _node_names(records)}
-        for request, records in zip(requests, placement.assigned, strict=True)
-    ]
-    if args.json:
-        _print_json({"possible": True, "placement": rows, "remote_robots": remote_robots})
+    records = [r for r in _with_run(available, run) if r.kind is Kind.ROBOT or r.name in known]
+    found_plan = plan_run(config, config.requests(), records, near_store)
+    remote = _with_run(_remote_robot_records(config.remote_robots, run), run)
+    names = {robot.name for robot in config.remote_robots}
+    remote_robots = {record.name: describe_state(record) for record in remote if record.name in names}
+    is_possible, failures = found_plan.assigned is not None, probe_failures(found)
+    if as_json:
+        rows = msgspec.to_builtins(found_plan.rows)
+        print_json({"possible": is_possible, "rows": rows, "remote_robots": remote_robots, "failures": failures})
     else:
-        Console().print(
-            Text("\n".join([*_placement_lines(placement, rows), *_remote_robot_lines(remote_robots)])), soft_wrap=True
-        )
-    return 0
+        Console().print(_plan_table(found_plan, remote_robots))
+        for failure in failures:
+            print_line(failure)
+    return 0 if is_possible else EXIT_PROBLEM
 
 
-def quarantine_main(args: Namespace) -> int:
-    """``user-sys hardware quarantine ROBOT --run RUN``"""
-    return _override(args, "quarantined", "no session gets it until `user-sys hardware restore`")
+def _plan_table(found: PlacementPlan, remote_robots: Mapping[str, str]) -> Table:
+    """The requests, the resources, those that the job gets, and the missing ones."""
+    outcome = "The job can run now" if found.assigned is not None else "The job cannot run now"
+    table = Table("asked", "there is", "gets", "on", "missing", title=outcome, title_justify="left", box=box.SIMPLE)
+    for row in found.rows:
+        cells = (row.asked, "\n".join(row.there) or "none", "\n".join(row.gets), row.node)
+        table.add_row(*map(Text, cells), Text(row.missing, style="red"))
+    for name, state in remote_robots.items():
+        table.add_row(Text(f"remote robot {name}"), Text(state), "not waited for", "", "")
+    return table
 
 
-def drain_main(args: Namespace) -> int:
-    """``user-sys hardware drain ROBOT --run RUN``"""
-    return _override(args, "draining", "its session may finish, and no other session gets it")
+def _override_options(verb: Verb) -> Verb:
+    for option in (
+        by_option,
+        click.option("--run", type=PATH, required=True, metavar="RUN", help="run folder, such as runs/latest"),
+        click.argument("robot", metavar="ROBOT"),
+    ):
+        verb = option(verb)
+    return verb
 
 
-def restore_main(args: Namespace) -> int:
-    """``user-sys hardware restore ROBOT --run RUN``"""
-    path = _run_folder(args.run) / "orders.json"
-    override = OperatorOverrides(path).clear_override(args.name, operator_name(args.by))
-    Console().print(Text(f"{args.name} is in use again; it was {override.what} {override.note}"), soft_wrap=True)
-    return 0
+@click.command()
+@_override_options
+@reason_option
+def quarantine(robot: str, run: Path, by: str | None, reason: str) -> None:
+    """Take ROBOT out of use at once; its lease ends. A running gateway applies this at once."""
+    _override(robot, run, "quarantined", by, reason, "no session gets it until `user-sys hardware restore`")
 
 
-def audit_main(args: Namespace) -> int:
-    """``user-sys hardware audit [ROBOT] [--run RUN]``: one line for each entry, oldest first."""
-    folder = None if args.run is None else RunFolder(_run_folder(args.run))
-    path = machine_audit_path() if folder is None else folder.path / AUDIT_FILE
-    entries = [e for e in read_audit_log(path) if args.name in ("", e.robot)]
-    if args.name and folder is not None and not entries:
-        _require_known(args, folder)
-    if args.json:
-        _print_json(msgspec.to_builtins(entries))
-        return 0
-    if not entries:
-        Console().print(Text(f"{path} has no entry" + (f" of {args.name}" if args.name else "")), soft_wrap=True)
-        return 0
+@click.command()
+@_override_options
+@reason_option
+def drain(robot: str, run: Path, by: str | None, reason: str) -> None:
+    """Let ROBOT's session finish, and give ROBOT to no other. A running gateway applies this at once."""
+    _override(robot, run, "draining", by, reason, "its session may finish, and no other session gets it")
+
+
+@click.command()
+@_override_options
+def restore(robot: str, run: Path, by: str | None) -> None:
+    """Put ROBOT back into use. A running gateway applies this at once."""
+    overrides = OperatorOverrides(StateDatabase(_run_folder(run) / STATE_FILE))
+    override = overrides.clear_override(robot, operator_name(by))
+    print_line(f"{robot} is in use again; it was {override.what} {override.note}")
+
+
+@click.command()
+@click.argument("robot", default="", metavar="[ROBOT]")
+@click.option("--run", type=PATH, metavar="RUN", help="such as runs/latest (default: actions outside of runs)")
+@json_option
+def audit(robot: str, run: Path | None, as_json: bool) -> None:
+    """Print operators' actions, sign-ins, connections, refusals and leases, of all robots or of ROBOT, oldest first.
+
+    RUN may be the folder of a relay.
+    """
+    path = machine_state_path() if run is None else run / STATE_FILE
+    if run is not None and not path.exists():
+        read_run_metadata(run)
+    entries = [e for e in read_audit_log(path) if robot in ("", e.robot)]
+    if robot and run is not None and not entries:
+        _require_known(robot, RunFolder(_run_folder(run)))
+    if as_json:
+        print_json(entries)
+    elif not entries:
+        print_line(f"{path} has no entry" + (f" of {robot}" if robot else ""))
+    else:
+        print_table(_audit_table(entries), wrapped=("outcome", ""))
+
+
+def _audit_table(entries: Sequence[AuditEntry]) -> Table:
     table = Table("time (UTC)", "event", "robot", "who", "from", "order", "outcome", "", box=None)
     for e in entries:
         who = e.person or " ".join(filter(None, (e.peer, e.key if not e.peer else "")))
@@ -183,35 +222,32 @@ def audit_main(args: Namespace) -> int:
         notes = "; ".join(filter(None, (token, e.reason, f"{e.count} times" if e.count > 1 else "")))
         row = (e.time[:19].replace("T", " "), e.event, e.robot, who, e.address, e.order, e.outcome, notes)
         table.add_row(*map(Text, row))
-    Console().print(table)
-    return 0
+    return table
 
 
 def _available(config: RunConfig, found: DiscoveryResult, address: str) -> tuple[list[ResourceRecord], frozenset[str]]:
     """The resources for the run, and the names of the nodes with its store; no names without a cluster."""
     if not address:
-        return available_resources(config, found.records), frozenset()
+        return offered_resources(config, found.records), frozenset()
     with connect_cluster(address) as cluster:
-        return available_resources(config, found.records, cluster), store_node_names(cluster)
+        return offered_resources(config, found.records, cluster), store_node_names(cluster)
 
 
-def _override(args: Namespace, kind: OverrideKind, effect: str) -> int:
-    folder = RunFolder(_run_folder(args.run))
-    _require_known(args, folder)
-    override = OperatorOverrides(folder.path / "orders.json").set_override(
-        args.name, kind, operator_name(args.by), args.reason
-    )
-    Console().print(Text(f"{args.name} is {kind} {override.note}: {effect}"), soft_wrap=True)
-    return 0
+def _override(robot: str, run: Path, kind: OverrideKind, by: str | None, reason: str, effect: str) -> None:
+    folder = RunFolder(_run_folder(run))
+    _require_known(robot, folder)
+    overrides = OperatorOverrides(StateDatabase(folder.path / STATE_FILE))
+    override = overrides.set_override(robot, kind, operator_name(by), reason)
+    print_line(f"{robot} is {kind} {override.note}: {effect}")
 
 
-def _require_known(args: Namespace, folder: RunFolder) -> None:
+def _require_known(robot: str, folder: RunFolder) -> None:
     """Raises RunError if the run has robots, but not the given one. A run without robots may get any."""
     config = load(RunConfig, folder.config)
-    known = {record.name for record in read_registry(folder.path)}
-    known |= {robot.name for robot in (*config.robots, *config.remote_robots)}
-    if known and args.name not in known:
-        raise RunError(f"{args.run} has no robot {args.name}; there is {format_list(sorted(known))}")
+    known = {record.name for record in read_registry(StateDatabase(folder.path / STATE_FILE))}
+    known |= {each.name for each in (*config.robots, *config.remote_robots)}
+    if known and robot not in known:
+        raise RunError(f"{folder.path} has no robot {robot}; {suggest(robot, known)}")
 
 
 def _run_folder(path: Path) -> Path:
@@ -219,12 +255,8 @@ def _run_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _config(path: Path | None) -> RunConfig:
+def _load(path: Path | None) -> RunConfig:
     return RunConfig() if path is None else load(RunConfig, path)
-
-
-def _robots(path: Path | None) -> tuple[RobotConfig, ...]:
-    return _config(path).robots
 
 
 def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[ResourceRecord]:
@@ -234,7 +266,7 @@ def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[Resou
     if run is not None:
         folder = RunFolder(_run_folder(run))
         is_running = is_locked(folder.store)
-        for known in read_registry(folder.path):
+        for known in read_registry(StateDatabase(folder.path / STATE_FILE)):
             local = named.get(known.name)
             if not is_running and known.health not in (Health.QUARANTINED, Health.DRAINING):
                 if local is not None and local.health is not Health.LOST:
@@ -245,63 +277,28 @@ def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[Resou
     return [named[name] for name in sorted(named)]
 
 
-def _describe_remote_robots(robots: Sequence[RobotConfig], run: Path | None) -> dict[str, str]:
-    """The state of each of a job's remote robots, for people, by name."""
-    known = {record.name: record for record in _with_run(_remote_robot_records(robots, run), run)}
-    return {robot.name: describe_record(known[robot.name]) for robot in robots}
-
-
 def _remote_robot_records(robots: Sequence[RobotConfig], run: Path | None) -> list[ResourceRecord]:
     """Records of robots that the run's gateway has not seen, and whose drivers may not be installed here."""
     trouble = "a remote robot, which connects from its own computer"
     if run is not None:
         began = format_time(read_run_metadata(run).started_unix_s)
         trouble = f"a remote robot, which has not connected since the run began, {began}"
-    return [
-        ResourceRecord(
-            kind=Kind.ROBOT,
-            name=robot.name,
-            model="",
-            node="",
-            labels={"driver": robot.driver, **robot.labels},
-            health=Health.LOST,
-            trouble=trouble,
-        )
-        for robot in robots
-    ]
+    return [lost_robot(robot, trouble) for robot in robots]
 
 
 def _check_robots(robots: Sequence[RobotConfig]) -> Iterator[CheckResult]:
-    """One result for each robot, including those that cannot be built for lack of a library or an option."""
-    robot_probes: dict[str, Probe] = {}
-    for robot in robots:
-        if (library := missing_library(robot.driver)) is not None:
-            message = f"{robot.name}: {library.purpose} needs {library.module}, which is not installed"
-            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix=library.install)
-            continue
-        try:
-            robot_probes[robot.name] = resource_probes((robot,))["config"]
-        except Exception as error:  # another package's driver may fail in any way
-            message, fix = (
-                build_error_message(robot, error),
-                "install its driver's libraries, or fix its options in CONFIG",
-            )
-            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix=fix)
-    found = discover(robot_probes)
-    yield from map(_check_robot, found.records)
-    for name, failure in sorted(found.failures.items()):
-        message = f"{name}: {failure}"
-        yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix="run it again later")
-
-
-def _check_robot(record: ResourceRecord) -> CheckResult:
-    if record.health is Health.LOST:
-        message = f"{record.name}: {record.trouble}"
-        fix = "switch it on, check its cable, and compare the address with its controller's"
-        return CheckResult(check="robots", status=CheckStatus.PROBLEM, message=message, fix=fix)
-    address = record.labels.get("address")
-    message = f"{record.name} ({record.model}) answers at {address}" if address else f"{record.name} ({record.model})"
-    return CheckResult(check="robots", status=CheckStatus.OK, message=message)
+    """One result for each robot, also for one that cannot be built here."""
+    if not robots:
+        return
+    for record in discover({"config": resource_probes(robots, lenient=True)["config"]}).records:
+        if record.health is Health.LOST:
+            fix = "install what is missing, mend its options in CONFIG, switch it on, or check its cable and address"
+            problem = f"{record.name}: {record.trouble}"
+            yield CheckResult(check="robots", status=CheckStatus.PROBLEM, message=problem, fix=fix)
+        else:
+            address = f" answers at {record.labels['address']}" if "address" in record.labels else ""
+            message = f"{record.name} ({record.model}){address}"
+            yield CheckResult(check="robots", status=CheckStatus.OK, message=message)
 
 
 def _table(records: Sequence[ResourceRecord]) -> Table:
@@ -324,12 +321,10 @@ def _facts(record: ResourceRecord) -> str:
     return ", ".join(facts)
 
 
-def _event_line(event: DiscoveryEvent) -> Text:
-    text = Text(time.strftime("%H:%M:%S "))
-    text.append(f"{event.change:<13}", style=_CHANGE_STYLES.get(event.change, "default"))
+def _event_line(event: DiscoveryEvent) -> str:
     record = event.record
     subject = f"the probe {event.probe}" if record is None else f"{record.name} ({record.kind} {record.model})"
-    return text.append(f"{subject}{f': {event.text}' if event.text else ''}")
+    return f"{time.strftime('%H:%M:%S')} {event.change:<13} {subject}{f': {event.text}' if event.text else ''}"
 
 
 def _print_results(results: Sequence[CheckResult]) -> None:
@@ -343,22 +338,3 @@ def _print_results(results: Sequence[CheckResult]) -> None:
     bad = sum(result.status is CheckStatus.PROBLEM for result in results)
     advice = sum(result.status is CheckStatus.ADVICE for result in results)
     console.print(f"{bad} problem(s), {advice} piece(s) of advice")
-
-
-def _placement_lines(placement: Placement, rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["The job can run now." if placement.assigned else "The job requests nothing: it can run anywhere."]
-    return lines + [f"  {row['asked']}: {format_list(row['gets'])} on {row['where']}" for row in rows]
-
-
-def _remote_robot_lines(remote_robots: Mapping[str, str]) -> list[str]:
-    if not remote_robots:
-        return []
-    return [f"It does not wait for its remote robots: {format_list(list(remote_robots.values()))}."]
-
-
-def _node_names(records: Sequence[ResourceRecord]) -> str:
-    return format_list(sorted({record.node for record in records}))
-
-
-def _print_json(value: object) -> None:
-    Console().print_json(json.dumps(value))

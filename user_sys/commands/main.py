@@ -1,78 +1,257 @@
-"""The command line `user-sys`. A verb's modules are imported when it runs, so that ``--help`` is instant."""
+"""The command line `user-sys`. A verb's module is imported when the verb runs, so that ``--help`` is instant."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from hal.durable import umask_from_environment
 from hal.errors import HalError, install_hint
-from user_sys.commands import keys
-from user_sys.commands.hardware_parser import add_hardware_parser, add_node_parser
-from user_sys.commands.store import add_store
-from user_sys.errors import RunError, UserSysError
-from user_sys.process_exit import ExitStatus
+from user_sys.errors import ExitStatus, RunError, UserSysError
 
+COMPLETION_VARIABLE = "_USER_SYS_COMPLETE"  # click's name for this program
 EXIT_BROKEN_PIPE = 128 + 13
 PACKAGES_FROM_EXTRA = {  # packages that are not listed come with "learner"
     "edge": ("simplejpeg", "blake3", "cryptography", "zstandard"),
     "sim": ("mujoco", "gymnasium"),
+    "backup": ("fsspec", "s3fs"),
     "interchange": ("pyarrow", "av", "PIL", "mcap", "mcap_protobuf", "foxglove_schemas_protobuf"),
 }
+RUN = "RUN"
+"""The verb of a group that takes a folder in place of another verb."""
+Verbs = Mapping[str, tuple[Any, str]]
+"""By name: ``module:command`` in this package, or the verbs of a group; and a summary."""
 
-_EPILOG = "A verb's own help: user-sys VERB --help. Settings are overridden by --section.key=value."
+VERBS: Verbs = {
+    "train": ("train:train", "start a run: robots, gateway, learner, console"),
+    "cloud": ("train:cloud", "start a run whose robots connect from their own computers"),
+    "edge": ("edge:edge", "drive this computer's robots for a run elsewhere"),
+    "relay": ("edge:relay", "serve the robots of one site on behalf of a run elsewhere"),
+    "record": ("train:record", "record demonstrations from the scripted expert"),
+    "evaluate": ("train:evaluate", "measure how often the trained policy succeeds on its own"),
+    "compare": ("train:compare", "compare runs: success, time to a success rate, a plot over training time"),
+    "status": ("status:status", "what a run does, and what is wrong with it"),
+    "top": ("status:top", "the same each second: robots, processes, faults"),
+    "view": ("view:view", "show a stored episode or a live robot in Rerun or Foxglove"),
+    "debug": (
+        {"bundle": ("status:bundle", "pack a run's logs, settings and metrics, without secrets")},
+        "collect what a bug report needs",
+    ),
+    "console": (
+        {
+            RUN: ("console:serve", "serve the console of a run that goes on without one"),
+            "user": (
+                {
+                    "add": ("console:add", "add or replace an account: viewer, operator or admin"),
+                    "remove": ("console:remove", "remove an account"),
+                    "list": ("console:list_", "list the accounts"),
+                },
+                "accounts of the people who may sign in",
+            ),
+        },
+        "serve a run's console; accounts for consoles that other computers can reach",
+    ),
+    "stop": ("stop:stop", "press the e-stop of robots that this computer drives"),
+    "rearm": ("stop:rearm", "lift the e-stop of a robot that no program drives"),
+    "store": (
+        {
+            "inspect": ("store_inspect:inspect", "show episodes as a table, one in detail, or as pictures"),
+            "verify": ("store_maintenance:verify", "read everything and list damage"),
+            "repair": ("store_maintenance:repair", "quarantine damage and list the lost steps"),
+            "label": ("store_label:label", "set success, reward or phase of recorded episodes"),
+            "relabel": ("store_label:relabel", "label recorded episodes by a reward, such as a classifier"),
+            "compact": ("store_maintenance:compact", "free the space of deleted episodes; keep to a size"),
+            "migrate": ("store_maintenance:migrate", "write a store of an older format in today's format"),
+            "backup": ("store_backup:backup", "copy a store to a folder or S3 bucket, incrementally"),
+            "restore": ("store_backup:restore_", "write the store of a backup to a new folder"),
+            "merge": ("store_maintenance:merge", "copy several stores into one"),
+            "export": ("store_exchange:export", "write episodes as LeRobot datasets or MCAP recordings"),
+            "import": ("store_exchange:import_", "add a LeRobot dataset v3 to a store"),
+        },
+        "inspect, repair, label, compact, back up, export or import an experience store",
+    ),
+    "policy": (
+        {"export": ("weights:export", "write a run's policy of LeRobot for LeRobot's tools")},
+        "write a run's policy for other libraries",
+    ),
+    "reward": (
+        {
+            "train": ("reward:train", "train an image classifier of success on labelled episodes"),
+            "audit": ("reward:audit_", "compare a reward with labels: calibration, false positives as pictures"),
+        },
+        "train and audit rewards that label episodes by their pictures",
+    ),
+    "hardware": (
+        {
+            "list": ("hardware:list_", "list the present resources"),
+            "watch": ("hardware:watch", "print changes of the resources, until Ctrl-C"),
+            "doctor": ("hardware:doctor", "print problems of this computer, and how to fix them"),
+            "plan": ("hardware:plan", "whether a job can run now, on what, or why not"),
+            "quarantine": ("hardware:quarantine", "take a robot out of use at once; its lease ends"),
+            "drain": ("hardware:drain", "let the robot's session finish, and start no other"),
+            "restore": ("hardware:restore", "put a robot back into use"),
+            "audit": ("hardware:audit", "print operators' actions, sign-ins, refusals and leases"),
+        },
+        "list robots and GPUs, check this computer, take robots out of use",
+    ),
+    "node": (
+        {
+            "head": ("node:head", "start a cluster; Ctrl-C ends it"),
+            "join": ("node:join", "join a cluster; Ctrl-C leaves it"),
+        },
+        "make this computer a node of a Ray cluster, with its robots and GPUs",
+    ),
+    "weights": (
+        {
+            "list": ("weights:list_", "list the kept versions and the pinned one"),
+            "rollback": ("weights:rollback", "pin a version: every robot acts with it until `release`"),
+            "release": ("weights:release", "unpin: every robot acts with the newest version again"),
+        },
+        "list a run's versions of the policy, and pin one",
+    ),
+    "completion": ("main:completion", "print the script that completes verbs and options in a shell"),
+    "keys": (
+        {
+            "new": ("keys:new", "create a key pair: FOLDER/NAME.key and FOLDER/NAME.pub"),
+            "allow": ("keys:allow", "allow a public key for a name and a role"),
+            "revoke": ("keys:revoke", "revoke the key of a name at once"),
+            "rotate": ("keys:rotate", "replace the key of a name; the old one stays allowed for a while"),
+            "list": ("keys:list_", "list the allowed keys"),
+        },
+        "create keys, and edit the keys that a gateway allows",
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose verbs are imported when they run; its help shows the summaries of `verbs`."""
+
+    def __init__(self, verbs: Verbs, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._verbs = verbs
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._verbs:
+            if cmd_name.startswith("-"):
+                return None
+            raise click.NoSuchCommand(cmd_name, possibilities=self._verbs, ctx=ctx)
+        target, summary = self._verbs[cmd_name]
+        if not isinstance(target, str):
+            return LazyGroup(target, name=cmd_name, help=f"{summary[0].upper()}{summary[1:]}.")
+        module, _, attribute = target.partition(":")
+        command: click.Command = getattr(import_module(f"user_sys.commands.{module}"), attribute)
+        return command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._verbs)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if RUN in self._verbs and (args[0] == RUN or args[0] not in self._verbs) and not args[0].startswith("-"):
+            return RUN, self.get_command(ctx, RUN), args
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [name for name in self._verbs if name.startswith(incomplete)]
+        own = [CompletionItem(name, help=self._verbs[name][1]) for name in found]
+        return own + click.Command.shell_complete(self, ctx, incomplete)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self._verbs.items()])
+
+
+def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"user-sys {version('user-sys')}")
+        context.exit()
+
+
+COMMAND = LazyGroup(
+    VERBS,
+    name="user-sys",
+    help="Learn robot policies online, in the real world.",
+    epilog="A verb's own help: user-sys VERB --help. Settings are overridden by --section.key=value.",
+    context_settings={"max_content_width": 120},
+    params=[
+        click.Option(["-v", "--verbose"], count=True, help="log events; -vv: also debug messages"),
+        click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+                     help="print the version and exit"),
+    ],
+    callback=lambda verbose: _configure_logging(verbose),
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    For bash, add this line to ~/.bashrc: eval "$(user-sys completion bash)"
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None  # click has these three
+    click.echo(kind(COMMAND, {}, "user-sys", COMPLETION_VARIABLE).source())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, or 1 if the verb defines it; 2 for an error, printed in one line; 130 for Ctrl-C."""
-    args = parse_args(list(sys.argv[1:] if argv is None else argv))
+    if request := os.environ.get(COMPLETION_VARIABLE):  # set by the shell's script; `user-sys completion` prints it
+        return shell_complete(COMMAND, {}, "user-sys", COMPLETION_VARIABLE, request)
+    given = list(sys.argv[1:] if argv is None else argv)
+    verbosity = [token for token in given if token in ("-v", "-vv", "--verbose")]  # before or after the verb
     try:
-        _configure_logging(args.verbose)
         os.umask(umask_from_environment())
-        status = _run(args)
+        with COMMAND.make_context("user-sys", verbosity + [token for token in given if token not in verbosity]) as ctx:
+            status: int = _with_install_hint(ctx)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        return _print_interrupted(args)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return ExitStatus.FAILED
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        print(
+            f"user-sys: error: {error.format_message()}{f' ({context.command_path} --help)' if context else ''}",
+            file=sys.stderr,
+        )
+        return ExitStatus.FAILED
+    except KeyboardInterrupt as interrupt:
+        print(f"user-sys: interrupted{interrupt}", file=sys.stderr)
+        return ExitStatus.INTERRUPTED
     except BrokenPipeError as error:
-        return EXIT_BROKEN_PIPE if _is_stdout_closed() else _print_failure(error, args.verbose)
+        return EXIT_BROKEN_PIPE if _is_stdout_closed() else _print_failure(error, bool(verbosity))
     except (UserSysError, HalError, OSError) as error:
-        return _print_failure(error, args.verbose)
+        return _print_failure(error, bool(verbosity))
 
 
-def _run(args: argparse.Namespace) -> int:
-    module, function = args.runs
+def _with_install_hint(ctx: click.Context) -> int:
     try:
-        status: int = getattr(importlib.import_module(module), function)(args)
+        return int(COMMAND.invoke(ctx) or 0)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("hal", "robots", "sim", "user_sys"):
             raise
-        raise RunError(f"this needs the package {package!r}: {install_hint(_extra_for(package))}") from error
-    return status
+        extra = next((extra for extra, packages in PACKAGES_FROM_EXTRA.items() if package in packages), "learner")
+        raise RunError(f"this needs the package {package!r}: {install_hint(extra)}") from error
 
 
-def _extra_for(package: str) -> str:
-    return next((extra for extra, packages in PACKAGES_FROM_EXTRA.items() if package in packages), "learner")
-
-
-def _print_failure(error: Exception, verbose: int) -> int:
+def _print_failure(error: Exception, verbose: bool) -> int:
     if verbose:
         raise error
     print(f"user-sys: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
     return ExitStatus.FAILED
-
-
-def _print_interrupted(args: argparse.Namespace) -> int:
-    run = getattr(args, "run_dir", None) or getattr(args, "resume", None)
-    hint = f"; continue with: user-sys {args.verb} --resume {run}" if run else ""
-    print(f"user-sys: interrupted{hint}", file=sys.stderr)
-    return ExitStatus.INTERRUPTED
 
 
 def _is_stdout_closed() -> bool:
@@ -93,256 +272,6 @@ def _configure_logging(verbose: int) -> None:
     from user_sys.logs import configure_logging
 
     configure_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
-
-
-# Parsers --------------------------------------------------------------------------------------------------------------
-
-
-class _Version(argparse.Action):
-    """Prints the version; it is looked up only for this option."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"user-sys {version('user-sys')}")
-        parser.exit()
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser, verbs = _parser()
-    overrides: list[str] = []
-    verb = next((token for token in argv if not token.startswith("-")), "")
-    if verb in verbs:
-        argv, overrides = _split_overrides(argv, verbs[verb])
-    args = parser.parse_args(argv)
-    args.overrides = overrides
-    args.verbose = getattr(args, "verbose", 0)
-    if verb in ("train", "cloud") and not args.config and not args.resume:
-        verbs[verb].error("CONFIG is missing: give one, such as configs/demo.yaml, or --resume RUN")
-    if verb in ("train", "cloud") and args.restart_if_unreadable and not args.resume:
-        verbs[verb].error("--restart-if-unreadable needs --resume RUN")
-    return args
-
-
-def _split_overrides(argv: list[str], verb: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Separates every ``--key=value`` and ``--key value`` that is not an option of `verb`.
-
-    argparse would take the value of the latter for a positional argument.
-    """
-    ours: list[str] = []
-    overrides: list[str] = []
-    tokens = list(argv)
-    while tokens:
-        token = tokens.pop(0)
-        if not token.startswith("--") or token.partition("=")[0] in verb._option_string_actions:
-            ours.append(token)
-            continue
-        overrides.append(token)
-        if "=" not in token and tokens and not tokens[0].startswith("--"):
-            overrides.append(tokens.pop(0))
-    return ours, overrides
-
-
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    parser = _Parser(prog="user-sys", description="Learn robot policies online, in the real world.", epilog=_EPILOG)
-    parser.add_argument("--version", action=_Version)
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
-    named = {
-        "train": _add_train(verbs),
-        "cloud": _add_cloud(verbs),
-        "edge": _add_edge(verbs),
-        "relay": _add_relay(verbs),
-        "record": _add_record(verbs),
-    }
-    _add_evaluate(verbs)
-    _add_stop(verbs)
-    add_store(verbs)
-    add_hardware_parser(verbs)
-    add_node_parser(verbs)
-    _add_weights(verbs)
-    keys.add_parser(verbs).set_defaults(runs=("user_sys.commands.keys", "run"))
-    return parser, named
-
-
-class _Parser(argparse.ArgumentParser):
-    """Accepts options in full only, and ``-v`` before or after the verb."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-        self.add_argument(
-            "-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log events; -vv: also debug messages"
-        )
-
-
-def _add_train(verbs: Any) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        "train",
-        help="start a run: robots, gateway, learner, console",
-        description="Starts a run and shows its progress. Ctrl-C stops it cleanly and prints how to resume. "
-        "The exit status is 0 if the run reached its target, 1 if it did not, 2 for an error, 130 for Ctrl-C.",
-        epilog="Any setting: --learner.batch_size=128, --robots.0.name=left, --ray.address=ADDRESS.",
-    )
-    _add_run(verb)
-    verb.add_argument("--keys", type=Path, metavar="FOLDER", help="folder of keys (default: the run makes its own)")
-    verb.set_defaults(runs=("user_sys.commands.train", "train_main"), verb="train")
-    return verb
-
-
-def _add_cloud(verbs: Any) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        "cloud",
-        help="start a run whose robots connect from their own computers",
-        description="Starts gateway, learner and console, and trains with the robots that connect (`user-sys edge`).",
-        epilog="Any setting: --gateway.endpoint=tcp://0.0.0.0:5555. docs/deployment.md has the steps.",
-    )
-    _add_run(verb)
-    _add_keys(verb)
-    verb.set_defaults(runs=("user_sys.commands.train", "cloud_main"), verb="cloud")
-    return verb
-
-
-def _add_run(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "config", type=Path, metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml"
-    )
-    verb.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
-    verb.add_argument(
-        "--restart-if-unreadable",
-        action="store_true",
-        help="with --resume: if a learner has no readable checkpoint, train it from the start; checkpoints are kept",
-    )
-    verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
-    verb.add_argument("--any-result", action="store_true", help="exit status 0 also if the target was not reached")
-
-
-def _add_edge(verbs: Any) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        "edge",
-        help="drive this computer's robots for a run elsewhere",
-        description="Drives the robots of CONFIG for the run at --connect, until the run ends, or Ctrl-C.",
-        epilog="Any setting can be overridden: --section.key=value.",
-    )
-    verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that names this computer's robots")
-    verb.add_argument(
-        "--robot",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="CONFIG is a run's file: drive this one of its remote_robots; repeatable",
-    )
-    verb.add_argument(
-        "--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway, or a relay of this site"
-    )
-    verb.add_argument(
-        "--folder", type=Path, default=Path("edge"), metavar="FOLDER", help="outboxes, e-stops, logs (default: edge)"
-    )
-    _add_keys(verb)
-    verb.set_defaults(runs=("user_sys.commands.edge", "edge_main"))
-    return verb
-
-
-def _add_relay(verbs: Any) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        "relay",
-        help="serve the robots of one site on behalf of a run elsewhere",
-        description="Forwards messages of a site's robots to the run at --connect, and fetches weights once for all.",
-        epilog="Any setting can be overridden: --section.key=value.",
-    )
-    verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with the relay's name and endpoint")
-    verb.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway")
-    verb.add_argument("--folder", type=Path, default=Path("relay"), metavar="FOLDER", help="weights (default: relay)")
-    _add_keys(verb)
-    verb.set_defaults(runs=("user_sys.gateway.relay", "relay_main"))
-    return verb
-
-
-def _add_keys(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--keys", type=Path, default=Path("keys"), metavar="FOLDER", help="folder of keys (default: keys)"
-    )
-
-
-def _add_record(verbs: Any) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        "record",
-        help="record demonstrations from the scripted expert",
-        description="Records demonstrations by the task's scripted expert, for each robot of CONFIG, into a store.",
-        epilog="Any setting can be overridden: --section.key=value.",
-    )
-    verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of settings, such as configs/demo.yaml")
-    verb.add_argument(
-        "--output", type=Path, default=Path("runs/demonstrations"), metavar="PATH", help="store to add to"
-    )
-    verb.add_argument("--episodes", type=_count, default=20, metavar="N", help="demonstrations per robot (default: 20)")
-    verb.set_defaults(runs=("user_sys.commands.train", "record_main"))
-    return verb
-
-
-def _add_evaluate(verbs: Any) -> None:
-    verb = verbs.add_parser(
-        "evaluate",
-        help="measure how often the trained policy succeeds on its own",
-        description="Runs the newest policy of RUN without a person and reports its success with a 95%% interval.",
-    )
-    verb.add_argument("run", type=Path, metavar="RUN", help="run folder, such as runs/latest")
-    verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
-    verb.add_argument(
-        "--robot", metavar="NAME", help="on this robot, with its embodiment's policy (default: the first)"
-    )
-    verb.add_argument("--json", action="store_true", help="for other programs")
-    verb.set_defaults(runs=("user_sys.commands.train", "evaluate_main"))
-
-
-def _add_stop(verbs: Any) -> None:
-    verb = verbs.add_parser(
-        "stop",
-        help="press the e-stop of robots that this computer drives",
-        description="Presses the e-stop of each ROBOT, or of every robot that this computer drives, for any program "
-        "and user, and reports which driver acknowledged. Exit status 1: a robot is unknown or did not answer, or no "
-        "robot is driven. A person re-arms it at a run's console, or with `user-sys rearm`.",
-    )
-    verb.add_argument("robots", nargs="*", metavar="ROBOT", help="a robot's name (default: all that are driven)")
-    verb.add_argument("--by", default=None, metavar="NAME", help="name of the person (default: the logged-in user)")
-    verb.add_argument("--reason", default="", metavar="TEXT", help="reason; saved with the e-stop and logged")
-    verb.set_defaults(runs=("user_sys.commands.stop", "stop_main"))
-    verb = verbs.add_parser(
-        "rearm",
-        help="lift the e-stop of a robot that no program drives",
-        description="Lifts the latched e-stop of ROBOT. If a run drives it, use its console.",
-    )
-    verb.add_argument("robot", metavar="ROBOT", help="the robot's name")
-    verb.add_argument("--by", default=None, metavar="NAME", help="name of the person (default: the logged-in user)")
-    verb.set_defaults(runs=("user_sys.commands.stop", "rearm_main"))
-
-
-def _add_weights(verbs: Any) -> None:
-    weights = verbs.add_parser("weights", help="list a run's versions of the policy, and pin one")
-    orders = weights.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
-    listing = orders.add_parser("list", help="list the kept versions and the pinned one")
-    listing.add_argument("--json", action="store_true", help="for other programs")
-    rollback = orders.add_parser("rollback", help="pin a version: every robot acts with it until `release`")
-    rollback.add_argument("version", type=int, metavar="VERSION", help="one that `list` shows")
-    release = orders.add_parser("release", help="unpin: every robot acts with the newest version again")
-    for order, runs in ((listing, "list_main"), (rollback, "rollback_main"), (release, "release_main")):
-        order.add_argument("run", type=Path, metavar="RUN", help="run folder on the gateway's machine: runs/latest")
-        order.add_argument(
-            "--learner", default="learner", metavar="NAME", help="which learner of the run (default: the first)"
-        )
-        order.set_defaults(runs=("user_sys.commands.weights", runs))
-    for order in (rollback, release):
-        order.add_argument(
-            "--by", default=None, metavar="NAME", help="name of the person (default: the logged-in user)"
-        )
-        order.add_argument("--reason", default="", metavar="TEXT", help="reason; saved and logged")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

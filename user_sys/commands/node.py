@@ -8,21 +8,21 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-from rich.text import Text
+import click
 
 from hal.discovery import discover
 from hal.errors import install_hint
 from hal.placement import format_list
-from hal.ray_cluster import require_token
+from hal.ray_cluster import require_cluster
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token_file, node_argv, node_environment, sanitize_label
 from hal.resource import Kind, ResourceRecord, drop_hidden_gpus, parse_host_port
-from user_sys.commands.hardware_parser import PORT
+from user_sys.commands.options import PATH, Verb
+from user_sys.commands.output import print_line
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.config import load
 from user_sys.errors import ConfigError, RunError
@@ -30,38 +30,55 @@ from user_sys.run.config import RunConfig
 
 START_TRIES = 4
 SLOW_START_S = (30.0, 180.0)  # Ray that ends in between did not start in time
-MAX_PORT = 65535
+PORT = 6379
 
 
-def head_main(args: Namespace) -> int:
-    """``user-sys node head``: starts a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+def _node_options(verb: Verb) -> Verb:
+    for option in (
+        click.option("--ip", default="", metavar="ADDRESS", help="this computer's own address"),
+        click.option("--label", multiple=True, metavar="NAME=VALUE", help="such as site=lab; repeatable"),
+        click.option("--robot", multiple=True, metavar="NAME", help="only this robot of CONFIG; repeatable"),
+        click.argument("config", type=PATH, metavar="[CONFIG]", required=False),
+    ):
+        verb = option(verb)
+    return verb
+
+
+@click.command()
+@_node_options
+@click.option("--port", type=click.IntRange(1, 65535), default=PORT, metavar="N", help=f"for nodes (default: {PORT})")
+@click.option("--token", type=PATH, default="ray-token", metavar="FILE", help="the cluster's token")
+def head(config: Path | None, robot: Sequence[str], label: Sequence[str], ip: str, port: int, token: Path) -> int:
+    """Start a cluster with this computer and the robots of CONFIG. Ctrl-C ends it; the exit status is Ray's own."""
     _require_ray()
-    if not 1 <= args.port <= MAX_PORT:
-        raise ConfigError(f"--port {args.port}: a port is a number from 1 to {MAX_PORT}")
-    _require_local_ip(args.ip)
-    labels, records = _labels(args.label), _local_resources(args)
-    ensure_token_file(args.token)
-    argv = node_argv(records, labels, head_port=args.port, ip=args.ip)
-    reached = f"{args.ip or 'THIS-COMPUTER'}:{args.port}"
-    _print_line(f"others join with: user-sys node join {reached} --token {args.token}")
-    token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={args.token.resolve()}"
-    _print_line(f"a run uses it with: {token} user-sys train CONFIG --ray.address={reached}")
-    return _run_until_end(argv, node_environment(args.token), records)
+    _require_local_ip(ip)
+    labels, records = _labels(label), _local_resources(config, robot)
+    ensure_token_file(token)
+    argv = node_argv(records, labels, head_port=port, ip=ip)
+    reached = f"{ip or 'THIS-COMPUTER'}:{port}"
+    print_line(f"others join with: user-sys node join {reached} --token {token}")
+    variables = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token.resolve()}"
+    print_line(f"a run uses it with: {variables} user-sys train CONFIG --ray.address={reached}")
+    return _run_until_end(argv, node_environment(token), records)
 
 
-def join_main(args: Namespace) -> int:
-    """``user-sys node join ADDRESS``: joins a cluster, with endless tries. Blocks until Ctrl-C; the exit status is
-    Ray's own. Raises HalError: the cluster refuses the token."""
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@_node_options
+@click.option("--token", type=PATH, metavar="FILE", help="a copy of the cluster's token")
+def join(
+    address: str, config: Path | None, robot: Sequence[str], label: Sequence[str], ip: str, token: Path | None
+) -> int:
+    """Join the cluster at HOST:PORT, with endless tries. Ctrl-C leaves it; the exit status is Ray's own."""
     _require_ray()
-    if parse_host_port(args.address) is None:
-        raise ConfigError(f"{args.address!r} is not an address: write HOST:PORT, such as 10.0.0.2:{PORT}")
-    _require_local_ip(args.ip)
-    labels, environment = _labels(args.label), node_environment(args.token)
-    require_token(args.address, environment)
-    records = _local_resources(args)
-    return _run_until_end(
-        node_argv(records, labels, address=args.address, ip=args.ip), environment, records, tries=sys.maxsize
-    )
+    if parse_host_port(address) is None:
+        raise ConfigError(f"{address!r} is not an address: write HOST:PORT, such as 10.0.0.2:{PORT}")
+    _require_local_ip(ip)
+    labels, environment = _labels(label), node_environment(token)
+    require_cluster(address, environment, may_be_down=True)
+    records = _local_resources(config, robot)
+    argv = node_argv(records, labels, address=address, ip=ip)
+    return _run_until_end(argv, environment, records, tries=sys.maxsize)
 
 
 def _require_local_ip(ip: str) -> None:
@@ -78,16 +95,16 @@ def _require_ray() -> None:
         raise RunError(f"a node needs the package 'ray': {install_hint('learner')}")
 
 
-def _local_resources(args: Namespace) -> tuple[ResourceRecord, ...]:
+def _local_resources(config: Path | None, names: Sequence[str]) -> tuple[ResourceRecord, ...]:
     """The resources to declare: CONFIG's robots, and the GPUs that are not hidden. Prints the failures of probes."""
-    robots: Sequence[RobotConfig] = load(RunConfig, args.config).robots if args.config else ()
-    chosen = [robot for robot in robots if not args.robot or robot.name in args.robot]
-    if unknown := sorted(set(args.robot) - {robot.name for robot in chosen}):
-        reason = f"{args.config} has no such robot" if args.config else "give the CONFIG with this robot"
+    robots: Sequence[RobotConfig] = load(RunConfig, config).robots if config else ()
+    chosen = [robot for robot in robots if not names or robot.name in names]
+    if unknown := sorted(set(names) - {robot.name for robot in chosen}):
+        reason = f"{config} has no such robot" if config else "give the CONFIG with this robot"
         raise ConfigError(f"--robot {unknown[0]}: {reason}")
     found = discover(resource_probes(chosen))
     for probe, failure in sorted(found.failures.items()):
-        _print_line(f"the resources of the probe {probe} are not declared: {failure}")
+        print_line(f"the resources of the probe {probe} are not declared: {failure}")
     return drop_hidden_gpus(found.records, os.environ)
 
 
@@ -110,7 +127,7 @@ def _run_until_end(
 ) -> int:
     """Blocks until Ray ends. Starts it again if it did not start within its own limit of half a minute."""
     has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
-    _print_line(f"this node has {format_list(has) if has else 'neither robots nor GPUs'}")
+    print_line(f"this node has {format_list(has) if has else 'neither robots nor GPUs'}")
     least_s, most_s = SLOW_START_S
     while True:
         began_s = time.monotonic()
@@ -119,7 +136,7 @@ def _run_until_end(
         tries -= 1
         if was_stopped or not status or not slow or not tries:
             return status
-        _print_line("Ray did not start within its own time limit, since this computer is busy; retrying")
+        print_line("Ray did not start within its own time limit, since this computer is busy; retrying")
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, bool]:
@@ -138,7 +155,3 @@ def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, bool]:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _print_line(line: str) -> None:
-    Console().print(Text(line), soft_wrap=True)

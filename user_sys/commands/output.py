@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EXIT_DAMAGED = 1
-SUCCESS = {"yes": True, "no": False, "unknown": None}  # values of --success
+MAX_TABLE_CHARS = 1000
 Advance = Callable[[int], object]
 
 
@@ -35,43 +26,47 @@ def size_text(n_bytes: float) -> str:
     return f"{n_bytes:.3g} TB"
 
 
-def print_line(text: str) -> None:
-    """Prints text on standard output without interpreting markup."""
-    Console().print(text, soft_wrap=True, markup=False, highlight=False)
+def print_line(text: str, *, error: bool = False) -> None:
+    """Prints text on standard output, or on standard error."""
+    click.echo(text, err=error)
 
 
 def print_json(value: Any) -> None:
     """Prints one line of JSON for other programs."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def print_table(table: Table, wrapped: Collection[str] = ()) -> None:
+    """Prints a table that cuts no cell, and wraps only columns with these headers; a terminal wraps longer lines."""
+    from rich.console import Console
+
+    console = Console()
+    options = console.options.update(max_width=MAX_TABLE_CHARS)
+    for column in table.columns:
+        if column.header not in wrapped:
+            cells = (column.header, *column.cells)
+            column.min_width = max(console.measure(cell, options=options).maximum for cell in cells)
+    least = console.measure(table, options=options).minimum
+    Console(width=max(console.width, least)).print(table, crop=False)
 
 
 @contextmanager
-def bytes_bar(what: str, total: int | None) -> Iterator[Advance]:
-    """Shows a progress bar of bytes on standard error; the body calls the yielded function with each increment."""
-    with _bar(what, total, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as advance:
-        yield advance
+def progress_bar(what: str, total: int | None, *, is_bytes: bool = False) -> Iterator[Advance]:
+    """Shows a progress bar on a terminal's standard error; the body calls the yielded function with each increment."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-
-@contextmanager
-def count_bar(what: str, total: int | None) -> Iterator[Advance]:
-    """As `bytes_bar`, for a count."""
-    with _bar(what, total, TextColumn("{task.completed:.0f}"), TimeRemainingColumn()) as advance:
-        yield advance
-
-
-@contextmanager
-def step_bar(what: str, steps: int) -> Iterator[Advance]:
-    """As `bytes_bar`, for steps; the bar stays on the terminal afterwards."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=steps)
-        yield lambda done: progress.advance(task, done)
-
-
-@contextmanager
-def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Iterator[Advance]:
-    text, console = TextColumn("{task.description}"), Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(text, BarColumn(), *columns, console=console, transient=True, disable=quiet) as progress:
+    counts: ProgressColumn = DownloadColumn() if is_bytes else MofNCompleteColumn()
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.advance(task, done)

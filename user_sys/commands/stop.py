@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from rich.console import Console
+import click
 
-from hal.audit import audit_operator_action
 from hal.estop import EstopLatch
 from hal.lease import MachineLock, driven_robots
 from hal.machine_folder import RobotFiles, known_robot_files, machine_folder_problem, require_robot_name, robot_files
 from hal.registry import operator_name
+from hal.state_database import audit_operator_action
+from user_sys.commands.options import by_option, reason_option
+from user_sys.commands.output import print_line
 from user_sys.edge.local_estop import press_estop
 from user_sys.errors import RunError
 
@@ -24,34 +25,38 @@ MAX_PERSON_CHARS = 64
 log = logging.getLogger(__name__)
 
 
-def stop_main(args: Namespace) -> int:
-    """``user-sys stop [ROBOT ...]``. Without names it stops every real robot that is driven on this computer, and this
-    user's simulated robots.
+@click.command()
+@click.argument("robots", nargs=-1, metavar="[ROBOT]...")
+@by_option
+@reason_option
+def stop(robots: Sequence[str], by: str | None, reason: str) -> int:
+    """Press the e-stop of each ROBOT, or of every robot that this computer drives, for any program and user.
 
-    Returns:
-        0 if each robot is stopped, or is not driven and stays stopped. 1 if a robot is not stopped, does not answer or
-        is unknown; or if no robot is named and none is driven.
+    It reports which driver acknowledged. Without names it stops the real robots and this user's simulated ones. The
+    exit status is 1 if a robot is unknown or did not answer, or no robot is driven. A person re-arms a robot at a run's
+    console, or with `user-sys rearm`.
     """
-    for name in args.robots:
+    for name in robots:
         require_robot_name(name)
-    driven, console, errors = driven_robots(), Console(), Console(stderr=True)
-    selected, unknown = _select_robots(args.robots, driven)
-    by = operator_name(args.by)[:MAX_PERSON_CHARS]
+    driven = driven_robots()
+    selected, unknown = _select_robots(robots, driven)
+    person = operator_name(by)[:MAX_PERSON_CHARS]
     failed = bool(unknown) or not selected
     with ThreadPoolExecutor(min(len(selected), MAX_PARALLEL) or 1) as pool:
-        for files, pending in [(files, pool.submit(press_estop, files, by, args.reason)) for files in selected]:
+        for files, pending in [(files, pool.submit(press_estop, files, person, reason)) for files in selected]:
             result = pending.result()
             failed |= not result.ok
-            _print(console if result.ok else errors, f"{_title(files)}: {result.text}")
-            audit_operator_action(by, "e-stop", result.text, robot=files.name, reason=args.reason)
+            print_line(f"{_title(files)}: {result.text}", error=not result.ok)
+            audit_operator_action(person, "e-stop", result.text, robot=files.name, reason=reason)
     listed = ", ".join(map(_title, driven)) or "none"
     for name in unknown:
         text = f"NOT STOPPED: no robot of this name is known on this computer. Driven here: {listed}"
-        _print(errors, f"{name}: {text}{_visibility_warning()}")
-        audit_operator_action(by, "e-stop", "refused: not known on this computer", robot=name, reason=args.reason)
-    if not args.robots and not selected:
+        print_line(f"{name}: {text}{_visibility_warning()}", error=True)
+        audit_operator_action(person, "e-stop", "refused: not known on this computer", robot=name, reason=reason)
+    if not robots and not selected:
         others = f" by this user; driven by others: {listed}" if driven else ""
-        _print(errors, f"no robot is driven on this computer{others}. Nothing was stopped{_visibility_warning()}")
+        text = f"no robot is driven on this computer{others}. Nothing was stopped{_visibility_warning()}"
+        print_line(text, error=True)
     return int(failed)
 
 
@@ -75,25 +80,22 @@ def _select_robots(names: Sequence[str], driven: Sequence[RobotFiles]) -> tuple[
     return list(selected), unknown
 
 
-def rearm_main(args: Namespace) -> int:
-    """``user-sys rearm ROBOT``: releases the e-stop of a real robot that no program drives.
-
-    Raises:
-        RunError: a program drives it, so its console re-arms it; or no e-stop is latched.
-        HalError, OSError: the latch cannot be written.
-    """
-    files = robot_files(args.robot, simulated=False)
+@click.command()
+@click.argument("robot", metavar="ROBOT")
+@by_option
+def rearm(robot: str, by: str | None) -> None:
+    """Lift the latched e-stop of ROBOT. If a run drives it, use its console."""
+    files = robot_files(robot, simulated=False)
     latch = EstopLatch(files.latch_path)
-    with MachineLock(files.lock_path, "user-sys rearm", args.robot):
+    with MachineLock(files.lock_path, "user-sys rearm", robot):
         if (latched := latch.read()) is None:
-            raise RunError(f"{args.robot}: no e-stop is latched on this computer")
+            raise RunError(f"{robot}: no e-stop is latched on this computer")
         if not latch.clear(latched):
-            raise RunError(f"{args.robot}: the e-stop was pressed again just now, and stands")
-    by = operator_name(args.by)[:MAX_PERSON_CHARS]
-    log.warning("estop.rearmed robot=%s by=%s; it was pressed by %s", args.robot, by, latched.by)
-    audit_operator_action(by, "re-arm", robot=args.robot)
-    _print(Console(), f"{args.robot}: re-armed by {by}; it was stopped by {latched.by}: {latched.why}")
-    return 0
+            raise RunError(f"{robot}: the e-stop was pressed again just now, and stands")
+    person = operator_name(by)[:MAX_PERSON_CHARS]
+    log.warning("estop.rearmed robot=%s by=%s; it was pressed by %s", robot, person, latched.by)
+    audit_operator_action(person, "re-arm", robot=robot)
+    print_line(f"{robot}: re-armed by {person}; it was stopped by {latched.by}: {latched.why}")
 
 
 def _title(files: RobotFiles) -> str:
@@ -104,7 +106,3 @@ def _visibility_warning() -> str:
     """A warning if this user cannot see the real robots."""
     reason = machine_folder_problem()
     return f". Real robots that another user drives cannot be seen: {reason}" if reason else ""
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
+import click
 import msgspec
-from rich.console import Console
 
-from user_sys.commands.output import SUCCESS, step_bar
-from user_sys.commands.store_inspect import filter_from_args
+from user_sys.commands.options import (
+    PATH,
+    SOURCES,
+    SUCCESS,
+    Number,
+    episode_filter_options,
+    parse_fingerprint,
+    store_argument,
+)
+from user_sys.commands.output import print_line, progress_bar
+from user_sys.commands.store_inspect import make_filter
 from user_sys.episode import EpisodeSource
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, load_robot_specs
@@ -23,17 +32,45 @@ from user_sys.robot_records import (
 from user_sys.store.store import StoreReader
 
 META = "meta"  # folder of the robot specs in a dataset
+MAX_RATE_HZ = 100_000
 
 
-def export_main(args: argparse.Namespace) -> int:
-    """Runs ``export``. Raises DataSetError, StoreError and OSError."""
-    episode_filter = filter_from_args(args, incomplete=args.incomplete)
-    export = _export_lerobot if args.format == "lerobot" else _export_mcap
-    text, left_out = export(args, episode_filter), _count_unfinished(args.path, episode_filter)
-    if left_out:
+@click.command()
+@store_argument
+@click.option("--format", "kind", required=True, type=click.Choice(("lerobot", "mcap")), help="output format")
+@click.option("--output", required=True, type=PATH, metavar="DIR", help="folder to write into")
+@episode_filter_options
+@click.option("--incomplete", is_flag=True, help="also episodes that never ended")
+@click.option("--cameras", type=click.Choice(("images", "video")), help="of lerobot; images (default): as recorded")
+@click.option(
+    "--fps",
+    type=Number(0, MAX_RATE_HZ, min_open=True),
+    metavar="HZ",
+    help="control rate of lerobot (default: from the robot's spec)",
+)
+def export(
+    path: Path,
+    kind: str,
+    output: Path,
+    incomplete: bool,
+    cameras: str | None,
+    fps: float | None,
+    **chosen: Any,
+) -> None:
+    """Write episodes of the store PATH as LeRobot datasets or MCAP recordings.
+
+    After an interruption, MCAP continues; remove a broken LeRobot dataset first.
+    """
+    episode_filter = make_filter(incomplete=incomplete, **chosen)
+    if kind == "mcap" and (cameras or fps):
+        raise DataSetError("--cameras and --fps require --format lerobot")
+    if kind == "mcap":
+        text = _export_mcap(path, output, episode_filter)
+    else:
+        text = _export_lerobot(path, output, episode_filter, cameras == "video", fps)
+    if left_out := _count_unfinished(path, episode_filter):
         text += f"\n{left_out} episodes that never ended were skipped (--incomplete exports them)"
-    _print_line(text)
-    return 0
+    print_line(text, error=True)
 
 
 def _count_unfinished(store: Path, episode_filter: EpisodeFilter) -> int:
@@ -45,68 +82,89 @@ def _count_unfinished(store: Path, episode_filter: EpisodeFilter) -> int:
     return sum(not each.deleted and loosened.matches(each) and not episode_filter.matches(each) for each in episodes)
 
 
-def _export_lerobot(args: argparse.Namespace, episode_filter: EpisodeFilter) -> str:
-    from user_sys.interchange.lerobot_export import LerobotExportOptions, export_lerobot, open_plan
+def _export_lerobot(path: Path, output: Path, episode_filter: EpisodeFilter, video: bool, fps: float | None) -> str:
+    from user_sys.interchange.lerobot_export import export_lerobot, plan_export
 
-    if args.codec and args.cameras != "video":
-        raise DataSetError("--codec requires --cameras video")
-    codec = (args.codec or "h264") if args.cameras == "video" else None
-    plan = open_plan(args.path, args.output, LerobotExportOptions(selection=episode_filter, codec=codec, fps=args.fps))
-    with step_bar("exporting", plan.steps) as advance:
-        export_lerobot(plan, args.output, advance)
-    for card in robot_records_of_store(args.path):
-        for each in plan.data_sets:
-            if each.embodiment == card.spec.embodiment:
-                save_robot_record(args.output / each.folder / META / ROBOTS_FOLDER, card.robot, card.spec)
+    with StoreReader.open(path) as store:
+        reader = EpisodeReader(store, trimmed=True)
+        plans = plan_export(reader, reader.select(episode_filter), load_robot_specs(path), video=video, fps=fps)
+        with progress_bar("exporting", sum(plan.steps for plan in plans)) as advance:
+            export_lerobot(reader, plans, output, advance)
+    for record in robot_records_of_store(path):
+        for each in plans:
+            if each.embodiment == record.spec.embodiment:
+                save_robot_record(output / each.folder / META / ROBOTS_FOLDER, record.robot, record.spec)
     lines = [
-        f"{args.output / each.folder}: {each.episodes} episodes, {each.steps} steps at {each.fps:g} Hz, "
+        f"{output / each.folder}: {each.episodes} episodes, {each.steps} steps at {each.fps:g} Hz, "
         f"{each.robot_type or 'robot'} ({each.embodiment})"
-        for each in plan.data_sets
+        for each in plans
     ]
     if len(lines) > 1:
         lines.append("each embodiment has a LeRobot dataset of its own")
-    if args.fps is None and not all(each.robot_type for each in plan.data_sets):
+    if fps is None and not all(each.robot_type for each in plans):
         lines.append("the store has no robot specs: the rate comes from the recorded times (--fps sets it)")
     return "\n".join(lines)
 
 
-def _export_mcap(args: argparse.Namespace, episode_filter: EpisodeFilter) -> str:
+def _export_mcap(path: Path, output: Path, episode_filter: EpisodeFilter) -> str:
     from user_sys.interchange.mcap_export import export_mcap
 
-    if args.cameras or args.codec or args.fps:
-        raise DataSetError("--cameras, --codec and --fps require --format lerobot")
-    with StoreReader.open(args.path) as store:
-        reader = EpisodeReader(store)
+    with StoreReader.open(path) as store:
+        reader = EpisodeReader(store, trimmed=True)
         episodes = reader.select(episode_filter)
-        with step_bar("exporting", sum(episode.steps for episode in episodes)) as advance:
-            written = export_mcap(reader, episodes, args.output, load_robot_specs(args.path), advance)
+        with progress_bar("exporting", sum(reader.steps(each.episode) for each in episodes)) as advance:
+            written = export_mcap(reader, episodes, output, load_robot_specs(path), advance)
     existing = len(episodes) - written
-    return f"{args.output}: {written} recordings written" + (f", {existing} already existed" if existing else "")
+    return f"{output}: {written} recordings written" + (f", {existing} already existed" if existing else "")
 
 
-def import_main(args: argparse.Namespace) -> int:
-    """Runs ``import``. Raises as `export_main`."""
+@click.command()
+@click.argument("path", type=PATH, metavar="DIR")
+@click.option("--output", required=True, type=PATH, metavar="STORE", help="store to add to")
+@click.option("--source", type=click.Choice(SOURCES), help="of the episodes (default: as recorded, or demo)")
+@click.option("--robot", default="", metavar="NAME", help="if missing (default: the dataset's robot type)")
+@click.option("--task", default="", metavar="NAME", help="if missing (default: from the task's sentence)")
+@click.option(
+    "--embodiment",
+    type=parse_fingerprint,
+    default=None,
+    metavar="HEX",
+    help="if missing (default: fingerprint of the features)",
+)
+@click.option("--success", type=click.Choice(tuple(SUCCESS)), default="yes", help="if missing (default: yes)")
+@click.option(
+    "--frames",
+    type=click.Choice(("auto", "jpeg", "raw")),
+    default="auto",
+    help="auto (default): lossless images raw, video as JPEG",
+)
+def import_(
+    path: Path,
+    output: Path,
+    source: str | None,
+    robot: str,
+    task: str,
+    embodiment: str | None,
+    success: str,
+    frames: str,
+) -> None:
+    """Add the episodes of the LeRobot dataset v3 in the folder DIR to a store; existing episodes are skipped."""
     from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, import_lerobot
 
-    if args.output.resolve() == args.path.resolve():
-        raise DataSetError(f"{args.output} is the dataset itself; choose another folder for the store")
+    if output.resolve() == path.resolve():
+        raise DataSetError(f"{output} is the dataset itself; choose another folder for the store")
     options = ImportOptions(
-        source=None if args.source is None else EpisodeSource(args.source),
-        robot=args.robot,
-        task=args.task,
-        embodiment=args.embodiment or "",
-        success=SUCCESS[args.success],
-        frames=args.frames,
+        source=None if source is None else EpisodeSource(source),
+        robot=robot,
+        task=task,
+        embodiment=embodiment or "",
+        success=SUCCESS[success],
+        frames=frames,
     )
-    data_set = LerobotDataset.open(args.path)
-    with step_bar("importing", data_set.info.total_frames) as advance:
-        done = import_lerobot(data_set, args.path, Path(args.output), options, advance)
-    copy_robot_records(read_robot_records(args.path / META / ROBOTS_FOLDER), args.output)
+    data_set = LerobotDataset.open(path)
+    with progress_bar("importing", data_set.info.total_frames) as advance:
+        done = import_lerobot(data_set, path, output, options, advance)
+    copy_robot_records(read_robot_records(path / META / ROBOTS_FOLDER), output)
     existing = f", {done.already_stored} already existed" if done.already_stored else ""
     left_out = f"; skipped features: {', '.join(done.skipped_features)}" if done.skipped_features else ""
-    _print_line(f"{args.output}: {done.episodes} episodes added, {done.steps} steps{existing}{left_out}")
-    return 0
-
-
-def _print_line(text: str) -> None:
-    Console(stderr=True).print(text, soft_wrap=True, markup=False, highlight=False)
+    print_line(f"{output}: {done.episodes} episodes added, {done.steps} steps{existing}{left_out}", error=True)

@@ -1,137 +1,161 @@
-"""The commands ``user-sys weights list | rollback | release``: list the stored versions and pin one of them."""
+"""``user-sys weights``: lists the stored versions of a run and pins one of them; ``policy export``."""
 
 from __future__ import annotations
 
 import datetime
-import json
-import time
-from argparse import Namespace
 from pathlib import Path
-from textwrap import shorten
 
-from rich.console import Console
+import click
 from rich.table import Table
-from rich.text import Text
 
-from hal.audit import audit_operator_action
 from hal.placement import format_list
-from hal.registry import MAX_TEXT_CHARS, operator_name
+from hal.registry import operator_name
+from user_sys.commands.options import PATH, Verb, by_option, json_option, reason_option
+from user_sys.commands.output import print_json, print_line, print_table
+from user_sys.compose import make_policy
 from user_sys.errors import RunError
-from user_sys.messages import NO_VERSION, PinnedVersion, WeightsManifest, decode_record
-from user_sys.robot_records import LEARNER, learner_folder
-from user_sys.run.config import RunFolder, read_run_metadata
+from user_sys.messages import NO_VERSION, WeightsManifest
+from user_sys.policies.policy import ExportablePolicy
+from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
+from user_sys.run.config import RunFolder, open_run_folder, read_run_metadata
+from user_sys.run.evaluate import load_acting_weights
+from user_sys.run.pins import current_pin, set_pin
 from user_sys.store.record_format import is_locked
-from user_sys.weights.signing import SECRET_SUFFIX, SIGNING_KEY_NAME, load_signer
 from user_sys.weights.version_store import VersionStore
 
 
-def list_main(args: Namespace) -> int:
-    store = VersionStore(_store_folder(args))
-    index, pin = store.load(), _current_pin(store)
-    found = [m for m, _ in index.manifests.values() if m.form in index.complete_precisions(m.version)]
+def _learner_options(verb: Verb) -> Verb:
+    verb = click.option("--learner", default=LEARNER, metavar="NAME", help="of the run (default: the first)")(verb)
+    return click.argument("run", type=PATH, metavar="RUN")(verb)
+
+
+@click.command()
+@_learner_options
+@json_option
+def list_(run: Path, learner: str, as_json: bool) -> None:
+    """List the versions that the run in the folder RUN keeps, and the pinned one."""
+    store = _open_store(run, learner)
+    pin, found = current_pin(store), [version.manifest for version in store.load().versions.values()]
     if not found:
-        raise RunError(f"{_run_label(args)} has no weights yet: the gateway has stored no version of its learner")
-    found.sort(key=lambda m: (m.version, m.form))
-    pinned = pin.version if pin is not None else NO_VERSION
-    if args.json:
+        raise RunError(
+            f"{_run_label(run, learner)} has no weights yet: the gateway has stored no version of its learner"
+        )
+    found.sort(key=lambda m: (m.version, m.precision))
+    if as_json:
         rows = [_version_row(m) for m in found]
-        Console().print_json(json.dumps({"versions": rows, "pinned": None if pinned == NO_VERSION else pinned}))
-        return 0
+        print_json({"versions": rows, "pinned": None if pin is None else pin.version})
+        return
     table = Table("version", "precision", "updates", "bytes", "published", "digest")
     for m in found:
         published = datetime.datetime.fromtimestamp(m.published_unix_ns / 1e9).isoformat(" ", "seconds")
-        mark = "  pinned" if m.version == pinned else ""
-        row = (f"{m.version}{mark}", m.form, str(m.updates), f"{m.size_bytes:,}", published, m.digest.hex()[:12])
+        mark = "  pinned" if pin is not None and m.version == pin.version else ""
+        row = (f"{m.version}{mark}", m.precision, str(m.updates), f"{m.size_bytes:,}", published, m.digest.hex()[:12])
         table.add_row(*row)
-    Console().print(table)
-    if pin is not None and pinned != NO_VERSION:
-        _print_line(f"version {pinned} is pinned by {pin.by}: {pin.reason or 'no reason given'}")
-    if others := [name for name in _learners(args) if name != args.learner]:
-        _print_line(f"these are of {args.learner}; --learner NAME shows those of {format_list(others, 'or')}")
-    return 0
+    print_table(table)
+    if pin is not None:
+        print_line(f"version {pin.version} is pinned by {pin.by}: {pin.reason or 'no reason given'}")
+    if others := [name for name in _learners(run) if name != learner]:
+        print_line(f"these are of {learner}; --learner NAME shows those of {format_list(others, 'or')}")
 
 
 def _version_row(m: WeightsManifest) -> dict[str, object]:
     return {
         "version": m.version,
-        "precision": m.form,
+        "precision": m.precision,
         "updates": m.updates,
         "size_bytes": m.size_bytes,
-        "max_error": m.max_error,
-        "rms_error": m.rms_error,
         "published_unix_s": m.published_unix_ns / 1e9,
         "digest": m.digest.hex(),
     }
 
 
-def rollback_main(args: Namespace) -> int:
-    _require_stored(args)
-    message = _sign_pin(args, args.version, f"version {args.version}; `user-sys weights release` ends this")
-    _require_stored(args)  # a running gateway removes versions until it has read the pin
-    _print_line(message)
-    return 0
+@click.command()
+@click.argument("version", type=int, metavar="VERSION")
+@_learner_options
+@by_option
+@reason_option
+def rollback(version: int, run: Path, learner: str, by: str | None, reason: str) -> None:
+    """Pin a VERSION that `list` shows: every robot acts with it until `release`.
 
-
-def _require_stored(args: Namespace) -> None:
-    stored = VersionStore(_store_folder(args)).load().complete_versions()
-    if args.version not in stored:
-        available = ", ".join(map(str, stored)) or "none"
-        raise RunError(f"version {args.version} is not stored in {_run_label(args)}; available: {available}")
-
-
-def release_main(args: Namespace) -> int:
-    pin = _current_pin(VersionStore(_store_folder(args)))
-    if pin is None or pin.version == NO_VERSION:
-        raise RunError(f"no version is pinned in {_run_label(args)}: its robots use the newest version already")
-    _print_line(_sign_pin(args, NO_VERSION, "the newest version"))
-    return 0
-
-
-def _sign_pin(args: Namespace, version: int, target: str) -> str:
-    """Signs a pin with the learner's key and stores it for the gateway, which looks every second.
-
-    The serial number is greater than those of earlier runs, which robots may have accepted. Returns a message.
+    RUN is a run folder on the gateway's machine, such as runs/latest.
     """
-    key = args.run / "keys" / f"{SIGNING_KEY_NAME}{SECRET_SUFFIX}"
-    if not key.exists():
-        raise RunError(f"{args.run} has no {key.name}: run this command in the run's folder on the gateway's machine")
-    store = VersionStore(_store_folder(args))
-    previous = _current_pin(store)
-    run = next((m.run for m, _ in store.load().manifests.values()), b"")
-    serial = max(int(time.time()), previous.serial + 1 if previous is not None else 0)
-    by, reason = (shorten(text, MAX_TEXT_CHARS) for text in (operator_name(args.by), args.reason))
-    pin = PinnedVersion(serial=serial, version=version, by=by, reason=reason, given_unix_ns=time.time_ns(), run=run)
-    store.set_pin(load_signer(key).sign(pin))
-    audit_operator_action(by, f"weights of {args.learner}: use {target}", run=args.run, reason=reason)
-    robots = "every robot" if len(_learners(args)) == 1 else f"every robot of {args.learner}"
-    note = "" if is_locked(RunFolder(args.run).store) else ". The gateway is not running; it applies this at its start"
+    _require_stored(run, learner, version)
+    target = f"version {version}; `user-sys weights release` ends this"
+    message = _pin(run, learner, version, target, by, reason)
+    _require_stored(run, learner, version)  # a running gateway removes versions until it has read the pin
+    print_line(message)
+
+
+def _require_stored(run: Path, learner: str, version: int) -> None:
+    stored = _open_store(run, learner).load().numbers()
+    if version not in stored:
+        available = ", ".join(map(str, stored)) or "none"
+        raise RunError(f"version {version} is not stored in {_run_label(run, learner)}; available: {available}")
+
+
+@click.command()
+@_learner_options
+@by_option
+@reason_option
+def release(run: Path, learner: str, by: str | None, reason: str) -> None:
+    """Unpin: every robot of the run in the folder RUN acts with the newest version again."""
+    if current_pin(_open_store(run, learner)) is None:
+        raise RunError(f"no version is pinned in {_run_label(run, learner)}: its robots use the newest version already")
+    print_line(_pin(run, learner, NO_VERSION, "the newest version", by, reason))
+
+
+def _pin(run: Path, learner: str, version: int, target: str, by: str | None, reason: str) -> str:
+    """Pins a version, and returns a message."""
+    set_pin(run, learner, version, operator_name(by), reason)
+    robots = "every robot" if len(_learners(run)) == 1 else f"every robot of {learner}"
+    note = "" if is_locked(RunFolder(run).store) else ". The gateway is not running; it applies this at its start"
     return f"{robots} will use {target}{note}"
 
 
-def _current_pin(store: VersionStore) -> PinnedVersion | None:
-    """Returns the newest pin, or None."""
-    signed = store.read_pin()
-    return None if signed is None else decode_record(signed.body, PinnedVersion)
-
-
-def _store_folder(args: Namespace) -> Path:
-    """Returns the version store of the selected learner; a run has one per embodiment."""
-    weights: Path = args.run / "weights"
+def _open_store(run: Path, learner: str) -> VersionStore:
+    """Returns the version store of a learner; a run has one per embodiment."""
+    weights = run / "weights"
     if not weights.is_dir():
-        read_run_metadata(args.run)
-        raise RunError(f"{args.run} has no weights yet: its learner has published no version")
-    if args.learner not in _learners(args):
-        raise RunError(f"--learner {args.learner}: the learners of {args.run} are {', '.join(_learners(args))}")
-    return learner_folder(weights, args.learner)
+        read_run_metadata(run)
+        raise RunError(f"{run} has no weights yet: its learner has published no version")
+    if learner not in _learners(run):
+        raise RunError(f"--learner {learner}: the learners of {run} are {', '.join(_learners(run))}")
+    return VersionStore(learner_folder(weights, learner))
 
 
-def _learners(args: Namespace) -> list[str]:
-    return [LEARNER, *sorted(folder.name for folder in (args.run / "weights").glob(f"{LEARNER}-*/"))]
+def _learners(run: Path) -> list[str]:
+    return [LEARNER, *sorted(folder.name for folder in (run / "weights").glob(f"{LEARNER}-*/"))]
 
 
-def _run_label(args: Namespace) -> str:
-    return str(args.run) if len(_learners(args)) == 1 else f"{args.learner} of {args.run}"
+def _run_label(run: Path, learner: str) -> str:
+    return str(run) if len(_learners(run)) == 1 else f"{learner} of {run}"
 
 
-def _print_line(text: str) -> None:
-    Console().print(Text(text), soft_wrap=True)
+@click.command()
+@click.argument("run", type=PATH, metavar="RUN")
+@click.argument("output", type=PATH, metavar="FOLDER")
+@click.option("--learner", default=LEARNER, metavar="NAME", help="of the run (default: the first)")
+def export(run: Path, output: Path, learner: str) -> None:
+    """Write the policy that RUN acts with into a new FOLDER, as LeRobot's tools load it.
+
+    The run's policy is of the kind lerobot. FOLDER is also a checkpoint for policy.options.path of another run.
+    """
+    folder, config, _ = open_run_folder(run)
+    if output.exists():
+        raise RunError(f"{output} exists; give a new folder")
+    specs = {each.name: each.spec for each in assign_learners(read_robot_records(folder.robots))}
+    if learner not in specs:
+        raise RunError(f"{run} has no learner {learner!r}; it has {', '.join(sorted(specs)) or 'none'}")
+    manifest, weights = load_acting_weights(folder, learner)
+    policy = make_policy(config.policy, specs[learner], config.seed)
+    if not isinstance(policy, ExportablePolicy):
+        raise RunError(
+            f"{run} has the policy {config.policy.kind}, which no other library loads; lerobot can be exported"
+        )
+    policy.load(weights)
+    partial = output.with_name(f".{output.name}.partial")
+    policy.export(partial)
+    partial.rename(output)
+    print_line(
+        f"{output}: version {manifest.version} after {manifest.updates} updates; next: lerobot-eval or policy.path"
+    )

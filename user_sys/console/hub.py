@@ -8,143 +8,46 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
+from hal.registry import LOSS_TIMEOUT_S, OperatorOverrides
+from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import RobotSpec
+from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.codec import jpeg_size
+from user_sys.console.progress import CurveView, RobotView, RunProgress, RunView
 from user_sys.episode import EpisodeSource
 from user_sys.errors import AuthorityError, WireError
 from user_sys.messages import (
+    ControlPeriod,
     EpisodeReport,
     MetricsReport,
     OperatorCommand,
+    OperatorOrder,
     OperatorReply,
     Preview,
     PreviewRequest,
     RobotStatus,
 )
 
-MAX_POINTS = 240
-SUCCESS_WINDOW = 20
-STATUS_TIMEOUT_S = 3.0
 MAX_ROBOTS = 64
 MAX_CAMERAS_PER_ROBOT = 8  # of one robot
-MAX_NODES = 64
-MAX_CURVES = 64
 MAX_JPEG_BYTES = 4 << 20
-LEARNER_PREFIX = "learner"  # of the names of nodes whose count is the number of updates
+MAX_PERIODS = 600  # of one robot, for traces
+POSE_RATE_HZ = 10.0
+MAX_PHASES = 200  # changes of phase in one episode
+CAMERA_STALE_S = 5.0  # without a new picture for so long, though a page requests them
 
-OperatorOrder = Literal["take-over", "drive", "release", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+OverrideOrder = Literal["quarantine", "drain", "restore"]
 HubMessage = RobotStatus | EpisodeReport | MetricsReport | OperatorReply
 
 _log = logging.getLogger(__name__)
-
-
-class CurveView(msgspec.Struct, frozen=True):
-    """A curve at one moment: points in order of x."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-
-class Curve:
-    """At most `max_points` points (x, y) with ascending x. A full curve averages pairs of neighbours.
-
-    The newest point is always in the view. One thread calls it at a time.
-    """
-
-    def __init__(self, name: str, max_points: int = MAX_POINTS) -> None:
-        self.name = name
-        self._max_points = max_points
-        self._points: list[tuple[float, float]] = []
-        self._stride = 1
-        self._pending: list[tuple[float, float]] = []
-
-    def add(self, x: float, y: float) -> None:
-        self._pending.append((x, y))
-        if len(self._pending) < self._stride:
-            return
-        self._points.append(_mean(self._pending))
-        self._pending.clear()
-        if len(self._points) >= self._max_points:
-            self._points = [_mean(self._points[i : i + 2]) for i in range(0, len(self._points), 2)]
-            self._stride *= 2
-
-    def view(self) -> CurveView:
-        points = self._points + self._pending[-1:]
-        return CurveView(self.name, tuple(x for x, _ in points), tuple(y for _, y in points))
-
-
-class MovingAverage:
-    """The share of True among the newest `size` values."""
-
-    def __init__(self, size: int = SUCCESS_WINDOW) -> None:
-        self._values: deque[bool] = deque(maxlen=size)
-
-    def add(self, value: bool) -> None:
-        self._values.append(value)
-
-    @property
-    def value(self) -> float | None:
-        """None before the first value."""
-        return sum(self._values) / len(self._values) if self._values else None
-
-
-def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
-    n = len(points)
-    return sum(x for x, _ in points) / n, sum(y for _, y in points) / n
-
-
-class RobotView(msgspec.Struct, frozen=True):
-    """One robot at one moment.
-
-    Attributes:
-        status: None before its first report.
-        lost: it has reported, but not within `STATUS_TIMEOUT_S`.
-        last: the report of its newest finished episode.
-        silent_s: time since its newest report, or since the hub was created if it has not reported.
-    """
-
-    name: str
-    status: RobotStatus | None
-    lost: bool
-    cameras: tuple[str, ...]
-    last: EpisodeReport | None
-    silent_s: float
-
-
-class RunView(msgspec.Struct, frozen=True):
-    """The run at one moment.
-
-    Attributes:
-        elapsed_s: duration of the run, earlier launches included.
-        training_s, budget_s: training time of the first learner, by its newest report, and its limit.
-        env_steps, episodes, interventions: of online episodes; an intervention is an episode with steps of a person.
-        updates: of the learner.
-        success: share of successes among the newest online episodes without a person's steps; None before the first.
-        helped: share of the newest online episodes with a person's steps; None before the first.
-        metrics: newest scalars by node.
-        warning: a problem that a person should fix; empty if there is none.
-    """
-
-    run: str
-    elapsed_s: float
-    training_s: float
-    budget_s: float
-    env_steps: int
-    episodes: int
-    interventions: int
-    updates: int
-    success: float | None
-    helped: float | None
-    robots: tuple[RobotView, ...]
-    metrics: dict[str, dict[str, float]]
-    warning: str
 
 
 @dataclass(frozen=True)
@@ -158,58 +61,40 @@ class PreviewImage:
     jpeg: bytes
 
 
+class RobotPose(msgspec.Struct, frozen=True):
+    """See `RobotStatus.state` and `RobotStatus.promised`."""
+
+    state: tuple[float, ...]
+    promised: tuple[tuple[float, ...], ...]
+
+
 @dataclass
 class _Robot:
     name: str
     spec: RobotSpec | None
     status: RobotStatus | None = None
+    record: ResourceRecord | None = None
     last_seen_s: float = -math.inf
     last: EpisodeReport | None = None
     pictures: dict[str, PreviewImage] = field(default_factory=dict)
+    pictured_s: dict[str, float] = field(default_factory=dict)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    periods: deque[ControlPeriod] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
+    periods_seen: int = 0
+    pose: RobotPose | None = None
 
-
-class _RunStatistics:
-    """Counts and curves of a run's episodes and metrics. The hub's lock guards it."""
-
-    def __init__(self) -> None:
-        self.env_steps = self.episodes = self.interventions = self.updates = 0
-        self.success, self.helped = MovingAverage(), MovingAverage()
-        self.metrics: dict[str, dict[str, float]] = {}
-        self.curves: dict[str, Curve] = {}
-        self._evaluation = MovingAverage()
-
-    def add_episode(self, episode: EpisodeReport, elapsed_s: float) -> None:
-        if episode.source == EpisodeSource.EVALUATION and episode.success is not None:
-            self._evaluation.add(episode.success)
-            self._add_point("evaluation", elapsed_s, self._evaluation.value or 0.0)
-        if episode.source != EpisodeSource.ONLINE:
-            return
-        self.episodes += 1
-        self.env_steps += episode.steps
-        helped = episode.intervention_steps > 0
-        self.interventions += helped
-        self.helped.add(helped)
-        self._add_point("helped", elapsed_s, self.helped.value or 0.0)
-        if not helped:
-            self.success.add(episode.success is True)
-            self._add_point("success", elapsed_s, self.success.value or 0.0)
-
-    def add_metrics(self, report: MetricsReport) -> None:
-        if report.node not in self.metrics and len(self.metrics) >= MAX_NODES:
-            raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
-        self.metrics.setdefault(report.node, {}).update(report.scalars)
-        if report.node.startswith(LEARNER_PREFIX):
-            self.updates = max(self.updates, report.count)
-            for name, value in report.scalars.items():
-                self._add_loss(f"{report.node}/{name}", report.count, value)
-
-    def _add_loss(self, name: str, updates: int, value: float) -> None:
-        if "loss" in name and (name in self.curves or len(self.curves) < MAX_CURVES):  # the metrics files have all
-            self._add_point(name, updates, value)
-
-    def _add_point(self, name: str, x: float, y: float) -> None:
-        if math.isfinite(y):
-            self.curves.setdefault(name, Curve(name)).add(x, y)
+    def set_status(self, status: RobotStatus, now_s: float) -> None:
+        """Applies a status. Its control periods and its pose are kept apart, since it is shown many times."""
+        if self.status is None or status.episode != self.status.episode or status.step < self.status.step:
+            self.phases = []
+        if not self.phases or self.phases[-1][1] != status.phase:
+            since = 0 if not self.phases or self.status is None else min(self.status.step + 1, status.step)
+            self.phases = [*self.phases[-MAX_PHASES:], (since, status.phase)]
+        self.periods.extend(status.periods)
+        self.periods_seen += len(status.periods)
+        if status.state:
+            self.pose = RobotPose(state=status.state, promised=status.promised)
+        self.status, self.last_seen_s = replace(status, periods=(), state=(), promised=()), now_s
 
 
 Listener = Callable[[HubMessage | PreviewImage], None]
@@ -225,6 +110,7 @@ class ConsoleHub:
         robots: Mapping[str, RobotSpec] | None = None,
         budget_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        folder: Path = Path(),
     ) -> None:
         """Args:
         run: name of the run.
@@ -233,43 +119,53 @@ class ConsoleHub:
         robots: the expected robots and their specs; other robots are added when they report.
         budget_s: the learners' limit of training time; 0 if there is none.
         clock: monotonic seconds.
+        folder: the run's, for messages and for orders about the use of robots.
         """
         self._run, self._send, self._budget_s, self._clock = run, send, budget_s, clock
-        self._started_s = clock()
-        self._previous_s = 0.0  # duration of earlier launches
+        self._started_s, self._folder = clock(), folder
         self._lock = threading.Lock()
         self._robots = {name: _Robot(name, spec) for name, spec in (robots or {}).items()}
         self._listeners: list[Listener] = []
         self._serial = 0
         # Starts at the wall clock, so that a restarted console's sequence continues above the earlier one's.
         self._sequence = itertools.count(time.time_ns())
-        self._statistics = _RunStatistics()
-        self._warning = ""
+        self._progress = RunProgress(folder, clock, self._model)
+        self._requests_s = (-math.inf, -math.inf)  # for previews: the first of a series, and the newest
 
     def restore_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
         """Sets the counts and the duration of earlier launches of a resumed run. Call it before any update."""
         with self._lock:
-            statistics = self._statistics
-            statistics.episodes, statistics.env_steps = episodes, env_steps
-            statistics.interventions = interventions
-            self._previous_s = elapsed_s
+            self._progress.restore_history(episodes, env_steps, interventions, elapsed_s)
+
+    def restore_curves(self, outcomes: Iterable[tuple[float, EpisodeReport]], losses: Iterable[MetricsReport]) -> None:
+        """See `RunProgress.restore_curves`."""
+        with self._lock:
+            self._progress.restore_curves(outcomes, losses)
+
+    def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
+        """Sets the learner of each robot, which its staleness refers to."""
+        with self._lock:
+            self._progress.set_learners(learner_from_robot)
 
     def update(self, message: HubMessage) -> None:
         """Applies one message, and calls the listeners in the caller's thread."""
         with self._lock:
             match message:
                 case RobotStatus():
-                    robot = self._robot(message.robot)
-                    robot.status, robot.last_seen_s = message, self._clock()
+                    self._robot(message.robot).set_status(message, self._clock())
                 case EpisodeReport():
                     self._add_episode(message)
                 case MetricsReport():
-                    self._statistics.add_metrics(message)
+                    self._progress.add_metrics(message)
         self._notify(message)
 
-    def set_warning(self, warning: str) -> None:
-        """Shows a problem that a person should fix, in place of the previous one; empty shows none."""
-        self._warning = warning
+    def update_resource(self, record: ResourceRecord) -> None:
+        """A robot or device was lost or found, or a person's order took a robot out of use or brought it back."""
+        with self._lock:
+            if record.kind is not Kind.ROBOT:
+                self._progress.add_device(record)
+            elif (robot := self._robots.get(record.name)) is not None:
+                robot.record = record
 
     def add_robot(self, robot: str) -> None:
         """Adds an expected robot without a spec. Raises WireError: too many robots."""
@@ -298,6 +194,7 @@ class ConsoleHub:
             self._serial += 1
             picture = PreviewImage(preview.robot, preview.camera, preview.step, self._serial, jpeg)
             pictures[preview.camera] = picture
+            self._robot(preview.robot).pictured_s[preview.camera] = self._clock()
         self._notify(picture)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -313,32 +210,52 @@ class ConsoleHub:
 
     def view(self) -> RunView:
         with self._lock:
-            now_s, statistics = self._clock(), self._statistics
-            return RunView(
-                run=self._run,
-                elapsed_s=self._elapsed_s(),
-                training_s=statistics.metrics.get(LEARNER_PREFIX, {}).get("training_s", 0.0),
-                budget_s=self._budget_s,
-                env_steps=statistics.env_steps,
-                episodes=statistics.episodes,
-                interventions=statistics.interventions,
-                updates=statistics.updates,
-                success=statistics.success.value,
-                helped=statistics.helped.value,
-                robots=tuple(self._robot_view(robot, now_s) for robot in self._robots.values()),
-                metrics={node: dict(scalars) for node, scalars in statistics.metrics.items()},
-                warning=self._warning,
-            )
+            now_s = self._clock()
+            robots = tuple(self._robot_view(robot, now_s) for robot in self._robots.values())
+            return self._progress.view(self._run, self._budget_s, robots, self._alarms(robots, now_s))
+
+    def success_rate(self, episodes: int) -> float | None:
+        """Share of successes among so many autonomous episodes of this launch; None while there are fewer."""
+        with self._lock:
+            return self._progress.success_rate(episodes)
+
+    def disk_warning(self) -> str:
+        """What waits for disk space, or an empty text."""
+        with self._lock:
+            return self._progress.disk_warning
 
     def curves(self) -> tuple[CurveView, ...]:
         """``success``, ``helped`` and ``evaluation`` against seconds; ``<learner>/<loss>`` against its updates."""
         with self._lock:
-            return tuple(curve.view() for curve in self._statistics.curves.values())
+            return self._progress.curves()
 
     def preview(self, robot: str, camera: str) -> PreviewImage | None:
         with self._lock:
             found = self._robots.get(robot)
             return found.pictures.get(camera) if found else None
+
+    def periods(self, robot: str, after: int) -> tuple[int, tuple[ControlPeriod, ...]]:
+        """The control periods of a robot after the first `after` ones, and the number of all that it has reported.
+
+        At most the newest `MAX_PERIODS`. Raises AuthorityError: there is no such robot.
+        """
+        found = self._require_robot(robot)
+        with self._lock:
+            newer = min(found.periods_seen - after, len(found.periods))
+            return found.periods_seen, tuple(itertools.islice(found.periods, len(found.periods) - newer, None))
+
+    def robot_spec(self, robot: str) -> RobotSpec | None:
+        """None if it is not known. Raises AuthorityError: there is no such robot."""
+        return self._require_robot(robot).spec
+
+    def pose(self, robot: str) -> RobotPose | None:
+        """The newest pose; None before the first. Raises AuthorityError: there is no such robot."""
+        return self._require_robot(robot).pose
+
+    def request_pose(self, robot: str, ttl_s: float) -> None:
+        """Requests poses of the robot, for the next `ttl_s` seconds. Raises AuthorityError: there is no such robot."""
+        self._require_robot(robot)
+        self._send(PreviewRequest(robot=robot, rate_hz=POSE_RATE_HZ, ttl_s=ttl_s, pose=True))
 
     def send_order(
         self,
@@ -346,12 +263,15 @@ class ConsoleHub:
         operator: str,
         order: OperatorOrder,
         twist: tuple[float, ...] = (),
+        tool: tuple[float, ...] = (),
         press: int = 0,
         address: str = "",
+        rewind: bool = False,
     ) -> None:
         """Sends an operator's order to a robot. The reply arrives as an `OperatorReply`.
 
         Args:
+            twist, tool, rewind: of the order ``drive``.
             press: identifies one press of the e-stop; a repeat has the same number.
             address: of the operator's browser, for the audit log.
 
@@ -366,6 +286,8 @@ class ConsoleHub:
             operator=operator,
             order=order,
             twist=twist,
+            tool=tool,
+            rewind=rewind,
             sequence=next(self._sequence),
             press=press,
             address=address,
@@ -373,18 +295,61 @@ class ConsoleHub:
         if self._send(command) is False:
             raise AuthorityError("the console has no connection to the gateway")
 
-    def send_drive(self, robot: str, operator: str, move: tuple[float, float, float], gripper: float) -> None:
+    def send_drive(
+        self,
+        robot: str,
+        operator: str,
+        move: tuple[float, float, float],
+        gripper: float,
+        *,
+        rewind: bool = False,
+        joint: int = -1,
+    ) -> None:
         """Sends shares in [-1, 1]: of the tool's range along x, y, z; of the gripper's, +1 open, -1 closed, 0 same.
 
+        With `rewind` the robot retraces its path of the episode, whatever the shares. With `joint` from 0 on, the first
+        share moves that joint.
+
         Raises:
-            AuthorityError: there is no such robot, or its tool cannot be moved along x, y and z.
+            AuthorityError: there is no such robot or joint, or its tool cannot be moved along x, y and z.
         """
-        self.send_order(robot, operator, "drive", _twist(self._require_robot(robot).spec, move, gripper))
+        found = self._require_robot(robot)
+        spec = found.spec
+        twist: tuple[float, ...]
+        tool: tuple[float, ...] = ()
+        if rewind and spec is not None:
+            twist = (0.0,) * len(spec.action.labels)
+        elif joint >= 0:
+            twist = _joint_twist(spec, joint, move[0], gripper)
+        elif spec is not None and found.status is not None and found.status.tool_speed > 0:
+            twist, tool = _still_twist(spec, gripper), move
+        else:
+            twist = _twist(spec, move, gripper)
+        self.send_order(robot, operator, "drive", twist, tool, rewind=rewind)
+
+    def override(self, robot: str, order: OverrideOrder, person: str, reason: str = "") -> None:
+        """Quarantines, drains or restores a robot of the run; a running gateway applies it at once. Blocks for a sync.
+
+        Raises:
+            AuthorityError: there is no such robot.
+            HalError: there is nothing to restore, or the run's state cannot be written.
+        """
+        self._require_robot(robot)
+        with StateDatabase(self._folder / STATE_FILE) as database:
+            overrides = OperatorOverrides(database)
+            match order:
+                case "quarantine":
+                    overrides.set_override(robot, "quarantined", person, reason)
+                case "drain":
+                    overrides.set_override(robot, "draining", person, reason)
+                case "restore":
+                    overrides.clear_override(robot, person)
 
     def request_previews(self, rate_hz: float, ttl_s: float) -> None:
         """Requests previews from every robot, for the next `ttl_s` seconds."""
         with self._lock:
-            names = list(self._robots)
+            names, now_s, (first_s, newest_s) = list(self._robots), self._clock(), self._requests_s
+            self._requests_s = (now_s if now_s - newest_s > CAMERA_STALE_S else first_s, now_s)
         for name in names:
             self._send(PreviewRequest(robot=name, rate_hz=rate_hz, ttl_s=ttl_s))
 
@@ -400,23 +365,56 @@ class ConsoleHub:
 
     # The lock is held from here on.
 
-    def _elapsed_s(self) -> float:
-        return self._previous_s + self._clock() - self._started_s
-
     def _robot(self, name: str) -> _Robot:
         if name not in self._robots and len(self._robots) >= MAX_ROBOTS:
             raise WireError(f"{name[:80]!r} is one robot too many: the console shows {MAX_ROBOTS}")
         return self._robots.setdefault(name, _Robot(name, None))
 
+    def _model(self, robot: str) -> str:
+        found = self._robots.get(robot)
+        return "" if found is None or found.spec is None else found.spec.model
+
+    def _alarms(self, robots: tuple[RobotView, ...], now_s: float) -> Iterator[str]:
+        """Lost robots, and cameras without new pictures while a page requests them."""
+        if lost := [robot.name for robot in robots if robot.lost]:
+            yield f"no report from {', '.join(lost)}: check the robot's computer and its network"
+        first_s, newest_s = self._requests_s
+        if now_s - newest_s > CAMERA_STALE_S:
+            return
+        for robot in robots:
+            for camera, at_s in self._robots[robot.name].pictured_s.items():
+                age_s = now_s - max(at_s, first_s)
+                if age_s > CAMERA_STALE_S and not robot.lost:
+                    yield f"no new picture of {robot.name}'s camera {camera} for {age_s:.0f} s"
+
     def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
-        lost = robot.status is not None and now_s - robot.last_seen_s > STATUS_TIMEOUT_S
+        lost = robot.status is not None and now_s - robot.last_seen_s > LOSS_TIMEOUT_S
         silent_s = now_s - max(robot.last_seen_s, self._started_s)
-        return RobotView(robot.name, robot.status, lost, tuple(robot.pictures), robot.last, round(silent_s, 1))
+        tool_speed = 0.0 if robot.status is None else robot.status.tool_speed
+        # In the spec's order: the first is the thumbnail.
+        order = [] if robot.spec is None else [camera.name for camera in robot.spec.cameras]
+        cameras = sorted(robot.pictures, key=lambda name: order.index(name) if name in order else len(order))
+        return RobotView(
+            name=robot.name,
+            status=robot.status,
+            lost=lost,
+            cameras=tuple(cameras),
+            last=robot.last,
+            silent_s=round(silent_s, 1),
+            joints=() if robot.spec is None else tuple(robot.spec.action.labels[each] for each in _joints(robot.spec)),
+            moves_tool=robot.spec is None or len(robot.spec.tool_delta) == 3 or tool_speed > 0,
+            tool_speed=tool_speed or (0.0 if robot.spec is None else _tool_speed(robot.spec)),
+            expects_cameras=None if robot.spec is None else bool(robot.spec.cameras),
+            health=Health.READY if robot.record is None else robot.record.health,
+            health_note="" if robot.record is None else robot.record.note,
+            phases=tuple(robot.phases),
+            latency_ms=robot.periods[-1].act_ms + robot.periods[-1].apply_ms if robot.periods else None,
+        )
 
     def _add_episode(self, episode: EpisodeReport) -> None:
         if episode.source == EpisodeSource.ONLINE and (robot := self._robots.get(episode.robot)):
             robot.last = episode
-        self._statistics.add_episode(episode, self._elapsed_s())
+        self._progress.add_episode(episode)
 
 
 def _twist(spec: RobotSpec | None, move: tuple[float, float, float], gripper: float) -> tuple[float, ...]:
@@ -425,9 +423,32 @@ def _twist(spec: RobotSpec | None, move: tuple[float, float, float], gripper: fl
         return (*move, gripper)
     if len(spec.tool_delta) != len(move):
         raise AuthorityError(f"{spec.model} has no tool that moves along x, y and z")
-    twist = [0.0] * len(spec.action.labels)
+    twist = list(_still_twist(spec, gripper))
     for index, share in zip(spec.tool_delta, move, strict=True):
         twist[index] = share
-    if spec.gripper >= 0:
-        twist[spec.gripper] = gripper
+    return tuple(twist)
+
+
+def _still_twist(spec: RobotSpec, gripper: float) -> tuple[float, ...]:
+    """One element for each action element: only the gripper's is not 0."""
+    return tuple(gripper if index == spec.gripper else 0.0 for index in range(len(spec.action.labels)))
+
+
+def _tool_speed(spec: RobotSpec) -> float:
+    """At the full share along the slowest axis, m/s; 0 if its tool is not driven by steps."""
+    return min((spec.action.high[axis] for axis in spec.tool_delta), default=0.0) * spec.rate_hz
+
+
+def _joints(spec: RobotSpec) -> tuple[int, ...]:
+    """The action's elements that move one joint each."""
+    return spec.joint_target or spec.joint_delta
+
+
+def _joint_twist(spec: RobotSpec | None, joint: int, share: float, gripper: float) -> tuple[float, ...]:
+    """One element for each action element: `share` for the joint, and the gripper."""
+    if spec is None or joint >= len(_joints(spec)):
+        count = 0 if spec is None else len(_joints(spec))
+        raise AuthorityError(f"the robot has {count} joints that can be driven one by one, and no joint {joint}")
+    twist = list(_still_twist(spec, gripper))
+    twist[_joints(spec)[joint]] = share
     return tuple(twist)

@@ -12,16 +12,23 @@ from collections.abc import Callable
 
 from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.websockets import WebSocketState
+from msgspec.structs import replace
 
+from hal.errors import HalError
+from hal.pacing import TokenBucket
+from hal.spec import STATE
+from hal.state_database import AuditEntry, AuditSink
 from user_sys.console import protocol
+from user_sys.console.accounts import SignIn
 from user_sys.console.hub import ConsoleHub
 from user_sys.errors import UserSysError, WireError
+from user_sys.interchange.episodes import element_labels
 from user_sys.messages import OperatorReply
-from user_sys.tunnel.flow_control import KeyedTokenBucket
 
 STATE_PERIOD_S = 0.25
 STATE_PERIOD_MIN_S = 0.08
 CURVES_PERIOD_S = 2.0
+POSE_TTL_S = 3 * CURVES_PERIOD_S
 SEND_TIMEOUT_S = 5.0
 RECEIVE_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_QUEUED_MESSAGES = 64
@@ -31,6 +38,7 @@ FLOOD_PAUSE_S = 1.0  # the pause before a flooding page is closed, in which its 
 MAX_ESTOPS_HZ = 20
 MAX_PENDING_ESTOPS = 1024
 POLICY_VIOLATION = 1008
+VIEWER = "a viewer may watch, and press the e-stop"
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +46,11 @@ _log = logging.getLogger(__name__)
 class _Socket(ABC):
     """One accepted WebSocket with its two tasks: one reads, one writes."""
 
-    def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
+    def __init__(self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink) -> None:
+        """`audit` receives refusals."""
         self.address = socket.client.host if socket.client else ""
+        self._audit = audit
+        self._sign_in: SignIn = socket.scope["sign_in"]
         self._socket = socket
         self._hub = hub
         self._wake = asyncio.Event()
@@ -79,12 +90,17 @@ class _Socket(ABC):
 
     async def _close(self, reason: str) -> None:
         _log.warning("console.closed %s: %s", self._peer(), reason)
+        self._audit_refusal(reason)
         if self._socket.application_state is not WebSocketState.CONNECTED:
             return  # sending has failed already
         short = reason.encode()[:MAX_REASON_BYTES].decode("utf-8", "ignore")
         with contextlib.suppress(WebSocketDisconnect):  # the page has gone
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await self._socket.close(POLICY_VIOLATION, short)
+
+    def _audit_refusal(self, reason: str, robot: str = "", order: str = "") -> None:
+        who = AuditEntry(event="refused", role="console", person=self._sign_in.name, address=self.address)
+        self._audit(replace(who, robot=robot, order=order, reason=reason))
 
     async def _read(self) -> None:
         while True:
@@ -136,6 +152,8 @@ class PageSocket(_Socket):
         hub: of the run.
         claim_name: assigns an operator's name, given the wished one.
         watch: called a few times a second while the page is visible.
+        is_valid: whether the person's sign-in is still valid; if not, the page is closed.
+        audit: receives refusals.
     """
 
     def __init__(
@@ -144,16 +162,21 @@ class PageSocket(_Socket):
         hub: ConsoleHub,
         claim_name: Callable[[PageSocket, str], str],
         watch: Callable[[], None],
+        is_valid: Callable[[SignIn], bool],
+        audit: AuditSink,
     ) -> None:
-        super().__init__(socket, hub)
+        super().__init__(socket, hub, audit)
+        self._is_valid = is_valid
         self.operator = ""
         self._claim_name = claim_name
         self._watch = watch
         self._is_visible = True
-        self._rate_limit = KeyedTokenBucket(MAX_MESSAGES_HZ, 1 / MAX_MESSAGES_HZ)
+        self._rate_limit = TokenBucket(MAX_MESSAGES_HZ, MAX_MESSAGES_HZ)
         self._driven: set[str] = set()
         self._in_flight: set[tuple[str, str]] = set()
         self._sent_serial: dict[tuple[str, str], int] = {}
+        self._traced, self._traced_periods = "", -1  # the robot whose traces are shown, and how many it has got
+        self._traces_pose = False
         self._state_at_s = self._curves_at_s = 0.0
 
     async def run(self) -> None:
@@ -166,26 +189,34 @@ class PageSocket(_Socket):
         return f"operator={self.operator!r}"
 
     async def _on_message(self, text: str) -> None:
-        if self._rate_limit.wait_s("") > 0:
+        if self._rate_limit.wait_s(1) > 0:
             self._release()
             await asyncio.sleep(FLOOD_PAUSE_S)
             raise WireError(f"more than {MAX_MESSAGES_HZ} messages a second; the page may be opened again")
-        self._rate_limit.consume("")
+        self._rate_limit.consume()
         message = protocol.decode(text)
         if not self.operator and not isinstance(message, protocol.PageHello):
             raise WireError("the first message is `hello`")
         match message:
             case protocol.PageHello(operator=wished):
-                self.operator = self._claim_name(self, wished.strip())
-                self.push(protocol.OperatorAssigned(self.operator))
+                self.operator = self._claim_name(self, self._sign_in.name or wished.strip())
+                self.push(protocol.OperatorAssigned(self.operator, self._sign_in.role, bool(self._sign_in.name)))
+            case protocol.PageOrder(robot=robot, order=order) if self._sign_in.role == "viewer":
+                self._refuse(robot, order, VIEWER)
+            case protocol.DriveInput(robot=robot) if self._sign_in.role == "viewer":
+                self._refuse(robot, "drive", VIEWER)
+            case protocol.PageOrder(robot=robot, order="pause") if self._sign_in.role != "admin":
+                self._refuse(robot, "pause", "only an admin pauses robots")
+            case protocol.PageOverride():
+                await self._override(message)
             case protocol.PageOrder(robot=robot, order=order):
-                if order == "take-over":
+                if order in ("take-over", "request-control"):
                     self._driven.add(robot)
                 self._attempt(
                     robot, order, lambda: self._hub.send_order(robot, self.operator, order, address=self.address)
                 )
-            case protocol.DriveInput(robot=robot, move=move, gripper=gripper):
-                self._attempt(robot, "drive", lambda: self._hub.send_drive(robot, self.operator, move, gripper))
+            case protocol.DriveInput():
+                self._attempt(message.robot, "drive", lambda: self._drive(message))
             case protocol.PreviewsShown(pictures=pictures):
                 self._in_flight.difference_update(pictures)
                 self.wake()
@@ -194,14 +225,38 @@ class PageSocket(_Socket):
                 if not on:
                     self._release()
                 self.wake()
+            case protocol.TraceRequest(robot=robot, pose=pose):
+                self._traced, self._traced_periods, self._traces_pose = robot, -1, pose
+                self.wake()
             case protocol.Ping(sent_ms=sent_ms):
                 self.push(protocol.Pong(sent_ms))
+
+    def _refuse(self, robot: str, order: str, reason: str) -> None:
+        """Refuses an order that the person's role does not permit."""
+        self._audit_refusal(reason, robot, order)
+        self.push(protocol.OrderReply(robot, order, False, reason))
+
+    def _drive(self, message: protocol.DriveInput) -> None:
+        self._hub.send_drive(
+            message.robot, self.operator, message.move, message.gripper, rewind=message.rewind, joint=message.joint
+        )
 
     def _attempt(self, robot: str, order: str, send: Callable[[], None]) -> None:
         try:
             send()
         except UserSysError as error:
             self.push(protocol.OrderReply(robot, order, False, str(error)))
+
+    async def _override(self, message: protocol.PageOverride) -> None:
+        robot, order = message.robot, message.order
+        if self._sign_in.role != "admin":
+            return self._refuse(robot, order, "only an admin takes robots out of use")
+        try:
+            await asyncio.to_thread(self._hub.override, robot, order, self.operator, message.reason)
+        except (UserSysError, HalError) as error:
+            self.push(protocol.OrderReply(robot, order, False, str(error)))
+        else:
+            self.push(protocol.OrderReply(robot, order, True, ""))
 
     def _release(self) -> None:
         """Releases the robots that the page drives, which then hold. An unreachable robot holds at its timeout."""
@@ -221,9 +276,33 @@ class PageSocket(_Socket):
         if now_s - self._state_at_s >= STATE_PERIOD_MIN_S:
             self._state_at_s = now_s
             await self._send_text(protocol.encode(protocol.StateUpdate(self._hub.view())))
+            if self._traced and self._is_visible:
+                await self._write_trace()
         if now_s - self._curves_at_s >= CURVES_PERIOD_S:
             self._curves_at_s = now_s
+            if not self._is_valid(self._sign_in):
+                raise WireError("the sign-in has ended; sign in again")
+            if self._traces_pose:
+                self._attempt(self._traced, "pose", lambda: self._hub.request_pose(self._traced, POSE_TTL_S))
             await self._send_text(protocol.encode(protocol.CurvesUpdate(self._hub.curves())))
+
+    async def _write_trace(self) -> None:
+        robot, known = self._traced, self._traced_periods
+        try:
+            self._traced_periods, periods = self._hub.periods(robot, max(0, known))
+            spec = self._hub.robot_spec(robot)
+            pose = self._hub.pose(robot) if self._traces_pose else None
+        except UserSysError:
+            return  # it has not reported yet
+        update = protocol.TraceUpdate(robot, (), periods, state=() if pose is None else pose.state)
+        if known < 0:
+            update = replace(update, limits=protocol.LIMIT_NAMES)
+        if known < 0 and spec is not None:
+            action = spec.action
+            signals = tuple(map(protocol.Signal, action.labels, action.units, action.low, action.high))
+            update = replace(update, signals=signals, state_labels=element_labels(spec).get(STATE, ()))
+        if update.limits or update.periods or update.state:
+            await self._send_text(protocol.encode(update))
 
     async def _write_pictures(self) -> None:
         for robot in self._hub.view().robots:
@@ -244,9 +323,9 @@ class PageSocket(_Socket):
 class EstopSocket(_Socket):
     """The WebSocket for a page's e-stops. None is dropped; a flood is read at `MAX_ESTOPS_HZ`."""
 
-    def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
-        super().__init__(socket, hub)
-        self._rate_limit = KeyedTokenBucket(MAX_ESTOPS_HZ, 1 / MAX_ESTOPS_HZ)
+    def __init__(self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink) -> None:
+        super().__init__(socket, hub, audit)
+        self._rate_limit = TokenBucket(MAX_ESTOPS_HZ, MAX_ESTOPS_HZ)
         self._pending: dict[tuple[str, int], None] = {}  # robot and press, until confirmed
 
     def _peer(self) -> str:
@@ -265,11 +344,11 @@ class EstopSocket(_Socket):
         match protocol.decode_estop(text):
             case protocol.EstopRequest(operator=operator, presses=presses):
                 for robot, press in presses.items():
-                    self._press(robot, operator, press)
+                    self._press(robot, self._sign_in.name or operator, press)
             case protocol.Ping(sent_ms=sent_ms):
                 self.push(protocol.Pong(sent_ms))
-        self._rate_limit.consume("")
-        await asyncio.sleep(self._rate_limit.wait_s(""))
+        self._rate_limit.consume()
+        await asyncio.sleep(self._rate_limit.wait_s(1))
 
     def _press(self, robot: str, operator: str, press: int) -> None:
         if (robot, press) not in self._pending:

@@ -14,11 +14,15 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from user_sys.console.hub import CurveView, PreviewImage, RunView
+from hal.motion_limits import SafetyReason
+from user_sys.console.hub import PreviewImage
+from user_sys.console.progress import CurveView, RunView
 from user_sys.errors import WireError
+from user_sys.messages import ControlOrder, ControlPeriod
 
 MAX_MESSAGE_BYTES = 16384  # from the page
 MAX_NAMES = 64  # robots or pictures in one message
+LIMIT_NAMES = tuple(str(reason.name).lower() for reason in SafetyReason)
 T = TypeVar("T")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 PressNumber = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
@@ -37,15 +41,30 @@ class PageHello(_Message, frozen=True, tag="hello"):
 
 class PageOrder(_Message, frozen=True, tag="order"):
     robot: Name
-    order: Literal["take-over", "hand-back", "success", "failure", "reset", "re-arm"]
+    order: ControlOrder | Literal["success", "failure", "reset", "re-arm"]
+
+
+class PageOverride(_Message, frozen=True, tag="override"):
+    """Takes a robot out of use or puts it back, by an admin."""
+
+    robot: Name
+    order: Literal["quarantine", "drain", "restore"]
+    reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class DriveInput(_Message, frozen=True, tag="drive"):
-    """Input, 25 times a second while an operator drives: shares of x, y, z; gripper +1 open, -1 closed, 0 no change."""
+    """Input, 25 times a second while an operator drives: shares of x, y, z; gripper +1 open, -1 closed, 0 no change.
+
+    Attributes:
+        rewind: the robot retraces its path of this episode instead.
+        joint: moves this joint, counted from 0, by the first share of `move`; -1 moves the tool.
+    """
 
     robot: Name
     move: tuple[Share, Share, Share]
     gripper: Share
+    rewind: bool = False
+    joint: Annotated[int, msgspec.Meta(ge=-1, le=63)] = -1
 
 
 class PreviewsShown(_Message, frozen=True, tag="seen"):
@@ -60,6 +79,13 @@ class PageVisibility(_Message, frozen=True, tag="look"):
     on: bool
 
 
+class TraceRequest(_Message, frozen=True, tag="trace"):
+    """The page shows the traces of this robot from now on, with `pose` also its state; an empty name for none."""
+
+    robot: Annotated[str, msgspec.Meta(max_length=128)]
+    pose: bool = False
+
+
 class Ping(_Message, frozen=True, tag="ping"):
     sent_ms: float
 
@@ -71,14 +97,21 @@ class EstopRequest(_Message, frozen=True, tag="stop"):
     presses: Annotated[dict[Name, PressNumber], msgspec.Meta(max_length=MAX_NAMES)]
 
 
-FromPage = PageHello | PageOrder | DriveInput | PreviewsShown | PageVisibility | Ping
+FromPage = PageHello | PageOrder | PageOverride | DriveInput | PreviewsShown | PageVisibility | TraceRequest | Ping
 ToEstopSocket = EstopRequest | Ping
 
 
 class OperatorAssigned(_Message, frozen=True, tag="welcome"):
-    """The operator's name in this page's orders and in the audit log."""
+    """The operator's name in this page's orders and in the audit log.
+
+    Attributes:
+        role: of the person's account; ``admin`` on loopback.
+        signed_in: the name is that of an account, so the page cannot change it.
+    """
 
     operator: str
+    role: str = "admin"
+    signed_in: bool = False
 
 
 class StateUpdate(_Message, frozen=True, tag="state"):
@@ -87,6 +120,32 @@ class StateUpdate(_Message, frozen=True, tag="state"):
 
 class CurvesUpdate(_Message, frozen=True, tag="curves"):
     curves: tuple[CurveView, ...]
+
+
+class Signal(msgspec.Struct, frozen=True):
+    """One element of a robot's action. Without a bound it is infinite, which JSON writes as null."""
+
+    label: str
+    unit: str
+    low: float
+    high: float
+
+
+class TraceUpdate(_Message, frozen=True, tag="trace"):
+    """Control periods since the last update.
+
+    Attributes:
+        signals: in the first update; empty without a spec.
+        limits: the name of each bit of `ControlPeriod.limits`, in the first update.
+        state: the newest observed state, and the labels of its elements; empty without the request's `pose`.
+    """
+
+    robot: str
+    signals: tuple[Signal, ...]
+    periods: tuple[ControlPeriod, ...]
+    limits: tuple[str, ...] = ()
+    state_labels: tuple[str, ...] = ()
+    state: tuple[float, ...] = ()
 
 
 class OrderReply(_Message, frozen=True, tag="reply"):
@@ -109,7 +168,7 @@ class EstopStatus(_Message, frozen=True, tag="stopped"):
     reason: str
 
 
-ToPage = OperatorAssigned | StateUpdate | CurvesUpdate | OrderReply | Pong | EstopStatus
+ToPage = OperatorAssigned | StateUpdate | CurvesUpdate | TraceUpdate | OrderReply | Pong | EstopStatus
 
 
 class PreviewHeader(msgspec.Struct, frozen=True):

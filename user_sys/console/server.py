@@ -1,8 +1,7 @@
-"""The console's web server: FastAPI and uvicorn in a thread of the launcher, on loopback only.
+"""The console's web server: FastAPI and uvicorn in a thread of the console's process.
 
-`AccessMiddleware` guards it. The first request carries the token in the address; the browser then keeps a cookie. A
-request must name a loopback host, which defeats DNS rebinding. A WebSocket must come from a page of the same origin,
-which defeats a foreign page that uses the cookie. The port is not compared, so that an SSH tunnel works.
+On loopback the printed address has a secret. Beyond loopback, and behind a reverse proxy, people sign in with accounts
+over HTTPS. `user_sys.console.access` guards both.
 """
 
 from __future__ import annotations
@@ -10,212 +9,114 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
 import logging
-import re
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, WebSocket
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
-from hal.audit import AuditEntry, AuditSink, discard_audit_event
+from hal.state_database import AuditEntry, AuditSink, discard_audit_event
 from user_sys.console import protocol
+from user_sys.console.access import TOKEN_BYTES, Access, AccessMiddleware, AccountAccess, TokenAccess
+from user_sys.console.accounts import (
+    AccountStore,
+    SignIn,
+    certificate_fingerprint,
+    require_accounts,
+    self_signed_certificate,
+)
+from user_sys.console.config import ConsoleConfig
+from user_sys.console.connections import MAX_CONNECTIONS, BoundedHttpProtocol
+from user_sys.console.episodes import EpisodeLibrary, episode_routes
 from user_sys.console.hub import ConsoleHub, HubMessage, PreviewImage
 from user_sys.console.page import EstopSocket, PageSocket
-from user_sys.errors import ConfigError, RunError, UserSysError
+from user_sys.console.scene import SceneViews, scene_routes
+from user_sys.console.sign_in import sign_in_routes
+from user_sys.errors import RunError, UserSysError
 from user_sys.messages import OperatorReply
-from user_sys.tunnel.endpoint import LOOPBACK_HOSTS
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 SHUTDOWN_GRACE_S = 1  # for open pages; without it uvicorn waits for them without a deadline
 MAX_PAGES = 16
 MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens a second one if the first does not respond
-MAX_CONNECTIONS = 64
 RECEIVE_BUFFER_BYTES = 8192  # bounds the time to decode one connection's data to a few milliseconds
 MAX_REPLIES = 256
 WATCH_RATE_HZ = 10.0
 WATCH_PERIOD_S = 1.0
 WATCH_TTL_S = 3.0
 TRY_AGAIN_LATER = 1013
-TOKEN_BYTES = 24
-COOKIE = "user_sys_console"
-SECURITY_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
 
-AsgiScope = MutableMapping[str, Any]
-AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-AsgiApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
-
-_LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
 
-class AccessMiddleware:
-    """Guards an application: refuses a request, or passes it on with strict headers and a cookie.
-
-    Args:
-        app: the guarded application.
-        token: the secret in the address.
-        port: of the server.
-        audit: receives each refusal and its reason.
-    """
-
-    def __init__(self, app: AsgiApp, token: str, port: int, audit: AuditSink = discard_audit_event) -> None:
-        self._app = app
-        self._audit = audit
-        self._token = token
-        # A browser sends a host's cookies to all of its ports. So the name contains the port, which keeps several
-        # consoles' cookies apart, and the cookie is another secret than the token, valid for this server only.
-        self._cookie_name = f"{COOKIE}_{port}"
-        self._cookie = secrets.token_urlsafe(TOKEN_BYTES)
-
-    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return
-        refusal = self._refusal(scope)
-        if refusal is None:
-            await self._app(scope, receive, self._with_headers(send))
-            return
-        status, reason = refusal
-        client = scope.get("client") or ("?",)
-        self._audit(AuditEntry(event="refused", role="console", address=client[0], reason=reason))
-        _log.warning("console.refused client=%s path=%r: %s", client[0], scope["path"][:80], reason)
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accept: HTTP 403
-        else:
-            await _send_text(self._with_headers(send, cookie=False), status, reason)
-
-    def _refusal(self, scope: AsgiScope) -> tuple[int, str] | None:
-        headers = _headers(scope)
-        host = headers.get("host", "")
-        if not _LOOPBACK_HOST.fullmatch(host):
-            return 403, "this console answers on this machine only; from another computer use an SSH tunnel to it"
-        origin = headers.get("origin")
-        if origin is not None and origin != f"http://{host}":
-            return 403, "a page of another site may not use this console"
-        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
-            return 405, "this console answers GET requests only"
-        by_token = self._has_token(scope)
-        if not by_token and not self._has_cookie(headers):
-            return 401, "open the address that the run printed in its terminal: it carries the key to this page"
-        if scope["type"] == "websocket" and origin is None and not by_token:
-            return 403, "a program that is not a browser must present the token"
-        return None
-
-    def _has_token(self, scope: AsgiScope) -> bool:
-        try:
-            shown = parse_qs(scope.get("query_string", b"").decode("ascii"), max_num_fields=8).get("token", [""])[0]
-        except (UnicodeDecodeError, ValueError):
-            return False
-        return _secrets_match(shown, self._token)
-
-    def _has_cookie(self, headers: dict[str, str]) -> bool:
-        try:
-            shown = SimpleCookie(headers.get("cookie", "")).get(self._cookie_name)
-        except CookieError:
-            return False
-        return shown is not None and _secrets_match(shown.value, self._cookie)
-
-    def _with_headers(self, send: AsgiSend, cookie: bool = True) -> AsgiSend:
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                extra = dict(SECURITY_HEADERS)
-                if cookie:
-                    extra["set-cookie"] = f"{self._cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
-                added = [(name.encode(), value.encode()) for name, value in extra.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *added]}
-            await send(message)
-
-        return send_with_headers
-
-
-async def _send_text(send: AsgiSend, status: int, text: str) -> None:
-    body = text.encode() + b"\n"
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _headers(scope: AsgiScope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _secrets_match(shown: str, secret: str) -> bool:
-    return hmac.compare_digest(shown.encode("utf-8", "replace"), secret.encode())
-
-
 class ConsoleServer:
-    """Serves the page at the address that `start` returns.
+    """Serves the pages at the address that `start` returns.
 
     Args:
         hub: of the run.
-        host: a loopback address or name.
-        port: 0 takes any free one.
-        token: the secret in the address; random if it is empty.
-        audit: receives sign-ins, sign-outs and refusals.
+        config: None for loopback, with any free port.
+        token: the secret in the address on loopback; random if it is empty.
+        audit: receives sign-ins, sign-outs, refusals, and orders about episodes.
+        store: of the run, for the page of its episodes; None for none.
+        accounts: of people who sign in; None for those of this computer.
+        drawing_sources: by robot, see `user_sys.compose.drawing_source`.
 
     Raises:
-        ConfigError: `host` is not loopback.
+        ConfigError: the console needs accounts, and there is none.
     """
 
     def __init__(
         self,
         hub: ConsoleHub,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        config: ConsoleConfig | None = None,
         token: str = "",
         audit: AuditSink = discard_audit_event,
+        store: Path | None = None,
+        accounts: AccountStore | None = None,
+        drawing_sources: Mapping[str, str] | None = None,
     ) -> None:
-        if host not in LOOPBACK_HOSTS:
-            raise ConfigError(f"console.host: {host!r} is not loopback; use 127.0.0.1, and an SSH tunnel to it")
-        self._hub = hub
-        self._host = host
-        self._port = port
-        self._token = token or secrets.token_urlsafe(TOKEN_BYTES)
-        self._audit = audit
+        self._config = config = config or ConsoleConfig(port=0)
+        self._accounts = accounts or AccountStore()
+        if config.has_accounts:
+            require_accounts(config, self._accounts)
+        self._token, self._audit, self._store = token or secrets.token_urlsafe(TOKEN_BYTES), audit, store
         self._pages = _Pages(hub, audit)
+        self._views = SceneViews(hub, drawing_sources or {}, lambda sign_in: self._pages.is_valid(sign_in))
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Listens, and returns the address with its token. Blocks until pages can be opened, `START_TIMEOUT_S` at most.
+        """Listens, and returns the address. Blocks until pages can be opened, `START_TIMEOUT_S` at most.
 
         Raises:
             RunError: the port is in use or not permitted, or the server did not start.
         """
-        listening = _listen(self._host, self._port)
+        config = self._config
+        listening = _listen(config.host, config.port)
         port = listening.getsockname()[1]
-        server = _Server(self._config(port), self._pages)
+        server = _Server(self._uvicorn_config(port), self._pages)
         thread = threading.Thread(target=server.run, args=([listening],), name="console", daemon=True)
         thread.start()
         if not server.ready.wait(START_TIMEOUT_S):
             server.should_exit = True
             raise RunError(f"the console did not start within {START_TIMEOUT_S:.0f} s; read the run's log")
         self._server, self._thread = server, thread
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        _log.info("console.started address=http://%s:%d", host, port)
-        return f"http://{host}:{port}/?token={self._token}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        if config.host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        address = config.public_url or f"{'http' if config.is_loopback else 'https'}://{host}:{port}"
+        _log.info("console.started address=%s", address)
+        return f"{address}/" if config.has_accounts else f"{address}/?token={self._token}"
 
     def stop(self) -> None:
         """Closes every page and the port, and waits `STOP_TIMEOUT_S` at most for the thread. May be called twice."""
@@ -228,10 +129,24 @@ class ConsoleServer:
             _log.error("console.stop_timeout the server's thread did not end within %.0f s", STOP_TIMEOUT_S)
         self._server = self._thread = None
 
-    def _config(self, port: int) -> uvicorn.Config:
+    def _uvicorn_config(self, port: int) -> uvicorn.Config:
+        config, certificate, key = self._config, self._config.certificate, self._config.certificate_key
+        access = (
+            AccountAccess(self._accounts, config.public_url) if config.has_accounts else TokenAccess(self._token, port)
+        )
+        self._pages.is_valid = access.is_valid
+        if not config.is_loopback and not certificate:
+            certificate, key = map(str, self_signed_certificate(self._accounts.folder, config.host))
+            fingerprint = certificate_fingerprint(Path(certificate))
+            _log.warning("console.certificate self-signed; browsers ask for trust; SHA-256 %s", fingerprint)
         return uvicorn.Config(
-            AccessMiddleware(build_app(self._pages), self._token, port, self._audit),
+            AccessMiddleware(
+                build_app(self._pages, self._views, access, self._audit, self._store), access, self._audit
+            ),
+            ssl_certfile=certificate or None,
+            ssl_keyfile=key or None,
             loop="asyncio",
+            http=BoundedHttpProtocol,
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -245,8 +160,8 @@ class ConsoleServer:
         )
 
 
-def build_app(pages: _Pages) -> FastAPI:
-    """The page, its files and its WebSockets, without access control (see `AccessMiddleware`)."""
+def build_app(pages: _Pages, views: SceneViews, access: Access, audit: AuditSink, store: Path | None) -> FastAPI:
+    """The pages, their files, WebSockets and orders, without access control (see `AccessMiddleware`)."""
     static = Path(str(files("user_sys.console") / "static"))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.mount("/static", StaticFiles(directory=static))
@@ -254,6 +169,17 @@ def build_app(pages: _Pages) -> FastAPI:
     @app.get("/")
     async def index() -> FileResponse:
         return FileResponse(static / "index.html")
+
+    if store is not None:
+        app.include_router(episode_routes(EpisodeLibrary(store), audit))
+
+    @app.get("/episodes")
+    async def episodes_page() -> Response:
+        return Response(status_code=204) if store is None else FileResponse(static / "episodes.html")
+
+    app.include_router(scene_routes(views))
+    if isinstance(access, AccountAccess):
+        app.include_router(sign_in_routes(access, audit, static / "sign-in.html"))
 
     @app.websocket("/ws")
     async def ws(socket: WebSocket) -> None:
@@ -267,10 +193,15 @@ def build_app(pages: _Pages) -> FastAPI:
 
 
 class _Pages:
-    """All open pages. Threads that update the hub call `on_hub_message`; the server's event loop calls the rest."""
+    """All open pages. Threads that update the hub call `on_hub_message`; the server's event loop calls the rest.
+
+    Attributes:
+        is_valid: whether a sign-in is still valid.
+    """
 
     def __init__(self, hub: ConsoleHub, audit: AuditSink) -> None:
         self._hub, self._audit = hub, audit
+        self.is_valid: Callable[[SignIn], bool] = lambda sign_in: True
         self._open: set[PageSocket] = set()
         self._estop_sockets: set[EstopSocket] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -291,7 +222,7 @@ class _Pages:
         if len(self._open) >= MAX_PAGES:
             await socket.close(TRY_AGAIN_LATER, f"{MAX_PAGES} pages are open already; close one")
             return
-        page = PageSocket(socket, self._hub, self._claim_name, self._watch)
+        page = PageSocket(socket, self._hub, self._claim_name, self._watch, self.is_valid, self._audit)
         self._open.add(page)
         try:
             await page.run()
@@ -307,7 +238,7 @@ class _Pages:
                 TRY_AGAIN_LATER, f"{MAX_ESTOP_SOCKETS} connections for e-stops are open already; close a page"
             )
             return
-        estops = EstopSocket(socket, self._hub)
+        estops = EstopSocket(socket, self._hub, self._audit)
         self._estop_sockets.add(estops)
         try:
             await estops.run()
@@ -365,7 +296,7 @@ class _Pages:
 
 
 class _Server(uvicorn.Server):
-    """Sets `ready` when pages can be opened."""
+    """Sets `ready` when pages can be opened, and ends while pages are closing."""
 
     def __init__(self, config: uvicorn.Config, pages: _Pages) -> None:
         super().__init__(config)
@@ -376,6 +307,14 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         self._pages.attach(asyncio.get_running_loop())
         self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drops connections that are closing: uvicorn 0.54 raises for such a WebSocket and leaves the others open."""
+        while closing := [each.transport for each in self.server_state.connections if each.transport.is_closing()]:
+            for transport in closing:
+                transport.abort()
+            await asyncio.sleep(0)  # the loop reports the lost connections
+        await super().shutdown(sockets)
 
 
 def _listen(host: str, port: int) -> socket.socket:

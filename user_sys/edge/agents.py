@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from hal.camera import CameraFrame, default_stale_after_s
+from hal.errors import SpecError
 from hal.spec import Array, RobotSpec
+from user_sys.edge.chunk_executor import ChunkExecutor
 from user_sys.edge.control_authority import ControlAuthority, ControlState, OperatorLabel
-from user_sys.edge.environment import TimeStep
+from user_sys.edge.environment import TaskInfo, TimeStep
+from user_sys.edge.help_requests import InterventionConfig, InterventionRules
 from user_sys.edge.recorder import SelectedAction, StepOutcome
 from user_sys.episode import Phase
 from user_sys.errors import PolicyUnavailable
-from user_sys.messages import NO_VERSION, OperatorCommand, OperatorReply
-from user_sys.policies.policy import Policy
+from user_sys.logs import order_id
+from user_sys.messages import OperatorCommand, OperatorReply
+from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, ChunkContext, ExecutionConfig, Policy
 from user_sys.tunnel.flow_control import CoalescingQueue
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
 
 MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: bounds an episode that an operator left open
 GRIPPER_SETTLE_STEPS = 5  # steps that are recorded after an operator toggled the gripper
 MAX_PENDING_COMMANDS = 256
-
-SwapAt = Literal["chunk", "episode"]
+MAX_HELD_PERIODS = 100
+MAX_POINTS = 20_000  # half an hour at 10 Hz; older points are forgotten
+TOLERANCE = 0.02  # share of the action's range within which a point counts as reached
 
 
 def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
@@ -43,17 +48,106 @@ def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
 class ScriptedAgent:
     """Acts by a scripted expert. Its steps are recorded as teleoperation."""
 
-    def __init__(self, expert: Callable[[Mapping[str, Array]], Array], max_steps: int) -> None:
-        self._expert, self._max_steps = expert, max_steps
+    def __init__(self, expert: Callable[[Mapping[str, Array]], Array]) -> None:
+        self._expert, self._max_steps = expert, 0
 
-    def begin_episode(self, time_step: TimeStep) -> None:
-        pass
+    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        self._max_steps = task.max_steps
 
     def select_action(self, time_step: TimeStep) -> SelectedAction | None:
-        return SelectedAction(action=np.asarray(self._expert(time_step.observation), np.float32), phase=Phase.TELEOP)
+        """Raises SpecError: the expert's action is not finite."""
+        action = np.asarray(self._expert(time_step.observation), np.float32)
+        if not np.isfinite(action).all():
+            raise SpecError(f"the scripted expert gives the action {action.tolist()}, which is not finite")
+        return SelectedAction(action=action, phase=Phase.TELEOP)
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
         return task_outcome(after, late=steps >= self._max_steps)
+
+
+class ActingPolicy(Protocol):
+    """A policy with weights, as an agent uses it."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that acted last; -1 before the first."""
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """As `Policy.cameras`. A policy server's are known after its first response."""
+
+    def act(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> ActionChunk:
+        """As `Policy.act`; it may change the version. Raises PolicyUnavailable: there is no action now, and why."""
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy of this process, with the weights of one version."""
+
+    policy: Policy
+    version: int = 0
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return self.policy.cameras
+
+    def act(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> ActionChunk:
+        return self.policy.act(observation, instruction, deterministic=deterministic, context=context)
+
+
+class NewestFrames:
+    """The newest frame of each camera in an episode, as policies read them."""
+
+    def __init__(self, spec: RobotSpec) -> None:
+        self._specs = {camera.name: camera for camera in spec.cameras}
+        self._period_s = spec.period_s
+        self._frames: dict[str, CameraFrame] = {}
+
+    def begin_episode(self) -> None:
+        """Drops the frames from before the reset."""
+        self._frames.clear()
+
+    def update(self, time_step: TimeStep) -> None:
+        """Call it with each time step of the episode."""
+        self._frames.update(time_step.frames)
+
+    def observation(self, time_step: TimeStep, cameras: Sequence[str]) -> Mapping[str, Array]:
+        """The observation of `time_step` with the newest frames of `cameras` and their ages, see `Policy.act`.
+
+        A frame may be as old as three frames of its camera and a control period take, and 0.1 s.
+
+        Raises:
+            PolicyUnavailable: a camera has delivered no frame in this episode, or its newest frame is older.
+        """
+        found = dict(time_step.observation)
+        for name in cameras:
+            frame = self._frames.get(name)
+            if frame is None:
+                raise PolicyUnavailable(f"camera {name} has delivered no frame in this episode; the robot holds")
+            age_s = max(0, time_step.t_capture_ns - frame.t_capture_ns) / 1e9
+            bound_s = default_stale_after_s(self._specs[name].rate_hz) + self._period_s
+            if age_s > bound_s:
+                raise PolicyUnavailable(
+                    f"the newest frame of camera {name} is {age_s:.3g} s old, and {bound_s:.3g} s is the limit; the "
+                    "robot holds"
+                )
+            feature = self._specs[name].feature
+            found |= {feature: frame.image, feature + AGE_SUFFIX: np.array([age_s], np.float32)}
+        return found
 
 
 class PolicyAgent:
@@ -61,120 +155,112 @@ class PolicyAgent:
 
     def __init__(
         self,
-        policy: Callable[[], tuple[Policy, int]],
-        instruction: str,
-        max_steps: int,
+        policy: ActingPolicy,
+        spec: RobotSpec,
+        execution: ExecutionConfig | None = None,
         *,
         deterministic: bool,
-        on_inference: Callable[[float], object] = lambda seconds: None,
+        follows_clock: bool = False,
     ) -> None:
-        """Args:
-        policy: returns the policy and its version. It is called before each chunk, so the policy may change there.
-        on_inference: called with the seconds that each inference took.
-        """
-        self._policy, self._instruction, self._max_steps = policy, instruction, max_steps
-        self._deterministic, self._on_inference = deterministic, on_inference
-        self._chunk: deque[tuple[Array, float]] = deque()
-        self._version = -1
+        """`follows_clock`: see `ChunkExecutor`."""
+        self._policy = policy
+        self._task = TaskInfo(name="", sentence="", max_steps=0)
+        self._frames = NewestFrames(spec)
+        self._chunks = ChunkExecutor(
+            policy,
+            spec.action,
+            execution or ExecutionConfig(),
+            deterministic=deterministic,
+            follows_clock=follows_clock,
+            period_s=spec.period_s,
+        )
 
-    def begin_episode(self, time_step: TimeStep) -> None:
-        self._chunk.clear()
+    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        self._task = task
+        self._chunks.begin_episode()
+        self._frames.begin_episode()
+
+    def set_deterministic(self, deterministic: bool) -> None:
+        """Sets whether the policy acts without exploration, from the next episode on."""
+        self._chunks.deterministic = deterministic
 
     def discard_chunk(self) -> None:
-        """Drops the rest of the chunk. Call it after another source has moved the robot."""
-        self._chunk.clear()
+        """Drops the promised actions. Call it after another source has moved the robot."""
+        self._chunks.discard()
 
-    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
-        if not self._chunk:
-            policy, self._version = self._policy()
-            started_s = time.perf_counter()
-            chunk = policy.act(time_step.observation, self._instruction, deterministic=self._deterministic)
-            self._on_inference(time.perf_counter() - started_s)
-            self._chunk.extend(zip(chunk.actions, chunk.log_prob.tolist(), strict=True))
-        action, log_prob = self._chunk.popleft()
-        return SelectedAction(action=action, phase=Phase.POLICY, policy_version=self._version, log_prob=log_prob)
+    @property
+    def promised(self) -> Array:
+        """See `ChunkExecutor.promised`."""
+        return self._chunks.promised
+
+    @property
+    def disagreement(self) -> float:
+        """See `ExecutionCounters.disagreement`."""
+        return self._chunks.counters.disagreement
+
+    def scalars(self) -> dict[str, float]:
+        """Metrics of the chunks."""
+        return self._chunks.counters.scalars()
+
+    def observe(self, time_step: TimeStep) -> None:
+        """Takes the frames of a time step in which another source has the robot."""
+        self._frames.update(time_step)
+
+    def select_action(self, time_step: TimeStep) -> SelectedAction:
+        """Raises PolicyUnavailable: there is no action now."""
+        self._frames.update(time_step)
+        chosen = self._chunks.next_action(
+            lambda: self._frames.observation(time_step, self._policy.cameras),
+            time_step.t_capture_ns,
+            self._task.sentence,
+        )
+        return SelectedAction(
+            action=chosen.action,
+            phase=Phase.POLICY,
+            policy_version=chosen.version,
+            log_prob=chosen.log_prob,
+            chunk=chosen.chunk,
+            chunk_step=chosen.chunk_step,
+            t_observation_ns=chosen.t_observation_ns,
+            delay=chosen.delay,
+        )
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
-        return task_outcome(after, late=steps >= self._max_steps)
+        return task_outcome(after, late=steps >= self._task.max_steps)
 
 
-class WeightsMonitor(Protocol):
-    """The staleness and the reports of a policy whose weights change."""
+class HoldingAgent(PolicyAgent):
+    """A `PolicyAgent` whose robot holds while asynchronous execution has no action, for `MAX_HELD_PERIODS` at most."""
 
-    def is_too_stale(self) -> bool:
-        """Whether the robot must hold until newer weights arrive."""
+    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        super().begin_episode(time_step, task)
+        self._held_periods = 0
 
-    def on_swap(self, version: int) -> None:
-        """Weights of `version` act from now on."""
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:  # type: ignore[override]  # it may hold
+        """Raises PolicyUnavailable: there has been no action for `MAX_HELD_PERIODS`."""
+        try:
+            selected = super().select_action(time_step)
+        except PolicyUnavailable:
+            self._held_periods += 1
+            if self._held_periods > MAX_HELD_PERIODS:
+                raise
+            return None
+        self._held_periods = 0
+        return selected
 
-    def on_inference(self, seconds: float) -> None:
-        """An inference took so long."""
 
-
-class UpdatingPolicyAgent(PolicyAgent):
-    """A policy whose weights are swapped while the robot runs.
-
-    New weights are swapped in before a chunk, or with `swap_at` ``episode`` before an episode. The agent selects no
-    action while its weights are too stale, before the first weights (unless it may `explore`), and while a policy
-    server is unavailable.
-
-    Attributes:
-        error: why the policy server gave no action last; empty if it did.
-    """
-
-    def __init__(
-        self,
-        policies: DoubleBufferedPolicy,
-        instruction: str,
-        max_steps: int,
-        monitor: WeightsMonitor,
-        *,
-        swap_at: SwapAt = "chunk",
-        explore: bool = False,
-    ) -> None:
-        super().__init__(
-            self._policy_for_chunk, instruction, max_steps, deterministic=False, on_inference=monitor.on_inference
-        )
-        self._policies, self._monitor, self._swap_at, self._explore = policies, monitor, swap_at, explore
-        self.error = ""
+class UpdatingPolicy(ActingPolicy, Protocol):
+    """A policy whose weights change while the robot runs, in this process or in a policy server."""
 
     @property
     def awaits_weights(self) -> bool:
         """No learned weights have arrived, and the policy may not explore."""
-        return not self._explore and self._policies.version == NO_VERSION
 
-    def begin_episode(self, time_step: TimeStep) -> None:
-        self.swap()
-        super().begin_episode(time_step)
-
-    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
-        if self.awaits_weights or self._monitor.is_too_stale():
-            self.discard_chunk()
-            self.swap()
-            return None
-        try:
-            selected = super().select_action(time_step)
-        except PolicyUnavailable as error:
-            self.error = str(error)
-            return None
-        self.error = ""
-        return selected
+    def begin_episode(self) -> None:
+        """A new episode begins, so weights may be swapped."""
 
     def pause(self) -> None:
-        """Call it in each control period in which an operator has the robot. Weights are swapped meanwhile."""
-        self.discard_chunk()
-        if self._swap_at == "chunk":
-            self.swap()  # no chunk is in progress: a learner that waits for the robots need not wait for operators
-
-    def swap(self) -> None:
-        """Swaps in new weights if some are ready."""
-        if (version := self._policies.swap_if_ready()) is not None:
-            self._monitor.on_swap(version)
-
-    def _policy_for_chunk(self) -> tuple[Policy, int]:
-        if self._swap_at == "chunk":
-            self.swap()
-        return self._policies.policy, self._policies.version
+        """An operator has the robot in this control period, so weights may be swapped."""
 
 
 class _PendingCommand(NamedTuple):
@@ -289,27 +375,49 @@ class _AppliedAction:
 class SharedControlAgent:
     """A policy that operators may override.
 
-    The robot holds while the session has no lease, and while the policy selects no action (`UpdatingPolicyAgent`).
+    The robot holds while the session has no lease, and while the policy is unavailable.
 
     While an operator drives, a control period is a step only if the operator moves something. An arm at rest is held
-    and nothing is recorded. An operator's label ends the episode with one neutral step.
+    and nothing is recorded. An operator's label ends the episode with one neutral step. An operator who rewinds moves
+    the robot back along its path of the episode, at most to the start. So does the robot itself, before it requests
+    help, if the settings say so.
     """
 
     def __init__(
         self,
         spec: RobotSpec,
         authority: ControlAuthority,
-        policy: UpdatingPolicyAgent,
+        policy: UpdatingPolicy,
         commands: OperatorCommandQueue,
         session: SessionControl,
-        max_steps: int,
+        intervention: InterventionConfig | None = None,
+        execution: ExecutionConfig | None = None,
+        *,
+        follows_clock: bool = False,
     ) -> None:
         self.authority = authority
-        self._policy, self._commands, self._session, self._max_steps = policy, commands, session, max_steps
+        self._rules = InterventionRules(intervention or InterventionConfig())
+        self._path, self._retraces = TravelledPath(spec), False
+        self._policy, self._commands, self._session, self._max_steps = policy, commands, session, 0
+        self._chunks = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
+        self._unavailable = ""  # why the policy gave no action last
         self._applied = _AppliedAction(spec)
         self._label: OperatorLabel | None = None
         self._reset = False
         self._policy_steps = self._human_steps = self._settling_steps = 0
+
+    def scalars(self) -> dict[str, float]:
+        """Metrics of the policy's action chunks."""
+        return self._chunks.scalars()
+
+    @property
+    def promised(self) -> Array:
+        """See `ChunkExecutor.promised`."""
+        return self._chunks.promised
+
+    def set_deterministic(self, deterministic: bool) -> None:
+        """See `PolicyAgent.set_deterministic`."""
+        self._chunks.set_deterministic(deterministic)
 
     @property
     def is_policy_suspended(self) -> bool:
@@ -317,36 +425,43 @@ class SharedControlAgent:
         return self.authority.state is not ControlState.POLICY
 
     @property
-    def awaits_weights(self) -> bool:
-        """See `UpdatingPolicyAgent.awaits_weights`."""
-        return self._policy.awaits_weights
-
-    @property
     def policy_error(self) -> str:
-        """Why the policy server gives no action, for operators; empty if it does, or if the policy is suspended."""
-        return "" if self.is_policy_suspended else self._policy.error
+        """Why the policy gives no action, for operators; empty if it does, or if the policy is suspended."""
+        return "" if self.is_policy_suspended else self._unavailable
 
-    def begin_episode(self, time_step: TimeStep) -> None:
-        self._policy.begin_episode(time_step)
+    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        self._max_steps = task.max_steps
+        self._policy.begin_episode()
+        self._chunks.begin_episode(time_step, task)
         self.authority.begin_episode()
+        if self._rules.reset_instructions and self.authority.state is ControlState.POLICY:
+            self.authority.request_help(self._rules.reset_instructions, for_reset=True)
         self._applied.reset(time_step)
+        self._path.begin(self._applied.rest_action())
+        self._rules.begin_episode()
         self._label = None
         self._reset = False
         self._policy_steps = self._human_steps = self._settling_steps = 0
 
     def select_action(self, time_step: TimeStep) -> SelectedAction | None:
         self._applied.update(time_step)
+        if time_step.applied is not None:
+            (self._path.retrace if self._retraces else self._path.advance)(time_step.applied)
+        self._retraces = False
+        self._chunks.observe(time_step)
         state = self._update_authority(time_step)
         if self._label or self._reset or self._session.is_stopping():
             return SelectedAction(action=self._applied.rest_action(), phase=self.authority.phase)
         if not self._session.has_lease():
-            self._policy.discard_chunk()
+            self._chunks.discard_chunk()
             return None
         if state is ControlState.POLICY:
-            return self._policy_action(time_step)
-        self._policy.pause()
+            return self._return_action() or self._policy_action(time_step)
+        self._rules.end_return()
+        self._chunks.discard_chunk()
+        self._policy.pause()  # no chunk is in progress: a learner that waits for the robots need not wait for operators
         self._policy_steps = 0
-        return self._operator_action() if state is ControlState.HUMAN else None
+        return self._operator_action(time_step) if state is ControlState.HUMAN else None
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
         if self._label:
@@ -372,24 +487,61 @@ class SharedControlAgent:
     def _apply_commands(self) -> None:
         while (pending := self._commands.get_nowait()) is not None:
             command = pending.command
+            order_id.set(f"{command.operator}/{command.sequence}")
             reply = self.authority.apply(command, pending.received_s)
             rearms = reply.accepted and command.order == "re-arm"
             if rearms and not self._session.rearm(command.operator, pending.estop_sequence):
                 self.authority.emergency_stop("the driver", "pressed again")
                 reply = _rejection(command, "the e-stop was pressed again since")
+            if reply.accepted and command.order == "hand-back" and self._rules.ends_episode:
+                self._reset = True
             if command.order != "drive":
                 self._session.send_reply(reply)
+        order_id.set("")
 
     def _policy_action(self, time_step: TimeStep) -> SelectedAction | None:
         if self._policy.awaits_weights:
             self.authority.mark_policy_idle()
-        selected = self._policy.select_action(time_step)
-        self._policy_steps += selected is not None
+        try:
+            selected = self._chunks.select_action(time_step)
+        except PolicyUnavailable as error:
+            self._unavailable = str(error)
+            return None
+        self._unavailable = ""
+        if reason := self._rules.help_reason(self._policy_steps, time_step.outcome, self._chunks.disagreement):
+            self._chunks.discard_chunk()
+            if self._rules.begin_return():
+                self._policy_steps = 0
+                return self._return_action()
+            self.authority.request_help(reason, self._rules.wait_s)
+            return None
+        self._policy_steps += 1
         return selected
 
-    def _operator_action(self) -> SelectedAction | None:
+    def _return_action(self) -> SelectedAction | None:
+        """The next action of the robot's own return to an earlier state; None if it does not return."""
+        if not self._rules.take_step_back():
+            return None
+        self._chunks.discard_chunk()
+        self._policy.pause()
+        if (back := self._action_back()) is None:
+            self._rules.end_return()
+        return back
+
+    def _action_back(self) -> SelectedAction | None:
+        """The action back along the path; None at its start."""
+        if (back := self._path.step_back()) is None:
+            return None
+        self._retraces = True
+        return SelectedAction(action=back, phase=Phase.RECOVERY)
+
+    def _operator_action(self, time_step: TimeStep) -> SelectedAction | None:
         """The operator's action; None if it moves nothing."""
-        action = self.authority.action(self._applied.value)
+        if self.authority.is_rewinding:
+            selected = self._action_back()
+            self._human_steps += selected is not None
+            return selected
+        action = self.authority.action(self._applied.value, time_step.observation)
         rest = self._applied.rest_action()
         if np.array_equal(action, rest) and not self._settling_steps:
             return None
@@ -397,3 +549,58 @@ class SharedControlAgent:
         self._settling_steps = GRIPPER_SETTLE_STEPS if toggled else max(0, self._settling_steps - 1)
         self._human_steps += 1
         return SelectedAction(action=action, phase=self.authority.phase)
+
+
+class TravelledPath:
+    """The points of one episode, in the space of actions, and the actions that retrace them. One thread calls it.
+
+    A person who corrects a failing policy first moves the robot back to a state that the policy knows, and then shows
+    what to do (RaC, Hu et al., 2025, "RaC: Robot learning for long-horizon tasks by scaling recovery and correction").
+
+    A point has the sum of the applied steps in the elements of `RobotSpec.tool_delta` and `joint_delta`. In the others,
+    joint targets and the gripper, it has the applied value.
+    """
+
+    def __init__(self, spec: RobotSpec) -> None:
+        self._neutral = np.array(spec.neutral or (0.0,) * len(spec.action.labels), np.float64)
+        self._low, self._high = (np.array(bound, np.float64) for bound in (spec.action.low, spec.action.high))
+        self._deltas = np.zeros(len(self._neutral), bool)
+        self._deltas[[*spec.tool_delta, *spec.joint_delta]] = True
+        self._tolerance = TOLERANCE * np.where(np.isfinite(self._high - self._low), self._high - self._low, 1.0)
+        self._here: Array = self._neutral
+        self._points: deque[Array] = deque(maxlen=MAX_POINTS)
+        self._has_gone_back = False
+
+    def begin(self, rest: Array) -> None:
+        """An episode begins; `rest` is the action that keeps the robot where it is."""
+        self._here = np.where(self._deltas, 0.0, rest)
+        self._points.clear()
+        self._points.append(self._here)
+
+    def advance(self, applied: Array) -> None:
+        """The robot has moved on by `applied` (a,)."""
+        if self._has_gone_back:
+            self._points.append(self._here)
+            self._has_gone_back = False
+        self._move(applied)
+        if not self._points or (np.abs(self._here - self._points[-1]) > self._tolerance / 2).any():
+            self._points.append(self._here)
+
+    def retrace(self, applied: Array) -> None:
+        """The robot has moved back by `applied`, the action that `step_back` gave as the safety kernel limited it."""
+        self._move(applied)
+        self._has_gone_back = True
+
+    def step_back(self) -> Array | None:
+        """The action towards the last point that the robot is not at, float32 (a,); None at the start of the path."""
+        while self._points and (np.abs(self._here - self._points[-1]) <= self._tolerance).all():
+            self._points.pop()
+        if not self._points:
+            return None
+        goal = self._points[-1]
+        action = np.where(self._deltas, self._neutral + goal - self._here, goal)
+        within: Array = np.clip(action, self._low, self._high).astype(np.float32)
+        return within
+
+    def _move(self, applied: Array) -> None:
+        self._here = np.where(self._deltas, self._here + applied - self._neutral, applied)

@@ -4,11 +4,14 @@
 
     POLICY --take-over--> HUMAN --hand-back--> POLICY
     HUMAN --silence, release--> HOLD --take-over--> HUMAN,  HOLD --hand-back--> POLICY
+    POLICY --request for help--> REQUESTING --take-over--> HUMAN,  REQUESTING --hand-back, no help--> POLICY
+    HUMAN --accept--> HOLD of the operator who requested control
+    POLICY, HUMAN, REQUESTING --pause--> HOLD
     any --e-stop--> STOPPED --re-arm--> HOLD
 
 One operator drives at a time: in HUMAN, commands of every other operator are refused, and the refusal names the
-operator. In HOLD any operator may take over or hand back; input alone does not resume. Every operator may press the
-e-stop at any time.
+operator. Another operator may request control, which the driver accepts or declines. In HOLD and REQUESTING any
+operator may take over or hand back; input alone does not resume. Every operator may press the e-stop at any time.
 """
 
 from __future__ import annotations
@@ -17,26 +20,28 @@ import enum
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hal.errors import SpecError
-from hal.spec import Array, RobotSpec
+from hal.spec import STATE, Array, RobotSpec
 from hal.teleoperator import TeleopInput
+from user_sys.compose import make_joint_velocities
 from user_sys.episode import Phase
-from user_sys.errors import AuthorityError
+from user_sys.errors import AuthorityError, ConfigError
 from user_sys.messages import OperatorCommand, OperatorReply
 
 INPUT_TIMEOUT_S = 0.2
-MAX_AUDIT_ENTRIES = 4096
+CONTROL_REQUEST_S = 30.0
 MAX_OPERATOR_CHARS = 64
 LOCAL_OPERATOR = "a person at the robot"
 """The operator whose input comes from a device on the robot's own computer."""
 
 _log = logging.getLogger(__name__)
+TOOL_SPEED = 0.1  # m/s at the full share, of a robot whose spec limits no tool speed
 
 
 class ControlState(enum.StrEnum):
@@ -44,6 +49,7 @@ class ControlState(enum.StrEnum):
 
     POLICY = "policy"
     HUMAN = "human"
+    REQUESTING = "requesting"
     HOLD = "hold"
     STOPPED = "stopped"
 
@@ -51,6 +57,12 @@ class ControlState(enum.StrEnum):
 _LEGAL_TRANSITIONS = frozenset(
     {
         (ControlState.POLICY, ControlState.HUMAN),
+        (ControlState.POLICY, ControlState.REQUESTING),
+        (ControlState.POLICY, ControlState.HOLD),
+        (ControlState.REQUESTING, ControlState.HUMAN),
+        (ControlState.REQUESTING, ControlState.POLICY),
+        (ControlState.REQUESTING, ControlState.HOLD),
+        (ControlState.REQUESTING, ControlState.STOPPED),
         (ControlState.HUMAN, ControlState.POLICY),
         (ControlState.HUMAN, ControlState.HOLD),
         (ControlState.HOLD, ControlState.HUMAN),
@@ -64,22 +76,31 @@ _LEGAL_TRANSITIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class AuthorityTransition:
-    """One change of authority: its time, its operator, and the command that caused it (``silence`` for a timeout)."""
-
-    unix_ns: int
-    operator: str
-    cause: str
-    before: ControlState
-    after: ControlState
-
-
-@dataclass(frozen=True)
 class OperatorLabel:
     """An operator's success label of the running episode."""
 
     success: bool
     operator: str
+
+
+class _Request(NamedTuple):
+    """A pending request of an operator for control, or of the robot for help. It ends at `until_s`."""
+
+    text: str
+    until_s: float
+    for_reset: bool = False
+
+
+_NO_REQUEST = _Request("", math.inf)
+
+
+class _Input(NamedTuple):
+    """The newest input: `target` of a device that gives positions, or `tool` in shares of the tool's speed."""
+
+    twist: Array
+    target: Array | None = None
+    rewinds: bool = False
+    tool: tuple[float, ...] = ()
 
 
 class ControlAuthority:
@@ -93,6 +114,9 @@ class ControlAuthority:
     ``spec.neutral`` to the action's bound. The gripper's element is +1 for open (upper bound) and -1 for closed (lower
     bound). It is 0 until the operator first changes it, which keeps the gripper as it is: a take-over drops nothing. A
     joint with position targets moves on from its last target, at that share of its maximum speed.
+
+    Attributes:
+        tool_drive: moves the tool of a robot whose action moves its joints.
     """
 
     def __init__(
@@ -100,61 +124,103 @@ class ControlAuthority:
         robot: str,
         spec: RobotSpec,
         clock: Callable[[], float] = time.monotonic,
-        unix_ns: Callable[[], int] = time.time_ns,
         input_timeout_s: float = INPUT_TIMEOUT_S,
+        tool_drive: ToolDrive | None = None,
     ) -> None:
         """`clock`: monotonic seconds."""
         self.robot = robot
         self.state = ControlState.POLICY
         self.operator = ""  # who drives, whose timeout led to HOLD, or who stopped the robot; else empty
-        self.audit: deque[AuthorityTransition] = deque(maxlen=MAX_AUDIT_ENTRIES)
         self._spec = spec
+        self.tool_drive = tool_drive or ToolDrive(spec)
         self.clock = clock
-        self._unix_ns = unix_ns
         self._input_timeout_s = input_timeout_s
-        self._input_valid_s = max(input_timeout_s / 2, input_timeout_s - spec.period_s)
+        self._control_request = self._help_request = _NO_REQUEST
         self._last_input_s = -math.inf
         self._sequence = 0
-        self._twist = np.zeros(spec.action.shape, np.float32)
-        self._target: Array | None = None  # of a device that gives positions instead of a twist
+        self._input = _Input(np.zeros(spec.action.shape, np.float32))
         self._policy_acted = True
         self._label: OperatorLabel | None = None
         self._reset = False
 
     @property
     def phase(self) -> Phase:
-        """POLICY; or CORRECTION from a take-over to the hand-back; or TELEOP if an operator began the episode."""
+        """POLICY; or CORRECTION from a take-over to the hand-back; or TELEOP if an operator began the episode.
+
+        RECOVERY while an operator rewinds.
+        """
         if self.state is ControlState.POLICY:
             return Phase.POLICY
+        if self.is_rewinding:
+            return Phase.RECOVERY
         return Phase.CORRECTION if self._policy_acted else Phase.TELEOP
 
     def update(self) -> ControlState:
-        """Applies the input timeout, and returns the state for this control period."""
+        """Applies the time-outs of input and requests, and returns the state for this control period."""
+        now_s = self.clock()
+        if now_s > self._control_request.until_s:
+            self._control_request = _NO_REQUEST
+        if self.state is ControlState.REQUESTING and now_s > self._help_request.until_s:
+            self._move(ControlState.POLICY, "", "no help came")
         if self.state is ControlState.HUMAN and self.clock() - self._last_input_s > self._input_timeout_s:
             self._move(ControlState.HOLD, self.operator, "silence")
         return self.state
 
+    @property
+    def requested_by(self) -> str:
+        """The operator who requests control from the one who drives; empty without a request."""
+        return self._control_request.text
+
+    @property
+    def help_reason(self) -> str:
+        """Why the robot requests help; empty if it does not."""
+        return self._help_request.text
+
+    @property
+    def awaits_reset(self) -> bool:
+        """The robot requests that a person prepares the scene and hands back; `help_reason` has the instructions."""
+        return self._help_request.for_reset
+
+    def request_help(self, reason: str, wait_s: float = 0.0, *, for_reset: bool = False) -> None:
+        """The robot holds until an operator acts; after `wait_s` the policy goes on, but not if it is 0.
+
+        Raises:
+            AuthorityError: the policy does not drive.
+        """
+        self._move(ControlState.REQUESTING, "", f"help: {reason}")
+        self._help_request = _Request(reason, self.clock() + wait_s if wait_s else math.inf, for_reset)
+
     def twist(self) -> Array:
         """The newest input, float32 (a,). Without valid input it is zero except for the gripper's element."""
-        return self._twist.copy() if self._has_valid_input else self._still()
+        return self._input.twist.copy() if self._has_valid_input else self._still()
+
+    @property
+    def is_rewinding(self) -> bool:
+        """The newest valid input of the operator asks the robot to retrace its path."""
+        return self._input.rewinds and self._has_valid_input
 
     @property
     def _has_valid_input(self) -> bool:
         """An operator drives, and the input is valid to the end of the control period."""
-        return self.state is ControlState.HUMAN and self.clock() - self._last_input_s <= self._input_valid_s
+        valid_s = max(self._input_timeout_s / 2, self._input_timeout_s - self._spec.period_s)
+        return self.state is ControlState.HUMAN and self.clock() - self._last_input_s <= valid_s
 
-    def action(self, previous: Array) -> Array:
+    def action(self, previous: Array, observation: Mapping[str, Array] | None = None) -> Array:
         """The action of the newest input, float32 (a,) in the action spec's units.
 
         Args:
             previous: the action that was applied last; its gripper element stays until the operator changes it.
+            observation: the newest one, for a tool that joints move.
 
         Raises:
             SpecError: the robot's spec has no neutral action, so a twist has no meaning.
         """
         spec, twist = self._spec, self.twist()
-        if self._target is not None and self._has_valid_input:
-            return self._target.copy()
+        if self._input.target is not None and self._has_valid_input:
+            return self._input.target.copy()
+        if any(self._input.tool) and self._has_valid_input and observation is not None:
+            measured = observation[STATE][list(spec.limits.joint_position)]
+            twist = self.tool_drive.twist(twist, np.array(self._input.tool), measured)
         if len(spec.neutral) != len(twist):
             raise SpecError(f"{spec.model}: a robot without `neutral` in its spec cannot be driven by hand; add it")
         neutral, low, high = (np.asarray(v, np.float32) for v in (spec.neutral, spec.action.low, spec.action.high))
@@ -206,23 +272,28 @@ class ControlAuthority:
         """Applies the input of a device on the robot's own computer in this control period; None without input.
 
         Input takes over from the policy and out of a hold, as any operator's does. It takes over neither from another
-        operator nor from an e-stop. When it ends the robot stands still and soon holds; the console hands back.
+        operator nor from an e-stop. When it ends the robot stands still and soon holds,
+        unless the input hands back; the console can hand back too.
         """
+        if local_input is not None and local_input.hands_back:
+            if self.state in (ControlState.HUMAN, ControlState.HOLD) and self.operator == LOCAL_OPERATOR:
+                self._hand_back(LOCAL_OPERATOR)
+            return
         is_driving = self.state is ControlState.HUMAN and self.operator == LOCAL_OPERATOR
         if local_input is None:
             if is_driving:
-                self._twist, self._target = self._still(), None
+                self._input = _Input(self._still())
             return
         if not is_driving:
             if self.state in (ControlState.STOPPED, ControlState.HUMAN):
                 return
             self._move(ControlState.HUMAN, LOCAL_OPERATOR, "take-over")
-        self._twist, self._target = np.asarray(local_input.twist, np.float32), local_input.target
+        self._input = _Input(np.asarray(local_input.twist, np.float32), local_input.target)
         self._last_input_s = self.clock()
 
     def emergency_stop(self, person: str, cause: str = "e-stop") -> None:
         """Latches the stop, also for a stop of the driver. Discards a reset request. A repeat does nothing."""
-        self._twist = self._still()
+        self._input = _Input(self._still())
         self._reset = False
         if self.state is not ControlState.STOPPED:
             self._move(ControlState.STOPPED, person, cause)
@@ -235,6 +306,10 @@ class ControlAuthority:
             return self.emergency_stop(operator[:MAX_OPERATOR_CHARS])
         if not operator.strip() or len(operator) > MAX_OPERATOR_CHARS:
             raise AuthorityError(f"a command needs an operator's name of 1 to {MAX_OPERATOR_CHARS} characters")
+        if command.order == "request-control":
+            return self._request_control(operator)
+        if command.order == "pause":
+            return self._pause(operator)
         self._require_no_other_operator(operator)
         match command.order:
             case "take-over":
@@ -246,6 +321,8 @@ class ControlAuthority:
                     self._move(ControlState.HOLD, operator, "release")
             case "hand-back":
                 self._hand_back(operator)
+            case "accept" | "decline":
+                self._answer_request(operator, accepted=command.order == "accept")
             case "re-arm":
                 self._re_arm(operator)
             case "reset":
@@ -257,7 +334,7 @@ class ControlAuthority:
     def _take_over(self, command: OperatorCommand) -> None:
         self._require_armed()
         if self.state is not ControlState.HUMAN:
-            self._twist, self._target = np.zeros_like(self._twist), None
+            self._input = _Input(np.zeros_like(self._input.twist))
             self._move(ControlState.HUMAN, command.operator, "take-over")
         self._sequence = command.sequence  # consoles number independently; earlier inputs of this one are void
         self._last_input_s = self.clock()
@@ -269,13 +346,15 @@ class ControlAuthority:
         if self.state is not ControlState.HUMAN:
             policy = self.state is ControlState.POLICY
             raise AuthorityError("take over first" if policy else "the robot holds: take over to continue")
-        twist = command.twist
-        if len(twist) != len(self._twist) or not all(-1.0 <= share <= 1.0 for share in twist):
-            raise AuthorityError(f"a twist of {self.robot} has {len(self._twist)} elements in [-1, 1]")
+        twist, tool, size = command.twist, command.tool, len(self._input.twist)
+        if len(twist) != size or not all(-1.0 <= share <= 1.0 for share in (*twist, *tool)):
+            raise AuthorityError(f"a twist of {self.robot} has {size} elements in [-1, 1]")
+        if tool and (len(tool) != 3 or not self.tool_drive.speed):
+            raise AuthorityError(self.tool_drive.refusal or f"joints do not move the tool of {self.robot}")
         if command.sequence <= self._sequence:
             raise AuthorityError("superseded by a newer input")
         self._sequence = command.sequence
-        self._twist = np.asarray(twist, np.float32)
+        self._input = _Input(np.asarray(twist, np.float32), rewinds=command.rewind, tool=tool)
         self._last_input_s = received_s
 
     def _hand_back(self, operator: str) -> None:
@@ -284,6 +363,26 @@ class ControlAuthority:
             raise AuthorityError("the policy drives already")
         self._policy_acted = True
         self._move(ControlState.POLICY, operator, "hand-back")
+
+    def _request_control(self, operator: str) -> None:
+        if self.state is not ControlState.HUMAN or operator == self.operator:
+            raise AuthorityError(f"no other operator drives {self.robot}: take over")
+        if self.requested_by not in ("", operator):
+            raise AuthorityError(f"{self.requested_by} requests control already")
+        self._control_request = _Request(operator, self.clock() + CONTROL_REQUEST_S)
+
+    def _answer_request(self, operator: str, *, accepted: bool) -> None:
+        if self.state is not ControlState.HUMAN or not self.requested_by:
+            raise AuthorityError("no operator requests control")
+        if accepted:
+            self._move(ControlState.HOLD, self.requested_by, f"accepted by {operator}")
+        self._control_request = _NO_REQUEST
+
+    def _pause(self, operator: str) -> None:
+        self._require_armed()
+        if self.state is ControlState.HOLD:
+            raise AuthorityError(f"{self.robot} holds already")
+        self._move(ControlState.HOLD, operator, "pause")
 
     def _re_arm(self, operator: str) -> None:
         if self.state is not ControlState.STOPPED:
@@ -305,8 +404,8 @@ class ControlAuthority:
         if (before, after) not in _LEGAL_TRANSITIONS:
             raise AuthorityError(f"{self.robot}: no transition from {before} to {after} ({cause})")
         self.state = after
+        self._control_request = self._help_request = _NO_REQUEST
         self.operator = "" if after is ControlState.POLICY or before is ControlState.STOPPED else operator
-        self.audit.append(AuthorityTransition(self._unix_ns(), operator, cause, before, after))
         _log.info(
             "authority.changed robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after
         )
@@ -322,12 +421,59 @@ class ControlAuthority:
         )
 
     def _still(self) -> Array:
-        still = np.zeros_like(self._twist)
+        still = np.zeros_like(self._input.twist)
         if self._spec.gripper >= 0:
-            still[self._spec.gripper] = self._twist[self._spec.gripper]
+            still[self._spec.gripper] = self._input.twist[self._spec.gripper]
         return still
 
     def _gripper(self, share: float, previous: float) -> float:
         """The gripper's action for a share of its range, -1 closed to +1 open; 0 keeps `previous`."""
         low, high = self._spec.action.low[self._spec.gripper], self._spec.action.high[self._spec.gripper]
         return previous if share == 0 else low + (share + 1) / 2 * (high - low)
+
+
+class ToolDrive:
+    """Maps shares of the tool's speed to shares of the joints' speeds. The control loop's thread uses it.
+
+    Attributes:
+        speed: of the tool at the full share, m/s; 0 if it cannot be driven in this way.
+        refusal: why it cannot be, for people; empty if it can, or if the action moves the tool itself.
+    """
+
+    def __init__(self, spec: RobotSpec, description: str = "") -> None:
+        """`description`: see `sim.kinematics.ArmKinematics`; empty for none."""
+        self.speed, self.refusal = 0.0, ""
+        self._joints = list(spec.joint_target or spec.joint_delta)
+        if not self._joints or spec.tool_delta:
+            return
+        if not description:
+            self.refusal = "only single joints can be driven: the robot's settings name no `description`"
+            return
+        try:
+            self._joint_velocities = make_joint_velocities(description, spec)
+        except (SpecError, ConfigError) as error:
+            self.refusal = f"only single joints can be driven: {error}"
+            _log.warning("tool_drive.unavailable %s", self.refusal)
+            return
+        self._full = _full_speeds(spec)
+        self.speed = spec.limits.tool_speed_max or TOOL_SPEED
+
+    def twist(self, twist: Array, tool: Array, joints: Array) -> Array:
+        """A copy of `twist` (a,) whose joints' elements move the tool by the shares `tool` (3,), in that direction.
+
+        Args:
+            joints: (n,) measured positions, in the units of the state.
+        """
+        shares = self._joint_velocities(joints, tool * self.speed) / self._full
+        moved = twist.copy()
+        moved[self._joints] = shares / max(1.0, float(np.abs(shares).max()))
+        return moved
+
+
+def _full_speeds(spec: RobotSpec) -> Array:
+    """The joints' speeds (n,) at the full share of a twist, a second."""
+    if spec.joint_target:
+        return np.array(spec.limits.joint_velocity_max)
+    low, high = (np.array(bound)[list(spec.joint_delta)] for bound in (spec.action.low, spec.action.high))
+    speeds: Array = np.minimum(-low, high) * spec.rate_hz
+    return speeds

@@ -17,6 +17,7 @@ from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import lease_clock_ns
 from user_sys.edge.agents import OperatorCommandQueue
 from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.local_estop import MAX_CONFIRMED
 from user_sys.edge.status import StatusPublisher
 from user_sys.errors import SessionRefused
 from user_sys.messages import (
@@ -35,7 +36,6 @@ REQUEST_PERIOD_S = 1.0
 RENEWALS_PER_TTL = 3
 RECEIVE_WAIT_S = 0.25  # bounds how long `EmergencyStopForwarder.__exit__` waits; an e-stop ends the wait at once
 ESTOP_RETRY_S = 0.05
-MAX_CONFIRMED = 256
 ESTOP_CLOSE_TIMEOUT_S = 10.0  # longer than the driver's deadline for a reply
 INBOX_WAIT_S = 0.02
 INBOX_CLOSE_TIMEOUT_S = 5.0
@@ -316,7 +316,7 @@ class ControlInbox:
                 self._driver.token, self._driver.lease_until_ns = self._lease.token, self._lease.until_ns
                 self._renew_at_driver()
             case PreviewRequest():
-                self._status.enable_previews(message)
+                self._status.previews.enable(message)
             case StopRun():
                 log.info("run.stopped %s", message.reason)
                 self._shutdown.set()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hal.driver import ExpertPolicy, RobotSetup
-from user_sys.compose import RobotConfig, build_robot_setup
+from hal.settings import Amount, Limit
+from user_sys.compose import RobotConfig, build_robot_setup, describe_robot
 from user_sys.edge.agents import ScriptedAgent
 from user_sys.edge.local_environment import StopCheck, never_stop, open_local_environment, raise_if_stopped
 from user_sys.edge.loop import EpisodeResult, StepListener, run_episode
@@ -24,22 +25,19 @@ class DemonstrationConfig:
     """The scripted expert's demonstrations, before the policy drives.
 
     Attributes:
-        episodes: of each robot.
+        episodes: of each robot, shared evenly among its tasks.
         noise: standard deviation of the noise on the expert's actions, as a share of the action's bounds.
     """
 
-    episodes: int = 20
-    noise: float = 0.1
+    episodes: Limit = 20
+    noise: Amount = 0.1
 
 
-def get_expert(setup: RobotSetup, task: str) -> Callable[[int, float], ExpertPolicy]:
-    """The scripted expert of `setup`, which was built for `task`. Raises ConfigError: there is none."""
-    if setup.make_expert is None:
-        raise ConfigError(
-            f"robot {setup.name}: the task {task!r} has no scripted expert: set --demonstrations.episodes=0, and "
-            "demonstrate it by hand during the run, or merge recorded demonstrations (docs/people.md)"
-        )
-    return setup.make_expert
+def no_expert_error(robot: str, task: str) -> ConfigError:
+    return ConfigError(
+        f"robot {robot}: the task {task!r} has no scripted expert: set --demonstrations.episodes=0, and demonstrate it "
+        "by hand during the run, or merge recorded demonstrations (docs/people.md)"
+    )
 
 
 def check_demonstrable(config: RobotConfig, requested: DemonstrationConfig) -> None:
@@ -47,9 +45,12 @@ def check_demonstrable(config: RobotConfig, requested: DemonstrationConfig) -> N
 
     Connects to no device. Raises ConfigError.
     """
-    setup = build_robot_setup(config, cameras=False)
-    if requested.episodes > 0:
-        get_expert(setup, config.task)
+    if not describe_robot(config).has_expert and requested.episodes > 0:
+        raise no_expert_error(config.name, _task_names(config))
+
+
+def _task_names(config: RobotConfig) -> str:
+    return ", ".join(task.name for task in config.tasks)
 
 
 def generate_demonstrations(
@@ -79,25 +80,28 @@ def generate_demonstrations(
     if missing <= 0:
         return
     setup = build_robot_setup(config)
-    make_expert, task = get_expert(setup, config.task), setup.task
-    with open_local_environment(
-        setup, config, config.frame_stride, check_stop=check_stop, locked=locked
-    ) as environment:
+    task = setup.task
+    if not task.has_expert:
+        raise no_expert_error(config.name, _task_names(config))
+    with open_local_environment(setup, config, check_stop=check_stop, locked=locked) as environment:
         listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
         chunks: list[bytes] = []
-        record = Recorder(environment.spec, config.name, task.name, task.instruction, chunks.append, recorder)
-        for attempt in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
-            start = DEMONSTRATION_SEED + 1000 * seed + existing + attempt
-            agent = ScriptedAgent(make_expert(start, requested.noise), task.max_steps)
+        record = Recorder(environment.spec, config.name, chunks.append, recorder)
+        names, recorded = task.names, existing
+        starts = itertools.count(DEMONSTRATION_SEED + 1000 * seed + existing * len(names))
+        for _ in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
+            wanted = names[recorded % len(names)]
+            start = next(each for each in starts if task.drawn_name(each) == wanted)
+            agent = ScriptedAgent(task.make_expert(setup.robot, start, requested.noise))
             result = run_episode(environment, agent, record, source=EpisodeSource.DEMO, seed=start, listeners=listeners)
             if result.success:
                 persist(chunks)
-                missing -= 1
+                recorded += 1
                 yield result
             chunks.clear()
-            if missing == 0:
+            if recorded == requested.episodes:
                 return
     raise ConfigError(
-        f"the scripted expert of {config.task!r} failed too often; {missing} demonstrations are missing: lower "
-        "demonstrations.episodes or demonstrations.noise"
+        f"the scripted expert of {_task_names(config)} failed too often: it gave {recorded} of {requested.episodes} "
+        "demonstrations; lower demonstrations.episodes or demonstrations.noise"
     )

@@ -6,23 +6,23 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import zmq
 
 from hal.camera import CameraFrame
+from hal.context import ClosedAtExit
 from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError, StaleObservation, StaleToken
 from hal.lease import driver_process_of
 from hal.machine_folder import runtime_folder
 from hal.spec import Array, RobotSpec
-from hal.task import TaskOutcome
 from hal.teleoperator import TeleopInput
 from user_sys.codec import decode_packet, encode_packet
-from user_sys.edge.environment import TimeStep
+from user_sys.edge.environment import TaskInfo, TimeStep
 from user_sys.errors import RunError
 
 MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108, ZeroMQ appends a few
@@ -65,6 +65,8 @@ class DriverRequest(msgspec.Struct, frozen=True, kw_only=True):
         estop_sequence: counts a session's e-stops and re-arms; a re-arm never undoes a later e-stop.
         until_ns: when the sender stops waiting, by ``time.monotonic_ns()``; 0 is never. Later the driver refuses to
             move or re-arm the robot.
+        max_gap_s: how long the session may take until its next request. A robot that does not follow the clock stands
+            still meanwhile, so that its watchdog waits for as long.
         lease_until_ns: when the lease of `token` expires, by `hal.lease.lease_clock_ns`. The driver then holds until a
             request brings a later time. ``renew`` does only that, and is answered at once.
     """
@@ -79,23 +81,19 @@ class DriverRequest(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     estop_sequence: int = msgspec.field(default=0, name="turn")
     until_ns: int = 0
+    max_gap_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
     lease_until_ns: int = 0
 
 
-class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, as the session uses it."""
-
-    name: str
-    sentence: str
-    max_steps: int
-
-
 class DriverReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply to one request: an error by name, or a `TimeStep`, whose arrays follow the record.
+    """The reply to one request: an error by name, a description, or a `TimeStep`.
 
     Attributes:
         newest_token: the newest that the driver has seen, of any run.
         latch: the e-stop's latch file that the driver reads at its next start.
+        task: of a description, and of a ``reset``: that of the episode.
+        stopped: of a ``re-arm``: a newer e-stop stands.
+        step: without its arrays, which follow the record: the observation, ``frame:`` and a camera's name, ``applied``.
         t_frames_ns: capture time of each frame, by camera.
         hand: meaning of the array ``hand``, the local input; empty without one.
     """
@@ -107,22 +105,52 @@ class DriverReply(msgspec.Struct, frozen=True, kw_only=True):
     refused_realtime: str = ""
     newest_token: int = 0
     latch: str = ""
-    t_capture_ns: int = 0
-    t_frames_ns: dict[str, int] = {}
-    t_command_ns: int = 0
-    reasons: int = 0
-    reward: float = 0.0
-    terminated: bool = False
-    success: bool | None = None
-    source: str = "rule"
-    held: int = 0
     stopped: bool = False
-    stopped_by: str = ""
-    hand: Literal["", "twist", "target"] = ""
+    step: TimeStep | None = None
+    t_frames_ns: dict[str, int] = {}
+    hand: Literal["", "twist", "target", "hand-back"] = ""
 
-    @property
-    def outcome(self) -> TaskOutcome:
-        return TaskOutcome(reward=self.reward, terminated=self.terminated, success=self.success, source=self.source)
+
+def encode_time_step(time_step: TimeStep) -> tuple[DriverReply, dict[str, Array]]:
+    """The reply with a time step, and its arrays."""
+    local = time_step.local_input
+    reply = DriverReply(
+        step=replace(time_step, observation={}, frames={}, applied=None, local_input=None),
+        t_frames_ns={name: frame.t_capture_ns for name, frame in time_step.frames.items()},
+        hand=_meaning(local),
+    )
+    arrays = {**time_step.observation, **{FRAME_PREFIX + name: f.image for name, f in time_step.frames.items()}}
+    if time_step.applied is not None:
+        arrays["applied"] = time_step.applied
+    if local is not None:
+        arrays["hand"] = local.twist if local.target is None else local.target
+    return reply, arrays
+
+
+def _meaning(local: TeleopInput | None) -> Literal["", "twist", "target", "hand-back"]:
+    if local is None:
+        return ""
+    return "hand-back" if local.hands_back else "twist" if local.target is None else "target"
+
+
+def decode_time_step(reply: DriverReply, arrays: dict[str, Array]) -> TimeStep:
+    """The time step of a reply. Raises HardwareLost: the reply has none."""
+    if reply.step is None:
+        raise HardwareLost("the driver sent no time step")
+    local = None
+    if reply.hand:
+        values = arrays["hand"]
+        target = values if reply.hand == "target" else None
+        local = TeleopInput(
+            values if target is None else np.zeros_like(values), True, target, reply.hand == "hand-back"
+        )
+    return replace(
+        reply.step,
+        observation={name: array for name, array in arrays.items() if name.startswith(OBSERVATION_PREFIX)},
+        frames={name: CameraFrame(arrays[FRAME_PREFIX + name], at_ns) for name, at_ns in reply.t_frames_ns.items()},
+        applied=arrays.get("applied"),
+        local_input=local,
+    )
 
 
 def driver_endpoint(robot: str) -> str:
@@ -137,7 +165,7 @@ def driver_endpoint(robot: str) -> str:
     return f"ipc://{path}"
 
 
-class DriverClient:
+class DriverClient(ClosedAtExit):
     """The environment of a driver process. One thread uses an instance; a second thread opens its own.
 
     Attributes:
@@ -147,6 +175,7 @@ class DriverClient:
         newest_token: the newest token that the driver has seen.
         real_time: control periods follow the clock; otherwise a simulated robot runs as fast as it can.
         reduced_speed: the safety kernel limits speeds to ``limits.reduced_speed``, as while a person drives or is near.
+        max_gap_s: see `DriverRequest`.
         lease_until_ns: see `DriverRequest`. It stays as it is without a lease of a gateway.
     """
 
@@ -164,16 +193,10 @@ class DriverClient:
         self.real_time = self.reduced_speed = False
         self.refused_realtime = ""
         self.newest_token = 0
-        self.lease_until_ns = NEVER_NS
+        self.lease_until_ns, self.max_gap_s = NEVER_NS, 0.0
         self._socket: zmq.Socket[bytes] | None = None
         self._shutdown = shutdown or threading.Event()
         self._address = driver_endpoint(robot)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def open(self) -> None:
         """Opens the socket. A process's first socket starts libzmq's threads, with the scheduling of the caller."""
@@ -226,14 +249,21 @@ class DriverClient:
         self.spec, self.task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
         self.newest_token, self.latch_path = reply.newest_token, Path(reply.latch)
 
+    @property
+    def episode_task(self) -> TaskInfo:
+        """The task of the newest reset or description."""
+        return self.task
+
     def reset(self, seed: int) -> TimeStep:
-        return self._time_step(*self._request("reset", seed=seed, deadline_s=RESET_DEADLINE_S))
+        reply, arrays = self._request("reset", seed=seed, deadline_s=RESET_DEADLINE_S)
+        self.task = reply.task or self.task
+        return decode_time_step(reply, arrays)
 
     def step(self, action: Array) -> TimeStep:
-        return self._time_step(*self._request("command", {"action": action}, deadline_s=PERIOD_DEADLINE_S))
+        return decode_time_step(*self._request("command", {"action": action}, deadline_s=PERIOD_DEADLINE_S))
 
     def hold(self) -> TimeStep:
-        return self._time_step(*self._request("hold", deadline_s=PERIOD_DEADLINE_S))
+        return decode_time_step(*self._request("hold", deadline_s=PERIOD_DEADLINE_S))
 
     def renew_lease(self, token: int, lease_until_ns: int) -> None:
         """Sends the driver the expiry of the lease, even while it executes a request of another client.
@@ -282,6 +312,7 @@ class DriverClient:
             owner=self._owner if order in ("describe", "attach") else "",
             estop_sequence=estop_sequence,
             until_ns=time.monotonic_ns() + int(deadline_s * 1e9),
+            max_gap_s=self.max_gap_s,
             lease_until_ns=self.lease_until_ns,
         )
         socket.send(encode_packet(request, arrays or {}))
@@ -293,34 +324,14 @@ class DriverClient:
 
     def _await_reply(self, socket: zmq.Socket[bytes], order: DriverCommand, deadline_s: float) -> None:
         """Waits for the reply. Detects the death of the driver process before the deadline."""
-        end = time.monotonic() + deadline_s
-        while (left_s := end - time.monotonic()) > 0:
+        end, has_ended = time.monotonic() + deadline_s, False
+        while not has_ended and (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIVENESS_POLL_S) * 1000)):
                 return
-            describes = order in ("attach", "describe")
-            if self._shutdown.is_set() if describes else not driver_process_of(self.robot):
+            if order not in ("attach", "describe"):
+                has_ended = not driver_process_of(self.robot)
+            elif self._shutdown.is_set():
                 break
         self.close()  # a REQ socket without its reply cannot be used again
-        raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")
-
-    def _time_step(self, reply: DriverReply, arrays: dict[str, Array]) -> TimeStep:
-        return TimeStep(
-            observation={name: array for name, array in arrays.items() if name.startswith(OBSERVATION_PREFIX)},
-            frames={name: CameraFrame(arrays[FRAME_PREFIX + name], at_ns) for name, at_ns in reply.t_frames_ns.items()},
-            t_capture_ns=reply.t_capture_ns,
-            applied=arrays.get("applied"),
-            safety_reasons=reply.reasons,
-            t_command_ns=reply.t_command_ns,
-            outcome=reply.outcome,
-            held_periods=reply.held,
-            stopped=reply.stopped,
-            stopped_by=reply.stopped_by,
-            local_input=_local_input(reply, arrays),
-        )
-
-
-def _local_input(reply: DriverReply, arrays: dict[str, Array]) -> TeleopInput | None:
-    if not reply.hand:
-        return None
-    values = arrays["hand"]
-    return TeleopInput(values, True) if reply.hand == "twist" else TeleopInput(np.zeros_like(values), True, values)
+        why = "ended before it answered" if has_ended else f"did not answer {order!r} within {deadline_s:g} s"
+        raise HardwareLost(f"the driver of {self.robot} {why}")

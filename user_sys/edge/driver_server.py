@@ -6,8 +6,9 @@ later it stops it safely. A session may be killed, stopped or replaced at any ti
 
 - **Robots that follow the clock** hold within ``watchdog_periods`` of the time that the last command was applied. Their
   session has a little less than one control period to send the next command.
-- **Simulated robots that run as fast as they can** stand still between commands, so the watchdog counts from the reply.
-  It does so too while any robot holds, and after a reset.
+- **Simulated robots that run as fast as they can** stand still between commands, so the watchdog counts from the reply,
+  and waits for a policy server (`DriverRequest.max_gap_s`). It counts from the reply too while any robot holds, and
+  after a reset.
 - **A lost robot** ends the process with exit status 4 (`EXIT_ROBOT_LOST`), and its supervisor restarts it. To start is
   to connect: no state of the lost connection remains. The e-stop latch and the fencing token are on disk. A robot
   without a connection is in its own safe state. Exit status 2 (`EXIT_FATAL`) means that a restart does not help.
@@ -30,8 +31,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from hal.driver import RobotSetup
@@ -49,15 +52,14 @@ from user_sys.codec import decode_packet, encode_packet
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import load
 from user_sys.edge.driver_client import (
-    FRAME_PREFIX,
     LATCH_FILE,
     WAITING_LOG_PREFIX,
     DriverReply,
     DriverRequest,
-    TaskInfo,
     driver_endpoint,
+    encode_time_step,
 )
-from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.edge.environment import RobotEnvironment
 from user_sys.edge.realtime import THREAD_SWITCH_INTERVAL_S, enable_realtime, reset_priority_of_new_threads
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
@@ -81,9 +83,9 @@ class _ControlPeriod:
         self.clock, self._period_ns = clock, period_ns
         self.command_ns = self.watchdog_ns = self._next_ns = clock()
 
-    def feed_watchdog(self, periods: int) -> None:
-        """The watchdog is due after `periods` control periods from now."""
-        self.watchdog_ns = self.clock() + periods * self._period_ns
+    def feed_watchdog(self, periods: int, more_s: float = 0.0) -> None:
+        """The watchdog is due after `periods` control periods and `more_s` from now."""
+        self.watchdog_ns = self.clock() + periods * self._period_ns + int(more_s * 1e9)
 
     def begin(self) -> int:
         """Call it when a command was applied. Returns the end of its control period, on a fixed grid.
@@ -287,10 +289,9 @@ class DriverServer:
         return DriverReply(stopped=self._environment.kernel.latched_estop is not None)
 
     def _description(self) -> DriverReply:
-        task = self._setup.task
         return DriverReply(
             spec=self._environment.spec,
-            task=TaskInfo(name=task.name, sentence=task.instruction, max_steps=task.max_steps),
+            task=self._environment.episode_task,
             refused_realtime=self.refused_realtime,
             newest_token=self._fence.newest,
             latch=self._latch,
@@ -319,8 +320,11 @@ class DriverServer:
         if self.real_time and request.order == "command":
             self._period.watchdog_ns = self._period.command_ns + environment.kernel.hold_after_ns
         else:
-            self._period.feed_watchdog(self._watchdog_periods)
-        return _reply(time_step, held)
+            self._period.feed_watchdog(self._watchdog_periods, 0.0 if self.real_time else request.max_gap_s)
+        reply, columns = encode_time_step(replace(time_step, held_periods=held))
+        if request.order == "reset":
+            reply = msgspec.structs.replace(reply, task=environment.episode_task)
+        return reply, columns
 
     def _wait_for_period_end(self, socket: zmq.Socket[bytes]) -> None:
         """Sleeps to the end of the control period after a command was applied, and answers e-stops meanwhile."""
@@ -363,30 +367,6 @@ def _is_superseded(request: DriverRequest, by: tuple[str, int]) -> bool:
         return False
     log.warning("%s.superseded by=%s", request.order, request.person)
     return True
-
-
-def _reply(time_step: TimeStep, held: int) -> tuple[DriverReply, dict[str, Array]]:
-    outcome, local = time_step.outcome, time_step.local_input
-    reply = DriverReply(
-        t_capture_ns=time_step.t_capture_ns,
-        t_frames_ns={name: frame.t_capture_ns for name, frame in time_step.frames.items()},
-        t_command_ns=time_step.t_command_ns,
-        reasons=time_step.safety_reasons,
-        reward=outcome.reward,
-        terminated=outcome.terminated,
-        success=outcome.success,
-        source=outcome.source,
-        held=held,
-        stopped=time_step.stopped,
-        stopped_by=time_step.stopped_by,
-        hand="" if local is None else "twist" if local.target is None else "target",
-    )
-    arrays = {**time_step.observation, **{FRAME_PREFIX + name: f.image for name, f in time_step.frames.items()}}
-    if time_step.applied is not None:
-        arrays["applied"] = time_step.applied
-    if local is not None:
-        arrays["hand"] = local.twist if local.target is None else local.target
-    return reply, arrays
 
 
 def main(argv: list[str]) -> int:
@@ -433,8 +413,9 @@ def _run(config: RobotConfig, state: Path) -> None:
             setup.task,
             kernel,
             setup.cameras,
-            frame_stride=config.frame_stride,
+            frame_stride=config.picture_stride,
             teleoperators=setup.teleoperators,
+            name=config.name,
         )
         server = DriverServer(
             environment,

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from hal.camera import Camera, CameraFrame
-from hal.errors import EmergencyStopped, HalError, HardwareLost, StaleObservation
+from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import Array
@@ -31,6 +32,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NO_OUTCOME = TaskOutcome(reward=0.0, terminated=False)
+
+
+class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A task, as agents and recorders use it."""
+
+    name: str
+    sentence: str
+    max_steps: int
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """The present description of `task`; a `hal.task.TaskMix` changes it at a reset."""
+        return cls(name=task.name, sentence=task.instruction, max_steps=task.max_steps)
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,10 @@ class TimeStep:
 class Environment(Protocol):
     """The robot as the episode loop sees it, in this process or in a driver process."""
 
+    @property
+    def episode_task(self) -> TaskInfo:
+        """The task of the episode, which the last reset has drawn."""
+
     def reset(self, seed: int) -> TimeStep:
         """Moves robot and scene to an initial state drawn from `seed`. Blocks meanwhile."""
 
@@ -79,6 +97,8 @@ class Environment(Protocol):
 
 class RobotEnvironment:
     """Robot, cameras, task and safety kernel. One thread calls it; `close` when done.
+
+    `reset`, `step` and `hold` raise SpecError if an observation or a reward is not finite; it names the source.
 
     Cameras are read in every `frame_stride`-th control period, and in each one while `real_time` is set.
 
@@ -97,9 +117,11 @@ class RobotEnvironment:
         *,
         frame_stride: int = 1,
         teleoperators: Sequence[Teleoperator] = (),
+        name: str = "",
     ) -> None:
+        """`name`: of the robot, for messages; default: its model."""
         self.robot, self.task, self.kernel, self.cameras = robot, task, kernel, tuple(cameras)
-        self.spec = robot.spec
+        self.spec, self._name = robot.spec, name or robot.spec.model
         self.real_time = False
         self.wait_for_period_end: Callable[[], None] = lambda: None
         self.on_robot_connected: Callable[[], None] = lambda: None
@@ -110,6 +132,10 @@ class RobotEnvironment:
         self._captured_ns: dict[str, int] = {}  # by camera, of the newest frame in a time step
         self._newest: Observation | None = None
         self._logged_refusal = SafetyReason(0)
+
+    @property
+    def episode_task(self) -> TaskInfo:
+        return TaskInfo.of(self.task)
 
     def connect(self) -> None:
         """Connects the robot, then its cameras and input devices. A missing input device is left out until the next
@@ -268,7 +294,10 @@ class RobotEnvironment:
         if self.real_time:
             self.wait_for_period_end()
         observation = self.robot.observe()
-        self.spec.validate(observation.arrays)
+        try:
+            self.spec.validate(observation.arrays)
+        except SpecError as error:
+            raise SpecError(f"robot {self._name}: {error}") from error
         self._newest = observation
         return TimeStep(
             observation=observation.arrays,
@@ -277,18 +306,24 @@ class RobotEnvironment:
             applied=applied,
             safety_reasons=int(reasons),
             t_command_ns=t_command_ns,
-            outcome=self.task.evaluate(observation) if evaluate else NO_OUTCOME,
+            outcome=self._evaluate(observation) if evaluate else NO_OUTCOME,
             held_periods=0,
             stopped=self.kernel.latched_estop is not None,
             local_input=self._local_input(),
             stopped_by="" if self.kernel.latched_estop is None else self.kernel.latched_estop.by,
         )
 
+    def _evaluate(self, observation: Observation) -> TaskOutcome:
+        outcome = self.task.evaluate(observation)
+        if not math.isfinite(outcome.reward):
+            raise SpecError(f"robot {self._name}: the task {self.task.name} gives the reward {outcome.reward}")
+        return outcome
+
     def _local_input(self) -> TeleopInput | None:
-        """The input of the first engaged device."""
+        """The input of the first device that is engaged or hands back."""
         for device in list(self._teleoperators):
             reading = self._try(device, device.read)
-            if reading is not None and reading.engaged:
+            if reading is not None and (reading.engaged or reading.hands_back):
                 return reading
         return None
 
@@ -318,65 +353,3 @@ class RobotEnvironment:
                 self._captured_ns[name] = frame.t_capture_ns
                 found[name] = frame
         return found
-
-
-_RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # of the thread on Linux
-
-
-@dataclass(frozen=True)
-class _ThreadUsage:
-    """Resources that the calling thread has used so far."""
-
-    at_ns: int
-    cpu_ns: int
-    page_faults: int
-    preemptions: int
-
-
-class LateCommandLogger:
-    """Wraps an environment and logs why an action was late. One thread uses it.
-
-    If the watchdog held the robot before an action, it logs ``command.late`` with the parts of the time since the
-    observation: until the session had the observation, computing, waiting for a CPU or another thread, and until the
-    driver applied the action.
-    """
-
-    def __init__(self, environment: Environment, robot: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._environment, self._robot, self._clock = environment, robot, clock
-        self._last: tuple[TimeStep, _ThreadUsage] | None = None
-
-    def reset(self, seed: int) -> TimeStep:
-        return self._remember(self._environment.reset(seed))
-
-    def hold(self) -> TimeStep:
-        return self._remember(self._environment.hold())
-
-    def step(self, action: Array) -> TimeStep:
-        sent, before = self._usage(), self._last
-        after = self._environment.step(action)
-        if after.held_periods and before is not None:
-            self._log_late(*before, sent, after.t_command_ns or self._clock())
-        return self._remember(after)
-
-    def _remember(self, time_step: TimeStep) -> TimeStep:
-        self._last = time_step, self._usage()
-        return time_step
-
-    def _usage(self) -> _ThreadUsage:
-        used = resource.getrusage(_RUSAGE_THREAD)
-        return _ThreadUsage(self._clock(), time.thread_time_ns(), used.ru_minflt + used.ru_majflt, used.ru_nivcsw)
-
-    def _log_late(self, observed: TimeStep, received: _ThreadUsage, sent: _ThreadUsage, applied_ns: int) -> None:
-        computing_ns = sent.cpu_ns - received.cpu_ns
-        log.warning(
-            "command.late robot=%s: %.1f ms after its observation: %.1f until the session had it, %.1f computing, "
-            "%.1f waiting (%d page faults, preempted %d times), %.1f until the driver applied it",
-            self._robot,
-            (applied_ns - observed.t_capture_ns) / 1e6,
-            (received.at_ns - observed.t_capture_ns) / 1e6,
-            computing_ns / 1e6,
-            (sent.at_ns - received.at_ns - computing_ns) / 1e6,
-            sent.page_faults - received.page_faults,
-            sent.preemptions - received.preemptions,
-            (applied_ns - sent.at_ns) / 1e6,
-        )

@@ -83,15 +83,15 @@ def defer_signals() -> Iterator[StopCheck]:
 def open_local_environment(
     setup: RobotSetup,
     config: RobotConfig,
-    frame_stride: int = 1,
     *,
     check_stop: StopCheck = never_stop,
     locked: bool = False,
 ) -> Iterator[RobotEnvironment]:
     """Yields a connected environment of `setup`, which was built from `config`; closes it at the end.
 
-    A simulated robot runs as fast as it can. A real robot follows the clock, is locked on this machine meanwhile, and
-    does not move under an e-stop, including one that is pressed during the work (``user-sys stop``).
+    A simulated robot runs as fast as it can, with pictures as often as in a run. A real robot follows the clock, is
+    locked on this machine meanwhile, and does not move under an e-stop, including one that is pressed during the work
+    (``user-sys stop``).
 
     Args:
         check_stop: called before and after the connection, and in each control period of a motion by the robot itself;
@@ -113,7 +113,10 @@ def open_local_environment(
             EstopLatch(shared).prepare()
         kernel = SafetyKernel(setup.robot.spec, shared_latch=shared)
         _require_armed(config, kernel)
-        environment = RobotEnvironment(setup.robot, setup.task, kernel, setup.cameras, frame_stride=frame_stride)
+        stride = config.picture_stride
+        environment = RobotEnvironment(
+            setup.robot, setup.task, kernel, setup.cameras, frame_stride=stride, name=config.name
+        )
         stack.callback(environment.close)
         environment.robot.check_stop = lambda: _check_both(environment, check_stop)
         environment.connect()

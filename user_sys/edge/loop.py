@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from user_sys.edge.environment import Environment, TimeStep
+from user_sys.edge.environment import Environment, TaskInfo, TimeStep
 from user_sys.edge.recorder import Recorder, SelectedAction, StepOutcome
 from user_sys.episode import EpisodeSource, Phase
+from user_sys.trace import span
 
 
 class Agent(Protocol):
     """Selects actions: a scripted expert, a policy, or a policy that operators may override."""
 
-    def begin_episode(self, time_step: TimeStep) -> None:
-        """A new episode begins with `time_step`."""
+    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        """A new episode of `task` begins with `time_step`."""
 
     def select_action(self, time_step: TimeStep) -> SelectedAction | None:
         """The next action. None holds the robot for one control period, which is not a step."""
@@ -34,6 +35,7 @@ class EpisodeResult:
     episode_return: float
     intervention_steps: int
     policy_version: int
+    task: str
 
 
 StepListener = Callable[[TimeStep, SelectedAction | None], None]
@@ -55,17 +57,20 @@ def run_episode(
         HalError: an error of the environment. The episode stays open and is never sampled past its last step.
     """
     time_step = environment.reset(seed)
-    agent.begin_episode(time_step)
-    episode = recorder.begin_episode(source, seed) if recorder else ""
+    task = environment.episode_task
+    agent.begin_episode(time_step, task)
+    episode = recorder.begin_episode(source, seed, task) if recorder else ""
     steps, total, interventions, version = 0, 0.0, 0, -1
     while True:
-        selected = agent.select_action(time_step)
+        with span("act"):
+            selected = agent.select_action(time_step)
         if selected is None:
             held = environment.hold()
             time_step = replace(held, frames={**time_step.frames, **held.frames})  # the next step records each frame
             _notify(listeners, held, None)
             continue
-        after = environment.step(selected.action)
+        with span("step"):
+            after = environment.step(selected.action)
         steps += 1
         outcome = agent.evaluate_step(after, steps)
         if recorder:
@@ -75,7 +80,7 @@ def run_episode(
         version = max(version, selected.policy_version)
         _notify(listeners, after, selected)
         if outcome.is_last:
-            return EpisodeResult(episode, steps, outcome.success, total, interventions, version)
+            return EpisodeResult(episode, steps, outcome.success, total, interventions, version, task.name)
         time_step = after
 
 

@@ -1,85 +1,110 @@
-"""The edge's durable queue of chunks, until the gateway has stored them.
+"""The edge's durable queue of chunks, until the gateway has stored them. Each chunk is a file.
 
-It uses the store's log format.
-
-- **Recorded chunks.** A chunk counts as recorded when `append` returns, or the `sync` after several. It then survives
-  ``kill -9`` and a power cut until it is acknowledged.
-- **Acknowledgements** survive ``kill -9``. After a power cut the acknowledged position may be an older one; the gateway
-  recognises the chunks that are sent again.
-- **Deletion.** A segment is deleted when all of its chunks are acknowledged.
+- **Recorded chunks.** A chunk counts as recorded when `append` returns, or the `sync` after several. Its file is then
+  durable, and survives ``kill -9`` and a power cut until it is acknowledged.
+- **Acknowledgements** delete files, and survive ``kill -9``. After a power cut a deleted file may be back; the gateway
+  recognises the chunks that are sent again. The newest acknowledged file stays, renamed: its number must not repeat.
+- **A damaged chunk** is not sent. Its file stays, renamed to ``*.damaged``, for a person to inspect.
 - **A full outbox.** `append` raises, and the session pauses recording and reports it. An outbox that was opened with
   ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which no
-  chunk was sent. The sequence numbers of dropped chunks are durable before the log frees their space, so after a kill
-  either all chunks of an episode are sent or none.
+  chunk was sent. The names of their files are durable before the first is deleted, so after a kill either all chunks
+  of an episode are sent or none.
 
-Each record of the log carries flags in its `schema`, which identify its episode without its chunk.
+The name of a file holds all that sending and dropping need, and the CRC32C of its content (`_StoredChunk`).
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import logging
 import os
-import re
 import secrets
-import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Annotated, Literal, NamedTuple, NoReturn, Self
 
 import msgspec
-from crc32c import crc32c
+from msgspec import Meta
 
+from hal.context import ClosedAtExit
 from hal.decode_errors import DECODE_ERRORS
-from user_sys.codec import decode_packet
-from user_sys.episode import ChunkHeader, EpisodeSource, Phase, parse_chunk
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError, disk_full_message
-from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, free_bytes, replace_durably, write_all
-from user_sys.store.log_reader import LogReader
-from user_sys.store.log_writer import LogWriter
-from user_sys.store.manifest import SegmentEntry
-from user_sys.store.record_format import RecordRef, list_segments, resolve_generations
+from user_sys.codec import checksum
+from user_sys.episode import EpisodeSource, Phase, parse_chunk
+from user_sys.errors import StoreError, StoreFull, StoreVersionMismatch, disk_full_message
+from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, free_bytes, replace_durably, replace_file
+from user_sys.store.record_format import WriterLock
 from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
-CHUNK_RECORD = 1
 MAX_BYTES = 4 << 30
-MAX_SEGMENT_BYTES = 16 << 20
-SEGMENTS_PER_OUTBOX = 8
 RESERVE_BYTES = 16 << 20
-MERGE_BELOW_FRACTION = 16  # a rewritten segment this many times smaller than a full one is merged with the next one
-MAX_MERGES = 1000
+BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
+OUTBOX_RETRY_S = 0.5
+CHUNK_SUFFIX, ACKNOWLEDGED_SUFFIX, DAMAGED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".acknowledged", ".damaged", ".seg"
+BUSY_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of a read that may succeed later
 WhenFull = Literal["pause", "drop_oldest_autonomous"]
-_FIRST, _LAST, _KEPT = 1, 2, 4
-_FLAGS = _FIRST | _LAST | _KEPT
-_CRC_BYTES = 4
-_STREAM = re.compile(f"[0-9a-f]{{{2 * STREAM_BYTES}}}")
-_POSITION = struct.Struct("<qI")  # newest acknowledged sequence, CRC32C of its 8 bytes
 
 
-def record_flags(packet: bytes) -> int:
-    """The `schema` of a chunk's record: its episode's fingerprint, and the flags first, last and kept.
+class _StoredChunk(NamedTuple):
+    """A chunk's file.
 
-    Every chunk is kept except those in which a policy alone acted online: demonstrations, evaluations, steps of a
-    person, and chunks without the phase of their steps are never dropped. Raises WireError: `packet` is not a chunk.
+    Attributes:
+        is_last: it ends its episode.
+        is_kept: it is never dropped. That is every chunk except those in which a policy alone acted online:
+            demonstrations, evaluations, steps of a person, and chunks without the phase of their steps.
     """
-    chunk = parse_chunk(packet)
-    header, phase = chunk.header, chunk.column("phase")
-    autonomous = header.source is EpisodeSource.ONLINE and phase is not None and bool((phase == Phase.POLICY).all())
-    flags = _FIRST * (header.index == 0) | _LAST * (header.end is not None) | _KEPT * (not autonomous)
-    return crc32c(header.episode.encode()) & ~_FLAGS | flags
+
+    sequence: int
+    size_bytes: int
+    crc: int
+    chunk_index: int
+    is_last: bool
+    is_kept: bool
+    episode: str
+
+    @classmethod
+    def of(cls, sequence: int, packet: bytes) -> Self:
+        """Raises WireError: `packet` is not a chunk."""
+        chunk = parse_chunk(packet)
+        header, phase = chunk.header, chunk.column("phase")
+        autonomous = header.source is EpisodeSource.ONLINE and phase is not None and bool((phase == Phase.POLICY).all())
+        return cls(
+            sequence,
+            len(packet),
+            checksum(packet),
+            header.index,
+            header.end is not None,
+            not autonomous,
+            header.episode,
+        )
+
+    @classmethod
+    def parse(cls, name: str) -> Self:
+        """The chunk of a file's name without its suffix. Raises ValueError."""
+        sequence, size, crc, index, last, kept, episode = name.split("_", 6)
+        return cls(int(sequence), int(size), int(crc, 16), int(index), last == "1", kept == "1", episode)
+
+    @property
+    def name(self) -> str:
+        """The file's name without its suffix."""
+        numbers = f"{self.sequence:012d}_{self.size_bytes}_{self.crc:08x}_{self.chunk_index}"
+        return f"{numbers}_{self.is_last:d}_{self.is_kept:d}_{self.episode}"
+
+    @property
+    def disk_bytes(self) -> int:
+        return -(-self.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def select_droppable(
-    waiting: Sequence[RecordRef], offered: int, recording: Iterable[int], need_bytes: int
-) -> list[RecordRef]:
+    waiting: Sequence[_StoredChunk], offered: int, recording: Set[str], need_bytes: int
+) -> list[_StoredChunk]:
     """The chunks of the oldest droppable episodes, enough to free `need_bytes`, or of all droppable episodes.
 
     An episode is droppable if all of its chunks are in `waiting`, a policy alone acted in it, and no chunk was sent.
@@ -87,21 +112,19 @@ def select_droppable(
     Args:
         waiting: in order.
         offered: chunks up to this sequence were handed to the tunnel.
-        recording: flags of chunks that are being recorded; their episodes are not droppable.
+        recording: episodes with chunks that are not durable yet, which are not droppable.
     """
-    episodes: dict[int, list[RecordRef]] = {}
-    for ref in waiting:
-        episodes.setdefault(ref.schema & ~_FLAGS, []).append(ref)
-    excluded = {schema & ~_FLAGS for schema in recording}
-    if waiting and not waiting[-1].schema & _LAST:
-        excluded.add(waiting[-1].schema & ~_FLAGS)
-    found: list[RecordRef] = []
+    episodes: dict[str, list[_StoredChunk]] = {}
+    for chunk in waiting:
+        episodes.setdefault(chunk.episode, []).append(chunk)
+    unfinished = {waiting[-1].episode} if waiting and not waiting[-1].is_last else set()
+    found: list[_StoredChunk] = []
     freed = 0
     for name, chunks in episodes.items():
-        whole = chunks[0].schema & _FIRST and chunks[0].sequence > offered
-        if freed < need_bytes and whole and name not in excluded and not any(ref.schema & _KEPT for ref in chunks):
+        is_whole = chunks[0].chunk_index == 0 and chunks[0].sequence > offered and name not in recording | unfinished
+        if freed < need_bytes and is_whole and not any(chunk.is_kept for chunk in chunks):
             found += chunks
-            freed += sum(ref.length for ref in chunks)
+            freed += sum(chunk.disk_bytes for chunk in chunks)
     return found
 
 
@@ -109,59 +132,24 @@ class DropRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The chunks that an outbox has dropped since it was created.
 
     Attributes:
-        ranges: (first, last) sequence numbers of dropped chunks that its log may still hold; ascending.
+        names: of the files that were dropped last, without their suffix. Some may still be there.
     """
 
     episodes: int = 0
     chunks: int = 0
     size_bytes: int = 0
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    def sequences(self) -> Set[int]:
-        return {sequence for first, last in self.ranges for sequence in range(first, last + 1)}
-
-    def with_dropped(self, chunks: Sequence[RecordRef], unreclaimed: Set[int]) -> Self:
-        """The record after `chunks` are dropped too. `unreclaimed`: earlier drops that the log still holds."""
-        return type(self)(
-            episodes=self.episodes + sum(ref.schema & _FIRST for ref in chunks),
-            chunks=self.chunks + len(chunks),
-            size_bytes=self.size_bytes + sum(ref.length for ref in chunks),
-            ranges=_ranges({ref.sequence for ref in chunks} | unreclaimed),
-        )
-
-
-def _ranges(sequences: Set[int]) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for sequence in sorted(sequences):
-        if found and found[-1][1] == sequence - 1:
-            found[-1] = (found[-1][0], sequence)
-        else:
-            found.append((sequence, sequence))
-    return tuple(found)
+    names: tuple[str, ...] = ()
 
 
 def read_drop_record(files: Files, path: Path) -> DropRecord:
-    """The record at `path`; an empty one if it is damaged: dropped chunks that the log still holds are sent then."""
+    """The record at `path`; an empty one if it is damaged: dropped chunks whose files are left are sent then."""
     try:
-        fd = files.open(path, os.O_RDONLY)
+        return msgspec.json.decode(_read_file(files, path), type=DropRecord)
     except FileNotFoundError:
         return DropRecord()
-    try:
-        raw = files.pread(fd, files.size(fd), 0)
-    finally:
-        files.close(fd)
-    body = raw[_CRC_BYTES:]
-    if body and crc32c(body) == int.from_bytes(raw[:_CRC_BYTES], "little"):  # the CRC of an empty body is 0
-        with contextlib.suppress(*DECODE_ERRORS):
-            return msgspec.msgpack.decode(body, type=DropRecord)
-    logger.error("outbox.drop_record_damaged path=%s: dropped chunks may be sent", path)
-    return DropRecord()
-
-
-def write_drop_record(files: Files, path: Path, dropped: DropRecord) -> None:
-    """Replaces the record. It is durable on return; a crash leaves the old one or the new one. Raises OSError."""
-    body = msgspec.msgpack.encode(dropped)
-    replace_durably(files, path, crc32c(body).to_bytes(_CRC_BYTES, "little") + body)
+    except DECODE_ERRORS:
+        logger.error("outbox.drop_record_damaged path=%s: dropped chunks may be sent", path)
+        return DropRecord()
 
 
 @dataclass(frozen=True)
@@ -170,19 +158,13 @@ class OutboxConfig:
 
     Attributes:
         max_bytes: of each robot.
-        when_full: ``pause`` pauses recording, visibly, until the gateway has acknowledged some chunks;
+        when_full: ``pause`` stops recording until the gateway has acknowledged some chunks;
             ``drop_oldest_autonomous`` drops whole episodes, oldest first, in which no person took part, and counts
             them.
     """
 
-    max_bytes: int = MAX_BYTES
+    max_bytes: Annotated[int, Meta(ge=MAX_CHUNK_BYTES)] = MAX_BYTES
     when_full: WhenFull = "pause"
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < MAX_CHUNK_BYTES:
-            raise ConfigError(
-                f"outbox.max_bytes is {self.max_bytes}, less than one chunk: set it to at least {MAX_CHUNK_BYTES}"
-            )
 
 
 class ChunkTooLarge(StoreError):
@@ -193,196 +175,96 @@ class OutboxFull(StoreFull):
     """The outbox or its disk is full. The chunk was not recorded. Wait for the gateway, or free some space."""
 
 
-class _AckPosition:
-    """The newest acknowledged sequence, in a file that is overwritten in place."""
+class _ChunkQueue:
+    """The durable chunks that are not acknowledged, in order. Any thread may call it.
 
-    def __init__(self, files: Files, path: Path) -> None:
-        self._files = files
-        self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
-        self.sequence = _read_position(files, self._fd)
+    Attributes:
+        used_bytes: of their files on disk.
+        is_closed: nothing is acknowledged any more.
+    """
 
-    @property
-    def is_open(self) -> bool:
-        return self._fd >= 0
-
-    def advance(self, sequence: int) -> None:
-        """Saves `sequence` unless the file is closed or the disk is full: the chunk is then sent and acknowledged again
-        after a restart."""
-        self.sequence = sequence
-        if not self.is_open:
-            return
-        body = struct.pack("<q", sequence)
-        try:
-            write_all(self._files, self._fd, [_POSITION.pack(sequence, crc32c(body))], 0)
-        except OSError as error:
-            if error.errno not in NO_SPACE_ERRNOS:
-                raise
-
-    def close(self) -> None:
-        self._files.close(self._fd)
-        self._fd = -1
-
-
-class _DiskReserve:
-    """A file that sets disk space aside for chunks that must be recorded before a session ends."""
-
-    def __init__(self, files: Files, path: Path) -> None:
-        self._files, self._path = files, path
-        self.is_allocated = False
-
-    def allocate(self) -> None:
-        """Allocates `RESERVE_BYTES` if the disk has them."""
-        try:
-            fd = self._files.open(self._path, os.O_RDWR | os.O_CREAT)
-            try:
-                self._files.allocate(fd, 0, RESERVE_BYTES)
-                self.is_allocated = True
-            finally:
-                self._files.close(fd)
-        except OSError as error:
-            logger.warning("outbox.no_reserve path=%s: %s", self._path, error.strerror)
-            self.release()
-
-    def release(self) -> None:
-        self.is_allocated = False
-        with contextlib.suppress(FileNotFoundError):
-            self._files.unlink(self._path)
-
-
-class _ChunkLog:
-    """The log's writer and reader, and the sizes of its segments. `used_bytes` and `read` are for any thread."""
-
-    def __init__(self, path: Path, writer: LogWriter, reader: LogReader, max_bytes: int, files: Files) -> None:
-        self.path, self.files, self.writer = path, files, writer
-        self._reader, self._segment_bytes = reader, _segment_bytes(max_bytes)
+    def __init__(self, chunks: list[_StoredChunk]) -> None:
         self._lock = threading.Lock()
-        self._sizes = self._measure()
+        self._chunks, self.used_bytes, self.is_closed = list[_StoredChunk](), 0, False
+        self._offered = -1
+        self.add(chunks)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes on disk."""
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def add(self, chunks: Sequence[_StoredChunk]) -> None:
         with self._lock:
-            return sum(self._sizes.values())
+            is_newer = not self._chunks or not chunks or chunks[0] > self._chunks[-1]
+            self._chunks += chunks
+            if not is_newer:
+                self._chunks.sort()
+            self.used_bytes += sum(chunk.disk_bytes for chunk in chunks)
 
-    def records(self) -> Sequence[RecordRef]:
-        return self._reader.records()
-
-    def read(self, ref: RecordRef) -> memoryview:
-        return self._reader.read(ref)
-
-    def on_synced(self, refs: Sequence[RecordRef]) -> None:
-        """Counts the bytes of records that have become durable."""
+    def next(self, after_sequence: int) -> _StoredChunk | None:
+        """The first chunk after `after_sequence`, which counts as sent from now on."""
         with self._lock:
-            rotated = not self._sizes.keys() >= {ref.segment for ref in refs}
-            for ref in refs:
-                self._sizes[ref.segment] = ref.offset + ref.length
-        if rotated:
-            self._refresh_sizes()
+            at = self._count_to(after_sequence)
+            if at == len(self._chunks):
+                return None
+            self._offered = max(self._offered, self._chunks[at].sequence)
+            return self._chunks[at]
 
-    def delete_before(self, segment: int | None) -> None:
-        """Deletes the segments before `segment`; None deletes all but the newest."""
-        numbers = sorted(self._sizes)
-        keep_from = numbers[-1] if segment is None else min(segment, numbers[-1])
-        if len(numbers) > 1 and numbers[1] <= keep_from:
-            self.writer.drop_before(keep_from)
-            self._refresh_sizes()
+    def take_droppable(self, recording: Set[str], need_bytes: int) -> list[_StoredChunk]:
+        """Removes chunks; see `select_droppable`."""
+        with self._lock:
+            chosen = select_droppable(self._chunks, self._offered, recording, need_bytes)
+            return self._keep(sorted(set(self._chunks) - set(chosen)), chosen)
 
-    def reclaim(self, drops: _DropLog, is_needed: Callable[[RecordRef], bool]) -> None:
-        """Frees the space of dropped chunks. Raises StoreFull: the disk has no room to rewrite a segment.
+    def take_acknowledged(self, sequence: int) -> list[_StoredChunk]:
+        """Removes the chunks up to and including `sequence`."""
+        with self._lock:
+            count = 0 if self.is_closed else self._count_to(sequence)
+            return self._keep(self._chunks[count:], self._chunks[:count])
 
-        A segment with a damaged chunk stays as it is.
-        """
-        if not drops.unreclaimed:
-            return
-        touched = set(drops.unreclaimed.values())
-        if not any(max(touched) < entry.name.stop for entry in self.writer.sealed_segments()):
-            self.writer.rotate()
-        previous: SegmentEntry | None = None
-        for entry in self.writer.sealed_segments():
-            numbers = range(entry.number, entry.name.stop)
-            if not touched.isdisjoint(numbers):
-                entry = self._rewrite(entry, previous, is_needed)
-                drops.on_reclaimed(numbers)
-            previous = entry
-        self._refresh_sizes()
-
-    def _rewrite(
-        self, entry: SegmentEntry, previous: SegmentEntry | None, is_needed: Callable[[RecordRef], bool]
-    ) -> SegmentEntry:
-        """Rewrites a segment without unneeded chunks. Merges it with a small one before it, to keep few files."""
-        numbers = [entry.number]
-        small = self._segment_bytes // MERGE_BELOW_FRACTION
-        mergeable = previous is not None and previous.size_bytes < small and previous.generation < MAX_MERGES
-        if previous is not None and mergeable and previous.name.stop == entry.number:
-            numbers = [previous.number, entry.number]
-        try:
-            return self.writer.rewrite(numbers, is_needed)
-        except StoreCorrupt as error:
-            logger.error("outbox.damaged path=%s: the space of its dropped chunks is not freed: %s", self.path, error)
-            return entry
+    def remove(self, chunk: _StoredChunk) -> bool:
+        """Removes one chunk. Returns whether it was there."""
+        with self._lock:
+            taken = [each for each in self._chunks if each == chunk]
+            return bool(self._keep([each for each in self._chunks if each != chunk], taken))
 
     def close(self) -> None:
-        self.writer.close()
-        self._reader.close()
-
-    def _refresh_sizes(self) -> None:
-        sizes = self._measure()
         with self._lock:
-            self._sizes = sizes
+            self.is_closed = True
 
-    def _measure(self) -> dict[int, int]:
-        """The bytes of each segment's file."""
-        names = resolve_generations(list_segments(self.path, self.files))[0]
-        return {name.number: _size(self.files, self.path / str(name)) for name in names}
+    def _keep(self, kept: list[_StoredChunk], taken: list[_StoredChunk]) -> list[_StoredChunk]:
+        self._chunks = kept
+        self.used_bytes -= sum(chunk.disk_bytes for chunk in taken)
+        return taken
 
-
-class _DropLog:
-    """The durable record of dropped chunks, and the segments that still hold them."""
-
-    def __init__(self, files: Files, path: Path, records: Sequence[RecordRef]) -> None:
-        self._files, self._path = files, path
-        self.record = read_drop_record(files, path)
-        gone = self.record.sequences()
-        self.unreclaimed = {ref.sequence: ref.segment for ref in records if ref.sequence in gone}
-
-    def add(self, chunks: Sequence[RecordRef]) -> int:
-        """Records that `chunks` are dropped, durably, and returns the number of their episodes. Raises OSError."""
-        record = self.record.with_dropped(chunks, self.unreclaimed.keys())
-        write_drop_record(self._files, self._path, record)
-        episodes = record.episodes - self.record.episodes
-        self.record = record
-        self.unreclaimed |= {ref.sequence: ref.segment for ref in chunks}
-        return episodes
-
-    def on_reclaimed(self, segments: range) -> None:
-        """These segments hold no dropped chunks any more."""
-        self.unreclaimed = {s: segment for s, segment in self.unreclaimed.items() if segment not in segments}
+    def _count_to(self, sequence: int) -> int:
+        return bisect.bisect_right(self._chunks, sequence, key=lambda chunk: chunk.sequence)
 
 
-class Outbox:
+class Outbox(ClosedAtExit):
     """One writer thread appends. The tunnel's thread sends and acknowledges, and never waits for the disk's sync.
 
     Attributes:
         stream: identifies this outbox for good: within a stream, sequence numbers never start again.
+        next_sequence: the number of the next chunk. It only grows, across restarts too.
+        dropped: the chunks that were dropped since the outbox was created.
+        paused_reason: why `append_when_free` waits; empty if it does not.
         damaged: chunks that could not be read back. They are logged and skipped; the other chunks are sent.
     """
 
-    def __init__(self, log: _ChunkLog, max_bytes: int, when_full: WhenFull) -> None:
-        self.path, files = log.path, log.files
-        self.max_bytes, self.damaged = max_bytes, 0
-        self._log, self._when_full = log, when_full
-        self._reserve = _DiskReserve(files, self.path / "reserve")
-        self.stream = _read_or_make_stream(files, self.path / "stream")
-        self._write_lock, self._lock = threading.Lock(), threading.Lock()
-        self._ack = _AckPosition(files, self.path / "acknowledged")
-        records = log.records()
-        self._drops = _DropLog(files, self.path / "dropped", records)
-        dropped = self._drops.record.sequences()
-        self._refs = [r for r in records if r.sequence > self._ack.sequence and r.sequence not in dropped]
-        self._offered = -1
-        self._unsynced: list[RecordRef] = []
-        self._last_unsynced: bytes | None = None
+    def __init__(self, path: Path, lock: WriterLock, max_bytes: int, when_full: WhenFull, files: Files) -> None:
+        self.path, self.max_bytes, self.damaged, self.paused_reason = path, max_bytes, 0, ""
+        self.stream = _read_or_make_stream(files, path / "stream")
+        self._files, self._writer_lock, self._when_full = files, lock, when_full
+        self._write_lock = threading.Lock()
+        chunks, self._last_acknowledged, self.next_sequence = self._recover()
+        self.dropped = read_drop_record(files, path / "dropped")
+        interrupted = [chunk for chunk in chunks if chunk.name in self.dropped.names]
+        for chunk in interrupted:
+            self._unlink(self._path(chunk))
+        self._queue = _ChunkQueue([chunk for chunk in chunks if chunk not in interrupted])
+        self._unsynced: list[tuple[_StoredChunk, bytes]] = []
         self._on_append: Callable[[], None] | None = None
+        self._reserve_bytes = 0
 
     @classmethod
     def open(
@@ -392,24 +274,41 @@ class Outbox:
 
         Raises:
             StoreLocked: another session of this robot has it.
-            StoreFull, StoreVersionMismatch, StoreError: as `LogWriter.open`.
+            OutboxFull: the disk has no space for its lock.
+            StoreVersionMismatch: an earlier release recorded chunks there.
         """
-        writer = LogWriter.open(path, segment_bytes=_segment_bytes(max_bytes), background=False, files=files)
+        lock = None
         try:
-            reader = LogReader.open(path, files=files)
-            return cls(_ChunkLog(path, writer, reader, max_bytes, files), max_bytes, when_full)
+            files.make_folder(path)
+            files.sync_folder(path.parent)
+            lock = WriterLock(path, files)
+            return cls(path, lock, max_bytes, when_full, files)
         except BaseException as error:
-            writer.close()
+            if lock is not None:
+                lock.release()
             if isinstance(error, OSError) and error.errno in NO_SPACE_ERRNOS:
-                raise OutboxFull(disk_full_message(path, 1 << 12, free_bytes(path))) from error
+                raise OutboxFull(disk_full_message(path, BLOCK_BYTES, free_bytes(path))) from error
             raise
 
-    # For the recording thread
+    def _recover(self) -> tuple[list[_StoredChunk], _StoredChunk | None, int]:
+        """The chunks in order, the newest acknowledged one, the next number. Deletes files of interrupted writes."""
+        names = self._files.listdir(self.path)
+        if old := [name for name in names if name.endswith(OLD_FORMAT_SUFFIX)]:
+            raise StoreVersionMismatch(
+                f"{self.path} has chunks of an earlier release in {old[0]}: deliver them with that release, or delete "
+                "the folder"
+            )
+        for name in names:
+            if name.endswith(".tmp"):
+                self._files.unlink(self.path / name)
+        suffixes = CHUNK_SUFFIX, ACKNOWLEDGED_SUFFIX, DAMAGED_SUFFIX
+        chunks, acknowledged, damaged = (_parse_names(names, suffix) for suffix in suffixes)
+        for chunk in acknowledged[:-1]:
+            self._unlink(self._path(chunk, ACKNOWLEDGED_SUFFIX))
+        newest = max((chunk.sequence for chunk in (*chunks, *acknowledged, *damaged)), default=-1)
+        return chunks, acknowledged[-1] if acknowledged else None, newest + 1
 
-    @property
-    def next_sequence(self) -> int:
-        """The number of the next chunk. It only grows, across restarts too."""
-        return self._log.writer.next_sequence
+    # For the recording thread
 
     def append(self, packet: bytes, *, sync: bool = True) -> int:
         """Records an encoded chunk and returns its sequence number. Durable on return, or after `sync`.
@@ -425,116 +324,144 @@ class Outbox:
                 f"a chunk of {len(packet)} bytes; the limit is {MAX_CHUNK_BYTES}: record fewer or smaller pictures"
             )
         with self._write_lock:
-            if packet != self._last_unsynced:  # else a sync found no space, and this is the second attempt
-                flags = record_flags(packet)
+            chunk = _StoredChunk.of(self.next_sequence, packet)
+            self._make_room(chunk)
+            self._unsynced.append((chunk, packet))
+            self.next_sequence += 1
+            if sync:
                 try:
-                    self._make_room(len(packet), flags)
-                    self._unsynced.append(self._log.writer.append(CHUNK_RECORD, packet, schema=flags))
-                except OutboxFull:
+                    self._sync()
+                except StoreError:
+                    self._unsynced.pop()
+                    self.next_sequence -= 1
                     raise
-                except StoreFull as error:
-                    raise self._disk_full(len(packet)) from error
-                self._last_unsynced = packet
-            sequence = self._unsynced[-1].sequence
         if sync:
-            self.sync()
-        return sequence
+            self._notify()
+        return chunk.sequence
+
+    def append_when_free(self, packet: bytes, stop: threading.Event) -> None:
+        """As `append`, but waits for room. After `stop` is set it uses the reserve.
+
+        Raises:
+            OutboxFull: the reserve is full too.
+        """
+        while True:
+            try:
+                self.append(packet)
+                break
+            except OutboxFull as error:
+                if self.paused_reason != str(error):
+                    logger.error("recording.paused path=%s: %s", self.path, error)
+                self.paused_reason = str(error)
+                if stop.wait(OUTBOX_RETRY_S) and not self._release_reserve():
+                    raise
+        if self.paused_reason:
+            self.paused_reason = ""
+            if not stop.is_set():
+                self.allocate_reserve()
+            logger.warning("recording.resumed path=%s", self.path)
 
     def sync(self) -> None:
-        """Makes all appended chunks durable. Raises as `append`."""
+        """Makes all appended chunks durable. Raises as `append`; the chunks then stay for the next call."""
         with self._write_lock:
-            try:
-                self._log.writer.sync()
-            except StoreFull as error:
-                raise self._disk_full(self._log.writer.pending_bytes) from error
-            with self._lock:
-                self._refs += self._unsynced
-            synced, self._unsynced, self._last_unsynced = self._unsynced, [], None
-            self._log.on_synced(synced)
+            self._sync()
+        self._notify()
+
+    def _sync(self) -> None:
+        try:
+            for chunk, packet in self._unsynced:
+                replace_file(self._files, self._path(chunk), packet)
+            if self._unsynced:
+                self._files.sync_folder(self.path)
+        except OSError as error:
+            self._raise_disk_error(error, sum(len(packet) for _, packet in self._unsynced))
+        synced, self._unsynced = [chunk for chunk, _ in self._unsynced], []
+        self._queue.add(synced)
+
+    def _notify(self) -> None:
         on_append = self._on_append
         if on_append is not None:
             on_append()
 
-    def _disk_full(self, needed_bytes: int) -> OutboxFull:
-        return OutboxFull(disk_full_message(self.path, needed_bytes, free_bytes(self.path)))
+    def _raise_disk_error(self, error: OSError, needed_bytes: int) -> NoReturn:
+        if error.errno in NO_SPACE_ERRNOS:
+            raise OutboxFull(disk_full_message(self.path, needed_bytes, free_bytes(self.path))) from error
+        raise StoreError(f"{self.path}: {error.strerror}") from error
 
     def allocate_reserve(self) -> None:
         """Sets `RESERVE_BYTES` of the disk aside, if available, for the last chunks of a session."""
-        self._reserve.allocate()
+        path = self.path / "reserve"
+        try:
+            fd = self._files.open(path, os.O_RDWR | os.O_CREAT)
+            try:
+                self._files.allocate(fd, 0, RESERVE_BYTES)
+            finally:
+                self._files.close(fd)
+        except OSError as error:
+            logger.warning("outbox.no_reserve path=%s: %s", path, error.strerror)
+            self._unlink(self.path / "reserve")
 
-    def release_reserve(self) -> None:
-        """Frees the reserve, for chunks beyond `max_bytes` too."""
-        self._reserve.release()
-        self.max_bytes += RESERVE_BYTES
+    def _release_reserve(self) -> bool:
+        """Frees the reserve, for chunks beyond `max_bytes` too. False: it was freed before."""
+        self._unlink(self.path / "reserve")
+        is_first = self._reserve_bytes == 0
+        self._reserve_bytes = RESERVE_BYTES
+        return is_first
 
-    def _make_room(self, size: int, flags: int) -> None:
-        """Deletes acknowledged chunks, and drops episodes if it may. Raises OutboxFull: still no room for `size`."""
-        self._delete_acknowledged()
-        if self._excess(size) > 0 and self._when_full == "drop_oldest_autonomous":
-            self._log.reclaim(self._drops, self._is_needed)  # an earlier attempt may have freed no space
-            if (excess := self._excess(size)) > 0:
-                self._drop(excess + _segment_bytes(self.max_bytes), flags)
-        if self._excess(size) > 0:
+    def _make_room(self, chunk: _StoredChunk) -> None:
+        """Drops episodes if it may and must. Raises OutboxFull: still no room for `chunk`."""
+        excess = self._excess_bytes(chunk)
+        if excess > 0 and self._when_full == "drop_oldest_autonomous":
+            self._drop(excess, chunk.episode)
+            excess = self._excess_bytes(chunk)
+        if excess > 0:
             raise OutboxFull(
                 f"{self.path} holds {len(self)} unsent chunks ({self.used_bytes >> 20} MiB of {self.max_bytes >> 20}): "
                 "recording pauses until the gateway has taken some"
             )
 
-    def _excess(self, size: int) -> int:
-        return self.used_bytes + size - self.max_bytes
+    def _excess_bytes(self, chunk: _StoredChunk) -> int:
+        unsynced = sum(other.disk_bytes for other, _ in self._unsynced)
+        return self.used_bytes + unsynced + chunk.disk_bytes - self.max_bytes - self._reserve_bytes
 
-    def _delete_acknowledged(self) -> None:
-        with self._lock:
-            needed = [ref.segment for ref in (*self._refs[:1], *self._unsynced[:1])]
-        self._log.delete_before(min(needed, default=None))
-
-    def _drop(self, need_bytes: int, flags: int) -> None:
-        """Drops the oldest droppable episodes, of at least `need_bytes`. Durable and counted on return.
-
-        It frees one segment at a time rather than one chunk, as it rewrites segments.
-        """
-        with self._lock:
-            recording = [flags, *(ref.schema for ref in self._unsynced)]
-            chunks = select_droppable(self._refs, self._offered, recording, need_bytes)
-            sequences = {ref.sequence for ref in chunks}
-            self._refs = [ref for ref in self._refs if ref.sequence not in sequences]
-        if not chunks:
+    def _drop(self, need_bytes: int, episode: str) -> None:
+        """Drops the oldest droppable episodes, of at least `need_bytes`. Durable and counted on return."""
+        dropped = self._queue.take_droppable({episode, *(chunk.episode for chunk, _ in self._unsynced)}, need_bytes)
+        if not dropped:
             return
+        size_bytes = sum(chunk.size_bytes for chunk in dropped)
+        record = DropRecord(
+            episodes=self.dropped.episodes + len({chunk.episode for chunk in dropped}),
+            chunks=self.dropped.chunks + len(dropped),
+            size_bytes=self.dropped.size_bytes + size_bytes,
+            names=tuple(chunk.name for chunk in dropped),
+        )
         try:
-            episodes = self._drops.add(chunks)
-        except OSError as error:
-            if error.errno not in NO_SPACE_ERRNOS:
-                raise StoreError(f"{self.path}: cannot record dropped chunks: {error.strerror}") from error
-            with self._lock:
-                self._refs = sorted([*self._refs, *chunks], key=lambda ref: ref.sequence)
-            raise OutboxFull(f"{self.path}: {error.strerror}; nothing was dropped, recording pauses") from error
+            replace_durably(self._files, self.path / "dropped", msgspec.json.encode(record))
+        except OSError as error:  # nothing was dropped
+            self._queue.add(dropped)
+            self._raise_disk_error(error, BLOCK_BYTES)
+        self.dropped = record
         logger.warning(
             "outbox.dropped episodes=%d chunks=%d bytes=%d path=%s: it is full, and these were the oldest autonomous",
-            episodes,
-            len(chunks),
-            sum(ref.length for ref in chunks),
+            len({chunk.episode for chunk in dropped}),
+            len(dropped),
+            size_bytes,
             self.path,
         )
-        self._log.reclaim(self._drops, self._is_needed)
-
-    def _is_needed(self, ref: RecordRef) -> bool:
-        return ref.sequence > self._ack.sequence and ref.sequence not in self._drops.unreclaimed
+        for chunk in dropped:
+            self._unlink(self._path(chunk))
 
     # For the tunnel's thread
 
     def __len__(self) -> int:
         """Chunks that are durable here and not yet acknowledged."""
-        return len(self._refs)
-
-    @property
-    def dropped(self) -> DropRecord:
-        """The chunks that were dropped since the outbox was created."""
-        return self._drops.record
+        return len(self._queue)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes on disk."""
-        return self._log.used_bytes
+        """Bytes on disk of the chunks that are not acknowledged."""
+        return self._queue.used_bytes
 
     def scalars(self) -> dict[str, float]:
         """Metrics of waiting and dropped chunks. Any thread may call it."""
@@ -549,37 +476,47 @@ class Outbox:
 
     def pending(self, after_sequence: int = -1) -> Iterator[PendingChunk]:
         """Durable chunks with a greater sequence that are not acknowledged, in order."""
-        while (ref := self._next(after_sequence)) is not None:
-            after_sequence = ref.sequence
-            chunk = self._read(ref)
-            if chunk is not None:
-                yield chunk
+        while (chunk := self._queue.next(after_sequence)) is not None:
+            try:
+                packet = self._read(chunk)
+            except OSError as error:
+                if error.errno in BUSY_ERRNOS:  # an acknowledgement of a later chunk would delete this one unsent
+                    logger.warning("outbox.read_failed path=%s: %s; it is read again", self._path(chunk), error)
+                    return
+                packet = b""
+            after_sequence = chunk.sequence
+            if packet:
+                yield PendingChunk(chunk.sequence, packet)
+            else:
+                self._set_damaged_aside(chunk)
 
-    def _next(self, after_sequence: int) -> RecordRef | None:
-        with self._lock:
-            at = bisect.bisect_right(self._refs, after_sequence, key=lambda ref: ref.sequence)
-            if at == len(self._refs):
-                return None
-            self._offered = max(self._offered, self._refs[at].sequence)
-            return self._refs[at]
+    def _read(self, chunk: _StoredChunk) -> bytes:
+        """The packet; empty if the file is damaged. Raises OSError."""
+        packet = _read_file(self._files, self._path(chunk))
+        return packet if checksum(packet) == chunk.crc and len(packet) == chunk.size_bytes else b""
 
-    def _read(self, ref: RecordRef) -> PendingChunk | None:
-        try:
-            packet = self._log.read(ref)
-            header = decode_packet(packet, ChunkHeader)[0]
-        except (StoreCorrupt, WireError) as error:
-            self.damaged += 1
-            logger.error("outbox.damaged sequence=%d path=%s: %s", ref.sequence, self.path, error)
-            return None
-        return PendingChunk(ref.sequence, header.episode, header.index, packet)
+    def _set_damaged_aside(self, chunk: _StoredChunk) -> None:
+        self.damaged += 1
+        logger.error("outbox.damaged sequence=%d path=%s: it is not sent", chunk.sequence, self._path(chunk))
+        if not self._queue.remove(chunk):
+            return
+        with contextlib.suppress(OSError):
+            self._files.rename(self._path(chunk), self._path(chunk, DAMAGED_SUFFIX))
 
     def acknowledge(self, sequence: int) -> None:
         """Chunks up to and including `sequence` need not be sent again. An older sequence changes nothing."""
-        with self._lock:
-            if sequence <= self._ack.sequence:
-                return
-            del self._refs[: bisect.bisect_right(self._refs, sequence, key=lambda ref: ref.sequence)]
-            self._ack.advance(sequence)
+        if not (done := self._queue.take_acknowledged(sequence)):
+            return
+        newest, before = done.pop(), self._last_acknowledged
+        try:
+            for chunk in done:
+                self._unlink(self._path(chunk))
+            self._files.rename(self._path(newest), self._path(newest, ACKNOWLEDGED_SUFFIX))
+            self._last_acknowledged = newest  # its number must be known after a restart
+            if before is not None:
+                self._unlink(self._path(before, ACKNOWLEDGED_SUFFIX))
+        except OSError as error:  # a full disk may have no room for a name
+            logger.warning("outbox.acknowledge_failed path=%s: %s; a restart sends them again", self.path, error)
 
     def set_aside(self, sequence: int, reason: str) -> None:
         """Saves a chunk that the gateway refuses for good in ``refused/``, for a person to inspect."""
@@ -587,60 +524,53 @@ class Outbox:
         if chunk is None or chunk.sequence != sequence:
             return
         saved = self.path / "refused" / f"{sequence:012d}.chunk"
-        replace_durably(self._log.files, saved, bytes(chunk.packet))
-        logger.error("outbox.refused sequence=%d episode=%s saved=%s: %s", sequence, chunk.episode, saved, reason)
+        replace_durably(self._files, saved, bytes(chunk.packet))
+        logger.error("outbox.refused sequence=%d saved=%s: %s", sequence, saved, reason)
 
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
         """Calls `on_append` after each sync, in the recording thread. None removes it."""
         self._on_append = on_append
 
     def close(self) -> None:
-        """Closes the files. Unacknowledged chunks stay. A second call does nothing."""
-        with self._write_lock:
-            if not self._ack.is_open:
+        """Makes appended chunks durable and closes. Unacknowledged chunks stay. A second call does nothing."""
+        with self._write_lock, contextlib.ExitStack() as stack:
+            if self._queue.is_closed:
                 return
-            self._log.close()
-            if self._reserve.is_allocated:
-                self._reserve.release()
-            with self._lock:  # an acknowledgement may arrive now
-                self._ack.close()
+            stack.callback(self._writer_lock.release)
+            self._queue.close()  # an acknowledgement may arrive now
+            self._unlink(self.path / "reserve")
+            self._sync()
 
-    def __enter__(self) -> Self:
-        return self
+    def _path(self, chunk: _StoredChunk, suffix: str = CHUNK_SUFFIX) -> Path:
+        return self.path / f"{chunk.name}{suffix}"
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-def _segment_bytes(max_bytes: int) -> int:
-    return max(1 << 16, min(MAX_SEGMENT_BYTES, max_bytes // SEGMENTS_PER_OUTBOX))
+    def _unlink(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(path)
 
 
-def _size(files: Files, path: Path) -> int:
-    fd = files.open(path, os.O_RDONLY)
+def _parse_names(names: Sequence[str], suffix: str) -> list[_StoredChunk]:
+    """The chunks of the files with this suffix, in order. Raises StoreError: another program has put one there."""
     try:
-        return files.size(fd)
-    finally:
-        files.close(fd)
-
-
-def _read_position(files: Files, fd: int) -> int:
-    """The acknowledged sequence; -1 if the file holds no whole one."""
-    raw = files.pread(fd, _POSITION.size, 0)
-    if len(raw) < _POSITION.size:
-        return -1
-    sequence, checksum = _POSITION.unpack(raw)
-    return int(sequence) if crc32c(raw[:8]) == checksum else -1
+        return sorted(_StoredChunk.parse(name.removesuffix(suffix)) for name in names if name.endswith(suffix))
+    except ValueError:
+        raise StoreError(f"a file *{suffix} in the outbox has a name that this release does not know") from None
 
 
 def _read_or_make_stream(files: Files, path: Path) -> str:
     """The outbox's identifier. A torn or missing one is replaced; the only effect is that chunks may be sent twice."""
-    fd = files.open(path, os.O_RDWR | os.O_CREAT)
+    with contextlib.suppress(FileNotFoundError):
+        name = _read_file(files, path).decode("ascii", "replace")
+        if len(name) == 2 * STREAM_BYTES and name.isalnum():
+            return name
+    name = secrets.token_hex(STREAM_BYTES)
+    replace_durably(files, path, name.encode())
+    return name
+
+
+def _read_file(files: Files, path: Path) -> bytes:
+    fd = files.open(path, os.O_RDONLY)
     try:
-        name = files.pread(fd, 2 * STREAM_BYTES + 1, 0).decode("ascii", "replace").strip()
+        return files.pread(fd, files.size(fd), 0)
     finally:
         files.close(fd)
-    if not _STREAM.fullmatch(name):
-        name = secrets.token_hex(STREAM_BYTES)
-        replace_durably(files, path, name.encode() + b"\n")
-    return name

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from user_sys.tunnel.sockets import request_short_time_slice
+from user_sys.tunnel.connection import request_short_time_slice
 
 DRIVER_PRIORITY = 20  # above every ordinary thread, below the kernel's interrupt threads (50)
 CONTROL_LOOP_PRIORITY = 10  # below the driver, which times the control periods

@@ -17,11 +17,13 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import ArrayLike
 
 from hal.camera import CameraFrame
+from hal.settings import Count
 from hal.spec import ACTION, Array, RobotSpec
-from user_sys.edge.environment import TimeStep
+from user_sys.edge.environment import TaskInfo, TimeStep
 from user_sys.episode import (
     APPLIED_ACTION,
     IMAGE_PREFIX,
@@ -38,6 +40,7 @@ from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 JPEG_QUALITY = 90
 RESERVED_COLUMN_BYTES = 1 << 20  # of one step, for all columns except raw images
+MAX_DELAY = 65535
 MAX_QUEUED_TASKS = 50  # steps; a kill can lose them in addition to the open chunk
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = 30.0
@@ -59,6 +62,7 @@ class SelectedAction:
         policy_version: the weights that selected it; -1 without a policy.
         log_prob: under the behaviour policy; NaN if it has none.
         t_inference_ns: monotonic clock of the edge when the action was known.
+        chunk, chunk_step, t_observation_ns, delay: see `chunk_executor.ChunkAction`; -1, -1, 0 and 0 without a policy.
     """
 
     action: Array
@@ -66,6 +70,10 @@ class SelectedAction:
     policy_version: int = -1
     log_prob: float = float("nan")
     t_inference_ns: int = field(default_factory=time.monotonic_ns)
+    chunk: int = -1
+    chunk_step: int = -1
+    t_observation_ns: int = 0
+    delay: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,8 @@ class RecorderConfig:
         raw_cameras: cameras whose images are recorded uncompressed; those of other cameras become JPEG files.
     """
 
-    chunk_steps: int = 10
-    chunk_bytes: int = 4 << 20
+    chunk_steps: Count = 10
+    chunk_bytes: Count = 4 << 20
     cameras: bool = True
     raw_cameras: tuple[str, ...] = ()
 
@@ -107,19 +115,11 @@ class _CameraSample(NamedTuple):
     captured_ns: int
 
 
-@dataclass(frozen=True)
-class _OpenEpisode:
-    id: str
-    source: EpisodeSource
-    seed: int
-    started_unix_ns: int
-    unix_offset_ns: int
+class _OpenChunk:
+    """The header and the columns of the open chunk. The header has no steps and no end yet."""
 
-
-class _Rows:
-    """The columns of the open chunk."""
-
-    def __init__(self) -> None:
+    def __init__(self, header: ChunkHeader) -> None:
+        self.header = header
         self.count = self.size_bytes = 0
         self._columns: dict[str, list[ArrayLike]] = {}
         self._samples: dict[str, list[_CameraSample]] = {}
@@ -147,8 +147,6 @@ class Recorder:
         self,
         spec: RobotSpec,
         robot: str,
-        task: str,
-        sentence: str,
         sink: Callable[[bytes], object],
         config: RecorderConfig = RecorderConfig(),
         run_task: Callable[[WriteTask], object] = lambda task: task(),
@@ -161,27 +159,38 @@ class Recorder:
             ConfigError: the raw images of one step do not fit into a chunk.
         """
         _check_raw_image_size(spec, config)
-        self._spec, self._robot, self._task, self._sentence = spec, robot, task, sentence
+        self._spec, self._robot = spec, robot
         self._sink, self._config, self._run_task = sink, config, run_task
         self.episode = ""
-        self._open = _OpenEpisode("", EpisodeSource.ONLINE, 0, 0, 0)
-        self._index = self._first_step = 0
-        self._rows = _Rows()
+        self._open: _OpenChunk
         self._captured_ns: dict[str, int] = {}  # by camera, of the newest image
 
-    def begin_episode(self, source: EpisodeSource, seed: int) -> str:
-        """Opens an episode and returns its identifier. The open chunk of an unfinished episode is discarded."""
+    def begin_episode(self, source: EpisodeSource, seed: int, task: TaskInfo) -> str:
+        """Opens an episode of `task` and returns its identifier.
+
+        The open chunk of an unfinished episode is discarded.
+        """
         self.episode = new_episode_id(self._robot)
         unix_ns = time.time_ns()
-        opened = _OpenEpisode(self.episode, source, seed, unix_ns, unix_ns - time.monotonic_ns())
-        self._run_task(partial(self._begin, opened))
+        header = ChunkHeader(
+            episode=self.episode,
+            index=0,
+            first_step=0,
+            steps=0,
+            robot=self._robot,
+            embodiment=self._spec.embodiment,
+            task=task.name,
+            sentence=task.sentence,
+            source=source,
+            seed=seed,
+            started_unix_ns=unix_ns,
+            unix_offset_ns=unix_ns - time.monotonic_ns(),
+        )
+        self._run_task(partial(self._begin, header))
         return self.episode
 
-    def _begin(self, episode: _OpenEpisode) -> None:
-        self._open = episode
-        self._index = self._first_step = 0
-        self._captured_ns = {}
-        self._rows = _Rows()
+    def _begin(self, header: ChunkHeader) -> None:
+        self._open, self._captured_ns = _OpenChunk(header), {}
 
     def record(self, before: TimeStep, selected: SelectedAction, after: TimeStep, outcome: StepOutcome) -> None:
         """Records one step: the observation `before`, the action, and its result. A full or last chunk is written.
@@ -203,24 +212,40 @@ class Recorder:
             "safety": np.uint16(after.safety_reasons),
             "policy_version": np.int64(selected.policy_version),
             "log_prob": np.float32(selected.log_prob),
+            "action_chunk": np.int32(selected.chunk),
+            "action_chunk_step": np.int16(selected.chunk_step),
+            "action_delay": np.uint16(min(selected.delay, MAX_DELAY)),
+            "t_observation_ns": np.int64(selected.t_observation_ns),
             "t_capture_ns": np.int64(before.t_capture_ns),
             "t_inference_ns": np.int64(selected.t_inference_ns),
             "t_command_ns": np.int64(after.t_command_ns),
         }
-        self._append(row, self._camera_samples(before.frames))
+        samples = self._camera_samples(before.frames)
+        final = {**after.observation, **self._final_images(after.frames)} if outcome.is_last else {}
+        self._append(row, samples, sum(each.nbytes for each in final.values()))
         if outcome.is_last:
-            steps = self._first_step + self._rows.count
+            steps = self._open.header.first_step + self._open.count
             end = EpisodeEnd(steps=steps, success=outcome.success, reward_source=outcome.source)
-            self._flush(end, after.observation)
-        elif self._rows.count == self._config.chunk_steps:
+            self._flush(end, final)
+        elif self._open.count == self._config.chunk_steps:
             self._flush(None, {})
 
-    def _append(self, row: Mapping[str, ArrayLike], samples: Mapping[str, _CameraSample]) -> None:
-        """Adds a step. Writes the open chunk first if it has no room for the step."""
-        size = sum(np.asarray(value).nbytes for value in row.values()) + sum(map(_size_bytes, samples.values()))
-        if self._rows.count and self._rows.size_bytes + size > self._config.chunk_bytes:
+    def _final_images(self, frames: Mapping[str, CameraFrame]) -> dict[str, Array]:
+        """The images after the last step, as columns; a camera without a new one has no column."""
+        samples = self._camera_samples(frames).items()
+        images = {IMAGE_PREFIX + name: sample.image for name, sample in samples if sample.image is not None}
+        return {n: np.frombuffer(image, np.uint8) if isinstance(image, bytes) else image for n, image in images.items()}
+
+    def _append(self, row: Mapping[str, ArrayLike], samples: Mapping[str, _CameraSample], final_bytes: int) -> None:
+        """Adds a step. Writes the open chunk first if it has no room for the step and `final_bytes` more."""
+        size = (
+            final_bytes
+            + sum(np.asarray(value).nbytes for value in row.values())
+            + sum(map(_size_bytes, samples.values()))
+        )
+        if self._open.count and self._open.size_bytes + size > self._config.chunk_bytes:
             self._flush(None, {})
-        self._rows.append(row, samples, size)
+        self._open.append(row, samples, size)
 
     def _camera_samples(self, frames: Mapping[str, CameraFrame]) -> dict[str, _CameraSample]:
         samples: dict[str, _CameraSample] = {}
@@ -235,25 +260,10 @@ class Recorder:
         return samples
 
     def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
-        header = ChunkHeader(
-            episode=self._open.id,
-            index=self._index,
-            first_step=self._first_step,
-            steps=self._rows.count,
-            robot=self._robot,
-            embodiment=self._spec.embodiment,
-            task=self._task,
-            sentence=self._sentence,
-            source=self._open.source,
-            seed=self._open.seed,
-            started_unix_ns=self._open.started_unix_ns,
-            unix_offset_ns=self._open.unix_offset_ns,
-            end=end,
-        )
-        self._sink(Chunk(header, self._rows.columns(), dict(final)).encode())
-        self._index += 1
-        self._first_step += self._rows.count
-        self._rows = _Rows()
+        opened, header = self._open, replace(self._open.header, steps=self._open.count, end=end)
+        self._sink(Chunk(header, opened.columns(), dict(final)).encode())
+        next_step = header.first_step + header.steps
+        self._open = _OpenChunk(replace(opened.header, index=header.index + 1, first_step=next_step))
 
 
 def _size_bytes(sample: _CameraSample) -> int:
@@ -263,10 +273,10 @@ def _size_bytes(sample: _CameraSample) -> int:
 
 def _check_raw_image_size(spec: RobotSpec, config: RecorderConfig) -> None:
     raw = {camera.name: math.prod(camera.shape) for camera in spec.cameras if camera.name in config.raw_cameras}
-    if config.cameras and sum(raw.values()) > MAX_CHUNK_BYTES - RESERVED_COLUMN_BYTES:
+    if config.cameras and 2 * sum(raw.values()) > MAX_CHUNK_BYTES - RESERVED_COLUMN_BYTES:  # with the final images
         raise ConfigError(
-            f"raw pictures of {', '.join(raw)} take {sum(raw.values())} bytes a step; a chunk may have "
-            f"{MAX_CHUNK_BYTES}: take some out of recorder.raw_cameras"
+            f"raw pictures of {', '.join(raw)} take {sum(raw.values())} bytes a step; a chunk of two "
+            f"may have {MAX_CHUNK_BYTES}: take some out of recorder.raw_cameras"
         )
 
 

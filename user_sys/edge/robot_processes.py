@@ -1,30 +1,57 @@
-"""A robot's driver and session processes on its own computer: command lines, config files and supervision."""
+"""A robot's driver and session processes on its own computer: command lines, config files, supervision and status."""
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from hal.decode_errors import DECODE_ERRORS
 from hal.durable import make_folder_durably
-from hal.process_supervisor import ProcessState, ProcessStatus, ProcessSupervisor, RestartPolicy
+from hal.process_supervisor import (
+    MAX_LOG_BYTES,
+    ProcessState,
+    ProcessStatus,
+    ProcessSupervisor,
+    RestartPolicy,
+    shift_copies,
+)
 from user_sys.compose import RobotConfig
 from user_sys.config import save
 from user_sys.edge.driver_client import WAITING_LOG_PREFIX
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.status import SessionActivity, SessionReport, read_session_report
-from user_sys.errors import SessionRefused
-from user_sys.logs import last_log_message
+from user_sys.errors import RunError, SessionRefused
+from user_sys.logs import last_log_message, log_environment
 from user_sys.tunnel.client import TunnelState
 
 ROBOT_FILE, SESSION_FILE = "robot.yaml", "session.yaml"
 REMINDER_PERIOD_S = 60.0
-MAX_LOG_BYTES = 16 << 20
 PROCESS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 # It restarts for ever, as the computer may be unattended. A session has time to deliver its outbox before SIGKILL.
-RESTART_POLICY = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, max_restarts=1000, window_s=60.0, stop_after_s=7.0)
+RESTART_POLICY = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, stop_after_s=7.0)
+UNREACHABLE, HELD, STARTING = "away", "held", "starting"
+_FAULTS = (UNREACHABLE, HELD, "unreachable", "held without a lease")
+REFUSED_LOG_PREFIX = f"session.failed {SessionRefused.__name__}: "
+"""Prefix of the last log line of a session that the gateway refuses."""
+_ACTIVITY_TEXT: dict[SessionActivity, str] = {
+    "waiting for its lease": "waiting until the robot is free",
+    "waiting for weights": "waiting for learned weights; until then only an operator moves the robot",
+    "driving": "the run drives the robot",
+    "held without a lease": "its lease has expired, and the robot is held until it is renewed",
+    "delivering": "delivering the recorded chunks",
+}
+EDGE_STATUS_FILE = "edge-status.json"
+PERIOD_S = 2.0
+STUCK_S = 30.0  # a session may take seconds to restart, and meanwhile nothing is written
+_log = logging.getLogger(__name__)
 
 
 def robot_process_argv(robot: str, state: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -52,18 +79,13 @@ class RobotHealth:
     kind: str
     text: str
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether the robot cannot work with its run."""
+        return self.kind in _FAULTS or self.kind.startswith(("driver ", "session ", WAITING_LOG_PREFIX))
 
-UNREACHABLE, HELD, STARTING = "away", "held", "starting"
-REFUSED_LOG_PREFIX = f"session.failed {SessionRefused.__name__}: "
-"""Prefix of the last log line of a session that the gateway refuses."""
+
 RUN_FINISHED = RobotHealth("over", "the run is over")
-_ACTIVITY_TEXT: dict[SessionActivity, str] = {
-    "waiting for its lease": "waiting until the robot is free",
-    "waiting for weights": "waiting for learned weights; until then only an operator moves the robot",
-    "driving": "the run drives the robot",
-    "held without a lease": "its lease has expired, and the robot is held until it is renewed",
-    "delivering": "delivering the recorded chunks",
-}
 
 
 def robot_health(
@@ -126,7 +148,8 @@ class RobotProcesses:
         supervisors = []
         for part, (name, argv) in zip(("driver", "session"), robot_process_argv(robot, state), strict=True):
             self._logs[part] = _rotate_log(logs / f"{name}.log")
-            supervisors.append(ProcessSupervisor(argv, PROCESS_ENVIRONMENT, self._logs[part], RESTART_POLICY))
+            environment = PROCESS_ENVIRONMENT | log_environment(process=name, robot=robot)
+            supervisors.append(ProcessSupervisor(argv, environment, self._logs[part], RESTART_POLICY))
         self._driver, self._session = supervisors
         self._reported = RobotHealth("", "")
         self._since_s = self._remind_at_s = 0.0
@@ -137,6 +160,11 @@ class RobotProcesses:
     def is_finished(self) -> bool:
         """The run has ended and the session has exited."""
         return self._reported is RUN_FINISHED
+
+    @property
+    def health(self) -> RobotHealth:
+        """The robot's condition at the last `poll`."""
+        return self._reported
 
     def start(self) -> None:
         """Raises SupervisionError: a process cannot be started, or its log cannot be written."""
@@ -207,9 +235,67 @@ class RobotProcesses:
 def _rotate_log(log: Path) -> Path:
     """Returns `log`, after a large log of an earlier start was moved away."""
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+        shift_copies(log)
         log.replace(log.with_suffix(".log.1"))
     return log
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+class EdgeRobot(msgspec.Struct, frozen=True):
+    """A robot of this computer. `text` is the line that `user-sys edge` has printed."""
+
+    name: str
+    text: str
+    is_fault: bool
+
+
+class EdgeStatus(msgspec.Struct, frozen=True):
+    """The robots of `user-sys edge` at one moment; `host` and `pid` are its own."""
+
+    written_unix_s: float
+    host: str
+    pid: int
+    robots: tuple[EdgeRobot, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the program runs and is not stuck."""
+        is_gone = self.host == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
+        return not is_gone and time.time() - self.written_unix_s < STUCK_S
+
+
+class EdgeStatusFile:
+    """Writes the status. One thread calls it. A file that cannot be written is logged; the robots continue."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / EDGE_STATUS_FILE
+        self._next_s = 0.0
+
+    def write(self, robots: Iterable[RobotProcesses]) -> None:
+        """Replaces the file, at most once in `PERIOD_S`."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + PERIOD_S
+        shown = tuple(EdgeRobot(each.robot, each.health.text, each.health.is_fault) for each in robots)
+        status = EdgeStatus(time.time(), socket.gethostname(), os.getpid(), shown)
+        try:
+            fresh = self._path.with_suffix(".fresh")
+            fresh.write_bytes(msgspec.json.encode(status))
+            fresh.replace(self._path)
+        except OSError as error:
+            _log.warning("edge.status_failed %s", error)
+
+    def remove(self) -> None:
+        """The program ends."""
+        self._path.unlink(missing_ok=True)
+
+
+def read_edge_status(folder: Path) -> EdgeStatus:
+    """Raises RunError: another version wrote it."""
+    try:
+        return msgspec.json.decode((folder / EDGE_STATUS_FILE).read_bytes(), type=EdgeStatus)
+    except DECODE_ERRORS as error:
+        raise RunError(f"{folder / EDGE_STATUS_FILE} cannot be read: {error}; another version wrote it") from None

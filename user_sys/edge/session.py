@@ -14,27 +14,27 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from hal.discovery import DeviceMonitor
 from hal.errors import HalError, HardwareLost, LeaseError
 from hal.signals import stop_on_signals
-from hal.spec import RobotSpec
-from user_sys.compose import PolicyConfig, make_policy, policy_precisions
+from hal.spec import Array, RobotSpec
+from hal.task import drawn_task
+from user_sys.compose import PolicyConfig, RobotConfig, make_policy, policy_location
 from user_sys.config import load
-from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent, UpdatingPolicyAgent
-from user_sys.edge.control_authority import ControlAuthority
+from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent
+from user_sys.edge.control_authority import ControlAuthority, ToolDrive
 from user_sys.edge.control_channel import ControlInbox, EmergencyStopForwarder, LeaseClient
 from user_sys.edge.driver_client import DriverClient
-from user_sys.edge.environment import LateCommandLogger, TimeStep
+from user_sys.edge.environment import TimeStep
+from user_sys.edge.help_requests import InterventionConfig
+from user_sys.edge.local_link import LocalLink
 from user_sys.edge.loop import EpisodeResult, run_episode
-from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
+from user_sys.edge.outbox import OUTBOX_RETRY_S, Outbox, OutboxConfig
 from user_sys.edge.realtime import (
     CONTROL_LOOP_PRIORITY,
     THREAD_SWITCH_INTERVAL_S,
@@ -44,18 +44,26 @@ from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction, Wri
 from user_sys.edge.status import SessionReporter, StatusPublisher
 from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreFull, UserSysError
-from user_sys.inference.protocol import POLICY_NODE
-from user_sys.inference.remote_policy import PolicyClient, read_server_address
-from user_sys.logs import configure_logging
-from user_sys.messages import NO_VERSION, PROTOCOL_VERSION, DevicesReport, EpisodeReport, Hello, OperatorReply
-from user_sys.policies.policy import Policy
+from user_sys.inference.live_policy import LivePolicy
+from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
+from user_sys.inference.remote_policy import RemotePolicy, action_timeout_s, read_server_address
+from user_sys.logs import add_log_ids, configure_logging
+from user_sys.messages import (
+    PROTOCOL_VERSION,
+    DevicesReport,
+    EpisodeReport,
+    Hello,
+    OperatorCommand,
+    OperatorReply,
+    PreviewRequest,
+    WeightsApplied,
+)
 from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.connection import request_short_time_slice
 from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.sockets import request_short_time_slice
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
-from user_sys.weights.governor import Governor
-from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
+from user_sys.tunnel.protocol import AnyMessage, Payload
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +71,48 @@ DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
 URGENT_DRAIN_S, DRAIN_POLL_S = 2.0, 0.1  # after a signal
 SEEDS_PER_RUN = 1_000_003
-OUTBOX_RETRY_S = 0.5
 DRIVER_RETRY_S = 1.0
 LEASE_RETRY_S = 0.1
-WAITING_FOR_WEIGHTS = "waiting for weights: holds until the first version; take over to demonstrate the task"
 EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
+
+
+@dataclass(frozen=True)
+class EpisodeStarts:
+    """The starts of a session's episodes.
+
+    Attributes:
+        seed: of the starts, together with the robot's name and a count that survives restarts.
+        evaluated: of each of the robot's tasks, whether it is evaluated and not practised.
+        evaluate_every: each so-many-th episode evaluates such a task.
+    """
+
+    seed: int = 0
+    evaluated: tuple[bool, ...] = ()
+    evaluate_every: int = 4
+
+    @classmethod
+    def of(cls, robot: RobotConfig, seed: int) -> Self:
+        return cls(seed, tuple(task.evaluated for task in robot.tasks), robot.evaluate_every)
+
+    def draw(self, robot: str, recorded_chunks: int) -> Iterator[tuple[EpisodeSource, int]]:
+        """The source and the seed of each episode. Seeds differ between robots and sessions, and from those of demos.
+
+        A seed decides which task is drawn (`hal.task.TaskMix`), so seeds of the wrong tasks are left out.
+
+        Args:
+            recorded_chunks: chunks before this session, a number that tells it from earlier sessions.
+        """
+        seeds = (self._seed(f"{robot} {recorded_chunks} {count}") for count in itertools.count())
+        for number in itertools.count(1):
+            evaluates = all(self.evaluated) or number % self.evaluate_every == 0
+            if not any(self.evaluated):
+                yield EpisodeSource.ONLINE, next(seeds)
+                continue
+            wanted = (seed for seed in seeds if self.evaluated[drawn_task(seed, len(self.evaluated))] is evaluates)
+            yield EpisodeSource.EVALUATION if evaluates else EpisodeSource.ONLINE, next(wanted)
+
+    def _seed(self, text: str) -> int:
+        return int.from_bytes(hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=6).digest())
 
 
 @dataclass(frozen=True)
@@ -80,11 +125,13 @@ class SessionConfig:
         endpoint: the gateway's address.
         keys: folder with ``<robot>.key`` and ``gateway.pub``.
         state: folder of the outbox.
-        seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
+        starts: of the episodes.
         real_time: control periods follow the clock while the policy drives, too.
         realtime_scheduling: with `real_time`, request SCHED_FIFO for the control loop; ``off`` does not.
         explore: a policy without weights acts at random; otherwise the robot holds until the first weights arrive.
         policy_address: file with the address of the policy server that the run started.
+        description: see `RobotConfig.description`.
+        console: socket of a console on this computer (`local_console_endpoint`); empty for none.
     """
 
     robot: str = "panda-0"
@@ -92,153 +139,26 @@ class SessionConfig:
     endpoint: str = "tcp://127.0.0.1:5555"
     keys: Path = Path("keys")
     state: Path = Path("edge")
-    seed: int = 0
+    starts: EpisodeStarts = field(default_factory=EpisodeStarts)
     real_time: bool = False
     realtime_scheduling: Literal["auto", "off"] = "auto"
     explore: bool = False
     policy_address: Path = Path("policy.address")
+    description: str = ""
+    console: str = ""
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    intervention: InterventionConfig = field(default_factory=InterventionConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: ReceiverConfig = field(default_factory=ReceiverConfig)
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
 
-class SessionWeights:
-    """The two copies of the policy, and the thread that receives weights for them. A context manager.
-
-    It is the `agents.WeightsMonitor` of the session's policy.
-    """
-
-    def __init__(self, config: SessionConfig, client: TunnelClient, spec: RobotSpec) -> None:
-        self._robot, self._client = config.robot, client
-        seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores with its own random numbers
-        self._policy_client = _policy_client(config, spec)
-        make: Callable[[int], Policy] = partial(make_policy, config.policy, spec)
-        if self._policy_client is not None:
-            make = self._policy_client.make_policy
-        self.policies = DoubleBufferedPolicy(lambda: make(next(seeds)))
-        self._governor = Governor(config.weights.governor)
-        self._report_lock = threading.Lock()  # the last report must name the version that acts
-        self._receiver = WeightsReceiver(
-            client,
-            self.policies,
-            config.weights,
-            config.keys,
-            config.state / "weights",
-            self._governor,
-            self._report_version,
-        )
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if self._policy_client is not None:
-                stack.enter_context(self._policy_client)
-            stack.enter_context(self._receiver)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, tb)
-
-    def stop_loading(self) -> None:
-        """Ends a wait for the policy server, so that no thread waits for it at the end of the session."""
-        if self._policy_client is not None:
-            self._policy_client.stop_loading()
-
-    def raise_failure(self) -> None:
-        """Raises what ended the receiver's or the policy client's thread. Any thread may call it."""
-        self._receiver.raise_failure()
-        if self._policy_client is not None:
-            self._policy_client.raise_failure()
-
-    def scalars(self) -> dict[str, float]:
-        return self._receiver.scalars()
-
-    def is_too_stale(self) -> bool:
-        return self._receiver.is_too_stale()
-
-    def on_swap(self, version: int) -> None:
-        self._report_version()
-
-    def on_inference(self, seconds: float) -> None:
-        self._governor.observe(seconds)
-
-    def _report_version(self) -> None:
-        """Reports the acting version to the gateway: at a swap, and at the start of a tunnel session."""
-        with self._report_lock:
-            if self.policies.version != NO_VERSION:
-                self._client.send(self._receiver.applied_report(self._robot))
-
-
-class OutboxWriter:
-    """Appends chunks to the outbox, in the writer thread.
-
-    If the outbox is full it waits for room. The writer thread's queue then fills up and the robot holds. A session that
-    ends writes the remaining chunks into the outbox's reserve.
-
-    Attributes:
-        paused_reason: why recording is paused; empty if it is not.
-    """
-
-    def __init__(self, robot: str, outbox: Outbox, shutdown: threading.Event) -> None:
-        self._robot, self._outbox, self._shutdown = robot, outbox, shutdown
-        self.paused_reason = ""
-        self._reserve_released = False
-        self._dropped_before = outbox.dropped.episodes
-        outbox.allocate_reserve()
-
-    @property
-    def dropped_episodes(self) -> int:
-        """Episodes that the outbox dropped in this session."""
-        return self._outbox.dropped.episodes - self._dropped_before
-
-    def append(self, packet: bytes) -> None:
-        """Makes a chunk durable. Raises OutboxFull: the session ends and the reserve is full too."""
-        while True:
-            try:
-                self._outbox.append(packet)
-                break
-            except OutboxFull as error:
-                if self.paused_reason != str(error):
-                    log.error("recording.paused robot=%s %s", self._robot, error)
-                self.paused_reason = str(error)
-                if self._shutdown.wait(OUTBOX_RETRY_S):
-                    if self._reserve_released:
-                        raise
-                    self._reserve_released = True
-                    self._outbox.release_reserve()
-        if self.paused_reason:
-            self.paused_reason = ""
-            self._outbox.allocate_reserve()
-            log.warning("recording.resumed robot=%s", self._robot)
-
-
-class _DriverMode:
-    """Sets the driver's speed limit and pace after each control period. A listener of the episode loop."""
-
-    def __init__(self, robot: str, driver: DriverClient, agent: SharedControlAgent, real_time: bool) -> None:
-        self._robot, self._driver, self._agent, self._real_time = robot, driver, agent, real_time
-        self.awaits_weights = False  # as logged last
-        self._is_policy_unavailable = False  # as logged last
-
-    def on_step(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
-        waits, error, suspended = self._agent.awaits_weights, self._agent.policy_error, self._agent.is_policy_suspended
-        self._driver.real_time = self._real_time or suspended or waits or bool(error)
-        self._driver.reduced_speed = suspended
-        if waits != self.awaits_weights:
-            self.awaits_weights = waits
-            log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._robot)
-        if bool(error) != self._is_policy_unavailable:
-            self._is_policy_unavailable = bool(error)
-            log.info("session.policy_%s robot=%s %s", "unavailable" if error else "available", self._robot, error)
-
-
 class RobotSession:
     """Runs episodes on a robot, from a granted lease until the run ends. `run` blocks until then.
 
-    It is the `agents.SessionControl` of its agent and the `status.StatusSource` of its status.
+    It is the `agents.SessionControl` of its agent and the `status.StatusSource` of its status. It sets the driver's
+    speed limit and pace after each control period.
     """
 
     def __init__(
@@ -254,38 +174,49 @@ class RobotSession:
     ) -> None:
         self._config, self._client, self._driver, self._lease = config, client, driver, lease
         self._shutdown, self._reporter = shutdown, reporter
-        spec, task = driver.spec, driver.task
-        self._weights = SessionWeights(config, client, spec)
-        authority = ControlAuthority(config.robot, spec)
+        spec = driver.spec
+        self._policy = _make_policy(config, client, spec)
+        if isinstance(self._policy, RemotePolicy):
+            driver.max_gap_s = 0.0 if config.real_time else self._policy.timeout_s
+        tool_drive = ToolDrive(spec, config.description)
+        authority = ControlAuthority(config.robot, spec, tool_drive=tool_drive)
         commands = OperatorCommandQueue(authority.clock, self.send_reply)
-        policy = UpdatingPolicyAgent(
-            self._weights.policies,
-            task.sentence,
-            task.max_steps,
-            self._weights,
-            swap_at=config.weights.swap_at,
-            explore=config.explore,
+        self._agent = SharedControlAgent(
+            spec,
+            authority,
+            self._policy,
+            commands,
+            self,
+            config.intervention,
+            config.policy.execution,
+            follows_clock=config.real_time,
         )
-        self._agent = SharedControlAgent(spec, authority, policy, commands, self, task.max_steps)
         estops.on_press = commands.note_estop
-        self._seeds = _episode_seeds(config, outbox.next_sequence)
+        self._starts = config.starts.draw(config.robot, outbox.next_sequence)
         self._writer_thread = WriterThread(on_blocked=lambda: self._status.publish())
-        self._outbox_writer = OutboxWriter(config.robot, outbox, shutdown)
+        self._recording = _RecordingState(outbox)
+        outbox.allocate_reserve()
         self._recorder = Recorder(
             spec,
             config.robot,
-            task.name,
-            task.sentence,
-            self._outbox_writer.append,
+            lambda packet: outbox.append_when_free(packet, shutdown),
             config.recorder,
             self._writer_thread.put,
         )
-        self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime)
-        self._mode = _DriverMode(config.robot, driver, self._agent, config.real_time)
-        self._driver_error = ""
+        add_log_ids(lambda: {"episode": self._recorder.episode})
+
+        def on_local_message(message: AnyMessage, payload: Payload | None) -> None:
+            if isinstance(message, OperatorCommand):
+                commands.submit(message, estops.next_sequence())
+            elif isinstance(message, PreviewRequest):
+                self._status.local_previews.enable(message)
+
+        local = LocalLink(config.console, on_local_message, config.robot)
+        self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime, local)
+        self._driver_error = self._logged_policy_error = ""
 
         def check_threads() -> None:
-            self._weights.raise_failure()
+            self._policy.raise_failure()
             estops.raise_failure()
             self._report_activity()
 
@@ -299,10 +230,7 @@ class RobotSession:
             HardwareLost: the driver process ended and did not come back.
             UserSysError: the outbox or the tunnel failed.
         """
-        with self._inbox, ExitStack() as stack:
-            for part in (self._weights, self._writer_thread, self._status.encoder):
-                stack.enter_context(part)
-            stack.callback(self._weights.stop_loading)  # before the rest: a load in progress would delay it
+        with self._inbox, self._policy, self._writer_thread, self._status:
             while not self._shutdown.is_set():
                 self._run_episode()
 
@@ -311,14 +239,16 @@ class RobotSession:
             self._status.publish()
             self._shutdown.wait(LEASE_RETRY_S)
             return
+        source, seed = next(self._starts)
+        self._agent.set_deterministic(source is EpisodeSource.EVALUATION)
         try:
             result = run_episode(
-                LateCommandLogger(self._driver, self._config.robot),
+                self._driver,
                 self._agent,
                 self._recorder,
-                source=EpisodeSource.ONLINE,
-                seed=next(self._seeds),
-                listeners=[self._mode.on_step, self._status.on_step],
+                source=source,
+                seed=seed,
+                listeners=[LateCommandLog(self._config.robot), self._set_driver_mode, self._status.on_step],
             )
         except LeaseError:
             raise
@@ -326,7 +256,17 @@ class RobotSession:
             self._on_driver_error(error)
             return
         self._driver_error = ""
-        self._client.send(self._episode_report(result))
+        self._status.send(self._episode_report(source, result))
+
+    def _set_driver_mode(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
+        error, suspended = self._agent.policy_error, self._agent.is_policy_suspended
+        self._driver.real_time = self._config.real_time or suspended or bool(error)
+        self._driver.reduced_speed = suspended
+        if bool(error) != bool(self._logged_policy_error):
+            log.info(
+                "session.policy_%s robot=%s %s", "unavailable" if error else "available", self._config.robot, error
+            )
+        self._logged_policy_error = error
 
     def _on_driver_error(self, error: HalError) -> None:
         log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
@@ -348,28 +288,29 @@ class RobotSession:
                 if time.monotonic() > deadline:
                     raise
 
-    def _episode_report(self, result: EpisodeResult) -> EpisodeReport:
+    def _episode_report(self, source: EpisodeSource, result: EpisodeResult) -> EpisodeReport:
         return EpisodeReport(
             robot=self._config.robot,
             episode=result.episode,
-            source=EpisodeSource.ONLINE.value,
+            source=source.value,
             steps=result.steps,
             success=result.success,
             intervention_steps=result.intervention_steps,
             episode_return=result.episode_return,
             policy_version=result.policy_version,
+            task=result.task,
         )
 
     def _report_activity(self) -> None:
         if self._lease.is_expired():
             self._reporter.activity = "held without a lease"
         else:
-            self._reporter.activity = "waiting for weights" if self._mode.awaits_weights else "driving"
+            self._reporter.activity = "waiting for weights" if self._policy.awaits_weights else "driving"
 
     # agents.SessionControl
 
     def send_reply(self, reply: OperatorReply) -> None:
-        self._client.send(reply)
+        self._status.send(reply)
 
     def rearm(self, person: str, estop_sequence: int) -> bool:
         return self._driver.rearm(person, estop_sequence)
@@ -386,25 +327,61 @@ class RobotSession:
     def episode(self) -> str:
         return self._recorder.episode
 
+    @property
+    def task(self) -> str:
+        return self._driver.episode_task.name
+
     def weights_scalars(self) -> dict[str, float]:
-        return self._weights.scalars()
+        return self._policy.scalars() | self._agent.scalars()
+
+    @property
+    def promised(self) -> Array:
+        return self._agent.promised
 
     def status_note(self) -> str:
-        if self._outbox_writer.paused_reason:
-            return f"recording paused: {self._outbox_writer.paused_reason}"
+        if self._recording.paused_reason:
+            return f"recording paused: {self._recording.paused_reason}"
         if self._driver_error:
             return self._driver_error
         if self._lease.is_expired():
             return "holds: its lease has expired, and the gateway cannot be reached"
-        if not self._agent.is_policy_suspended and self._agent.awaits_weights:
-            return WAITING_FOR_WEIGHTS
-        if not self._agent.is_policy_suspended and self._weights.is_too_stale():
-            return "holds: its weights are older than weights.max_staleness_versions allows; waiting for newer ones"
-        if error := self._agent.policy_error:
-            return error
-        if dropped := self._outbox_writer.dropped_episodes:
-            return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
-        return ""
+        return self._agent.policy_error or self._recording.drop_note()
+
+
+class LateCommandLog:
+    """A listener that logs where the time went if the watchdog held the robot before an action."""
+
+    def __init__(self, robot: str) -> None:
+        self._robot = robot
+        self._captured_ns = 0  # of the newest observation; unknown at an episode's first step
+
+    def __call__(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
+        if time_step.held_periods and selected is not None:
+            captured_ns = self._captured_ns or selected.t_observation_ns or selected.t_inference_ns
+            log.warning(
+                "command.late robot=%s: %.1f ms from the observation to the action, then %.1f ms until it was applied",
+                self._robot,
+                (selected.t_inference_ns - captured_ns) / 1e6,
+                (time_step.t_command_ns - selected.t_inference_ns) / 1e6,
+            )
+        self._captured_ns = time_step.t_capture_ns
+
+
+class _RecordingState:
+    """The outbox's pauses and drops in this session."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox, self._dropped_before = outbox, outbox.dropped.episodes
+
+    @property
+    def paused_reason(self) -> str:
+        return self._outbox.paused_reason
+
+    def drop_note(self) -> str:
+        dropped = self._outbox.dropped.episodes - self._dropped_before
+        if not dropped:
+            return ""
+        return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
 
 
 def main(argv: list[str]) -> int:
@@ -473,25 +450,40 @@ def _set_priority(config: SessionConfig, driver: DriverClient) -> None:
     driver.open()
 
 
-def _policy_client(config: SessionConfig, spec: RobotSpec) -> PolicyClient | None:
-    """The client of the policy server; None if the policy runs in this process.
+def _make_policy(config: SessionConfig, client: TunnelClient, spec: RobotSpec) -> LivePolicy | RemotePolicy:
+    """The policy, in this process or in a policy server.
 
     Raises:
-        ConfigError: the timeout is too short for any network.
+        ConfigError: the server's timeout is too short for any network, or the policy cannot act in this process.
         RunError: the server's public key is missing.
     """
     policy = config.policy
-    if policy.location == "edge":
-        return None
-    return PolicyClient(
-        spec,
-        policy.kind,
-        policy.features,
-        policy_precisions(policy),
+    if policy_location(policy) == "edge":
+        seeds = itertools.count(config.starts.seed * SEEDS_PER_RUN)  # both copies explore with their own random numbers
+        return LivePolicy(
+            DoubleBufferedPolicy(lambda: make_policy(policy, spec, next(seeds))),
+            client,
+            config.robot,
+            config.weights,
+            config.keys,
+            config.state / "weights",
+            explore=config.explore,
+        )
+    return RemotePolicy(
+        PolicyDescription(kind=policy.kind, options=policy.options, features=policy.features, spec=spec),
         load_keypair(config.keys / f"{config.robot}.key"),
         load_public_key(config.keys / f"{POLICY_NODE}.pub"),
         lambda: policy.endpoint or read_server_address(config.policy_address),
-        policy.timeout_fraction,
+        action_timeout_s(
+            spec,
+            policy.timeout_fraction,
+            may_take_long=not config.real_time or policy.execution.mode == "async",
+            patience_s=policy.patience_s,
+        ),
+        explore=config.explore,
+        on_version=lambda version, delay_s: client.send(
+            WeightsApplied(robot=config.robot, version=version, seconds=delay_s)
+        ),
     )
 
 
@@ -508,17 +500,6 @@ def _open_outbox(config: SessionConfig, shutdown: threading.Event) -> Outbox | N
                 log.error("session.waiting %s", last_message)
             shutdown.wait(OUTBOX_RETRY_S)
     return None
-
-
-def _episode_seeds(config: SessionConfig, recorded_chunks: int) -> Iterator[int]:
-    """Seeds of the session's episodes. They differ between robots and sessions, and from those of evaluation.
-
-    Args:
-        recorded_chunks: chunks before this session, a number that tells it from earlier sessions.
-    """
-    for count in itertools.count():
-        text = f"{config.seed} {config.robot} {recorded_chunks} {count}".encode()
-        yield int.from_bytes(hashlib.blake2b(text, digest_size=6).digest())
 
 
 def _drain(client: TunnelClient, urgent: threading.Event) -> None:

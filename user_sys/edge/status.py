@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -17,13 +18,23 @@ import msgspec
 from hal.decode_errors import DECODE_ERRORS
 from hal.machine_folder import runtime_folder
 from hal.motion_limits import SafetyReason
-from hal.spec import Array
+from hal.spec import STATE, Array
 from user_sys.edge.control_authority import ControlAuthority, ControlState
 from user_sys.edge.environment import TimeStep
+from user_sys.edge.local_link import LocalLink
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import SelectedAction, encode_jpeg
 from user_sys.episode import Phase
-from user_sys.messages import NO_VERSION, MetricsReport, Preview, PreviewRequest, RobotStatus
+from user_sys.messages import (
+    NO_VERSION,
+    ControlPeriod,
+    EpisodeReport,
+    MetricsReport,
+    OperatorReply,
+    Preview,
+    PreviewRequest,
+    RobotStatus,
+)
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.flow_control import CoalescingQueue
 
@@ -33,9 +44,13 @@ ENCODER_CLOSE_TIMEOUT_S = 5.0
 MAX_PREVIEW_TTL_S = 60.0
 MIN_PREVIEW_RATE_HZ, MAX_PREVIEW_RATE_HZ = 0.1, 60.0
 STATUS_PERIOD_S = 0.2
+POSE_PERIOD_S = 0.08  # of the status while a console requests the pose: each step of a robot at 10 Hz
+MAX_PROMISED = 64  # actions in a status
 METRICS_PERIOD_S = 5.0
 RATE_SMOOTHING = 0.6
 REPORT_PERIOD_S = 1.0
+MAX_PERIODS_PER_STATUS = 32
+MAX_HELP_CHARS = 300
 
 SessionActivity = Literal[
     "waiting for its lease", "waiting for weights", "driving", "held without a lease", "delivering"
@@ -44,25 +59,50 @@ SessionActivity = Literal[
 log = logging.getLogger(__name__)
 
 
-class PreviewEncoder:
-    """Encodes camera previews in a thread. Only the newest image of each camera waits.
+class PreviewSender:
+    """Sends camera previews at the rate that a console requested, for as long as it requested. A context manager.
 
-    The control loop's thread alone calls `submit`.
+    A thread encodes them; only the newest image of each camera waits. The control loop's thread calls `on_step`.
     """
 
-    def __init__(self, send: Callable[[Preview, bytes], object]) -> None:
+    def __init__(self, robot: str, send: Callable[[Preview, bytes], object]) -> None:
         """`send` sends a JPEG image or drops it. It never blocks."""
-        self._send = send
+        self._robot, self._send = robot, send
         self._queue: CoalescingQueue[tuple[Preview, Array]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
+        self._enabled_until_s, self._period_s = 0.0, 1.0
+        self._pose_until_s = 0.0
+        self._next_s: dict[str, float] = {}
         self._stopping = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="previews", daemon=True)
 
-    def submit(self, preview: Preview, image: Array) -> None:
-        """Queues a copy of `image`, in place of a waiting one of its camera. Raises an earlier error of the thread."""
+    def enable(self, request: PreviewRequest) -> None:
+        """Starts or extends the previews, or the pose. Any thread may call it."""
+        until_s = time.monotonic() + min(request.ttl_s, MAX_PREVIEW_TTL_S)
+        if request.pose:
+            self._pose_until_s = until_s
+            return
+        self._period_s = 1.0 / min(max(request.rate_hz, MIN_PREVIEW_RATE_HZ), MAX_PREVIEW_RATE_HZ)
+        self._enabled_until_s = until_s
+
+    def sends_pose(self, now_s: float) -> bool:
+        """Whether a console requests the pose at present."""
+        return now_s < self._pose_until_s
+
+    def is_watched(self, now_s: float) -> bool:
+        """Whether a console requests previews at present."""
+        return now_s < self._enabled_until_s
+
+    def on_step(self, time_step: TimeStep, step: int, now_s: float) -> None:
+        """Queues copies of the images that are due. Raises an earlier error of the thread."""
+        if not time_step.frames or not self.is_watched(now_s):
+            return
         if self._failure is not None:
             raise self._failure
-        self._queue.put((preview, image.copy()), key=preview.camera)
+        for camera, frame in time_step.frames.items():
+            if now_s >= self._next_s.get(camera, 0.0):
+                self._next_s[camera] = now_s + self._period_s
+                self._queue.put((Preview(robot=self._robot, camera=camera, step=step), frame.image.copy()), key=camera)
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self._failure is None:
@@ -71,7 +111,7 @@ class PreviewEncoder:
             preview, image = found
             try:
                 self._send(preview, encode_jpeg(image))
-            except Exception as error:  # of any kind: the next `submit` raises it
+            except Exception as error:  # of any kind: the next `on_step` raises it
                 self._failure = error
 
     def __enter__(self) -> Self:
@@ -84,56 +124,25 @@ class PreviewEncoder:
         self._thread.join(ENCODER_CLOSE_TIMEOUT_S)
 
 
-class PreviewSampler:
-    """Sends camera previews at the rate that a console requested, for as long as it requested."""
+class _Counters:
+    """The running episode and its newest step, and the interventions of the safety kernel in this session.
 
-    def __init__(self, robot: str, encoder: PreviewEncoder) -> None:
-        self._robot, self._encoder = robot, encoder
-        self._lock = threading.Lock()
-        self._enabled_until_s = self._period_s = 0.0
-        self._next_s: dict[str, float] = {}
-
-    def enable(self, request: PreviewRequest) -> None:
-        """Starts or extends the previews. Any thread may call it."""
-        with self._lock:
-            self._enabled_until_s = time.monotonic() + min(request.ttl_s, MAX_PREVIEW_TTL_S)
-            self._period_s = 1.0 / min(max(request.rate_hz, MIN_PREVIEW_RATE_HZ), MAX_PREVIEW_RATE_HZ)
-
-    def on_step(self, time_step: TimeStep, step: int, now_s: float) -> None:
-        if not time_step.frames or now_s >= self._enabled_until_s:
-            return
-        for camera, frame in time_step.frames.items():
-            if now_s >= self._next_s.get(camera, 0.0):
-                self._next_s[camera] = now_s + self._period_s
-                self._encoder.submit(Preview(robot=self._robot, camera=camera, step=step), frame.image)
-
-
-class SafetyCounter:
-    """Counts the control periods in which the safety kernel intervened, by reason, since the session started."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, time_step: TimeStep) -> None:
-        if time_step.safety_reasons:
-            reasons = SafetyReason(time_step.safety_reasons)
-            self._counts.update(str(reason.name).lower() for reason in reasons)
-        self._counts["watchdog"] += time_step.held_periods
-
-    def scalars(self) -> dict[str, float]:
-        """For example ``safety_workspace``. Reasons that never occurred are left out."""
-        return {f"safety_{name}": float(count) for name, count in sorted(self._counts.items()) if count}
-
-
-class _StepCounter:
-    """The running episode, and the newest step in it."""
+    Attributes:
+        safety: control periods in which the kernel intervened, by reason.
+        newest_safety: reasons of the safety kernel since the last status.
+    """
 
     def __init__(self) -> None:
         self.episode, self.step, self.version, self.interventions = "", 0, NO_VERSION, 0
         self.phase = Phase.POLICY
+        self.safety: Counter[str] = Counter()
+        self.newest_safety = SafetyReason(0)
         self._hz, self._counted, self._counted_at_s = 0.0, 0, time.monotonic()
 
     def on_step(self, episode: str, time_step: TimeStep, selected: SelectedAction | None) -> None:
+        self.safety.update(_names(SafetyReason(time_step.safety_reasons)))
+        self.newest_safety |= SafetyReason(time_step.safety_reasons)
+        self.safety["watchdog"] += time_step.held_periods
         if episode != self.episode:
             self.episode, self.step = episode, 0
         if selected is None:
@@ -155,6 +164,49 @@ class _StepCounter:
         return self._hz
 
 
+def _names(reasons: SafetyReason) -> tuple[str, ...]:
+    return tuple(str(reason.name).lower() for reason in reasons)
+
+
+class _NewestPeriods:
+    """The newest control periods with an action, for a console's traces, and the newest `state`."""
+
+    def __init__(self) -> None:
+        self.state: Array | None = None
+        self._periods: deque[ControlPeriod] = deque(maxlen=MAX_PERIODS_PER_STATUS)
+        self._captured_ns = 0  # of the observation that the next action is for
+
+    def on_step(self, time_step: TimeStep, selected: SelectedAction | None, *, is_watched: bool) -> None:
+        captured_ns, self._captured_ns = self._captured_ns, time_step.t_capture_ns
+        self.state = time_step.observation.get(STATE)
+        if selected is None or not is_watched:
+            return
+        self._periods.append(
+            ControlPeriod(
+                t_s=round(time_step.t_command_ns / 1e9, 4),
+                requested=_rounded(selected.action),
+                applied=() if time_step.applied is None else _rounded(time_step.applied),
+                limits=time_step.safety_reasons,
+                act_ms=_milliseconds(captured_ns, selected.t_inference_ns),
+                apply_ms=_milliseconds(selected.t_inference_ns, time_step.t_command_ns),
+            )
+        )
+
+    def take(self) -> tuple[ControlPeriod, ...]:
+        """The periods since the last call, at most `MAX_PERIODS_PER_STATUS`."""
+        taken = tuple(self._periods)
+        self._periods.clear()
+        return taken
+
+
+def _rounded(action: Array) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in action)
+
+
+def _milliseconds(from_ns: int, to_ns: int) -> float:
+    return round(max(0, to_ns - from_ns) / 1e6, 2) if from_ns else 0.0
+
+
 class StatusSource(Protocol):
     """The session as the status publisher reads it."""
 
@@ -162,21 +214,29 @@ class StatusSource(Protocol):
     def episode(self) -> str:
         """The running episode; empty before the first."""
 
+    @property
+    def promised(self) -> Array:
+        """The predicted actions (n, a) from the next control period on."""
+
+    @property
+    def task(self) -> str:
+        """The name of its task."""
+
     def status_note(self) -> str:
         """A sentence for operators; empty if there is nothing to report."""
 
     def weights_scalars(self) -> dict[str, float]:
-        """Metrics of the weights, by name."""
+        """Metrics of the policy, its weights and its action chunks, by name."""
 
 
 class StatusPublisher:
     """Sends a robot's status a few times a second, its metrics, and previews while a console requests them.
 
-    It is a listener of the episode loop. `enable_previews` may be called from another thread than `on_step`.
+    It is a listener of the episode loop. Previews and the link to a console on this computer need its context.
 
     Attributes:
         faults: hardware faults in this session.
-        encoder: encodes previews while it is entered.
+        previews, local_previews: send camera previews to the gateway, and to a console on this computer.
     """
 
     def __init__(
@@ -187,37 +247,52 @@ class StatusPublisher:
         authority: ControlAuthority,
         source: StatusSource,
         refused_realtime: str,
+        local: LocalLink | None = None,
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
         self._source, self._refused_realtime = source, refused_realtime
         self.faults = 0
-        self.encoder = PreviewEncoder(client.send_preview)
-        self._previews = PreviewSampler(robot, self.encoder)
-        self._steps, self._safety = _StepCounter(), SafetyCounter()
+        self.previews = PreviewSender(robot, client.send_preview)
+        self._local = local or LocalLink("", lambda message, payload: None)
+        self.local_previews = PreviewSender(robot, self._local.send)
+        self._stack = ExitStack()
+        self._steps, self._periods = _Counters(), _NewestPeriods()
         self._next_status_s = self._next_metrics_s = 0.0
         self._published_state: ControlState | None = None
-
-    def enable_previews(self, request: PreviewRequest) -> None:
-        """Sends previews for the time and at the rate of `request`."""
-        self._previews.enable(request)
 
     def on_step(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
         """A control period has passed. `selected` is None if the robot held."""
         self._steps.on_step(self._source.episode, time_step, selected)
-        self._safety.add(time_step)
         now_s = time.monotonic()
+        is_watched = self.previews.is_watched(now_s) or self.local_previews.is_watched(now_s)
+        self._periods.on_step(time_step, selected, is_watched=is_watched)
         if now_s >= self._next_status_s or self._authority.state is not self._published_state:
-            self._next_status_s = now_s + STATUS_PERIOD_S
+            self._next_status_s = now_s + (POSE_PERIOD_S if self._sends_pose(now_s) else STATUS_PERIOD_S)
             self.publish(real_time=selected is None or selected.phase is not Phase.POLICY)
         if now_s >= self._next_metrics_s:
             self._next_metrics_s = now_s + METRICS_PERIOD_S
             self._client.send(MetricsReport(node=self._robot, count=self._steps.step, scalars=self._scalars()))
-        self._previews.on_step(time_step, self._steps.step, now_s)
+        self.previews.on_step(time_step, self._steps.step, now_s)
+        self.local_previews.on_step(time_step, self._steps.step, now_s)
+
+    def send(self, message: RobotStatus | EpisodeReport | OperatorReply) -> None:
+        """Sends a report to the gateway, and to a console on this computer."""
+        self._client.send(message)
+        self._local.send(message)
+
+    def __enter__(self) -> Self:
+        for each in (self.previews, self.local_previews, self._local):
+            self._stack.enter_context(each)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
 
     def publish(self, real_time: bool = False) -> None:
         """Sends the status now."""
         self._published_state = self._authority.state
-        self._client.send(
+        state = self._periods.state if self._sends_pose(time.monotonic()) else None
+        self.send(
             RobotStatus(
                 robot=self._robot,
                 authority=self._authority.state.value,
@@ -234,11 +309,26 @@ class StatusPublisher:
                 refused_realtime=self._refused_realtime,
                 faults=self.faults,
                 note=self._source.status_note(),
+                requested_by=self._authority.requested_by,
+                help=self._authority.help_reason[:MAX_HELP_CHARS],
+                awaits_reset=self._authority.awaits_reset,
+                tool_speed=self._authority.tool_drive.speed,
+                tool_refusal=self._authority.tool_drive.refusal[:MAX_HELP_CHARS],
+                limits=_names(self._steps.newest_safety),
+                task=self._source.task,
+                periods=self._periods.take(),
+                state=() if state is None else _rounded(state),
+                promised=() if state is None else tuple(map(_rounded, self._source.promised[:MAX_PROMISED])),
             )
         )
+        self._steps.newest_safety = SafetyReason(0)
+
+    def _sends_pose(self, now_s: float) -> bool:
+        return self.previews.sends_pose(now_s) or self.local_previews.sends_pose(now_s)
 
     def _scalars(self) -> dict[str, float]:
-        return self._client.scalars() | self._outbox.scalars() | self._source.weights_scalars() | self._safety.scalars()
+        safety = {f"safety_{name}": float(count) for name, count in sorted(self._steps.safety.items()) if count}
+        return self._client.scalars() | self._outbox.scalars() | self._source.weights_scalars() | safety
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):

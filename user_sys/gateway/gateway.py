@@ -1,33 +1,38 @@
 """The gateway: one process next to the store, to which all robots, learners and consoles connect.
 
-It survives ``kill -9`` at any time. The store holds every acknowledged chunk, ``leases.json`` the leases and their
-tokens, ``weights/`` the newest weights, and ``gateway.json`` the gateway's address. Peers reconnect by themselves.
+It survives ``kill -9`` at any time. The store holds every acknowledged chunk, ``state.db`` the leases and
+their tokens, ``weights/`` the newest weights, and ``gateway.json`` the gateway's address. Peers reconnect alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
-from collections.abc import Container, Iterable, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hal.audit import AUDIT_FILE, AuditEntry, AuditLog
 from hal.decode_errors import DECODE_ERRORS
 from hal.discovery import DeviceMonitor, Probe
 from hal.durable import replace_durably
-from hal.errors import HalError, LeaseError
+from hal.errors import HalError, LeaseError, install_hint
 from hal.lease import Lease, LeaseTable
+from hal.pacing import TokenBucket
 from hal.registry import MAX_FAULTS, Registry
-from hal.resource import Kind, ResourceRecord
-from user_sys.errors import RunError
-from user_sys.gateway.announcer import SendMessage
+from hal.resource import Health, Kind, ResourceRecord
+from hal.state_database import STATE_FILE, AuditEntry, AuditLog, StateDatabase
+from user_sys.errors import RunError, TunnelError
 from user_sys.gateway.config import GatewayConfig
-from user_sys.gateway.ingest import ChunkIngester, StoreService
-from user_sys.gateway.reports import OperatorAudit, Report, ReportValidator
-from user_sys.gateway.weights_router import WeightsRouter
+from user_sys.gateway.ingest import ChunkIngester, OperatorAudit, Report, ReportValidator, StoreService
+from user_sys.gateway.weights import WeightsRouter
 from user_sys.messages import (
+    FIRST_PROTOCOL_OF_ORDER,
     ChunkOffer,
     DevicesReport,
     EpisodeReport,
@@ -46,24 +51,79 @@ from user_sys.messages import (
     RobotStatus,
     StopRun,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsGone,
     WeightsOffer,
     WeightsRequest,
 )
 from user_sys.robot_records import save_robot_record
 from user_sys.store.store import StoreWriter
-from user_sys.tunnel.endpoint import is_loopback
-from user_sys.tunnel.flow_control import KeyedTokenBucket
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.limits import is_loopback
 from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer, TunnelServer
+from user_sys.weights.catalog import SendMessage
+
+if TYPE_CHECKING:
+    from user_sys.gateway.traces import EpisodeTraces
 
 logger = logging.getLogger(__name__)
 
+MAX_WAITING_TASKS = 4096
+STOP_TIMEOUT_S = 30.0
+
 LEASE_BURST, LEASE_REFILL_S = 10, 0.5  # new leases of one robot; each needs a disk write
 
-CameraKey = tuple[str, str]  # robot, camera
+
+class DiskThread:
+    """Runs tasks one after the other, in the order of `run`. Any thread may call it.
+
+    Before `start` and after `close`, `run` runs the task in the calling thread.
+
+    Attributes:
+        failure: the exception of a task, which ended the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.failure: BaseException | None = None
+        self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue(MAX_WAITING_TASKS)
+        self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
+        self._is_running = False
+
+    def start(self) -> None:
+        self._is_running = True
+        self._thread.start()
+
+    def run(self, task: Callable[[], object]) -> bool:
+        """Queues a task; never blocks. Returns False if too many tasks wait: the disk has been stuck for long."""
+        if not self._is_running:
+            task()
+            return True
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            logger.error("disk.stuck thread=%s: %d tasks wait", self._thread.name, MAX_WAITING_TASKS)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Runs the queued tasks, and ends. Raises TunnelError if the disk takes over `STOP_TIMEOUT_S`."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        with contextlib.suppress(queue.Full):
+            self._tasks.put(None, timeout=STOP_TIMEOUT_S)
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise TunnelError(f"{self._thread.name} did not end within {STOP_TIMEOUT_S:g} s: the disk is stuck")
+
+    def _run_tasks(self) -> None:
+        try:
+            while (task := self._tasks.get()) is not None:
+                task()
+        except Exception as error:
+            logger.exception("disk.failed thread=%s", self._thread.name)
+            self.failure = error
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +131,17 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str
     public_key: str
+
+
+def _episode_traces(config: GatewayConfig, run: str) -> EpisodeTraces | None:
+    """Raises RunError: OpenTelemetry's packages are missing."""
+    if not config.traces:
+        return None
+    try:
+        from user_sys.gateway.traces import EpisodeTraces
+    except ImportError as error:
+        raise RunError(f"gateway.traces needs OpenTelemetry ({error}): {install_hint('otel')}") from None
+    return EpisodeTraces(config.traces, run)
 
 
 class PreviewForwarder:
@@ -81,47 +152,38 @@ class PreviewForwarder:
 
     def __init__(self, send: SendMessage) -> None:
         self._send = send
-        self._in_flight: dict[str, set[CameraKey]] = {}
-        self._waiting: dict[tuple[str, CameraKey], tuple[Preview, Payload]] = {}
+        # By console, robot and camera: the picture that waits for the acknowledgement of the one in flight, or None.
+        self._in_flight: dict[tuple[str, str, str], tuple[Preview, Payload] | None] = {}
 
-    def on_console_opened(self, console: str) -> None:
-        self._in_flight[console] = set()
+    def forward(self, console: str, preview: Preview, jpeg: Payload) -> None:
+        """Sends a picture, or stores it until the console acknowledges the camera's last one."""
+        key = (console, preview.robot, preview.camera)
+        if key in self._in_flight:
+            self._in_flight[key] = (preview, jpeg)
+        elif self._send(console, preview, jpeg):
+            self._in_flight[key] = None
+
+    def on_ack(self, console: str, ack: PreviewAck) -> None:
+        """A console has acknowledged the last picture of this camera."""
+        if (waiting := self._in_flight.pop((console, ack.robot, ack.camera), None)) is not None:
+            self.forward(console, *waiting)
 
     def on_console_closed(self, console: str) -> None:
-        self._in_flight.pop(console, None)
-        for key in [key for key in self._waiting if key[0] == console]:
-            del self._waiting[key]
-
-    def forward(self, preview: Preview, jpeg: Payload) -> None:
-        """Sends a picture to every console, or stores it until the console acknowledges the camera's last one."""
-        camera = (preview.robot, preview.camera)
-        for console, in_flight in self._in_flight.items():
-            if camera in in_flight:
-                self._waiting[console, camera] = (preview, jpeg)
-            elif self._send(console, preview, jpeg):
-                in_flight.add(camera)
-
-    def on_ack(self, console: str, camera: CameraKey) -> None:
-        """A console has acknowledged the last picture of this camera."""
-        in_flight = self._in_flight.get(console)
-        if in_flight is None:
-            return
-        in_flight.discard(camera)
-        waiting = self._waiting.pop((console, camera), None)
-        if waiting is not None and self._send(console, *waiting):
-            in_flight.add(camera)
+        self._in_flight = {key: waiting for key, waiting in self._in_flight.items() if key[0] != console}
 
 
 class ResourceService:
     """Leases, faults and devices of a run: the messages of peers on one side, the registry on the other.
 
-    Any thread may call it.
+    Any thread may call it. Methods wait for the disk, except `refusal_reason` and `set_devices`.
     """
 
-    def __init__(self, leases: LeaseTable, registry: Registry, lease_limit: KeyedTokenBucket | None = None) -> None:
+    def __init__(self, leases: LeaseTable, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
         self._leases = leases
-        self._lease_limit = lease_limit or KeyedTokenBucket(LEASE_BURST, LEASE_REFILL_S)
+        self._lease_limits: dict[str, TokenBucket] = defaultdict(
+            lambda: TokenBucket(1 / LEASE_REFILL_S, LEASE_BURST, clock)
+        )  # by robot
         self._lock = threading.Lock()
         self._granted: dict[str, tuple[bytes, Lease]] = {}  # by robot: its newest lease, and the session that holds it
         self._faults: dict[str, int] = {}  # by robot: hardware faults, as its session counts them
@@ -131,8 +193,7 @@ class ResourceService:
         """Refuses a robot session that does not hold the robot's lease: a rival with the same key must not cut it."""
         if hello.role != "robot":
             return ""
-        with self._lock:
-            lease = self._leases.lease(hello.name)
+        lease = self._leases.lease(hello.name)
         return f"{hello.name} is driven by {lease.holder}" if lease and lease.holder != hello.holder else ""
 
     def announce(self, peer: Peer) -> None:
@@ -141,8 +202,7 @@ class ResourceService:
 
     def set_devices(self, name: str, records: tuple[ResourceRecord, ...]) -> None:
         """Replaces the devices at the computer of the peer called `name`."""
-        with self._lock:
-            self._devices[name] = records
+        self._devices[name] = records
 
     def poll(
         self, robots: Iterable[Peer], connected: Container[str]
@@ -154,7 +214,7 @@ class ResourceService:
         with self._lock:
             for peer in robots:
                 self.registry.announce(_robot_resource(peer))  # `on_peer_opened` may not have announced it yet
-            for record in [r for name, records in self._devices.items() if name in connected for r in records]:
+            for record in [r for name, records in list(self._devices.items()) if name in connected for r in records]:
                 self.registry.announce(record)
             self.registry.poll()
             changes, revoked = self.registry.pop_changes(), self.registry.pop_revoked()
@@ -164,6 +224,12 @@ class ResourceService:
         ]
         return list(changes), refusals
 
+    def unavailable(self) -> list[ResourceRecord]:
+        """The present records of the resources that cannot be leased: lost, quarantined or draining."""
+        with self._lock:
+            records = self.registry.snapshot()
+        return [each for each in records if each.health not in (Health.READY, Health.LEASED)]
+
     def on_lease_request(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
             with self._lock:
@@ -171,7 +237,7 @@ class ResourceService:
                     lease = self.registry.renew(request.robot, request.token)
                 else:
                     lease = self._acquire(peer, request)
-        except (HalError, OSError) as error:
+        except HalError as error:
             return LeaseRefusal(robot=request.robot, reason=str(error), token=request.token)
         return LeaseGrant(
             robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s, asked_ns=request.asked_ns
@@ -187,10 +253,11 @@ class ResourceService:
         if granted is not None and session == peer.session and self._leases.lease(request.robot) == granted:
             if granted.holder == request.holder and granted.token > request.floor:
                 return self.registry.renew(request.robot, granted.token)
-        if (wait_s := self._lease_limit.wait_s(request.robot)) > 0:
+        limit = self._lease_limits[peer.name]
+        if (wait_s := limit.wait_s(1)) > 0:
             raise LeaseError(f"too many new leases of {request.robot}; retry in {wait_s:.1f} s")
         lease = self.registry.acquire(request.robot, request.holder, request.floor)
-        self._lease_limit.consume(request.robot)
+        limit.consume()
         self._granted[request.robot] = (peer.session, lease)
         return lease
 
@@ -198,8 +265,12 @@ class ResourceService:
         try:
             with self._lock:
                 self.registry.release(message.robot, message.token)
-        except (HalError, OSError) as error:  # the lease expires
+        except HalError as error:  # the lease expires
             logger.info("gateway.lease_release_failed robot=%s: %s", message.robot, error)
+
+    def has_new_faults(self, status: RobotStatus) -> bool:
+        """Whether `on_status` has something to report."""
+        return status.faults != self._faults.get(status.robot, 0)
 
     def on_status(self, status: RobotStatus, is_connected: bool) -> None:
         """Reports the hardware faults since the robot's last status to the registry."""
@@ -212,7 +283,7 @@ class ResourceService:
             with self._lock:
                 for _ in range(min(count, MAX_FAULTS + 1)):
                     self.registry.report_fault(status.robot, status.note or "its hardware failed")
-        except (HalError, OSError) as error:
+        except HalError as error:
             logger.error("gateway.fault_write_failed robot=%s: %s", status.robot, error)
 
 
@@ -227,38 +298,41 @@ class Gateway:
         config: GatewayConfig,
         run_dir: Path,
         probes: Mapping[str, Probe] | None = None,
-        lease_limit: KeyedTokenBucket | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the store.
 
         Args:
             probes: find the devices of this computer; by default the installed ones.
-            lease_limit: rate limit of new leases of one robot.
+            clock: in seconds, of the rate limit of new leases.
 
         Raises:
             StoreError: another gateway writes the store, or it cannot be used.
             RunError: no key pair on an address beyond loopback, or a damaged ``gateway.json``.
-            LeaseError: the lease table is damaged.
+            HalError: the state database is damaged.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self.config, self.run_dir = config, run_dir
         self._keys = _load_or_create_keys(run_dir / "keys", config.endpoint)
         endpoint = _endpoint(config.endpoint, run_dir)
         writer = StoreWriter.open(run_dir / "store")  # first: its lock also protects the files next to it
-        self._audit = AuditLog(run_dir / AUDIT_FILE)
+        self._audit = AuditLog(run_dir / STATE_FILE)
         try:
-            leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
-            self.resources = ResourceService(leases, Registry(leases, run_dir, audit=self._audit), lease_limit)
+            self._state = StateDatabase(run_dir / STATE_FILE)
+            leases = LeaseTable(self._state, config.lease_ttl_s)
+            self.resources = ResourceService(leases, Registry(leases, self._state, audit=self._audit), clock)
         except HalError:
             writer.close()
             raise
         keyring = Keyring(run_dir / "keys")
-        self.server = TunnelServer(endpoint, self._keys, keyring, self, config.tunnel, GATEWAY_NAME, self._audit.write)
+        self._audit_thread, self._resources_thread = DiskThread("audit"), DiskThread("resources")
+        self.server = TunnelServer(endpoint, self._keys, keyring, self, config.tunnel, self._write_audit)
         ingester = ChunkIngester(writer, self.server.reply, self.server.release, config)
+        ingester.latencies.traces = _episode_traces(config, run_dir.name)
         self.store = StoreService(run_dir / "store", writer, ingester, config)
-        self.weights = WeightsRouter(run_dir / "weights", self.server.send, config.weights_kept, self._robots)
+        self.weights = WeightsRouter(run_dir / "weights", self.server.send, config.weights_kept, self._weights_users)
         self._previews = PreviewForwarder(self.server.send)
-        self._operator_audit, self._report_validator = OperatorAudit(self._audit.write), ReportValidator()
+        self._operator_audit, self._report_validator = OperatorAudit(self._write_audit), ReportValidator()
         self._probes = probes
         self._stop_run: StopRun | None = None
 
@@ -270,6 +344,8 @@ class Gateway:
             StoreError: the disk failed; every acknowledged chunk is durable. Start the gateway again.
         """
         try:
+            self._audit_thread.start()
+            self._resources_thread.start()
             self.server.start()
             self.store.start()
             self.weights.start()
@@ -287,14 +363,19 @@ class Gateway:
             self.weights.close()
         self.server.close()
         self.store.close()
+        if self.store.ingester.latencies.traces is not None:
+            self.store.ingester.latencies.traces.close()
+        self._resources_thread.close()
+        self._audit_thread.close()
         self._audit.close()
+        self._state.close()
 
     def _write_address(self) -> None:
         address = GatewayAddress(endpoint=self.server.endpoint, public_key=self._keys.public)
         replace_durably(self.run_dir / "gateway.json", msgspec.json.encode(address) + b"\n")
 
     def _raise_failures(self) -> None:
-        for part in (self.server, self.store, self.weights):
+        for part in (self.server, self.store, self.weights, self._audit_thread, self._resources_thread):
             if part.failure is not None:
                 raise part.failure
 
@@ -307,7 +388,6 @@ class Gateway:
         for refusal in refusals:
             self.server.send(refusal.robot, refusal)
         self.weights.poll_pin()
-        self.store.import_labels()
         self._operator_audit.expire()
         self._audit.flush()
         self._send_to_consoles(self._report())
@@ -322,7 +402,10 @@ class Gateway:
             **self.server.scalars(),
         }
         return MetricsReport(
-            node=GATEWAY_NAME, count=self.store.steps, scalars={key: float(value) for key, value in scalars.items()}
+            node=GATEWAY_NAME,
+            count=self.store.steps,
+            scalars={key: float(value) for key, value in scalars.items()},
+            histograms=self.store.ingester.latencies.report(),
         )
 
     # Methods of TunnelHandler, in the server's thread
@@ -332,10 +415,11 @@ class Gateway:
 
     def on_peer_opened(self, peer: Peer) -> None:
         if peer.role == "robot":
-            self.resources.announce(peer)
+            self._resources_thread.run(lambda: self.resources.announce(peer))
             self._save_robot_record(peer)
         if peer.role == "console":
-            self._previews.on_console_opened(peer.name)
+            for record in self.resources.unavailable():
+                self.server.send(peer.name, ResourceUpdate(record=record))
         else:
             self.weights.on_peer_opened(peer)
         if self._stop_run is not None:
@@ -358,25 +442,28 @@ class Gateway:
             case ChunkOffer() if payload is not None:
                 self.store.ingester.put_chunk(peer, message, payload)
             case LeaseRequest():
-                self.server.reply(peer, self.resources.on_lease_request(peer, message))
+                self._resources_thread.run(lambda: self._reply_to_lease_request(peer, message))
             case LeaseRelease():
-                self.resources.on_lease_release(message)
+                self._resources_thread.run(lambda: self.resources.on_lease_release(message))
             case Preview() if payload is not None:
                 self.server.send(peer.name, PreviewAck(robot=message.robot, camera=message.camera))
-                self._previews.forward(message, payload)
+                for console in self.server.peers("console"):
+                    self._previews.forward(console.name, message, payload)
             case PreviewAck():
-                self._previews.on_ack(peer.name, (message.robot, message.camera))
-            case WeightsOffer() | WeightsBlocks() | WeightsGone() | WeightsRequest():
+                self._previews.on_ack(peer.name, message)
+            case WeightsOffer() | WeightsBlobs() | WeightsGone() | WeightsRequest():
                 self.weights.on_message(peer.name, message, payload)
             case WeightsApplied():
                 self.weights.on_message(peer.name, message, payload)
-                self._send_to_consoles(message)
+                if peer.role == "robot":
+                    self.store.ingester.latencies.on_applied(peer.name, message.version, message.seconds)
+                    self._send_to_consoles(message)
             case OperatorCommand():
                 self._forward_command(peer, message)
             case PreviewRequest():
                 self.server.send(message.robot, message)
             case StopRun():
-                self._audit.write(
+                self._write_audit(
                     AuditEntry(
                         event="order", order="end the run", peer=peer.name, address=peer.address, reason=message.reason
                     )
@@ -392,12 +479,22 @@ class Gateway:
                 self._operator_audit.on_reply(message)
                 self._send_to_consoles(message)
 
+    def _reply_to_lease_request(self, peer: Peer, request: LeaseRequest) -> None:
+        self.server.reply(peer, self.resources.on_lease_request(peer, request))
+
+    def _write_audit(self, entry: AuditEntry) -> None:
+        """An `AuditSink` that does not wait for the disk. An entry that cannot be queued is logged."""
+        if not self._audit_thread.run(lambda: self._audit.write(entry)):
+            logger.error("gateway.audit_lost %s", entry)
+
     def _set_own_devices(self, records: tuple[ResourceRecord, ...]) -> None:
         self.resources.set_devices(GATEWAY_NAME, records)
 
     def _on_report(self, report: Report) -> None:
         if isinstance(report, RobotStatus):
-            self.resources.on_status(report, self._is_connected(report.robot))
+            if self.resources.has_new_faults(report):
+                is_connected = self._is_connected(report.robot)
+                self._resources_thread.run(lambda: self.resources.on_status(report, is_connected))
             self._operator_audit.on_status(report)
         self._send_to_consoles(report)
 
@@ -407,20 +504,26 @@ class Gateway:
 
     def _forward_command(self, console: Peer, command: OperatorCommand) -> None:
         self._operator_audit.on_command(command, console.address)
-        if not self._is_connected(command.robot) or not self.server.send(command.robot, command):
+        robot = next((peer for peer in self.server.peers("robot") if peer.name == command.robot), None)
+        reason = ""
+        if robot is not None and robot.protocol < FIRST_PROTOCOL_OF_ORDER.get(command.order, 0):
+            reason = f"{robot.name} runs an older release, without {command.order!r}; upgrade its computer"
+        elif robot is None or not self.server.send(command.robot, command):
+            reason = f"{command.robot} is not connected"
+        if reason:
             reply = OperatorReply(
                 robot=command.robot,
                 operator=command.operator,
                 order=command.order,
                 accepted=False,
-                reason=f"{command.robot} is not connected",
+                reason=reason,
                 press=command.press,
             )
             self._operator_audit.on_reply(reply)
             self.server.send(console.name, reply)
 
-    def _robots(self) -> list[Peer]:
-        return list(self.server.peers("robot"))
+    def _weights_users(self) -> list[Peer]:
+        return [*self.server.peers("robot"), *self.server.peers("policy")]
 
     def _is_connected(self, robot: str) -> bool:
         return any(peer.name == robot for peer in self.server.peers("robot"))

@@ -1,37 +1,88 @@
-"""Writes to the store: ingests chunks, imports people's labels, and deletes episodes beyond the retention limit."""
+"""What peers send: chunks and labels are written to the store, within its retention limit; reports are validated.
+
+The gateway drops a report with an impossible value, and metrics that are not finite or too many. It counts and logs
+them at a limited rate; the session continues.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from user_sys.episode import PackedChunk, parse_chunk
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hal.discovery import DEVICE_KINDS
+from hal.resource import Health, ResourceRecord
+from hal.state_database import AuditEntry, AuditSink
+from user_sys.edge.control_authority import ControlState
+from user_sys.episode import EpisodeSource, PackedChunk, Phase, parse_chunk
 from user_sys.errors import StoreError, StoreFull, TunnelError, WireError, disk_full_message
 from user_sys.gateway.config import GatewayConfig
-from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
+from user_sys.messages import (
+    LATENCY_BOUNDS_S,
+    NO_VERSION,
+    ChunkAck,
+    ChunkOffer,
+    ChunkRefusal,
+    ControlPeriod,
+    EpisodeReport,
+    Histogram,
+    MetricsReport,
+    OperatorCommand,
+    OperatorReply,
+    RobotStatus,
+)
 from user_sys.store.files import free_bytes
-from user_sys.store.labels import Label, queued_files, read_queued_labels, remove_queued
+from user_sys.store.labels import queue_labels, queued_files, read_queued_labels, remove_queued
 from user_sys.store.maintenance import DEAD_SHARE, Retention, deletion_labels, disk_bytes, plan_eviction, reclaim_space
-from user_sys.store.segment_writer import SyncPoint
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.trace import span
+from user_sys.tunnel.keys import Role
 from user_sys.tunnel.protocol import Payload
 from user_sys.tunnel.server import Peer
 
+if TYPE_CHECKING:
+    from user_sys.gateway.traces import EpisodeTraces
+
 logger = logging.getLogger(__name__)
+
+REPLY_TIMEOUT_S = 5.0
+MAX_PENDING = 1024
+ACCEPTED_OUTCOME = "done"
+
+MAX_COUNT = 1 << 53
+MAX_STEPS = 10_000_000  # of an episode
+MAX_HZ = 10_000.0
+MAX_VALUE = 1e15
+MAX_METRICS = 256  # names of one robot, in the lifetime of a gateway
+MAX_DEVICES = 256  # names of one peer, in the lifetime of a gateway
+MAX_DEVICE_FIELDS = 64
+MAX_NAME_CHARS = 256
+MAX_TEXT_CHARS = 1000
+MAX_PERIODS = 64  # in one status
+MAX_PERIOD_VALUES = 256
+
+_AUTHORITIES = frozenset(str(state) for state in ControlState)
+_PHASES = frozenset(phase.name.lower() for phase in Phase)
+_SOURCES = frozenset(str(source) for source in EpisodeSource)
+
+Report = RobotStatus | EpisodeReport | MetricsReport
+_Key = tuple[str, str, str, int]  # robot, person, command, press of the e-stop
 
 MAX_CLOCK_AHEAD_S = 86_400.0  # a chunk's times may be this far ahead of this computer's clock
 INGEST_STOP_TIMEOUT_S = 30.0
-QUEUE_POLL_S = 0.5
-LABELS_TIMEOUT_S = 60.0  # a full disk delays labels; the next round tries again
-LABELS_POLL_S = 0.2
+LABELS_POLL_S = 0.5
+LABELS_PER_FILE = 1000
 RETENTION_STOP_TIMEOUT_S = 60.0
 
 Result = TypeVar("Result")
@@ -39,7 +90,195 @@ SendReply = Callable[[Peer, ChunkAck | ChunkRefusal], object]
 """Replies to the session that sent a chunk, and to no later one: its sequence numbers may differ."""
 ReleaseCredit = Callable[[Peer, int, int], None]
 """Returns credit to a peer: the number of chunks, and their bytes."""
-AppendLabels = Callable[[Sequence[Label]], Future[None]]
+MAX_ROBOTS = 64
+CAPTURE_TO_INFERENCE, INFERENCE_TO_COMMAND = "capture_to_inference", "inference_to_command"
+RECORDED_TO_DURABLE, OFFERED_TO_APPLIED = "recorded_to_durable", "offered_to_applied"
+
+
+class OperatorAudit:
+    """Writes one audit entry for each operator command, with the robot's reply. Any thread may call it.
+
+    It ignores ``drive`` inputs. The audit log counts the repeats of one press of the e-stop.
+    """
+
+    def __init__(self, audit: AuditSink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._audit, self._clock = audit, clock
+        self._lock = threading.Lock()
+        self._pending: dict[_Key, tuple[float, str]] = {}  # since when, and from which address
+        self._authority: dict[str, tuple[str, str]] = {}
+
+    def on_command(self, command: OperatorCommand, address: str) -> None:
+        """A console at `address` sent a command, which may contain the address of the person's browser."""
+        if command.order == "drive":
+            return
+        key, address = (command.robot, command.operator, command.order, command.press), command.address or address
+        with self._lock:
+            if awaits_reply := len(self._pending) < MAX_PENDING:
+                self._pending.setdefault(key, (self._clock(), address))
+        if not awaits_reply:
+            self._write(key, address, "passed on")
+
+    def on_reply(self, reply: OperatorReply) -> None:
+        """A robot accepted or refused an order."""
+        key = (reply.robot, reply.operator, reply.order, reply.press)
+        if reply.order != "drive":
+            with self._lock:
+                _, address = self._pending.pop(key, (0.0, ""))
+            self._write(key, address, ACCEPTED_OUTCOME if reply.accepted else f"refused: {reply.reason}")
+
+    def on_status(self, status: RobotStatus) -> None:
+        """Audits a change of the control authority over a robot, also by a device at the robot."""
+        now = (status.authority, status.operator)
+        if now == self._authority.get(status.robot, ("policy", "")):
+            return
+        self._authority[status.robot] = now
+        self._audit(AuditEntry(event="authority", robot=status.robot, person=status.operator, order=status.authority))
+
+    def expire(self) -> None:
+        """Audits the commands without a reply within `REPLY_TIMEOUT_S`."""
+        now = self._clock()
+        with self._lock:
+            late = {
+                key: address for key, (since_s, address) in self._pending.items() if now - since_s > REPLY_TIMEOUT_S
+            }
+            for key in late:
+                del self._pending[key]
+        for key, address in late.items():
+            self._write(key, address, f"no answer within {REPLY_TIMEOUT_S:g} s")
+
+    def _write(self, key: _Key, address: str, outcome: str) -> None:
+        robot, person, order, _ = key
+        self._audit(
+            AuditEntry(event="order", robot=robot, person=person, address=address, order=order, outcome=outcome)
+        )
+
+
+class ReportValidator:
+    """Drops impossible values from the reports of peers. One thread calls it.
+
+    Attributes:
+        rejected: the number of dropped reports and values.
+    """
+
+    def __init__(self) -> None:
+        self.rejected = 0
+        self._names: dict[str, set[str]] = {}
+        self._devices: dict[str, set[str]] = {}
+
+    def validate(self, report: Report, role: Role) -> Report | None:
+        """The report without invalid values; None if nothing remains. A learner may report any metric."""
+        match report:
+            case RobotStatus():
+                return self._unless(_status_error(report), report.robot, report)
+            case EpisodeReport():
+                return self._unless(_episode_error(report), report.robot, report)
+            case MetricsReport():
+                return report if role == "learner" else self._metrics(report)
+
+    def validate_devices(self, peer: str, records: Iterable[ResourceRecord]) -> tuple[ResourceRecord, ...]:
+        """The valid devices in `records`: of a device kind, and named after the peer's computer."""
+        names, found = self._devices.setdefault(peer, set()), []
+        for record in records:
+            if record.name not in names and (len(names) >= MAX_DEVICES or not _is_device(record)):
+                self._refuse(peer, f"device {record.name[:80]!r}: at most {MAX_DEVICES}, named NODE/DEVICE, are kept")
+            elif _is_device(record):
+                names.add(record.name)
+                found.append(record)
+        return tuple(found)
+
+    def _unless(self, objection: str, robot: str, report: Report) -> Report | None:
+        if not objection:
+            return report
+        self._refuse(robot, f"{type(report).__name__} with {objection}")
+        return None
+
+    def _metrics(self, report: MetricsReport) -> MetricsReport | None:
+        if not 0 <= report.count <= MAX_COUNT:
+            self._refuse(report.node, f"MetricsReport with count {report.count}")
+            return None
+        names = self._names.setdefault(report.node, set())
+        scalars = {}
+        for name, value in report.scalars.items():
+            if not abs(value) <= MAX_VALUE:  # nor is a NaN
+                self._refuse(report.node, f"metric {name[:80]!r} with value {value}")
+            elif name not in names and (len(names) >= MAX_METRICS or not _is_short_text(name)):
+                self._refuse(report.node, f"metric {name[:80]!r}: at most {MAX_METRICS} printable names are kept")
+            else:
+                names.add(name)
+                scalars[name] = value
+        return msgspec.structs.replace(report, scalars=scalars, histograms={}) if scalars else None
+
+    def _refuse(self, robot: str, what: str) -> None:
+        self.rejected += 1
+        logger.warning("gateway.report_refused robot=%s %s", robot, what)
+
+
+def _is_device(record: ResourceRecord) -> bool:
+    words = (record.name, record.model, record.node, record.found_by, *record.capabilities, *record.labels)
+    notes = (record.trouble, record.note, *record.labels.values())
+    return (
+        record.kind in DEVICE_KINDS
+        and record.name.startswith(f"{record.node}/")
+        and len(words) <= MAX_DEVICE_FIELDS
+        and all(map(_is_short_text, words))
+        and all(len(note) <= MAX_TEXT_CHARS for note in notes)
+        and min(record.memory_bytes, record.sm_count, record.cores) >= 0
+        and math.isfinite(record.load)
+        and record.health is Health.READY
+    )
+
+
+def _status_error(status: RobotStatus) -> str:
+    counts = {
+        name: getattr(status, name)
+        for name in ("step", "outbox_chunks", "safety_interventions", "dropped_episodes", "faults")
+    }
+    return (
+        _count_error(counts, MAX_COUNT)
+        or _count_error({"policy_version": status.policy_version - NO_VERSION}, MAX_COUNT)
+        or _choice_error("authority", status.authority, _AUTHORITIES)
+        or _choice_error("phase", status.phase, _PHASES)
+        or ("" if 0 <= status.control_hz <= MAX_HZ else f"control_hz {status.control_hz}")
+        or _text_error(operator=status.operator, episode=status.episode, requested_by=status.requested_by)
+        or ("" if max(len(status.note), len(status.help)) <= MAX_TEXT_CHARS else "too long a note or request")
+        or ("" if len(status.refused_realtime) <= MAX_TEXT_CHARS else "too long a refused_realtime")
+        or next(filter(None, map(_period_error, status.periods[: MAX_PERIODS + 1])), "")
+        or ("" if len(status.periods) <= MAX_PERIODS else f"{len(status.periods)} control periods")
+    )
+
+
+def _period_error(period: ControlPeriod) -> str:
+    values = (period.t_s, period.act_ms, period.apply_ms, *period.requested, *period.applied)
+    if len(values) > MAX_PERIOD_VALUES or not 0 <= period.limits <= MAX_COUNT:
+        return f"a control period of {len(values)} values and limits {period.limits}"
+    return "" if all(abs(value) <= MAX_VALUE for value in values) else "a control period that is not finite"
+
+
+def _episode_error(report: EpisodeReport) -> str:
+    return (
+        _count_error({"steps": report.steps}, MAX_STEPS)
+        or _count_error({"intervention_steps": report.intervention_steps}, report.steps)
+        or _count_error({"policy_version": report.policy_version - NO_VERSION}, MAX_COUNT)
+        or ("" if abs(report.episode_return) <= MAX_VALUE else f"episode_return {report.episode_return}")
+        or _choice_error("source", report.source, _SOURCES)
+        or _text_error(episode=report.episode, task=report.task)
+    )
+
+
+def _count_error(counts: dict[str, int], most: int) -> str:
+    return next((f"{name} {count}" for name, count in counts.items() if not 0 <= count <= most), "")
+
+
+def _choice_error(name: str, value: str, known: frozenset[str]) -> str:
+    return "" if value in known else f"{name} {value[:80]!r}"
+
+
+def _text_error(**words: str) -> str:
+    return next((f"{name} {word[:80]!r}" for name, word in words.items() if word and not _is_short_text(word)), "")
+
+
+def _is_short_text(text: str) -> bool:
+    return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable()
 
 
 @dataclass(frozen=True)
@@ -61,66 +300,55 @@ class IngestTotals:
     disk_full: bool = False
 
 
-@dataclass(frozen=True)
-class _PendingLabels:
-    labels: Sequence[Label]
-    durable: Future[None]
-
-
 @dataclass(eq=False)
 class _CommitGroup:
     """Chunks and labels that share one sync. `newest` is the last sequence number of each session."""
 
     newest: dict[Peer, int] = field(default_factory=dict)
     chunks: list[_PendingChunk] = field(default_factory=list)
-    labels_durable: list[Future[None]] = field(default_factory=list)
+    stored: list[PackedChunk] = field(default_factory=list)
+    label_files: list[Path] = field(default_factory=list)
     size_bytes: int = 0
-    sync_point: SyncPoint | None = None
 
 
 class ChunkIngester:
-    """Appends chunks to the store, syncs them in groups, and then acknowledges them.
+    """Appends chunks and queued labels to the store, syncs them in groups, and acknowledges them, in a thread.
 
-    Two threads alternate: one checks, appends and writes a group while the other syncs the group before. The thread
-    that appended a group also syncs it. A handover would wait for the interpreter, which the next group keeps busy.
-
-    The credit of the connected robots bounds the queue. While the disk is full, the threads retry and acknowledge
+    Labels come from files (`user_sys.store.labels.queue_labels`), which are removed once the labels are durable.
+    The credit of the connected robots bounds the queue. While the disk is full, the thread retries and acknowledges
     nothing; robots then run out of credit and record to their outboxes.
     """
 
     def __init__(
         self, writer: StoreWriter, send_reply: SendReply, release: ReleaseCredit, config: GatewayConfig
     ) -> None:
-        self.totals = IngestTotals()
+        self.totals, self.latencies = IngestTotals(), LatencyHistograms()
         self.failure: BaseException | None = None
         self._writer = writer
         self._send_reply = send_reply
         self._release = release
         self._config = config
-        self._queue: deque[_PendingChunk | _PendingLabels] = deque()
+        self._queue: deque[_PendingChunk] = deque()
+        self._next_label_poll_s = 0.0
+        self._damaged_files: set[Path] = set()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._appending = threading.Lock()
-        self._syncing = threading.Lock()  # acquired while `_appending` is held, so that groups are synced in order
-        self._threads = [threading.Thread(target=self._run, name=f"commit-{n}", daemon=True) for n in range(2)]
+        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     @property
     def started(self) -> bool:
-        return self._threads[0].ident is not None
+        return self._thread.ident is not None
 
     def close(self) -> None:
         """Commits the queued chunks and ends. Raises TunnelError if the disk takes over `INGEST_STOP_TIMEOUT_S`."""
         self._stopping.set()
         with self._changed:
             self._changed.notify()
-        deadline = time.monotonic() + INGEST_STOP_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        self._thread.join(INGEST_STOP_TIMEOUT_S)
+        if self._thread.is_alive():
             raise TunnelError(f"the ingest thread did not end within {INGEST_STOP_TIMEOUT_S} s: the disk is stuck")
 
     def put_chunk(self, peer: Peer, offer: ChunkOffer, packet: Payload) -> None:
@@ -129,25 +357,15 @@ class ChunkIngester:
             self._queue.append(_PendingChunk(peer, offer.sequence, packet))
             self._changed.notify()
 
-    def append_labels(self, labels: Sequence[Label]) -> Future[None]:
-        """Queues labels; never blocks. The future completes when they are durable, and never if the disk fails."""
-        pending = _PendingLabels(labels, Future())
-        with self._changed:
-            self._queue.append(pending)
-            self._changed.notify()
-        return pending.durable
-
     def discard_session(self, peer: Peer) -> None:
         """Drops the queued chunks of an ended session. The peer resends them in its next session."""
         with self._changed:
-            self._queue = deque(
-                item for item in self._queue if isinstance(item, _PendingLabels) or item.peer is not peer
-            )
+            self._queue = deque(pending for pending in self._queue if pending.peer is not peer)
 
     @property
     def queued_bytes(self) -> int:
         with self._changed:
-            return sum(len(item.packet) for item in self._queue if isinstance(item, _PendingChunk))
+            return sum(len(pending.packet) for pending in self._queue)
 
     def disk_shortage(self) -> dict[str, float]:
         """Metrics: the bytes to write and the free bytes of the disk; both 0 while the disk is not full."""
@@ -156,63 +374,54 @@ class ChunkIngester:
         needed = max(1, self.queued_bytes + self._writer.pending_bytes)
         return {"disk_needed_bytes": float(needed), "disk_free_bytes": float(free_bytes(self._writer.path))}
 
-    # The threads
+    # The thread
 
     def _run(self) -> None:
         try:
-            while (group := self._write_next_group()) is not None:
-                try:
-                    self._retry_while_full(partial(self._writer.sync, group.sync_point))
-                    self._acknowledge(group)
-                finally:
-                    self._syncing.release()
+            while (group := self._next_group()) is not None:
+                with span("sync"):
+                    self._retry_while_full(self._writer.sync)
+                self._acknowledge(group)
         except Exception as error:
             logger.exception("ingest.failed")
-            self.failure = self.failure or error
-
-    def _write_next_group(self) -> _CommitGroup | None:
-        """Writes the next group and acquires `_syncing` for the caller; None once stopped or failed."""
-        if not self._acquire(self._appending):
-            return None
-        try:
-            group = self._next_group()
-            if group is None:
-                return None
-            group.sync_point = self._retry_while_full(self._writer.flush)
-            return group if self._acquire(self._syncing) else None
-        finally:
-            self._appending.release()
-
-    def _acquire(self, lock: threading.Lock) -> bool:
-        """Acquires `lock`. Returns False after a failure."""
-        while self.failure is None:
-            if lock.acquire(timeout=QUEUE_POLL_S):
-                return True
-        return False
+            self.failure = error
 
     def _next_group(self) -> _CommitGroup | None:
-        """Appends queued chunks and labels, up to `commit_bytes`; None once stopped and empty, or failed."""
-        with self._changed:
-            while not self._queue and not self._stopping.is_set() and self.failure is None:
-                self._changed.wait(QUEUE_POLL_S)
-            if not self._queue or self.failure is not None or (self._stopping.is_set() and self.totals.disk_full):
-                return None
+        """Appends queued chunks, up to `commit_bytes`, and labels; None once stopped and empty."""
         group = _CommitGroup()
-        while group.size_bytes < self._config.commit_bytes and (item := self._next_item()) is not None:
-            if isinstance(item, _PendingLabels):
-                self._append_labels(item, group)
-            else:
-                self._append(item, group)
+        while not group.chunks and not group.label_files:
+            if time.monotonic() >= self._next_label_poll_s:
+                self._append_labels(group)
+                self._next_label_poll_s = time.monotonic() + LABELS_POLL_S
+            while group.size_bytes < self._config.commit_bytes and (pending := self._next_chunk()) is not None:
+                with span("ingest"):
+                    self._append(pending, group)
+            with self._changed:
+                if not self._queue and not group.chunks and not group.label_files:
+                    if self._stopping.is_set():
+                        return None
+                    self._changed.wait(LABELS_POLL_S)
         return group
 
-    def _next_item(self) -> _PendingChunk | _PendingLabels | None:
+    def _next_chunk(self) -> _PendingChunk | None:
         with self._changed:
             return self._queue.popleft() if self._queue else None
 
-    def _append_labels(self, pending: _PendingLabels, group: _CommitGroup) -> None:
-        for label in pending.labels:
-            self._retry_while_full(partial(self._writer.append_label, label))
-        group.labels_durable.append(pending.durable)
+    def _append_labels(self, group: _CommitGroup) -> None:
+        """Appends the labels of queued files. Raises OSError."""
+        for file in queued_files(self._writer.path):
+            if file in self._damaged_files:
+                continue
+            try:
+                labels = read_queued_labels(file)
+            except StoreError as error:
+                self._damaged_files.add(file)
+                logger.warning("ingest.labels_damaged %s", error)
+                continue
+            for label in labels:
+                self._retry_while_full(partial(self._writer.append_label, label))
+            group.label_files.append(file)
+            logger.info("ingest.labels labels=%d labeller=%s", len(labels), labels[0].labeller if labels else "")
 
     def _append(self, pending: _PendingChunk, group: _CommitGroup) -> None:
         totals, peer = self.totals, pending.peer
@@ -225,6 +434,7 @@ class ChunkIngester:
                 raise WireError(f"{peer.name} sent a chunk of {chunk.header.robot[:80]!r}")
             _require_not_in_future(chunk)
             if self._retry_while_full(lambda: self._writer.append(pending.packet, chunk)):
+                group.stored.append(chunk)
                 totals.chunks += 1
                 totals.steps += chunk.header.steps
                 totals.size_bytes += len(pending.packet)
@@ -253,12 +463,15 @@ class ChunkIngester:
                     raise
 
     def _acknowledge(self, group: _CommitGroup) -> None:
+        durable_unix_ns = time.time_ns()
         for peer, sequence in group.newest.items():
             self._send_reply(peer, ChunkAck(sequence=sequence))
             packets = [pending.packet for pending in group.chunks if pending.peer is peer]
             self._release(peer, len(packets), sum(map(len, packets)))
-        for durable in group.labels_durable:
-            durable.set_result(None)
+        for file in group.label_files:
+            remove_queued(file)
+        for chunk in group.stored:
+            self.latencies.add_chunk(chunk, durable_unix_ns)
 
 
 def _require_not_in_future(chunk: PackedChunk) -> None:
@@ -272,38 +485,6 @@ def _require_not_in_future(chunk: PackedChunk) -> None:
         raise WireError(
             f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
         )
-
-
-class LabelImporter:
-    """Imports labels that people queue while the gateway writes the store (`user_sys.store.labels`).
-
-    One thread calls `poll`, which does not wait for syncs of the log.
-    """
-
-    def __init__(self, store: Path, append_labels: AppendLabels) -> None:
-        self._store, self._append_labels = store, append_labels
-        self._pending: dict[Path, Future[None]] = {}
-        self._damaged: set[Path] = set()
-
-    def poll(self) -> None:
-        """Appends the labels of new files, and removes files whose labels are durable. Raises OSError."""
-        for file in queued_files(self._store):
-            if file not in self._pending and file not in self._damaged:
-                self._import(file)
-        for file in [file for file, durable in self._pending.items() if durable.done()]:
-            self._pending.pop(file).result()
-            remove_queued(file)
-
-    def _import(self, file: Path) -> None:
-        try:
-            labels = read_queued_labels(file)
-        except StoreError as error:
-            self._damaged.add(file)
-            logger.warning("ingest.labels_damaged %s", error)
-            return
-        self._pending[file] = self._append_labels(labels)
-        labeller = labels[0].labeller if labels else ""
-        logger.info("ingest.labels_imported labels=%d labeller=%s", len(labels), labeller)
 
 
 @dataclass
@@ -322,17 +503,17 @@ class RetentionTotals:
 class RetentionWorker:
     """Deletes episodes beyond the retention limit and compacts the store, in a thread, every `interval_s`.
 
-    It opens the store for reading only after the first deletion or overrun.
+    It queues labels that delete episodes, and compacts the store once they are stored. It opens the store for reading
+    only after the first deletion or overrun.
     """
 
-    def __init__(
-        self, path: Path, writer: StoreWriter, ingester: ChunkIngester, retention: Retention, interval_s: float
-    ) -> None:
+    def __init__(self, path: Path, writer: StoreWriter, retention: Retention, interval_s: float) -> None:
         self.totals = RetentionTotals()
         self.failure: BaseException | None = None
-        self._path, self._writer, self._ingester = path, writer, ingester
+        self._path, self._writer = path, writer
         self._retention, self._interval_s = retention, interval_s
         self._reader: StoreReader | None = None
+        self._queued: list[Path] = []  # files of labels that are not stored yet
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
 
@@ -367,35 +548,33 @@ class RetentionWorker:
             self.totals.shortfall_bytes = 0
             if not self._writer.deleted_episodes:
                 return
+        self._queued = [file for file in self._queued if file.exists()]
+        if self._queued:
+            return
         if self._reader is None:
             self._reader = StoreReader.open(self._path)
         self._reader.refresh()
-        if not too_large or self._evict(self._reader, size):
+        if not too_large or self._is_within_rules(self._reader, size):
             self._compact(self._reader, 0.0 if too_large else DEAD_SHARE)
 
-    def _evict(self, reader: StoreReader, size: int) -> bool:
-        """Deletes the episodes that retention evicts. Returns False while the deletion labels are not durable."""
+    def _is_within_rules(self, reader: StoreReader, size: int) -> bool:
+        """Queues the deletion of the episodes that retention evicts. Returns False if there are any."""
         plan = plan_eviction(reader.index, self._retention, size)
         if plan.shortfall_bytes and not self.totals.shortfall_bytes:
             excess = plan.shortfall_bytes
             logger.warning("retention.too_large bytes=%d above=%d: the rules protect all other episodes", size, excess)
         self.totals.shortfall_bytes = plan.shortfall_bytes
-        if not plan.episodes:
-            return True
-        if not self._wait_durable(self._ingester.append_labels(deletion_labels(plan))):
-            logger.warning("retention.labels_not_durable episodes=%d", len(plan.episodes))
+        labels = deletion_labels(plan)
+        try:
+            for first in range(0, len(labels), LABELS_PER_FILE):
+                self._queued.append(queue_labels(self._path, labels[first : first + LABELS_PER_FILE]))
+        except OSError as error:  # a full disk; the next round tries again
+            logger.warning("retention.labels_not_queued episodes=%d: %s", len(plan.episodes), error)
             return False
-        self.totals.episodes_dropped += len(plan.episodes)
-        logger.info("retention.deleted episodes=%d bytes=%d", len(plan.episodes), plan.freed_bytes)
-        reader.refresh()
-        return True
-
-    def _wait_durable(self, durable: Future[None]) -> bool:
-        deadline = time.monotonic() + LABELS_TIMEOUT_S
-        while time.monotonic() < deadline and not self._stopping.is_set():
-            if wait([durable], LABELS_POLL_S).done:
-                return True
-        return False
+        if labels:
+            self.totals.episodes_dropped += len(plan.episodes)
+            logger.info("retention.deleted episodes=%d bytes=%d", len(plan.episodes), plan.freed_bytes)
+        return not labels
 
     def _compact(self, reader: StoreReader, min_dead_share: float) -> None:
         started = time.monotonic()
@@ -420,8 +599,7 @@ class StoreService:
     def __init__(self, path: Path, writer: StoreWriter, ingester: ChunkIngester, config: GatewayConfig) -> None:
         self.ingester = ingester
         self._writer = writer
-        self._retention = RetentionWorker(path, writer, ingester, config.retention, config.upkeep_s)
-        self._label_importer = LabelImporter(path, ingester.append_labels)
+        self._retention = RetentionWorker(path, writer, config.retention, config.upkeep_s)
         self._steps_at_start = writer.steps
 
     def start(self) -> None:
@@ -431,10 +609,6 @@ class StoreService:
     @property
     def failure(self) -> BaseException | None:
         return self.ingester.failure or self._retention.failure
-
-    def import_labels(self) -> None:
-        """See `LabelImporter.poll`."""
-        self._label_importer.poll()
 
     @property
     def steps(self) -> int:
@@ -464,3 +638,57 @@ class StoreService:
     def close(self) -> None:
         """Closes the store. Call it after the server has closed."""
         self._writer.close()
+
+
+class LatencyHistograms:
+    """Counts delays in the buckets of `LATENCY_BOUNDS_S` since the start of the gateway. Any thread may call it.
+
+    Attributes:
+        traces: gets the same times; None without a collector.
+    """
+
+    def __init__(self) -> None:
+        self.traces: EpisodeTraces | None = None
+        self._lock = threading.Lock()
+        self._robots: set[str] = set()
+        self._counts: dict[str, npt.NDArray[np.int64]] = {}
+        self._sums_s: dict[str, float] = {}
+
+    def add_chunk(self, chunk: PackedChunk, durable_unix_ns: int) -> None:
+        """Adds the delays of the steps of a chunk that became durable at that time, by this computer's clock."""
+        captured, inferred, commanded = map(chunk.column, ("t_capture_ns", "t_inference_ns", "t_command_ns"))
+        if captured is None or inferred is None or commanded is None:
+            return
+        robot, offset_ns = chunk.header.robot, chunk.header.unix_offset_ns
+        self.add(robot, CAPTURE_TO_INFERENCE, (inferred - captured) / 1e9)
+        self.add(robot, INFERENCE_TO_COMMAND, (commanded - inferred) / 1e9)
+        if offset_ns:
+            self.add(robot, RECORDED_TO_DURABLE, (durable_unix_ns - offset_ns - commanded) / 1e9)
+            if self.traces is not None:
+                self.traces.add_chunk(chunk.header, captured, inferred, commanded, durable_unix_ns)
+
+    def on_applied(self, robot: str, version: int, seconds: float) -> None:
+        """`robot` uses this version, `seconds` after its offer."""
+        self.add(robot, OFFERED_TO_APPLIED, seconds)
+        if self.traces is not None:
+            self.traces.on_applied(robot, version, seconds)
+
+    def add(self, robot: str, name: str, delays_s: npt.ArrayLike) -> None:
+        """Adds delays in seconds. Negative ones, of clocks that disagree, count as 0.
+
+        Robots from the 65th on are ignored.
+        """
+        delays = np.maximum(np.atleast_1d(np.asarray(delays_s, np.float64)), 0.0)
+        counts = np.bincount(np.searchsorted(LATENCY_BOUNDS_S, delays), minlength=len(LATENCY_BOUNDS_S) + 1)
+        key = f"{name}/{robot}"
+        with self._lock:
+            if robot not in self._robots and len(self._robots) >= MAX_ROBOTS:
+                return
+            self._robots.add(robot)
+            self._counts[key] = self._counts.get(key, 0) + counts
+            self._sums_s[key] = self._sums_s.get(key, 0.0) + float(delays.sum())
+
+    def report(self) -> dict[str, Histogram]:
+        """Each distribution under ``<name>/<robot>``."""
+        with self._lock:
+            return {key: Histogram(tuple(counts.tolist()), self._sums_s[key]) for key, counts in self._counts.items()}

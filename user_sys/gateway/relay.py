@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,11 +21,10 @@ from typing import Protocol
 
 from rich.console import Console
 
-from hal.audit import AUDIT_FILE, AuditLog
 from hal.signals import stop_on_signals
-from user_sys.config import load
+from hal.state_database import STATE_FILE, AuditLog
 from user_sys.errors import SessionRefused, TunnelError, WireError
-from user_sys.gateway.weights_router import MAX_LEARNERS, WeightsRouter
+from user_sys.gateway.weights import MAX_LEARNERS, WeightsRouter
 from user_sys.messages import (
     PROTOCOL_VERSION,
     ChunkAck,
@@ -43,7 +41,7 @@ from user_sys.messages import (
     RobotStatus,
     SignedRecord,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsGone,
     WeightsOffer,
     WeightsOfferRequest,
@@ -54,12 +52,10 @@ from user_sys.messages import (
 from user_sys.robot_records import LEARNER, is_learner_name
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.connection import PendingChunk
-from user_sys.tunnel.endpoint import check_connect_endpoint, check_listen_endpoint
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, load_public_key
-from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.limits import TunnelLimits, check_connect_endpoint, check_listen_endpoint
 from user_sys.tunnel.protocol import AnyMessage, Payload
-from user_sys.tunnel.server import TunnelServer
-from user_sys.tunnel.session import Peer
+from user_sys.tunnel.server import Peer, TunnelServer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +64,6 @@ TICK_S = 0.05
 REPORT_S = 1.0
 STATUS_POLL_S = 0.5
 UPSTREAM_CLOSE_S = 10.0
-MAX_PENDING_REQUESTS = 4096  # patches that were requested, also those that never came
 
 
 class LocalServer(Protocol):
@@ -101,7 +96,7 @@ class ForwardBuffer:
     def put(self, offer: ChunkOffer, packet: Payload) -> None:
         """Appends a chunk; never blocks."""
         with self._lock:
-            self._chunks.append(PendingChunk(offer.sequence, offer.episode, offer.index, packet))
+            self._chunks.append(PendingChunk(offer.sequence, packet))
             on_append = self._on_append
         if on_append is not None:
             on_append()
@@ -177,6 +172,9 @@ class UpstreamSession:
             if self._previous is not None:
                 self._previous.join(2 * RECEIVE_TIMEOUT_S + 5.0)
                 self._previous = None
+            if self._stopping.is_set():  # a newer one has replaced it
+                self.client.close()
+                return
             lost = 0
             with self.client:
                 self._stop_thread.start()
@@ -218,27 +216,18 @@ class RelayedWeights:
         self.deferred_offers: dict[str, WeightsOffer] = {}
         self._server, self._uplink = server, uplink
         self._pins: dict[str, SignedRecord] = {}  # by learner, the newest pin that is on disk
-        self._learner_by_patch: dict[bytes, str] = {}  # of requested patches
-        self._requests_lock = threading.Lock()
         self._offering: set[str] = set()  # learners that the cloud has offered since the start
 
     def _robots(self) -> list[Peer]:
-        return list(self._server.peers("robot"))
+        return [*self._server.peers("robot"), *self._server.peers("policy")]
 
     def send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
         """Sends a message of the router: to a local robot, or a request for a learner to the cloud."""
         if isinstance(message, WeightsRequest):
-            self._add_request(message.parcel, name)
             return self._uplink.send_weights(message)
         if isinstance(message, WeightsOfferRequest | WeightsProgress | WeightsReceived):
-            return False
+            return True  # the cloud offers by itself, and gets the reports of the robots in their upstream sessions
         return self._server.send(name, message, payload)
-
-    def _add_request(self, patch: bytes, learner: str) -> None:
-        with self._requests_lock:
-            while len(self._learner_by_patch) >= MAX_PENDING_REQUESTS and patch not in self._learner_by_patch:
-                del self._learner_by_patch[next(iter(self._learner_by_patch))]
-            self._learner_by_patch[patch] = learner
 
     def receive(self, timeout_s: float) -> None:
         """Processes the next message of the cloud, and deferred offers for which a robot has connected."""
@@ -246,7 +235,7 @@ class RelayedWeights:
         match envelope.message if envelope is not None else None:
             case WeightsOffer() as offer:
                 self._on_offer(offer.learner or LEARNER, offer)
-            case WeightsBlocks() | WeightsGone() as message if learner := self._learner_by_patch.get(message.parcel):
+            case WeightsBlobs() | WeightsGone() as message if learner := self.router.learner_of(message.version):
                 self.router.on_message(learner, message, envelope.payload if envelope else None)
         for learner, offer in list(self.deferred_offers.items()):
             if self._has_robots(learner, offer.embodiment):
@@ -264,8 +253,8 @@ class RelayedWeights:
         if offer.greeting or learner not in self._offering:  # requests of an earlier connection get no reply
             self.router.on_learner_opened(learner, offer.embodiment)
         self._offering.add(learner)
-        if offer.order is not None and offer.order != self._pins.get(learner):
-            self._set_pin(learner, offer.order)
+        if offer.pin is not None and offer.pin != self._pins.get(learner):
+            self._set_pin(learner, offer.pin)
         self.router.on_message(learner, offer, None)
 
     def _has_robots(self, learner: str, embodiment: str) -> bool:
@@ -312,9 +301,9 @@ class Relay:
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._keys = config, keys
         self._upstream, self._upstream_key = upstream, upstream_key
-        self._audit = AuditLog(folder / AUDIT_FILE)
+        self._audit = AuditLog(folder / STATE_FILE)
         self.server = TunnelServer(
-            config.endpoint, keys, keyring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
+            config.endpoint, keys, keyring, self, config.tunnel, self._audit.write, self._cloud_unix_ns
         )
         self.uplink = self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=config.name))
         self.weights = RelayedWeights(folder / "weights", config.weights_kept, self.server, self.uplink)
@@ -384,13 +373,16 @@ class Relay:
     # Methods of TunnelHandler, in the server's thread
 
     def refusal_reason(self, hello: Hello) -> str:
-        if hello.role != "robot":
-            return f"a relay accepts only robots; connect the {hello.role} to the cloud's gateway"
+        if hello.role not in ("robot", "policy"):
+            return f"a relay accepts robots and policy servers; connect the {hello.role} to the cloud's gateway"
         self._hellos[hello.name] = hello
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
         hello = self._hellos.pop(peer.name)
+        if hello.role == "policy":  # it takes weights, and its robots report which of them act
+            self.weights.router.on_peer_opened(peer)
+            return
         buffer = ForwardBuffer(peer, hello.stream, self.server)
         previous = self.upstream_sessions.get(peer.name)
         session = UpstreamSession(self._client(hello, buffer), buffer, self.server, previous)
@@ -399,10 +391,15 @@ class Relay:
         self.weights.router.on_peer_opened(peer)
 
     def on_peer_closed(self, peer: Peer, reason: str) -> None:
-        self.upstream_sessions[peer.name].stop()
+        if peer.role == "robot":
+            self.upstream_sessions[peer.name].stop()
         self.weights.router.on_peer_closed(peer.name)
 
     def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        if peer.role == "policy":
+            if isinstance(message, WeightsRequest | WeightsApplied):
+                self.weights.router.on_message(peer.name, message, None)
+            return
         session = self.upstream_sessions[peer.name]
         if session.refusal_reason:
             raise WireError(session.refusal_reason)
@@ -421,17 +418,16 @@ class Relay:
                 session.client.send(message)
 
 
-def relay_main(args: Namespace) -> int:
-    """``user-sys relay CONFIG --connect tcp://HOST:PORT``: serves a site until SIGTERM or Ctrl-C.
+def run_relay(config: RelayConfig, connect: str, folder: Path, key_folder: Path) -> int:
+    """Serves a site on behalf of the gateway at `connect` until SIGTERM or Ctrl-C.
 
     Raises:
         ConfigError, RunError: a setting or the machine does not allow it.
     """
-    config = load(RelayConfig, args.config, args.overrides)
-    check_connect_endpoint(args.connect)
-    keys = load_keypair(args.keys / f"{config.name}.key")
-    upstream_key = load_public_key(args.keys / f"{GATEWAY_NAME}.pub")
-    relay = Relay(config, args.folder, keys, Keyring(args.keys), args.connect, upstream_key)
+    check_connect_endpoint(connect)
+    keys = load_keypair(key_folder / f"{config.name}.key")
+    upstream_key = load_public_key(key_folder / f"{GATEWAY_NAME}.pub")
+    relay = Relay(config, folder, keys, Keyring(key_folder), connect, upstream_key)
     stop = threading.Event()
     stop_on_signals(stop)
     console = Console()
@@ -440,7 +436,7 @@ def relay_main(args: Namespace) -> int:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     threading.Thread(
-        target=_print_changes, args=(relay, config, args.connect, print_line, stop), name="status", daemon=True
+        target=_print_changes, args=(relay, config, connect, print_line, stop), name="status", daemon=True
     ).start()
     relay.run(stop)
     return 0

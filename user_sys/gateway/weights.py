@@ -1,30 +1,33 @@
-"""The weights of one learner on their way to the robots: fetched once, stored on disk, sent at each robot's own rate.
+"""The weights of each learner on their way to its robots: fetched once, stored on disk, sent at each robot's own rate.
 
-The gateway computes no weights and applies none: it handles patches by their ids. Each robot requests the blocks that
-it lacks, so a slow robot delays no other.
+The gateway applies no weights: it is a cache of blobs with the learner's signed manifests. A thread handles all events,
+because the differences that robots request take time to compute; each is computed once for all robots.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from msgspec.structs import replace
 
+from hal.durable import replace_durably
 from user_sys.errors import TunnelError, WireError
-from user_sys.gateway.announcer import Announcer, RunPin, SendMessage
 from user_sys.messages import (
     NO_VERSION,
-    PatchInfo,
-    Precision,
+    PinnedVersion,
     SignedRecord,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsGone,
     WeightsManifest,
     WeightsOffer,
@@ -34,350 +37,326 @@ from user_sys.messages import (
     WeightsRequest,
     decode_record,
 )
+from user_sys.robot_records import LEARNER, learner_folder
 from user_sys.tunnel.protocol import AnyMessage, Payload
-from user_sys.weights.distribution import (
-    ActiveDownloads,
-    DownloadTargets,
-    is_corrupt,
-    read_blocks,
+from user_sys.tunnel.server import Peer
+from user_sys.weights.catalog import (
+    BlobCache,
+    BlobCacheFull,
+    SendMessage,
+    StoredVersion,
+    WeightsServer,
+    build_offer,
+    thin_versions,
 )
-from user_sys.weights.fetcher import STALL_TIMEOUT_S, PatchFetcher
-from user_sys.weights.patches import Patch, VersionIndex, cheapest_path, find_table, reachable_versions, thin_versions
-from user_sys.weights.version_store import VersionStore
+from user_sys.weights.fetcher import STALL_TIMEOUT_S, Candidate, VersionFetcher
+from user_sys.weights.signing import verifier_from_public_key
+from user_sys.weights.version_store import VersionStore, newest_version
 
 logger = logging.getLogger(__name__)
 
 FLUSH_DELAY_S = 0.5  # after the last version, and the least time between two writes
 FLUSH_DEADLINE_S = 5.0  # after the first unwritten version, while new ones arrive
-FLUSH_BYTES = 8 << 20  # this much is written as soon as the last write allows
 FLUSH_RETRY_S = 5.0  # after a failed write
 WEIGHTS_STOP_TIMEOUT_S = 30.0
 PRUNE_INTERVAL_S = 0.5
 INBOX_POLL_S = 0.25
-MAX_VERSIONS_BEHIND = 32  # deltas from older versions are dropped
+MAX_RECENT_VERSIONS = 32  # in memory: bases for robots that are so many versions behind
 MAX_INBOX = 4096
+STALENESS_BOUNDS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+MAX_TRACKED_VERSIONS = 4096  # whose time of publication is kept
+_NO_PIN = PinnedVersion(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
-Manifests = dict[Precision, tuple[WeightsManifest, SignedRecord]]
+EMBODIMENT_FILE = "embodiment"  # in a learner's folder: the embodiment of its robots
+MAX_LEARNERS = 32
 
 
-class FlushScheduler:
-    """Decides when received versions are written to disk. One thread calls it, except `invalidated`.
-
-    Attributes:
-        is_pending: some data is not on disk.
-        pending_bytes: received and not written.
-    """
+class StalenessHistogram:
+    """How long the version of each robot has been outdated. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.is_pending, self.pending_bytes = False, 0
-        self._clock = clock
+        self._clock, self._lock = clock, threading.Lock()
+        self._offered: deque[tuple[int, float]] = deque(maxlen=MAX_TRACKED_VERSIONS)
+        self._acting_versions: dict[str, int] = {}
+        self._counts: dict[str, list[int]] = {}
+        self._newest_s: dict[str, float] = {}
+
+    def set_newest(self, version: int) -> None:
+        """Records that `version` is the newest from now on."""
+        with self._lock:
+            if not self._offered or self._offered[-1][0] != version:
+                self._offered.append((version, self._clock()))
+
+    def set_version(self, robot: str, version: int) -> None:
+        with self._lock:
+            self._acting_versions[robot] = version
+
+    def remove(self, robot: str) -> None:
+        """Removes a disconnected robot; its samples stay."""
+        with self._lock:
+            self._acting_versions.pop(robot, None)
+            self._newest_s.pop(robot, None)
+
+    @property
+    def oldest_in_use(self) -> int:
+        """The oldest version in use by a robot; -1 if there is none."""
+        with self._lock:
+            return min(self._acting_versions.values(), default=-1)
+
+    def sample(self) -> dict[str, float]:
+        """Takes a sample. Returns for each robot the sample, and the fraction of samples up to each bound."""
+        with self._lock:
+            for robot, version in self._acting_versions.items():
+                age_s = self._newest_s[robot] = self._age_s(version)
+                counts = self._counts.setdefault(robot, [0] * (len(STALENESS_BOUNDS_S) + 1))
+                counts[bisect.bisect_left(STALENESS_BOUNDS_S, age_s)] += 1
+            found = {f"staleness_s/{robot}": age_s for robot, age_s in self._newest_s.items()}
+            for robot, counts in self._counts.items():
+                below = itertools.accumulate(counts)
+                for bound, count in zip(STALENESS_BOUNDS_S, below, strict=False):
+                    found[f"staleness_s/{robot}/up_to_{bound:g}"] = count / sum(counts)
+            return found
+
+    def _age_s(self, version: int) -> float:
+        """Returns the seconds since a newer version replaced `version`; 0 for the newest."""
+        replaced_s = now_s = self._clock()
+        for offered, at_s in reversed(self._offered):
+            if offered == version:
+                return now_s - replaced_s
+            replaced_s = at_s
+        return now_s - replaced_s
+
+
+class SavedVersions:
+    """The versions on disk: which ones stay, and when the next ones are written.
+
+    Attributes:
+        is_pending: a version waits to be written.
+    """
+
+    def __init__(self, store: VersionStore, kept: int, numbers: Sequence[int], clock: Callable[[], float]) -> None:
+        """`kept`: see `WeightsDistributor`; `numbers` are on disk."""
+        self.is_pending = False
+        self._store, self._kept, self._numbers, self._clock = store, max(1, kept), set(numbers), clock
         self._first_s = self._last_s = self._earliest_s = 0.0
 
-    def received(self, size_bytes: int) -> None:
+    @property
+    def kept_by_order(self) -> int:
+        """The version that `VersionStore.keep` asks for."""
+        return self._store.kept()
+
+    def on_received(self) -> None:
         self._last_s = self._clock()
         self._first_s = self._first_s if self.is_pending else self._last_s
-        self.pending_bytes += size_bytes
         self.is_pending = True
 
-    def invalidated(self) -> None:
-        """Data on disk is damaged and must be written again."""
-        self.is_pending = True
+    def kept_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """The versions among `numbers`, ascending, that stay on disk or are written next; the newest first."""
+        stored = [number for number in numbers if number in self._numbers or number == numbers[-1]]
+        return thin_versions(stored, self._kept)[::-1]
 
-    def flush_started(self) -> None:
-        self.is_pending, self.pending_bytes = False, 0
+    def write(self, versions: Sequence[StoredVersion], cache: BlobCache, signer: bytes) -> None:
+        """Replaces the versions on disk. After an error, which is logged, `due_s` repeats it."""
+        try:
+            self._store.save(versions, cache, signer)
+            self._numbers, self.is_pending = {version.manifest.version for version in versions}, False
+        except OSError as error:
+            newest = max((version.manifest.version for version in versions), default=NO_VERSION)
+            logger.error("weights.write_failed version=%d: %s", newest, error)
+        self._earliest_s = self._clock() + (FLUSH_RETRY_S if self.is_pending else FLUSH_DELAY_S)
 
-    def flush_finished(self) -> None:
-        self._earliest_s = self._clock() + FLUSH_DELAY_S
+    def has(self, version: int) -> bool:
+        """Whether this version and all that were received are on disk."""
+        return version in self._numbers and not self.is_pending
 
-    def flush_failed(self) -> None:
-        self.is_pending, self._earliest_s = True, self._clock() + FLUSH_RETRY_S
-
-    def due_s(self, idle_s: float) -> float:
-        """Seconds until the next write; `idle_s` if nothing is pending."""
+    def due_s(self) -> float:
+        """Seconds until the next write."""
         if not self.is_pending:
-            return idle_s
+            return STALL_TIMEOUT_S
         soon_s = min(self._last_s + FLUSH_DELAY_S, self._first_s + FLUSH_DEADLINE_S)
-        at_s = self._earliest_s if self.pending_bytes >= FLUSH_BYTES else max(self._earliest_s, soon_s)
-        return at_s - self._clock()
+        return max(self._earliest_s, soon_s) - self._clock()
 
 
-class LearnerConnection:
-    """Sends messages to the learner while it is connected."""
+class RunPin:
+    """The version that a person has pinned, and the learner's key that signs it."""
+
+    def __init__(self, store: VersionStore) -> None:
+        self._store = store
+        self._last_error = ""
+        self._reported: PinnedVersion | None = None
+        self.signer = store.learner_public_key()
+        self.signed, self.pinned = self._read()
+
+    def version(self, run: bytes) -> int:
+        """The pinned version of this run, or `NO_VERSION`."""
+        return self.pinned.version if self.pinned.run == run else NO_VERSION
+
+    def report_ignored(self) -> None:
+        """Logs once that the pinned version is not stored."""
+        if self.pinned != self._reported:
+            self._reported = self.pinned
+            logger.warning("weights.pin_ignored version=%d: it is not stored", self.pinned.version)
+
+    def poll(self) -> bool:
+        """Reads a newer pin from the store. Returns whether there is one."""
+        signed, pinned = self._read()
+        if pinned.serial <= self.pinned.serial:
+            return False
+        logger.warning("weights.pinned version=%d by=%r: %s", pinned.version, pinned.by, pinned.reason)
+        self.signed, self.pinned = signed, pinned
+        return True
+
+    def begin_run(self, run: bytes, signer: bytes) -> None:
+        """Removes the pin of another run."""
+        self.signer = signer
+        self.signed, self.pinned = self._read()
+        if self.signed is not None and self.pinned.run != run:
+            self.signed, self.pinned = None, _NO_PIN
+            try:
+                self._store.clear_pin()
+            except OSError as error:
+                logger.error("weights.pin_not_removed: %s", error)
+
+    def _read(self) -> tuple[SignedRecord | None, PinnedVersion]:
+        """Reads the pin from the store. A pin that another key has signed is ignored: robots would refuse it."""
+        try:
+            signed = self._store.read_pin() if self.signer else None
+            if signed is None:
+                return None, _NO_PIN
+            return signed, verifier_from_public_key(self.signer).verify(signed, PinnedVersion)
+        except (OSError, WireError) as error:
+            if str(error) != self._last_error:
+                self._last_error = str(error)
+                logger.warning("weights.pin_unreadable: %s", error)
+            return None, _NO_PIN
+
+
+class EventInbox:
+    """Events of other threads, in order. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._newest: dict[tuple[str, type[AnyMessage]], AnyMessage] = {}  # by peer and type: it waits in `_events`
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._events.qsize()
+
+    def put(self, event: Callable[[], None]) -> None:
+        self._events.put(event)
+
+    def put_newest(self, name: str, message: AnyMessage, handle: Callable[[str, AnyMessage, None], None]) -> None:
+        """Replaces a message of this peer and type that waits."""
+        key = name, type(message)
+        with self._lock:
+            is_waiting = key in self._newest
+            self._newest[key] = message
+        if not is_waiting:
+            self._events.put(lambda: handle(name, self._pop_newest(key), None))
+
+    def get(self, wait_s: float) -> Callable[[], None] | None:
+        with suppress(queue.Empty):
+            return self._events.get(timeout=wait_s)
+        return None
+
+    def _pop_newest(self, key: tuple[str, type[AnyMessage]]) -> AnyMessage:
+        with self._lock:
+            return self._newest.pop(key)
+
+
+class LearnerLink:
+    """Sends messages to the learner, if it is connected.
+
+    Attributes:
+        name: of the connected learner, or "".
+    """
 
     def __init__(self, send: SendMessage) -> None:
         self.name = ""
         self._send = send
         self._last_progress: WeightsProgress | None = None
+        self._unconfirmed = NO_VERSION  # the stored version that the learner does not know of yet
 
-    def on_opened(self, name: str) -> None:
-        self.name, self._last_progress = name, None
+    def open(self, name: str) -> None:
+        self.name, self._last_progress = name, None  # the last report may be lost with the earlier connection
+        self._unconfirmed = NO_VERSION  # it offers its version again
 
-    def on_closed(self, name: str) -> None:
+    def close(self, name: str) -> None:
         self.name = "" if name == self.name else self.name
 
-    def request_offer(self) -> None:
-        self._send(self.name, WeightsOfferRequest(), None)
-
-    def request_blocks(self, patch: bytes, first: int, count: int) -> bool:
-        request = WeightsRequest(parcel=patch, first=first, count=count)
-        return bool(self.name) and self._send(self.name, request, None)
-
-    def send_progress(self, progress: WeightsProgress) -> None:
-        """Sends the progress of the robots if it has changed."""
-        if self.name and progress != self._last_progress and self._send(self.name, progress, None):
-            self._last_progress = progress
+    def send(self, message: AnyMessage) -> bool:
+        return bool(self.name) and self._send(self.name, message, None)
 
     def confirm(self, version: int) -> None:
-        """Reports that `version` is on disk."""
-        if self.name:
-            self._send(self.name, WeightsReceived(version=version), None)
+        """Confirms that this version is stored; `send_state` tries again."""
+        self._unconfirmed = version
+        self._send_confirmation()
 
+    def send_state(self, progress: WeightsProgress) -> None:
+        """Sends what the learner does not know yet; the next call tries again."""
+        self._send_confirmation()
+        if progress != self._last_progress and self.send(progress):
+            self._last_progress = progress
 
-class PatchDownload:
-    """Fetches the patches of the learner's newest offer.
-
-    Patches that lead the robots from the stored versions to the new one come first. Patches that late joiners need use
-    the remaining bandwidth and are fetched to their end: newer ones might never complete.
-
-    Attributes:
-        fetcher: requests the blocks.
-        path_ids: the patches that lead to the fetched version, stored or not.
-    """
-
-    def __init__(self, index: VersionIndex, learner: LearnerConnection, clock: Callable[[], float]) -> None:
-        self.fetcher = PatchFetcher(learner.request_blocks, clock)
-        self.path_ids: set[bytes] = set()
-        self._index, self._learner = index, learner
-        self._offer: tuple[WeightsOffer, Manifests] | None = None
-        self._late_joiner_ids: set[bytes] = set()  # of patches in transfer
-
-    @property
-    def awaited(self) -> list[PatchInfo]:
-        """The patches in transfer that lead robots to a newer version."""
-        return [info for info in self.fetcher.targets if info.id not in self._late_joiner_ids]
-
-    def set_offer(self, offer: WeightsOffer, manifests: Manifests) -> None:
-        self._offer = offer, manifests
-
-    def clear_offer(self) -> None:
-        self._offer = None
-
-    def on_blocks(self, blocks: WeightsBlocks, payload: Payload) -> None:
-        self.fetcher.receive_blocks(blocks.parcel, blocks.first, memoryview(payload))
-        if self.fetcher.is_unrecoverable(blocks.parcel):
-            logger.error("weights.patch_damaged peer=%s: every transfer of a patch is damaged", self._learner.name)
-            self.on_gone(blocks.parcel)
-
-    def on_gone(self, patch: bytes) -> None:
-        """The learner does not have an offered patch. Other patches may lead to the version."""
-        was_awaited = any(info.id == patch for info in self.awaited)
-        self.fetcher.remove_patch(patch)
-        if self._offer is not None:
-            offer, manifests = self._offer
-            remaining = tuple(info for info in offer.parcels if info.id != patch)
-            self._offer = replace(offer, parcels=remaining), manifests
-            self.select_patches(was_awaited)
-
-    def select_patches(self, must_switch: bool = False) -> None:
-        """Switches to the newest offer if its patches arrive before those in transfer.
-
-        Args:
-            must_switch: the patches in transfer no longer lead to their version.
-        """
-        if self._offer is None:
-            return
-        offer, manifests = self._offer
-        for_robots, for_late_joiners = self._paths(offer, manifests)
-        stored, awaited = self._index.patches, self.awaited
-        needed = [info for patch, info in for_robots.items() if patch not in stored]
-        extra = [info for patch, info in for_late_joiners.items() if patch not in stored and patch not in for_robots]
-        bytes_after_switch = self._missing_bytes(needed) + self.fetcher.wasted_bytes(awaited, needed)
-        if awaited and not must_switch and self._missing_bytes(awaited) <= bytes_after_switch:
-            return
-        self.path_ids = for_robots.keys() | for_late_joiners.keys()
-        if extra:
-            extra = [info for info in self.fetcher.targets if info.id in self._late_joiner_ids] or extra
-        self._late_joiner_ids = {info.id for info in extra} - {info.id for info in needed}
-        targets = [*needed, *(info for info in extra if info.id in self._late_joiner_ids)]
-        try:
-            self.fetcher.set_targets(targets, {info.id for info in offer.parcels})
-        except WireError as error:
-            logger.error("weights.refused peer=%s: %s", self._learner.name, error)
-            self._offer = None
-
-    def _missing_bytes(self, infos: list[PatchInfo]) -> int:
-        return sum(map(self.fetcher.missing_bytes, infos))
-
-    def _paths(
-        self, offer: WeightsOffer, manifests: Manifests
-    ) -> tuple[dict[bytes, PatchInfo], dict[bytes, PatchInfo]]:
-        """The patches that lead robots with stored versions to the offered one, and those for late joiners."""
-        stored = self._index.patch_infos()
-        for_robots, for_late_joiners = dict[bytes, PatchInfo](), dict[bytes, PatchInfo]()
-        for precision, (manifest, _) in manifests.items():
-            if not manifest.has_tensors and (table := find_table(offer.parcels, manifest)) is not None:
-                for_robots[table.id] = table
-            reachable = reachable_versions(stored, precision)
-            known = [m for (of, _), (m, _) in self._index.manifests.items() if of == precision]
-            held = {m.version: m.digest for m in known if m.version in reachable and m.life == manifest.life}
-            for patches, bases in ((for_robots, held), (for_late_joiners, {})):
-                path = cheapest_path([*stored, *offer.parcels], precision, manifest.version, bases)
-                patches |= {info.id: info for info in (path.patches if path else ())}
-        return for_robots, for_late_joiners
-
-    def pop_completed(self) -> list[Patch]:
-        """The patches that are complete; removes them from the fetcher."""
-        completed = [info for info in self.fetcher.targets if not self.fetcher.missing_bytes(info)]
-        if not completed:
-            return []
-        patches = [Patch(info, self.fetcher.payload(info).toreadonly()) for info in completed]
-        self.fetcher.drop(completed)
-        return patches
-
-
-class PatchRetention:
-    """Decides which patches stay in memory and on disk, and writes them to the version store.
-
-    Args:
-        kept: how many versions stay on disk; recent ones lie close together, old ones far apart.
-    """
-
-    def __init__(self, store: VersionStore, index: VersionIndex, kept: int, clock: Callable[[], float]) -> None:
-        self.downloads, self.targets = ActiveDownloads(kept, clock), DownloadTargets(kept, clock)
-        self.flush = FlushScheduler(clock)
-        self._store, self._index, self._kept, self._clock = store, index, kept, clock
-        self._stored_versions = set(index.complete_versions())  # a version may be replaced before it is written
-        self._read_ids = set(index.patches)  # patches in mapped files, which may change on disk
-        self._next_prune_s = 0.0
-
-    def begin_run(self) -> None:
-        self._stored_versions = set()
-        self.targets = DownloadTargets(self._kept, self._clock)
-
-    def add(self, patches: list[Patch]) -> None:
-        self._index.patches |= {patch.info.id: patch for patch in patches}
-        self.downloads.add_offered([patch.info for patch in patches])
-        self.flush.received(sum(patch.info.size_bytes for patch in patches))
-
-    def is_corrupt(self, request: WeightsRequest) -> bool:
-        """Whether the requested blocks have changed on disk since they were read."""
-        return request.parcel in self._read_ids and is_corrupt(self._index, request)
-
-    def drop_corrupt(self, patch: bytes) -> bool:
-        """Drops a patch whose file has changed. Returns False if it was dropped before."""
-        if (dropped := self._index.patches.pop(patch, None)) is None:
-            return False
-        logger.error("weights.damaged version=%d: its file has changed since it was read", dropped.info.version)
-        self._read_ids.discard(patch)
-        self._store.mark_corrupt(patch)
-        self.flush.invalidated()
-        return True
-
-    @property
-    def is_prune_due(self) -> bool:
-        return self._clock() >= self._next_prune_s
-
-    def prune(self, in_use: set[int], path_ids: set[bytes]) -> None:
-        """Drops patches that no robot needs any more.
-
-        Args:
-            in_use: versions that stay in any case.
-            path_ids: patches that stay in any case.
-        """
-        self._index.retain(*self._needed(in_use), self.downloads.pinned_ids() | path_ids | self.targets.pinned_ids())
-        self._next_prune_s = self._clock() + PRUNE_INTERVAL_S
-
-    def _needed(self, in_use: set[int]) -> tuple[set[int], int]:
-        """The versions that stay, and the oldest version from which deltas stay."""
-        versions = self._index.complete_versions()
-        newest = max(versions, default=NO_VERSION)
-        candidates = [version for version in versions if version in self._stored_versions or version == newest]
-        kept = {*thin_versions(candidates, self._kept), *in_use, *self.targets.versions()}
-        return kept, newest - MAX_VERSIONS_BEHIND
-
-    def snapshot(self, in_use: set[int]) -> VersionIndex:
-        """The versions and patches to write. Patches that no robot has requested yet are left out."""
-        snapshot = VersionIndex(dict(self._index.manifests), dict(self._index.patches))
-        snapshot.retain(*self._needed(in_use), self.downloads.requested_ids())
-        self.flush.flush_started()
-        return snapshot
-
-    def save(self, snapshot: VersionIndex, signer: bytes) -> bool:
-        """Writes a snapshot. Returns False if the disk failed: a restarted gateway then has an older version."""
-        try:
-            self._store.save(snapshot, signer)
-        except OSError as error:
-            newest = max(snapshot.complete_versions(), default=NO_VERSION)
-            logger.error("weights.write_failed version=%d: %s", newest, error)
-            self.flush.flush_failed()
-            return False
-        self._stored_versions = set(snapshot.complete_versions())
-        self.flush.flush_finished()
-        return True
-
-
-@dataclass(frozen=True)
-class _LearnerMessage:
-    """A message of the learner; None for a new connection."""
-
-    message: WeightsOffer | WeightsBlocks | WeightsGone | None
-    payload: Payload | None = None
+    def _send_confirmation(self) -> None:
+        if self._unconfirmed != NO_VERSION and self.send(WeightsReceived(version=self._unconfirmed)):
+            self._unconfirmed = NO_VERSION
 
 
 class WeightsDistributor:
     """Fetches, stores and distributes the weights of one learner, in a thread.
 
-    Any thread may call its public methods. They do not block, except `close`; `step` and its parts are for the thread
-    or for a simulation without one.
+    Any thread may call its public methods. They do not block, except `close`; `step` is for the thread or for a
+    simulation without one.
 
     Args:
         send: queues a message for a peer, see `TunnelServer.send`.
-        kept: how many versions stay on disk, so that a person can return to one; see `PatchRetention`.
+        kept: how many versions stay on disk, so that a person can return to one; see `thin_versions`.
+
+    Attributes:
+        version: the version that robots should use; -1 before the first.
     """
 
     def __init__(
-        self, store: VersionStore, send: SendMessage, kept: int = 8, clock: Callable[[], float] = time.monotonic
+        self,
+        store: VersionStore,
+        send: SendMessage,
+        kept: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+        cache: BlobCache | None = None,
     ) -> None:
         """Reads the versions on disk. Raises OSError."""
         self.failure: BaseException | None = None
-        self.index = store.load()
-        self._pin = RunPin(store, next((m.run for m, _ in self.index.manifests.values()), b""))
-        self._learner = LearnerConnection(send)
-        self.download = PatchDownload(self.index, self._learner, clock)
-        self.retention = PatchRetention(store, self.index, max(1, kept), clock)
-        self.announcer = Announcer(self.index, self._pin, send, self._send_blocks, clock)
-        self._send = send
-        self._corrupt_dropped = False
-        self._inbox: queue.Queue[_LearnerMessage] = queue.Queue(MAX_INBOX)
-        self._lock = threading.RLock()
+        self.catalog = store.load(cache)
+        self._learner, self._clock = LearnerLink(send), clock
+        self._saved = SavedVersions(store, kept, self.catalog.numbers(), clock)
+        newest = newest_version(self.catalog)
+        self._run = b"" if newest is None else newest.manifest.run
+        self._pin = RunPin(store)
+        self._fetcher = VersionFetcher(self.catalog.cache, self._learner.send, clock=clock)
+        if newest is not None:
+            self._fetcher.hold(newest)
+        self._server = WeightsServer(self.catalog.cache, send, self._offer, clock)
+        self._staleness = StalenessHistogram(clock)
+        self._next_prune_s = 0.0
+        self._announced: object = None
+        self.version = self._select()
+        self._inbox = EventInbox()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
-
-    @property
-    def version(self) -> int:
-        """The version that robots should use; -1 before the first."""
-        return self.announcer.target
-
-    @property
-    def has_learner(self) -> bool:
-        """Whether the learner is connected."""
-        return bool(self._learner.name)
+        self._thread = threading.Thread(target=self._run_thread, name="weights", daemon=True)
 
     def scalars(self) -> dict[str, float]:
         """Metrics; takes a sample of every robot's staleness."""
-        with self._lock:
-            return {
-                "weights_version": float(self.version),
-                "weights_damaged": float(self.download.fetcher.damaged_blocks),
-                **self.announcer.sampled_scalars(),
-            }
+        counts = {"weights_version": float(self.version), "weights_damaged": float(self._fetcher.damaged)}
+        return {**counts, **self._staleness.sample()}
+
+    @property
+    def learner(self) -> str:
+        """The name of the connected learner, or ""."""
+        return self._learner.name
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
 
     def close(self) -> None:
         """Writes the newest version and ends. Raises TunnelError if the disk takes over `WEIGHTS_STOP_TIMEOUT_S`."""
@@ -386,202 +365,386 @@ class WeightsDistributor:
         if self._thread.is_alive():
             raise TunnelError(f"the weights thread did not end within {WEIGHTS_STOP_TIMEOUT_S} s: the disk is stuck")
 
+    @property
+    def has_events(self) -> bool:
+        """Whether events wait for `step`."""
+        return len(self._inbox) > 0
+
+    def has_version(self, id: bytes) -> bool:
+        return id in self.catalog.versions
+
+    def is_fetching(self, id: bytes) -> bool:
+        return id in {candidate.id for candidate in self._fetcher.target}
+
     # Events of the tunnel
 
     def on_learner_opened(self, name: str) -> None:
-        with self._lock:
-            self._learner.on_opened(name)
-        self._put(_LearnerMessage(None))
-        self._learner.request_offer()
-        with self._lock:
-            self._send_progress()  # the last report may be lost with the earlier connection
+        self._inbox.put(partial(self._open_learner, name))
 
     def on_robot_opened(self, name: str) -> None:
-        with self._lock:
-            self.announcer.subscribers.add(name, self.announcer.announcement())
+        self._inbox.put(partial(self._server.add_peer, name))
 
     def on_peer_closed(self, name: str) -> None:
-        with self._lock:
-            self.announcer.subscribers.remove(name)
-            self.announcer.staleness.remove(name)
-            self._learner.on_closed(name)
-            self._send_progress()
+        self._inbox.put(partial(self._close_peer, name))
 
     def on_message(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """A message of the weights channel from the peer called `name`."""
-        match message:
-            case WeightsOffer() | WeightsBlocks() | WeightsGone():
-                self._put(_LearnerMessage(message, payload))
-            case WeightsRequest():
-                with self._lock:
-                    self.announcer.subscribers.on_message(name)
-                self._send_blocks(name, message)
-                with self._lock:
-                    self.announcer.notify_if_pending(name)
-            case WeightsApplied():
-                with self._lock:
-                    self.announcer.subscribers.on_message(name, message)
-                    self.announcer.staleness.set_version(name, message.version)
-                    self._send_progress()
-                with self._lock:
-                    self.announcer.notify_if_pending(name)
-
-    def has_patch(self, patch: bytes) -> bool:
-        return patch in self.index.patches
+        if isinstance(message, WeightsOffer | WeightsApplied):  # no peer repeats them: only a newer one replaces one
+            self._inbox.put_newest(name, message, self._handle)
+        elif len(self._inbox) < MAX_INBOX:
+            self._inbox.put(partial(self._handle, name, message, payload))
+        else:  # after a while without a reply, requests are repeated
+            logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
 
     def poll_pin(self) -> None:
         """Applies a pin that a person has set since the last poll."""
-        newer = self._pin.read_newer()
-        if newer is None:
-            return
-        with self._lock:
-            self._pin.signed, self._pin.pinned = newer
-            self._announce()
-
-    def _announce(self) -> None:
-        if self.announcer.announce():
-            self._send_progress()
-
-    def _send_progress(self) -> None:
-        self._learner.send_progress(self.announcer.progress())
-
-    def _send_blocks(self, name: str, request: WeightsRequest) -> None:
-        with self._lock:
-            patch, retention = self.index.patches.get(request.parcel), self.retention
-            if patch is None:
-                retention.targets.on_missing(name, self.version, partial(self.announcer.notify, name))
-                self._send(name, WeightsGone(parcel=request.parcel), None)
-                return
-            retention.targets.on_request(name, patch.info, self.version)
-            retention.downloads.on_request(name, request, patch.info)
-        if self.retention.is_corrupt(request):
-            with self._lock:
-                if self.retention.drop_corrupt(request.parcel):
-                    self._announce()
-                    self._corrupt_dropped = True
-        for reply, content in read_blocks(self.index, request):
-            self._send(name, reply, content)
-
-    def _put(self, item: _LearnerMessage) -> None:
-        try:
-            self._inbox.put_nowait(item)
-        except queue.Full:  # blocks are requested again, and an offer comes with the next version
-            logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
+        self._inbox.put(self._poll_pin)
 
     # The thread
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         wait_s = 0.0
         try:
             while not self._stopping.is_set():
                 wait_s = self.step(wait_s)
-            if self.retention.flush.is_pending:
-                self.save()
+            if self._saved.is_pending:
+                self._save()
         except Exception as error:
             logger.exception("weights.failed")
             self.failure = error
 
     def step(self, wait_s: float) -> float:
-        """Processes the next message, for which it waits at most `wait_s`. Returns how long the next step may wait."""
-        self.process_message(wait_s)
-        self.collect_patches()
-        with self._lock:
-            self.announcer.notify_overdue()
-        flush = self.retention.flush
-        if flush.due_s(STALL_TIMEOUT_S) <= 0:
-            self.save()
-        return max(0.0, min(self.download.fetcher.send_requests(), flush.due_s(STALL_TIMEOUT_S)))
+        """Handles waiting events, the first within `wait_s`. Returns how long the next step may wait."""
+        if (event := self._inbox.get(min(wait_s, INBOX_POLL_S))) is not None:
+            event()
+        while completed := self._fetcher.pop_completed():
+            for version in completed:
+                self.catalog.add(version)
+            self._on_completed()
+        self._server.step()
+        if self._saved.due_s() <= 0:
+            self._save()
+        pinned = self.version if self.version == self._pin.version(self._run) else NO_VERSION
+        self._learner.send_state(WeightsProgress(oldest=self._staleness.oldest_in_use, pinned=pinned))
+        request_s = self._fetcher.step()
+        return 0.0 if self.has_events else max(0.0, min(request_s, self._saved.due_s()))
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether messages of the learner wait for `process_message`."""
-        return not self._inbox.empty()
-
-    def process_message(self, wait_s: float) -> None:
-        """Processes the next message of the learner, if one arrives within `wait_s`."""
-        try:
-            item = self._inbox.get(timeout=min(wait_s, INBOX_POLL_S))
-        except queue.Empty:
-            return
-        match item.message:
-            case None:
-                self.download.fetcher.reset_requests()
+    def _handle(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
+        match message:
             case WeightsOffer() as offer:
                 self._on_offer(offer)
-            case WeightsBlocks() as blocks if item.payload is not None:
-                self.download.on_blocks(blocks, item.payload)
-            case WeightsGone(parcel=patch):
-                self.download.on_gone(patch)
+            case WeightsBlobs() if payload is not None:
+                self._fetcher.on_blobs(message, memoryview(payload))
+            case WeightsGone():
+                self._fetcher.on_gone(message)
+            case WeightsRequest():
+                self._server.on_peer_message(name)
+                self._server.on_request(name, message)
+            case WeightsApplied():
+                self._staleness.set_version(name, message.version)
+                self._server.on_peer_message(name)
+
+    def _open_learner(self, name: str) -> None:
+        self._learner.open(name)
+        self._fetcher.reset_requests()
+        self._learner.send(WeightsOfferRequest())
+
+    def _close_peer(self, name: str) -> None:
+        self._server.remove_peer(name)
+        self._staleness.remove(name)
+        self._learner.close(name)
 
     def _on_offer(self, offer: WeightsOffer) -> None:
         try:
-            manifests = [(decode_record(signed.body, WeightsManifest), signed) for signed in offer.manifests]
-            self.download.set_offer(offer, {manifest.form: (manifest, signed) for manifest, signed in manifests})
-            with self._lock:
-                self._pin.signer = offer.signer
-                self._check_run([manifest for manifest, _ in manifests])
-                self.index.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
-                self._announce()
-            self.download.select_patches()
-            if not self.download.awaited and not self.retention.flush.is_pending:
-                self._confirm(max((manifest.version for manifest, _ in manifests), default=NO_VERSION))
-        except WireError as error:
+            candidates = [Candidate.of(decode_record(each.body, WeightsManifest), each) for each in offer.manifests]
+            if not candidates or len({(c.manifest.run, c.manifest.version) for c in candidates}) != 1:
+                raise WireError("an offer must have the manifests of one version")
+            self._pin.signer = offer.signer
+            if self._is_complete(candidates):
+                self._confirm(candidates[0].manifest.version)
+            else:
+                self._fetcher.set_newest(candidates, offer.tables)
+        except (WireError, BlobCacheFull) as error:
             logger.error("weights.refused peer=%s: %s", self._learner.name, error)
-            self.download.clear_offer()
 
-    def _check_run(self, offered: list[WeightsManifest]) -> None:
-        """Drops the versions of an earlier run: a relay may outlive many runs.
+    def _is_complete(self, candidates: list[Candidate]) -> bool:
+        return all(candidate.id in self.catalog.versions for candidate in candidates)
 
-        A learner that has lost its newest checkpoints begins the version numbers of its run again.
-        """
-        if not offered:
-            return
-        first = offered[0]
-        stored = [m for (precision, _), (m, _) in self.index.manifests.items() if precision == first.form]
-        restarted = any(m.life < first.life and m.version >= first.version and m.digest != first.digest for m in stored)
-        if first.run == self._pin.run and not restarted:
-            return
-        if self.index.manifests:
-            logger.warning("weights.another_run version=%d: the stored versions are dropped", first.version)
-        self.index.manifests.clear()
-        self.index.patches.clear()
-        self.retention.begin_run()
-        self.download.fetcher.set_targets([])
-        self._pin.begin_run(first.run)
+    def _on_completed(self) -> None:
+        """Announces a complete version, and drops versions that it replaces."""
+        newest = next(reversed(self.catalog.versions.values())).manifest
+        if newest.run != self._run:
+            self._run = newest.run
+            self._pin.begin_run(newest.run, self._pin.signer)
+        # A learner that has lost its newest checkpoints begins the version numbers of its run again.
+        self.catalog.versions = {
+            id: version
+            for id, version in self.catalog.versions.items()
+            if version.manifest.run == newest.run
+            and (version.manifest.epoch == newest.epoch or version.manifest.version < newest.version)
+        }
+        self._saved.on_received()
+        self._announce()
+        if self._clock() >= self._next_prune_s:
+            self._prune()
 
-    def collect_patches(self) -> None:
-        """Takes over complete patches, and announces a version as soon as its patches are complete."""
-        if self._corrupt_dropped:
-            self._corrupt_dropped = False
-            self.download.select_patches()  # the learner may still have the dropped patch
-        patches = self.download.pop_completed()
-        if not patches:
+    def _select(self) -> int:
+        """The pinned version if it is complete, otherwise the newest."""
+        numbers, pinned = self.catalog.numbers(), self._pin.version(self._run)
+        return pinned if pinned in numbers else max(numbers, default=NO_VERSION)
+
+    def _announce(self) -> None:
+        """Offers the version to use to all robots if it has changed."""
+        self.version = self._select()
+        pinned = self._pin.version(self._run)
+        if pinned not in (NO_VERSION, self.version):
+            self._pin.report_ignored()
+        state = self._ids(self.version), self._pin.pinned.serial
+        if state == self._announced:
             return
-        with self._lock:
-            self.retention.add(patches)
+        self._announced = state
+        self._staleness.set_newest(self.version)
+        self._server.offer_to_all()
+
+    def _offer(self) -> WeightsOffer | None:
+        """The offer of the version to use, with a pin that names it or that allows the newest again."""
+        pin = self._pin
+        is_for_version = pin.pinned.run == self._run and pin.pinned.version in (NO_VERSION, self.version)
+        return build_offer(
+            self.catalog.of_number(self.version),
+            self.catalog.cache,
+            pin.signer,
+            pin.signed if is_for_version else None,
+        )
+
+    def _ids(self, number: int) -> list[bytes]:
+        return [version.id for version in self.catalog.of_number(number)]
+
+    def _poll_pin(self) -> None:
+        if self._pin.poll():
             self._announce()
-            if self.retention.is_prune_due:
-                self._prune()
-        if not self.download.awaited:
-            self.download.select_patches()
 
-    def _in_use(self) -> set[int]:
-        return {self.version, self._pin.version}
+    def _pinned_ids(self) -> list[bytes]:
+        """The ids of the version to use, of the newest one, of the pinned one and of the one to keep."""
+        newest = max(self.catalog.numbers(), default=NO_VERSION)
+        numbers = {self.version, newest, self._pin.version(self._run), self._saved.kept_by_order}
+        return [id for number in sorted(numbers, reverse=True) for id in self._ids(number)]
+
+    def _kept_ids(self) -> list[bytes]:
+        """The ids of the versions that stay on disk, the newest first."""
+        kept = [id for number in self._saved.kept_numbers(self.catalog.numbers()) for id in self._ids(number)]
+        return list(dict.fromkeys([*self._pinned_ids(), *kept]))
 
     def _prune(self) -> None:
-        self.poll_pin()  # before the pinned version is dropped
-        with self._lock:
-            self.retention.prune(self._in_use(), self.download.path_ids)
+        """Drops versions that no robot needs any more."""
+        self._poll_pin()  # before the pinned version is dropped
+        extra = self._server.needed_digests() | self._fetcher.needed_digests()
+        wanted = [*self._server.fetching(), *self._kept_ids()]
+        self.catalog.retain(self._pinned_ids(), wanted, MAX_RECENT_VERSIONS, extra)
+        self._next_prune_s = self._clock() + PRUNE_INTERVAL_S
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Writes the versions to disk, and confirms the newest to the learner."""
         self._prune()
-        with self._lock:
-            snapshot = self.retention.snapshot(self._in_use())
-        if self.retention.save(snapshot, self._pin.signer):
-            self._confirm(max(snapshot.complete_versions(), default=NO_VERSION))
+        versions = [self.catalog.versions[id] for id in self._kept_ids()]
+        self._saved.write(versions, self.catalog.cache, self._pin.signer)
+        self._confirm(max((version.manifest.version for version in versions), default=NO_VERSION))
 
     def _confirm(self, version: int) -> None:
         """Confirms a stored version to the learner, also repeatedly: an earlier confirmation may be lost."""
-        if version in self.index.complete_versions():
+        if self._saved.has(version):
             self._learner.confirm(version)
+
+
+class WeightsRouter:
+    """One `WeightsDistributor` for each learner; it starts when the learner connects, and at later gateway starts.
+
+    A robot without a spec gets the first learner's weights; a robot whose embodiment has no learner gets none; a relay
+    gets all of them. Its public methods never block, except `close`, and any thread may call them.
+    """
+
+    def __init__(self, folder: Path, send: SendMessage, kept: int, robots: Callable[[], list[Peer]]) -> None:
+        """`robots` lists the connected robots. Raises OSError."""
+        self._folder, self._send, self._kept, self._robots = folder, send, kept, robots
+        self._lock = threading.RLock()
+        self._running = False
+        self._distributors: dict[str, WeightsDistributor] = {}  # by learner
+        self._embodiments: dict[str, str] = {}  # by learner
+        self._learner_by_peer: dict[str, str] = {}
+        self._learner_by_relayed_robot: dict[str, str] = {}  # robots that get their weights from a relay
+        self._relays: set[str] = set()
+        self._open(LEARNER)
+        for learner_dir in sorted(folder.glob(f"{LEARNER}-*/")):
+            self._open(learner_dir.name)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure of a distributor, or None."""
+        return next((each.failure for each in self._all() if each.failure is not None), None)
+
+    @property
+    def started(self) -> bool:
+        return self._running
+
+    def start(self) -> None:
+        with self._lock:
+            self._running = True
+            for distributor in self._distributors.values():
+                distributor.start()
+
+    def close(self) -> None:
+        """See `WeightsDistributor.close`."""
+        for distributor in self._all():
+            distributor.close()
+
+    def scalars(self) -> dict[str, float]:
+        """The metrics of the first learner, and those of the others under ``<learner>/``."""
+        with self._lock:
+            distributors = dict(self._distributors)
+        first = distributors.pop(LEARNER).scalars()
+        others = {
+            f"{name}/{key}": value for name, each in distributors.items() for key, value in each.scalars().items()
+        }
+        return first | others
+
+    def distributor(self, learner: str) -> WeightsDistributor:
+        """The distributor of a learner. Raises KeyError if the learner was never connected."""
+        with self._lock:
+            return self._distributors[learner]
+
+    def learners_with_weights(self) -> set[str]:
+        """The learners with at least one stored version."""
+        with self._lock:
+            return {name for name, each in self._distributors.items() if each.version != NO_VERSION}
+
+    def learner_of(self, version: bytes) -> str:
+        """The learner whose version of this id is being fetched, or ""."""
+        with self._lock:
+            return next((name for name, each in self._distributors.items() if each.is_fetching(version)), "")
+
+    def poll_pin(self) -> None:
+        for distributor in self._all():
+            distributor.poll_pin()
+
+    def on_peer_opened(self, peer: Peer) -> None:
+        """A learner, a robot or a relay has connected."""
+        if peer.role == "learner":
+            self.on_learner_opened(peer.name, "" if peer.spec is None else peer.spec.embodiment)
+        elif peer.role == "relay":
+            with self._lock:
+                self._relays.add(peer.name)
+                for distributor in self._distributors.values():
+                    distributor.on_robot_opened(peer.name)
+        elif not peer.via:
+            self._assign(peer)
+        else:
+            self._assign_relayed(peer)
+
+    def on_peer_closed(self, name: str) -> None:
+        with self._lock:
+            if name in self._relays:
+                self._relays.discard(name)
+                for distributor in self._distributors.values():
+                    distributor.on_peer_closed(name)
+            learner = self._learner_by_peer.pop(name, self._learner_by_relayed_robot.pop(name, ""))
+            assigned = self._distributors.get(learner)
+        if assigned is not None:
+            assigned.on_peer_closed(name)
+
+    def on_message(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
+        """A message of the weights channel from the peer called `name`."""
+        is_report = isinstance(message, WeightsApplied)
+        with self._lock:
+            relayed = self._learner_by_relayed_robot.get(name, "") if is_report else ""
+            distributor = self._distributors.get(self._learner_by_peer.get(name, relayed))
+            if name in self._relays and isinstance(message, WeightsRequest):
+                holders = (each for each in self._distributors.values() if each.has_version(message.version))
+                distributor = next(holders, None)
+        if distributor is None and name in self._relays and isinstance(message, WeightsRequest):
+            self._send(name, WeightsGone(version=message.version), None)
+        elif distributor is None and not is_report:
+            logger.info("weights.no_learner peer=%s", name)
+        if distributor is not None:
+            distributor.on_message(name, message, payload)
+
+    def on_learner_opened(self, name: str, embodiment: str) -> None:
+        """A learner has connected, or a relay speaks for it. `embodiment` may be empty."""
+        with self._lock:
+            if name not in self._distributors and len(self._distributors) >= MAX_LEARNERS:
+                logger.error("weights.too_many_learners name=%s: the limit is %d", name, MAX_LEARNERS)
+                return
+            distributor = self._distributors.get(name) or self._open(name)
+            self._learner_by_peer[name] = name
+            if embodiment:
+                self._set_embodiment(name, embodiment)
+            distributor.on_learner_opened(name)
+        for robot in self._robots():
+            if robot.via:
+                self._assign_relayed(robot)
+            elif self._learner_by_peer.get(robot.name) != self._learner_for(robot):
+                self._assign(robot)
+
+    def set_pin(self, learner: str, pin: SignedRecord) -> None:
+        """Pins a version for the robots of a learner. Raises OSError."""
+        VersionStore(learner_folder(self._folder, learner)).set_pin(pin)
+        self.poll_pin()
+
+    def _open(self, name: str) -> WeightsDistributor:
+        folder = learner_folder(self._folder, name)
+        store, send = VersionStore(folder), partial(self._send_for, name)
+        distributor = self._distributors[name] = WeightsDistributor(store, send, self._kept)
+        file = folder / EMBODIMENT_FILE
+        self._embodiments[name] = file.read_text() if file.exists() else ""
+        if self._running:
+            distributor.start()
+        for relay in self._relays:
+            distributor.on_robot_opened(relay)
+        return distributor
+
+    def _send_for(self, learner: str, peer: str, message: AnyMessage, payload: Payload | None) -> bool:
+        """Sends a message of a learner's distributor. Offers to relays name the learner and its embodiment."""
+        if isinstance(message, WeightsOffer) and peer in self._relays:
+            message = replace(message, learner=learner, embodiment=self._embodiments[learner])
+        return self._send(peer, message, payload)
+
+    def _set_embodiment(self, name: str, embodiment: str) -> None:
+        if self._embodiments[name] == embodiment:
+            return
+        self._embodiments[name] = embodiment
+        try:
+            replace_durably(learner_folder(self._folder, name) / EMBODIMENT_FILE, embodiment.encode())
+        except OSError as error:  # the learner repeats it when it connects again
+            logger.error("weights.embodiment_write_failed learner=%s: %s", name, error)
+
+    def _assign(self, peer: Peer) -> None:
+        with self._lock:
+            name = self._learner_for(peer)
+            former = self._distributors.get(self._learner_by_peer.pop(peer.name, ""))
+            distributor = None if name is None else self._distributors[name]
+            if name is not None:
+                self._learner_by_peer[peer.name] = name
+        if former is not None and former is not distributor:
+            former.on_peer_closed(peer.name)
+        if distributor is not None:
+            distributor.on_robot_opened(peer.name)
+
+    def _assign_relayed(self, peer: Peer) -> None:
+        """Assigns a robot that gets its weights from a relay: its learner waits for it too."""
+        with self._lock:
+            former, name = self._learner_by_relayed_robot.pop(peer.name, None), self._learner_for(peer)
+            if name is not None:
+                self._learner_by_relayed_robot[peer.name] = name
+        if former is not None and former != name:
+            self._distributors[former].on_peer_closed(peer.name)
+
+    def _learner_for(self, peer: Peer) -> str | None:
+        if peer.spec is None:
+            return LEARNER
+        embodiment = peer.spec.embodiment
+        found = next((name for name, each in self._embodiments.items() if each == embodiment), None)
+        return LEARNER if found is None and not self._embodiments[LEARNER] else found
+
+    def _all(self) -> Iterator[WeightsDistributor]:
+        with self._lock:
+            distributors = list(self._distributors.values())
+        yield from distributors

@@ -1,10 +1,11 @@
-"""``python -m user_sys.inference``: a policy server, which runs the policies of a site's robots.
+"""``python -m user_sys.inference [CONFIG.yaml] [--KEY=VALUE ...]``: a policy server, which acts for a site's robots.
 
 A run with ``policy.location: server`` starts one itself. Start one by hand at each site whose robots connect with
-``user-sys edge``:
+``user-sys edge``; the gateway must allow its key:
 
     user-sys keys new policy
-    python -m user_sys.inference --listen tcp://0.0.0.0:5557 --keys keys
+    user-sys keys allow policy --role policy --public=KEY          # at the gateway
+    python -m user_sys.inference --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
 
 It admits the robots of the folder's keyring (`user-sys keys allow`). It keeps weights in memory only, so it may be
 killed at any time.
@@ -12,27 +13,61 @@ killed at any time.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
+import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from blake3 import blake3
 
 from hal.discovery import probe_gpus
 from hal.durable import replace_durably
 from hal.errors import HalError
 from hal.resource import local_node
+from hal.settings import Count
 from hal.signals import stop_on_signals
-from user_sys.compose import Device, policy_factory
+from user_sys.compose import Device, PolicyConfig, make_policy
+from user_sys.config import load
 from user_sys.errors import ConfigError, UserSysError
-from user_sys.inference.policy_server import PolicyServer
-from user_sys.inference.protocol import POLICY_NODE
+from user_sys.inference.live_policy import LivePolicy
+from user_sys.inference.policy_server import OpenPolicy, PolicyServer
+from user_sys.inference.protocol import POLICY_NODE, PolicyDescription, encode_description
 from user_sys.logs import configure_logging
-from user_sys.tunnel.endpoint import check_listen_endpoint
-from user_sys.tunnel.keys import Keyring, load_keypair
+from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, load_public_key
+from user_sys.tunnel.limits import TunnelLimits, check_listen_endpoint
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
 
 log = logging.getLogger("user_sys.inference")
+
+
+@dataclass(frozen=True)
+class PolicyServerConfig:
+    """The settings of a policy server.
+
+    Attributes:
+        listen: tcp://ADDRESS:PORT; port 0 takes a free one.
+        gateway: from which the weights come.
+        keys: folder with ``policy.key``, ``gateway.pub`` and the admitted robots' keys.
+        device: auto: a GPU if there is one.
+        threads: CPU threads of torch; 1 leaves the rest of a small computer to the learner.
+        announce: file to write the address to, once it listens; empty for none.
+    """
+
+    listen: str = "tcp://127.0.0.1:5557"
+    gateway: str = "tcp://127.0.0.1:5555"
+    keys: Path = Path("keys")
+    device: Device = "auto"
+    threads: Count = 1
+    announce: str = ""
+    weights: ReceiverConfig = field(default_factory=ReceiverConfig)
+    tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
 
 def select_device(requested: Device) -> str:
@@ -44,7 +79,7 @@ def select_device(requested: Device) -> str:
     if requested == "cpu" or (requested == "auto" and not any(True for _ in probe_gpus())):
         return "cpu"
     if importlib.util.find_spec("torch") is not None:
-        from user_sys.policies.mlp_torch import warm_up_gpu
+        from user_sys.policies.mlp import warm_up_gpu
 
         if warm_up_gpu():
             return "cuda"
@@ -55,29 +90,68 @@ def select_device(requested: Device) -> str:
     return "cpu"
 
 
-def main(argv: list[str] | None = None) -> int:
+def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
+    """The function that opens a policy, which receives weights through a tunnel of its own.
+
+    Raises:
+        ConfigError: there is no such device.
+        RunError: a key is missing.
+    """
+    keys = load_keypair(config.keys / f"{POLICY_NODE}.key")
+    gateway_key = load_public_key(config.keys / f"{GATEWAY_NAME}.pub")
+    device = select_device(config.device)
+
+    @contextmanager
+    def open_policy(description: PolicyDescription) -> Iterator[LivePolicy]:
+        digest = blake3(encode_description(description))
+        name, spec = f"{POLICY_NODE}-{digest.hexdigest(length=4)}", description.spec
+        config_of_policy = PolicyConfig(
+            kind=description.kind, options=description.options, features=description.features
+        )
+        seed = int.from_bytes(digest.digest(length=4))
+        hello = Hello(protocol=PROTOCOL_VERSION, role="policy", name=name, spec=spec)
+        first = make_policy(config_of_policy, spec, seed, device)
+        with (
+            TunnelClient(config.gateway, keys, gateway_key, hello, limits=config.tunnel) as client,
+            LivePolicy(
+                DoubleBufferedPolicy(first.copy),
+                client,
+                name,
+                config.weights,
+                config.keys,
+                None,
+            ) as policy,
+        ):
+            yield policy
+
+    return open_policy
+
+
+def main(argv: list[str]) -> int:
     """Serves until SIGTERM or Ctrl-C. Returns 2, after a line in the log, if it cannot."""
-    parser = argparse.ArgumentParser(prog="python -m user_sys.inference", description="the policies of a site's robots")
-    parser.add_argument("--listen", default="tcp://127.0.0.1:5557", help="tcp://ADDRESS:PORT; port 0: a free one")
-    parser.add_argument(
-        "--keys", type=Path, default=Path("keys"), help="the folder with policy.key and the admitted robots' keys"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument("--announce", type=Path, metavar="FILE", help="file to write the address to, once it listens")
-    args = parser.parse_args(argv)
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(f"{__doc__}\n{PolicyServerConfig.__doc__}\n")
+        return 0
     configure_logging()
     stop = threading.Event()
     stop_on_signals(stop)
-
-    def on_listening(endpoint: str) -> None:
-        if args.announce is not None:
-            replace_durably(args.announce, endpoint.encode())
-
     try:
-        check_listen_endpoint(args.listen)
-        device = select_device(args.device)
-        keys = load_keypair(args.keys / f"{POLICY_NODE}.key")
-        PolicyServer(args.listen, keys, Keyring(args.keys), policy_factory(device), device).run(stop, on_listening)
+        path = Path(argv[0]) if argv and not argv[0].startswith("--") else None
+        config = load(PolicyServerConfig, path, argv[1:] if path else argv)
+        check_listen_endpoint(config.listen)
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # `TorchPolicy` reads it
+        server = PolicyServer(
+            config.listen,
+            load_keypair(config.keys / f"{POLICY_NODE}.key"),
+            Keyring(config.keys),
+            policy_opener(config),
+        )
+
+        def announce(endpoint: str) -> None:
+            if config.announce:
+                replace_durably(Path(config.announce), endpoint.encode())
+
+        server.run(stop, announce)
     except (UserSysError, HalError, OSError) as error:
         log.error("policy.failed %s: %s", type(error).__name__, error)
         return 2
@@ -85,4 +159,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hal.spec import RobotSpec
 from user_sys.codec import Array
@@ -23,14 +24,15 @@ from user_sys.episode import (
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, frame_size, frames_of
 from user_sys.robot_records import robot_records_of_store
-from user_sys.store.index import LABELLED_COLUMNS, EpisodeSummary
+from user_sys.store.index import LABELLED_COLUMNS, EpisodeSummary, newest_trim
+from user_sys.store.labels import effective_labels
 from user_sys.store.store import StoreReader
 
 UNFINISHED_SUFFIX = ".unfinished"  # of an exported file until it is complete
 
 
 class ControlledBy(enum.StrEnum):
-    """Who controlled an episode, by its steps' phases. TELEOP and CORRECTION mean a person or the scripted expert."""
+    """Who controlled an episode, by its steps' phases. All but POLICY mean a person or the scripted expert."""
 
     POLICY = "policy"
     PERSON = "person"
@@ -104,13 +106,44 @@ class StoredEpisode:
     def steps(self) -> int:
         return sum(self.chunk_steps)
 
+    def part(self, first: int, end: int) -> StoredEpisode:
+        """The steps from `first` to before `end`. The observation of step `end`, if it exists, becomes the final one.
+
+        The first step has each camera's newest earlier frame. Times, identity and outcome are those of the episode.
+        """
+        rows, ends = slice(first, end), np.cumsum(self.chunk_steps)
+        kept = np.minimum(ends, end) - np.maximum(ends - self.chunk_steps, first)
+        frames = {name: each[rows] for name, each in self.frames.items()}
+        for name, each in frames.items():
+            each[0] = next((frame for frame in reversed(self.frames[name][: first + 1]) if frame is not None), None)
+        final = self.final
+        if end < self.steps:
+            final = {name: column[end] for name, column in self.columns.items() if name.startswith("observation.")}
+            shown = {name: each[end] for name, each in self.frames.items()}
+            final |= {
+                n: np.frombuffer(f, np.uint8) if isinstance(f, bytes) else f for n, f in shown.items() if f is not None
+            }
+        outcome = self.header.end
+        return StoredEpisode(
+            header=replace(self.header, end=None if outcome is None else replace(outcome, steps=end - first)),
+            chunk_steps=tuple(int(steps) for steps in kept if steps > 0),
+            columns={name: column[rows] for name, column in self.columns.items()},
+            final=final,
+            frames=frames,
+            captured_ns={name: times[rows] for name, times in self.captured_ns.items()},
+        )
+
 
 class EpisodeReader:
-    """The labelled episodes of a store as of construction. Not thread-safe."""
+    """The labelled episodes of a store as of construction. Not thread-safe.
 
-    def __init__(self, store: StoreReader) -> None:
+    Args:
+        trimmed: episodes have only the steps that their trims keep.
+    """
+
+    def __init__(self, store: StoreReader, trimmed: bool = False) -> None:
         store.refresh()
-        self._store, self._index = store, store.index
+        self._store, self._index, self._trimmed = store, store.index, trimmed
         chunks = self._index.chunks
         self._order = np.lexsort((chunks.index, chunks.episode))
         self._starts = np.searchsorted(chunks.episode[self._order], np.arange(len(self._index.episodes) + 1))
@@ -134,7 +167,8 @@ class EpisodeReader:
 
     def steps(self, episode: str) -> int:
         """Number of steps that `read` returns."""
-        return int(self._index.chunks.steps[self._complete_chunks(episode)].sum())
+        first, end = self._kept(episode, int(self._index.chunks.steps[self._complete_chunks(episode)].sum()))
+        return max(0, end - first)
 
     def sentence(self, episode: str) -> str:
         """The episode's instruction, or the task's name without one."""
@@ -164,7 +198,7 @@ class EpisodeReader:
         return StepLayout(columns, tuple((name, *size) for name, size in sorted(cameras.items())))
 
     def read(self, episode: str) -> StoredEpisode:
-        """All of `episode` up to its first missing chunk.
+        """All of `episode` up to its first missing chunk, or what its trim keeps of that.
 
         Raises:
             DataSetError: its chunks have different columns.
@@ -177,7 +211,7 @@ class EpisodeReader:
         if any(chunk.columns.keys() != chunks[0].columns.keys() for chunk in chunks):
             raise DataSetError(f"episode {episode}: its chunks have different columns, which a dataset cannot store")
         columns = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
-        return StoredEpisode(
+        whole = StoredEpisode(
             header=chunks[-1].header,
             chunk_steps=tuple(chunk.header.steps for chunk in chunks),
             columns=columns | self._labelled(rows, columns),
@@ -187,6 +221,13 @@ class EpisodeReader:
                 n: np.concatenate([chunk.columns[n + CAPTURE_TIME_SUFFIX] for chunk in chunks]) for n in cameras
             },
         )
+        kept = self._kept(episode, whole.steps)
+        return whole if kept == (0, whole.steps) else whole.part(*kept)
+
+    def _kept(self, episode: str, steps: int) -> tuple[int, int]:
+        """The first step, and the one after the last, of so many recorded ones."""
+        trim = newest_trim(effective_labels(self._index.labels(episode))) if self._trimmed else None
+        return (0, steps) if trim is None else (trim.first_step, min(steps, trim.first_step + trim.steps))
 
     def _labelled(self, chunk_rows: Array, columns: Mapping[str, Array]) -> dict[str, Array]:
         """The columns that labels may have changed."""
@@ -216,7 +257,7 @@ def is_camera(name: str) -> bool:
 
 
 def load_robot_specs(store: Path) -> dict[str, RobotSpec]:
-    """Robot specs stored beside `store`, by embodiment."""
+    """Robot specs stored next to `store`, by embodiment."""
     return {card.spec.embodiment: card.spec for card in robot_records_of_store(store)}
 
 

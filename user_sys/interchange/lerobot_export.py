@@ -1,8 +1,8 @@
-"""Exports a store as LeRobot datasets, one per embodiment.
+"""Exports a store as LeRobot datasets, one per embodiment and layout of steps.
 
-The plan (`ExportPlan`) is written first and assigns episodes to files. Each file is written under a temporary name
-and renamed, its rows of the episodes table last. A killed export continues after the last whole file and ends with
-the same bytes. ``meta/info.json`` is written last; readers refuse a dataset without it.
+Statistics are exact but for quantiles of several episodes, which are count-weighted means, as in LeRobot.
+``meta/info.json`` is written last, when all other files are durable; readers refuse a dataset without it. A broken
+export is deleted and started again.
 """
 
 from __future__ import annotations
@@ -10,29 +10,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hal.decode_errors import DECODE_ERRORS
 from hal.durable import replace_durably, sync_folder
 from hal.spec import RobotSpec
 from user_sys.codec import Array
 from user_sys.errors import DataSetError
-from user_sys.interchange import statistics
-from user_sys.interchange.episodes import (
-    UNFINISHED_SUFFIX,
-    EpisodeFilter,
-    EpisodeReader,
-    StepLayout,
-    StoredEpisode,
-    load_robot_specs,
-)
+from user_sys.interchange.episodes import EpisodeReader, StepLayout, StoredEpisode, is_camera
 from user_sys.interchange.frames import Frame, decode_frame, encode_png
 from user_sys.interchange.lerobot_format import (
     DATA_FILE_MB,
@@ -54,17 +45,19 @@ from user_sys.interchange.lerobot_format import (
     VIDEO_PATH,
     DatasetFeature,
     DatasetInfo,
+    VideoWriter,
     capture_feature,
     features_of,
     file_path,
 )
-from user_sys.interchange.statistics import STATISTIC_NAMES, RunningStatistics
-from user_sys.interchange.video import ENCODERS, VideoWriter
 from user_sys.store.index import EpisodeSummary
-from user_sys.store.store import StoreReader
 
-ROWS_HELD = 64  # of the episodes table, written together
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+STATISTIC_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
+MAX_FRAMES = 24  # of an episode, for its statistics
+MAX_PIXELS = 96  # per side of such a frame
 
+Statistics = Mapping[str, Array]
 
 _USER_COLUMNS = {
     "episode": pa.string(),
@@ -78,86 +71,249 @@ _USER_COLUMNS = {
     "reward_source": pa.string(),
     "chunk_steps": pa.list_(pa.int64()),
 }
-PLAN = "export.json"
 
 
-def statistics_name(feature: str, statistic: str) -> str:
-    """Column of the episodes table with that statistic."""
-    return f"stats/{feature}/{statistic}"
+def column_statistics(column: Array) -> Statistics | None:
+    """Of a column (T, d) or (T,); None if a value is not finite, such as a missing log-probability."""
+    values = np.ascontiguousarray(column.reshape(len(column), -1).T, np.float64)  # contiguous sums
+    if not np.isfinite(values).all():
+        return None
+    quantiles = np.quantile(values, list(QUANTILES.values()), axis=1)
+    return {
+        "min": values.min(axis=1),
+        "max": values.max(axis=1),
+        "mean": values.mean(axis=1),
+        "std": values.std(axis=1),
+        "count": np.array([len(column)]),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+    }
 
 
-class DatasetFileWriter:
-    """Writes file number `number` of a dataset; the file gets its name when the context exits without an error."""
+def frame_statistics(frames: Sequence[Frame]) -> Statistics:
+    """Of evenly spaced, subsampled `frames`; needs at least one."""
+    chosen = np.unique(np.linspace(0, len(frames) - 1, MAX_FRAMES).round().astype(int))
+    thinned = []
+    for number in chosen:
+        picture = decode_frame(frames[number])
+        stride = -(-max(picture.shape[:2]) // MAX_PIXELS)
+        thinned.append(picture[::stride, ::stride].reshape(-1, 3))
+    statistics = column_statistics(np.concatenate(thinned))
+    assert statistics is not None  # bytes are finite
+    shaped = {name: (value / 255.0).reshape(3, 1, 1) for name, value in statistics.items() if name != "count"}
+    return {**shaped, "count": np.array([len(chosen)])}
 
-    def __init__(
-        self,
-        root: Path,
-        number: int,
-        features: Mapping[str, DatasetFeature],
-        tasks: Sequence[str],
-        fps: float,
-        codec: str | None,
-    ) -> None:
-        self._root, self._number, self._features, self._fps = root, number, features, fps
-        self._task_index = {task: index for index, task in enumerate(tasks)}
-        self._data = root / file_path(DATA_PATH, number)
-        self._episodes = root / file_path(EPISODES_PATH, number)
-        self._schema = data_schema(features)
-        self._rows: list[dict[str, object]] = []
-        self._episode = self._row = self._video_steps = 0
-        _unfinished_path(self._data).parent.mkdir(parents=True, exist_ok=True)
-        texts = [name for name, feature in features.items() if feature.dtype == "string"]
-        self._writer = pq.ParquetWriter(_unfinished_path(self._data), self._schema, use_dictionary=texts)
-        self._episodes.parent.mkdir(parents=True, exist_ok=True)
-        self._episodes_schema = episodes_schema(features)
-        self._episodes_writer = pq.ParquetWriter(_unfinished_path(self._episodes), self._episodes_schema)
+
+def merged(one: Statistics | None, other: Statistics) -> Statistics:
+    """Statistics of both parts together; `one` may be missing.
+
+    Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
+    """
+    if one is None:
+        return other
+    count = one["count"] + other["count"]
+    share = other["count"][0] / count[0]
+    away = other["mean"] - one["mean"]
+    variance = one["std"] ** 2 * (1 - share) + other["std"] ** 2 * share + away**2 * share * (1 - share)
+    return {
+        "min": np.minimum(one["min"], other["min"]),
+        "max": np.maximum(one["max"], other["max"]),
+        "mean": one["mean"] + away * share,
+        "std": np.sqrt(variance),
+        "count": count,
+        **{name: one[name] + (other[name] - one[name]) * share for name in QUANTILES},
+    }
+
+
+@dataclass(frozen=True)
+class DatasetPlan:
+    """One dataset: `files` are lists of its episodes in order.
+
+    Attributes:
+        folder: its path in the output; empty for a single dataset.
+        video: store frames as video, otherwise as images (JPEG files unchanged, raw frames as PNG).
+    """
+
+    folder: str
+    embodiment: str
+    robot_type: str | None
+    fps: float
+    video: bool
+    features: dict[str, DatasetFeature]
+    tasks: list[str]
+    files: list[list[str]]
+    steps: int
+
+    @property
+    def episodes(self) -> int:
+        return sum(map(len, self.files))
+
+
+def plan_export(
+    reader: EpisodeReader,
+    episodes: Iterable[EpisodeSummary],
+    specs: Mapping[str, RobotSpec],
+    *,
+    video: bool = False,
+    fps: float | None = None,
+    file_mb: float = DATA_FILE_MB,
+) -> list[DatasetPlan]:
+    """Divides episodes into datasets of one embodiment and layout, and these into files.
+
+    Args:
+        specs: by embodiment; they give names and rates.
+        fps: control rate in Hz; None takes it from the specs or, without these, from the recorded times.
+        file_mb: approximate size of the experience per file.
+
+    Raises:
+        DataSetError: a column has no place in the format.
+    """
+    groups: dict[tuple[str, StepLayout], list[EpisodeSummary]] = {}
+    for episode in episodes:
+        groups.setdefault((episode.embodiment, reader.layout(episode.episode)), []).append(episode)
+    plans, names = [], list[str]()
+    for (embodiment, layout), group in groups.items():
+        spec = specs.get(embodiment)
+        rate = fps or (spec.rate_hz if spec else _recorded_rate(reader, group[0].episode))
+        names.append(embodiment)
+        number = names.count(embodiment)
+        plan = DatasetPlan(
+            folder="" if len(groups) == 1 else embodiment if number == 1 else f"{embodiment}-{number}",
+            embodiment=embodiment,
+            robot_type=spec.model if spec else None,
+            fps=float(rate),
+            video=video,
+            features=features_of(layout, video, rate, spec),
+            tasks=list(dict.fromkeys(reader.sentence(episode.episode) for episode in group)),
+            files=list(_files(group, file_mb * 1e6)),
+            steps=sum(reader.steps(episode.episode) for episode in group),
+        )
+        plans.append(plan)
+    return plans
+
+
+def _recorded_rate(reader: EpisodeReader, episode: str) -> float:
+    """Steps per second by capture times, rounded to integers; 1 if unknown."""
+    times = reader.read(episode).columns.get("t_capture_ns")
+    if times is None or len(times) < 2:
+        return 1.0
+    period_ns = float(np.median(np.diff(times)))
+    return max(1.0, round(1e9 / period_ns)) if period_ns > 0 else 1.0
+
+
+def _files(episodes: Sequence[EpisodeSummary], file_bytes: float) -> Iterator[list[str]]:
+    names: list[str] = []
+    held = 0
+    for episode in episodes:
+        if names and held + episode.size_bytes > file_bytes:
+            yield names
+            names, held = [], 0
+        names.append(episode.episode)
+        held += episode.size_bytes
+    yield names
+
+
+def export_lerobot(
+    reader: EpisodeReader, plans: Sequence[DatasetPlan], output: Path, advance: Callable[[int], object]
+) -> None:
+    """Writes the datasets into `output`; holds at most one episode in memory.
+
+    `advance` is called with the number of steps of each finished episode.
+
+    Raises:
+        DataSetError: `output` is not empty, or an episode does not fit.
+        StoreError: the store cannot be read. OSError: the output cannot be written.
+    """
+    if output.exists() and any(output.iterdir()):
+        raise DataSetError(f"{output} is not empty; remove it, or choose another --output")
+    for plan in plans:
+        writer = _DatasetWriter(output / plan.folder, plan)
+        for number, names in enumerate(plan.files):
+            with _FileWriter(writer, number) as file:
+                for name in names:
+                    episode = reader.read(name)
+                    file.add(episode)
+                    advance(episode.steps)
+        writer.finish()
+
+
+class _DatasetWriter:
+    """One dataset: its counters and the statistics of its features."""
+
+    def __init__(self, root: Path, plan: DatasetPlan) -> None:
+        self.root, self.plan = root, plan
+        self.episodes = self.rows = 0
+        self._statistics: dict[str, Statistics] = {}
+
+    def add_statistics(self, found: Mapping[str, Statistics | None]) -> None:
+        for name, each in found.items():
+            if each is not None:
+                self._statistics[name] = merged(self._statistics.get(name), each)
+
+    def finish(self) -> None:
+        """Writes statistics and tasks, and ``meta/info.json`` last."""
+        plan = self.plan
+        stats = {name: {key: v.tolist() for key, v in each.items()} for name, each in self._statistics.items()}
+        replace_durably(self.root / STATS, json.dumps(stats, indent=1).encode())
+        sink = pa.BufferOutputStream()
+        pq.write_table(_tasks(plan.tasks), sink)
+        replace_durably(self.root / TASKS, sink.getvalue().to_pybytes())
+        info = DatasetInfo(
+            codebase_version=LEROBOT_VERSION,
+            robot_type=plan.robot_type,
+            fps=int(plan.fps) if plan.fps.is_integer() else plan.fps,
+            features=plan.features,
+            total_episodes=plan.episodes,
+            total_frames=plan.steps,
+            total_tasks=len(plan.tasks),
+            splits={"train": f"0:{plan.episodes}"},
+        )
+        fields = msgspec.to_builtins(info)
+        for feature in fields["features"].values():
+            feature.setdefault("names", None)  # LeRobot requires the key
+        if not plan.video:
+            fields["video_path"] = None
+        replace_durably(self.root / INFO, json.dumps(fields, indent=1).encode())
+
+
+class _FileWriter:
+    """Writes file number `number` of a dataset; it is durable when the context exits without an error."""
+
+    def __init__(self, dataset: _DatasetWriter, number: int) -> None:
+        self._dataset, self._number, self._plan = dataset, number, dataset.plan
+        self._features, self._fps = dataset.plan.features, dataset.plan.fps
+        self._episodes: list[dict[str, object]] = []
+        self._video_steps = 0
+        self._paths: list[Path] = []
+        self._schema = data_schema(self._features)
+        texts = [name for name, feature in self._features.items() if feature.dtype == "string"]
+        self._writer = pq.ParquetWriter(self._path(DATA_PATH), self._schema, use_dictionary=texts)
         self._videos = {
-            name: self._open_video(name, each, codec) for name, each in features.items() if codec and each.is_visual
+            name: VideoWriter(self._path(VIDEO_PATH, name), each.shape[0], each.shape[1], self._fps)
+            for name, each in self._features.items()
+            if self._plan.video and each.is_visual
         }
 
-    def _open_video(self, name: str, feature: DatasetFeature, codec: str) -> VideoWriter:
-        path = _unfinished_path(self._video_path(name))
+    def _path(self, template: str, feature: str = "") -> Path:
+        path = self._dataset.root / file_path(template, self._number, feature)
         path.parent.mkdir(parents=True, exist_ok=True)
-        height, width, _ = feature.shape
-        return VideoWriter(path, height, width, self._fps, codec)
+        self._paths.append(path)
+        return path
 
-    def _video_path(self, name: str) -> Path:
-        return self._root / file_path(VIDEO_PATH, self._number, name)
-
-    def start(self, episode: int, row: int) -> None:
-        """Sets the dataset numbers of the file's first episode and first step."""
-        self._episode, self._row = episode, row
-
-    def add(self, episode: StoredEpisode, steps: int) -> None:
-        """Adds a whole episode of `steps` steps.
-
-        Raises:
-            DataSetError: the number of steps or a frame size differs.
-        """
-        if episode.steps != steps:
-            raise DataSetError(
-                f"episode {episode.header.episode} has {episode.steps} steps, not {steps} as planned; export again"
-            )
+    def add(self, episode: StoredEpisode) -> None:
+        """Adds a whole episode. Raises DataSetError: a frame has another size."""
         columns = self._numeric(episode)
         self._writer.write_table(self._table(episode, columns))
-        stats = {name: statistics.column_statistics(column) for name, column in columns.items()}
+        stats = {name: column_statistics(column) for name, column in columns.items()}
         for name, frames in _displayed_frames(episode, self._features):
-            stats[name] = statistics.frame_statistics(
-                [frame for frame in episode.frames[name] if frame is not None] or frames
-            )
+            stats[name] = frame_statistics([frame for frame in episode.frames[name] if frame is not None] or frames)
             if name in self._videos:
                 for frame in frames:
                     self._videos[name].write(decode_frame(frame))
-        self._rows.append(self._episode_row(episode) | _flat_statistics(stats))
-        if len(self._rows) == ROWS_HELD:
-            self._write_rows()
-        self._episode += 1
-        self._row += steps
-        self._video_steps += steps
-
-    def _write_rows(self) -> None:
-        self._episodes_writer.write_table(pa.Table.from_pylist(self._rows, self._episodes_schema))
-        self._rows = []
+        self._dataset.add_statistics(stats)
+        self._episodes.append(self._episode_row(episode) | _flat_statistics(stats))
+        self._dataset.episodes += 1
+        self._dataset.rows += episode.steps
+        self._video_steps += episode.steps
 
     def _numeric(self, episode: StoredEpisode) -> dict[str, Array]:
         header, steps = episode.header, episode.steps
@@ -165,9 +321,9 @@ class DatasetFileWriter:
         counters: dict[str, Array] = {
             "timestamp": (frame_index / self._fps).astype(np.float32),
             "frame_index": frame_index,
-            "episode_index": np.full(steps, self._episode),
-            "index": self._row + frame_index,
-            "task_index": np.full(steps, self._task_index[header.sentence or header.task]),
+            "episode_index": np.full(steps, self._dataset.episodes),
+            "index": self._dataset.rows + frame_index,
+            "task_index": np.full(steps, self._plan.tasks.index(header.sentence or header.task)),
         }
         last = frame_index == steps - 1
         never = np.zeros(steps, bool)
@@ -188,16 +344,16 @@ class DatasetFileWriter:
         return pa.table({name: arrays[name] for name in self._schema.names}, schema=self._schema)
 
     def _episode_row(self, episode: StoredEpisode) -> dict[str, object]:
-        header = episode.header
+        header, first = episode.header, self._dataset.rows
         chunk, file = divmod(self._number, FILES_PER_CHUNK)
         row: dict[str, object] = {
-            "episode_index": self._episode,
+            "episode_index": self._dataset.episodes,
             "tasks": [header.sentence or header.task],
             "length": episode.steps,
             "data/chunk_index": chunk,
             "data/file_index": file,
-            "dataset_from_index": self._row,
-            "dataset_to_index": self._row + episode.steps,
+            "dataset_from_index": first,
+            "dataset_to_index": first + episode.steps,
             "meta/episodes/chunk_index": chunk,
             "meta/episodes/file_index": file,
         }
@@ -207,24 +363,20 @@ class DatasetFileWriter:
             row[f"videos/{name}/to_timestamp"] = (self._video_steps + episode.steps) / self._fps
         return row | _user_columns(episode)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> _FileWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None and self._rows:
-            self._write_rows()
+    def __exit__(self, *error: object) -> None:
         self._writer.close()
-        self._episodes_writer.close()
         for video in self._videos.values():
-            video.close() if error is None else video.abort()
-        if error is None:
-            self._finish_files()
-
-    def _finish_files(self) -> None:
-        """Renames all files, the episodes table last: its existence shows that the others are whole."""
-        for path in (self._data, *map(self._video_path, self._videos)):
-            _finish_file(path)
-        _finish_file(self._episodes)
+            video.close() if error[0] is None else video.abort()
+        if error[0] is None:
+            table = pa.Table.from_pylist(self._episodes, episodes_schema(self._features))
+            pq.write_table(table, self._path(EPISODES_PATH))
+            for path in self._paths:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                sync_folder(path.parent)
 
 
 def data_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
@@ -285,15 +437,22 @@ def _user_columns(episode: StoredEpisode) -> dict[str, object]:
         "reward_source": end.reward_source if end else "",
         "chunk_steps": list(episode.chunk_steps),
     }
-    final = {FINAL_PREFIX + name: value.tolist() for name, value in episode.final.items()}
+    final = {FINAL_PREFIX + name: _final_value(name, value) for name, value in episode.final.items()}
     return {USER_PREFIX + name: value for name, value in values.items()} | final
 
 
-def _flat_statistics(stats: Mapping[str, statistics.Statistics | None]) -> dict[str, object]:
+def _final_value(name: str, value: Array) -> object:
+    """A vector as a list; a picture as an image file."""
+    if not is_camera(name):
+        return value.tolist()
+    return value.tobytes() if value.ndim == 1 else encode_png(value.reshape(value.shape[-3:]))
+
+
+def _flat_statistics(stats: Mapping[str, Statistics | None]) -> dict[str, object]:
     return {
-        statistics_name(feature, name): None if each is None else each[name].tolist()
+        f"stats/{feature}/{name}": None if each is None else each[name].tolist()
         for feature, each in stats.items()
-        for name in statistics.STATISTIC_NAMES
+        for name in STATISTIC_NAMES
     }
 
 
@@ -308,271 +467,15 @@ def episodes_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
             fields += [(f"videos/{name}/{kind}_index", whole) for kind in ("chunk", "file")]
             fields += [(f"videos/{name}/{kind}_timestamp", pa.float64()) for kind in ("from", "to")]
     fields += [(USER_PREFIX + name, kind) for name, kind in _USER_COLUMNS.items()]
-    fields += [(FINAL_PREFIX + n, pa.list_(pa.float32())) for n, f in features.items() if _observed(n, f)]
+    for name, feature in features.items():
+        if name.startswith("observation."):
+            fields.append((FINAL_PREFIX + name, pa.binary() if feature.is_visual else pa.list_(pa.float32())))
     for name, feature in features.items():
         if feature.dtype != "string":
             shaped = pa.list_(pa.list_(vector)) if feature.is_visual else vector
-            fields += [(statistics_name(name, each), shaped) for each in statistics.STATISTIC_NAMES if each != "count"]
-            fields.append((statistics_name(name, "count"), pa.list_(whole)))
+            fields += [(f"stats/{name}/{each}", shaped) for each in STATISTIC_NAMES if each != "count"]
+            fields.append((f"stats/{name}/count", pa.list_(whole)))
     return pa.schema(fields)
-
-
-def _observed(name: str, feature: DatasetFeature) -> bool:
-    return name.startswith("observation.") and not feature.is_visual
-
-
-def _unfinished_path(path: Path) -> Path:
-    return path.with_name(path.name + UNFINISHED_SUFFIX)
-
-
-def _finish_file(path: Path) -> None:
-    """Renames the temporary file, durably."""
-    aside = _unfinished_path(path)
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-class LerobotExportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Export options.
-
-    Attributes:
-        codec: ``h264`` or ``av1`` for video; None stores images (JPEG files unchanged, raw frames as PNG).
-        fps: control rate in Hz; None takes it from the specs or, without these, from the recorded times.
-        file_mb: approximate size of the experience per file.
-    """
-
-    selection: EpisodeFilter = EpisodeFilter()
-    codec: str | None = None
-    fps: float | None = None
-    file_mb: float = DATA_FILE_MB
-
-
-class PlannedEpisode(msgspec.Struct, frozen=True, array_like=True):
-    episode: str
-    steps: int
-
-
-class DatasetPlan(msgspec.Struct, frozen=True):
-    """One dataset: `parts` are its files, each a list of episodes in order."""
-
-    folder: str
-    embodiment: str
-    robot_type: str | None
-    fps: float
-    features: dict[str, DatasetFeature]
-    tasks: list[str]
-    parts: list[list[PlannedEpisode]]
-
-    @property
-    def episodes(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    @property
-    def steps(self) -> int:
-        return sum(each.steps for part in self.parts for each in part)
-
-
-class ExportPlan(msgspec.Struct, frozen=True):
-    """Options of an export and its division into datasets; ``export.json`` in the output folder."""
-
-    store: str
-    options: LerobotExportOptions
-    data_sets: list[DatasetPlan]
-
-    @property
-    def steps(self) -> int:
-        return sum(data_set.steps for data_set in self.data_sets)
-
-
-def open_plan(store: Path, output: Path, options: LerobotExportOptions) -> ExportPlan:
-    """The plan of an interrupted export in `output`, or a new one, which is written.
-
-    Raises:
-        DataSetError: `output` has other content, or no episode matches.
-        StoreError: the store cannot be read.
-    """
-    if options.codec not in (None, *ENCODERS):
-        raise DataSetError(f"no codec {options.codec!r}; there are {', '.join(ENCODERS)}")
-    path = output / PLAN
-    if path.exists():
-        return _earlier_plan(path, store, options)
-    if output.exists() and any(output.iterdir()):
-        raise DataSetError(f"{output} is not empty and holds no export to continue; choose another --output")
-    with StoreReader.open(store) as reader:
-        plan = make_plan(EpisodeReader(reader), store, options, load_robot_specs(store))
-    replace_durably(path, msgspec.json.encode(plan))
-    return plan
-
-
-def _earlier_plan(path: Path, store: Path, options: LerobotExportOptions) -> ExportPlan:
-    try:
-        plan = msgspec.json.decode(path.read_bytes(), type=ExportPlan)
-    except DECODE_ERRORS as error:
-        raise DataSetError(f"{path} is damaged ({error}); remove {path.parent} and export again") from None
-    if plan.options != options or plan.store != str(store.resolve()):
-        raise DataSetError(
-            f"{path.parent} holds an export of {plan.store} with other options; choose another --output, or remove it"
-        )
-    return plan
-
-
-def make_plan(
-    reader: EpisodeReader, store: Path, options: LerobotExportOptions, specs: Mapping[str, RobotSpec]
-) -> ExportPlan:
-    """Divides the filtered episodes into datasets of one embodiment and layout, and these into files."""
-    groups: dict[tuple[str, StepLayout], list[EpisodeSummary]] = {}
-    for episode in reader.select(options.selection):
-        groups.setdefault((episode.embodiment, reader.layout(episode.episode)), []).append(episode)
-    folders = _folders([embodiment for embodiment, _ in groups])
-    return ExportPlan(
-        store=str(store.resolve()),
-        options=options,
-        data_sets=[
-            _plan_data_set(reader, folder, layout, episodes, options, specs.get(embodiment))
-            for folder, ((embodiment, layout), episodes) in zip(folders, groups.items(), strict=True)
-        ],
-    )
-
-
-def _folders(embodiments: list[str]) -> list[str]:
-    """One folder per dataset, named by the embodiment; the output folder itself for a single dataset."""
-    if len(embodiments) == 1:
-        return [""]
-    seen: dict[str, int] = {}
-    folders = []
-    for name in embodiments:
-        seen[name] = seen.get(name, 0) + 1
-        folders.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return folders
-
-
-def _plan_data_set(
-    reader: EpisodeReader,
-    folder: str,
-    layout: StepLayout,
-    episodes: list[EpisodeSummary],
-    options: LerobotExportOptions,
-    spec: RobotSpec | None,
-) -> DatasetPlan:
-    fps = options.fps or (spec.rate_hz if spec else _recorded_rate(reader, episodes[0].episode))
-    return DatasetPlan(
-        folder=folder,
-        embodiment=episodes[0].embodiment,
-        robot_type=spec.model if spec else None,
-        fps=float(fps),
-        features=features_of(layout, options.codec, fps, spec),
-        tasks=list(dict.fromkeys(reader.sentence(episode.episode) for episode in episodes)),
-        parts=list(_parts(reader, episodes, options.file_mb * 1e6)),
-    )
-
-
-def _recorded_rate(reader: EpisodeReader, episode: str) -> float:
-    """Steps per second by capture times, rounded to integers; 1 if unknown."""
-    times = reader.read(episode).columns.get("t_capture_ns")
-    if times is None or len(times) < 2:
-        return 1.0
-    period_ns = float(np.median(np.diff(times)))
-    return max(1.0, round(1e9 / period_ns)) if period_ns > 0 else 1.0
-
-
-def _parts(reader: EpisodeReader, episodes: list[EpisodeSummary], part_bytes: float) -> Iterator[list[PlannedEpisode]]:
-    part: list[PlannedEpisode] = []
-    held = 0
-    for episode in episodes:
-        if part and held + episode.size_bytes > part_bytes:
-            yield part
-            part, held = [], 0
-        part.append(PlannedEpisode(episode.episode, reader.steps(episode.episode)))
-        held += episode.size_bytes
-    yield part
-
-
-def export_lerobot(plan: ExportPlan, output: Path, advance: Callable[[int], object]) -> None:
-    """Executes `plan` in `output`, skipping whole files; holds at most one episode in memory.
-
-    `advance` is called with the number of finished steps, including those of earlier runs.
-
-    Raises:
-        DataSetError: an episode does not fit, or changed since the plan.
-        StoreError: the store cannot be read. OSError: the output cannot be written.
-    """
-    with StoreReader.open(Path(plan.store)) as store:
-        reader = EpisodeReader(store)
-        for data_set in plan.data_sets:
-            root = output / data_set.folder
-            if (root / INFO).exists():
-                advance(data_set.steps)
-                continue
-            _write_parts(reader, data_set, root, plan.options.codec, advance)
-            _finish(data_set, root)
-
-
-def _write_parts(
-    reader: EpisodeReader, data_set: DatasetPlan, root: Path, codec: str | None, advance: Callable[[int], object]
-) -> None:
-    first_episode = first_row = 0
-    for number, part in enumerate(data_set.parts):
-        steps = sum(each.steps for each in part)
-        if (root / file_path(EPISODES_PATH, number)).exists():
-            advance(steps)
-        else:
-            with DatasetFileWriter(root, number, data_set.features, data_set.tasks, data_set.fps, codec) as writer:
-                writer.start(first_episode, first_row)
-                for each in part:
-                    writer.add(reader.read(each.episode), each.steps)
-                    advance(each.steps)
-        first_episode += len(part)
-        first_row += steps
-
-
-def _finish(data_set: DatasetPlan, root: Path) -> None:
-    """Writes statistics and tasks, and ``meta/info.json`` last."""
-    statistics = _merged(data_set.features, (root / file_path(EPISODES_PATH, n) for n in range(len(data_set.parts))))
-    replace_durably(root / STATS, json.dumps(statistics, indent=1).encode())
-    sink = pa.BufferOutputStream()
-    pq.write_table(_tasks(data_set.tasks), sink)
-    replace_durably(root / TASKS, sink.getvalue().to_pybytes())
-    video = any(feature.dtype == "video" for feature in data_set.features.values())
-    info = DatasetInfo(
-        codebase_version=LEROBOT_VERSION,
-        robot_type=data_set.robot_type,
-        fps=int(data_set.fps) if data_set.fps.is_integer() else data_set.fps,
-        features=data_set.features,
-        total_episodes=data_set.episodes,
-        total_frames=data_set.steps,
-        total_tasks=len(data_set.tasks),
-        splits={"train": f"0:{data_set.episodes}"},
-    )
-    fields = msgspec.to_builtins(info)
-    for feature in fields["features"].values():
-        feature.setdefault("names", None)  # LeRobot requires the key
-    if not video:
-        fields["video_path"] = None
-    replace_durably(root / INFO, json.dumps(fields, indent=1).encode())
-
-
-def _merged(features: Iterable[str], files: Iterable[Path]) -> dict[str, dict[str, object]]:
-    running: dict[str, RunningStatistics] = {}
-    for path in files:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS_HELD):
-                _merge(batch, features, running)
-    return {
-        feature: {name: value.tolist() for name, value in each.result().items()} for feature, each in running.items()
-    }
-
-
-def _merge(batch: pa.RecordBatch, features: Iterable[str], running: dict[str, RunningStatistics]) -> None:
-    for feature in features:
-        names = [statistics_name(feature, name) for name in STATISTIC_NAMES]
-        if names[0] not in batch.schema.names:
-            continue
-        for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
-            if values[0] is not None:
-                new = {name: np.array(value) for name, value in zip(STATISTIC_NAMES, values, strict=True)}
-                running.setdefault(feature, RunningStatistics()).add(new)
 
 
 def _tasks(tasks: list[str]) -> pa.Table:

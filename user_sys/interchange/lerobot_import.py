@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hal.decode_errors import DECODE_ERRORS
+from hal.spec import ACTION
 from user_sys.codec import DTYPES, Array
 from user_sys.episode import (
     APPLIED_ACTION,
@@ -48,17 +48,17 @@ from user_sys.interchange.lerobot_format import (
     USER_PREFIX,
     DatasetFeature,
     DatasetInfo,
+    VideoReader,
     capture_feature,
 )
-from user_sys.interchange.video import VideoReader
 from user_sys.store.store import StoreReader, StoreWriter
 
-READ_ROWS = 256  # decoded from Parquet at once
 _BROKEN = (pa.ArrowException, OSError)  # pyarrow's exceptions
-_NUMBER = re.compile(r"(0?\d?d)?")  # number format in a path; a large width would fill the memory
+_FIELD = re.compile(r"\{(chunk_index|file_index|video_key)(?::0?(\d)?d)?\}")  # in a path
 CHUNK_STEPS = 32  # of episodes without a recorded division
 # Defaults of columns that a dataset lacks; otherwise 0.
 UNKNOWN: Mapping[str, float] = {"policy_version": -1, "log_prob": float("nan")}
+LEFT_OUT_IF_UNKNOWN = {"action_chunk", "action_chunk_step", "action_delay", "t_observation_ns"}
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,6 @@ class LerobotDataset:
             )
         if info.fps <= 0:
             raise DataSetError(f"{root / INFO} says {info.fps} frames a second")
-        for template in (info.data_path, info.video_path or ""):
-            _require_template(root, template)
         return cls(root, info, _read_tasks(root / TASKS))
 
     def cameras(self) -> list[str]:
@@ -140,8 +138,6 @@ class LerobotDataset:
             )
 
     def close(self) -> None:
-        if self._rows is not None:
-            self._rows.close()
         for _, video in self._videos.values():
             video.close()
 
@@ -167,8 +163,6 @@ class LerobotDataset:
         numbers = {"chunk_index": facts["data/chunk_index"], "file_index": facts["data/file_index"]}
         path = self._inside(self.info.data_path, numbers | {"video_key": ""})
         if self._rows is None or self._rows.path != path:
-            if self._rows is not None:
-                self._rows.close()
             self._rows = _RowReader(path, self._stored_features())
         return self._rows.take(facts["episode_index"], facts["length"])
 
@@ -220,59 +214,41 @@ class LerobotDataset:
         return opened[1].read(start_s, count, self.info.fps)
 
     def _inside(self, template: str, fields: Mapping[str, Any]) -> Path:
-        """The file that `template` names. Raises DataSetError: it lies outside the dataset."""
+        """The file that `template` names. Raises DataSetError: it lies outside the dataset, or is no template."""
+
+        def value(match: re.Match[str]) -> str:
+            found = fields[match[1]]
+            return str(found) if match[2] is None else f"{int(found):0{match[2]}d}"
+
         try:
-            path = Path(template.format(**fields))
-        except (ValueError, TypeError) as error:
-            raise DataSetError(f"{self._root / INFO}: {template!r} is no valid path for {fields}: {error}") from None
-        if path.is_absolute() or ".." in path.parts or "\0" in str(path):
-            raise DataSetError(f"{self._root / INFO}: {str(path)!r} is outside the dataset")
+            path = Path(_FIELD.sub(value, template))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataSetError(f"{self._root / INFO}: {template!r} is no valid path for {fields}: {error!r}") from None
+        if path.is_absolute() or ".." in path.parts or any(each in str(path) for each in "\0{}"):
+            raise DataSetError(f"{self._root / INFO}: {str(path)!r} is outside the dataset, or has an unknown field")
         return self._root / path
 
 
 class _RowReader:
-    """The rows of one data file in order; holds little more than one episode."""
+    """The rows of one data file in order."""
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path = path
         try:
-            self._file = pq.ParquetFile(path)
-            missing = set(columns) - set(self._file.schema_arrow.names)
+            missing = set(columns) - set(pq.read_schema(path).names)
             if missing:
                 raise DataSetError(f"{path} has no column {min(missing)!r}, which meta/info.json declares")
-            self._batches = self._file.iter_batches(READ_ROWS, columns=columns)
+            self._rows = pq.read_table(path, columns=columns)
         except _BROKEN as error:
             raise _broken(path, error) from None
-        self._left: pa.Table | None = None
+        self._episodes = self._rows["episode_index"].to_numpy()
 
     def take(self, episode: int, steps: int) -> pa.Table:
-        """The next `steps` rows of `episode`; skips rows of earlier episodes."""
-        found: list[pa.Table] = []
-        missing = steps
-        while missing:
-            rows = self._next()
-            numbers = rows["episode_index"].to_numpy()
-            start = int(np.argmax(numbers == episode)) if (numbers == episode).any() else len(numbers)
-            taken = rows.slice(start, missing)
-            if (taken["episode_index"].to_numpy() != episode).any():
-                raise DataSetError(f"{self.path} holds fewer than the {steps} steps of episode {episode}")
-            found.append(taken)
-            missing -= taken.num_rows
-            self._left = rows.slice(start + taken.num_rows)
-        return pa.concat_tables(found).combine_chunks()
-
-    def _next(self) -> pa.Table:
-        if self._left is not None and self._left.num_rows:
-            return self._left
-        try:
-            return pa.Table.from_batches([next(self._batches)])
-        except StopIteration:
-            raise DataSetError(f"{self.path} has fewer steps than meta/episodes declares") from None
-        except _BROKEN as error:
-            raise _broken(self.path, error) from None
-
-    def close(self) -> None:
-        self._file.close()
+        """The `steps` rows of `episode`."""
+        found = np.flatnonzero(self._episodes == episode)
+        if len(found) < steps or (np.diff(found[:steps]) != 1).any():
+            raise DataSetError(f"{self.path} holds fewer than the {steps} steps of episode {episode}")
+        return self._rows.slice(found[0], steps).combine_chunks()
 
 
 def _read_info(root: Path) -> DatasetInfo:
@@ -285,17 +261,6 @@ def _read_info(root: Path) -> DatasetInfo:
         raise DataSetError(f"{root} is not a LeRobot dataset, or an unfinished one: it has no {INFO}{hint}") from None
     except DECODE_ERRORS as error:
         raise DataSetError(f"{path} is not valid for LeRobot v3: {error}") from None
-
-
-def _require_template(root: Path, template: str) -> None:
-    """Raises DataSetError: a path template has unknown fields."""
-    try:
-        parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
-    except ValueError as error:
-        raise DataSetError(f"{root / INFO}: the path {template!r} is invalid: {error}") from None
-    for field, form, conversion in parts:
-        if field not in ("chunk_index", "file_index", "video_key") or conversion or not _NUMBER.fullmatch(form or ""):
-            raise DataSetError(f"{root / INFO}: the path {template!r} has an unknown field {field!r}")
 
 
 def _read_tasks(path: Path) -> dict[int, str]:
@@ -416,14 +381,12 @@ class _Converter:
             *TEXT_FEATURES,
             "phase",
         }  # in foreign datasets these names have other meanings
-        kept = {SUCCESS, DONE, *INDEX_FEATURES, *STORE_NAMES, "reward", "action"}
+        kept = {SUCCESS, DONE, *INDEX_FEATURES, *STORE_NAMES, "reward", ACTION}
         self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.is_visual]
         self._cameras = {n: IMAGE_PREFIX + _camera_name(n) for n, f in info.features.items() if f.is_visual}
         if self._is_our_export:
             kept |= {*TEXT_FEATURES, *SCALAR_DTYPES, *map(capture_feature, self._cameras.values())}
         self.left_out = tuple(n for n in info.features if n not in {*kept, *self._observations, *self._cameras})
-        if "action" not in info.features:
-            raise DataSetError("the dataset has no feature 'action', which a store requires")
 
     def header(self, episode: LerobotEpisode) -> ChunkHeader:
         """The header of the episode's first chunk."""
@@ -484,21 +447,29 @@ class _Converter:
 
     def _columns(self, episode: LerobotEpisode, end: EpisodeEnd | None, source: EpisodeSource) -> dict[str, Array]:
         found = {STORE_NAMES.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
-        columns = {name: _as_vectors(found[name]) for name in (*self._observations, "action")}
-        columns[APPLIED_ACTION] = _as_vectors(found.get(APPLIED_ACTION, found["action"]))
+        columns = {name: _as_vectors(found[name]) for name in self._observations}
+        if ACTION in found:
+            columns[ACTION] = _as_vectors(found[ACTION])
+            columns[APPLIED_ACTION] = _as_vectors(found.get(APPLIED_ACTION, found[ACTION]))
         defaults = _defaults(episode, found, end, source)
         for name, dtype in SCALAR_DTYPES.items():
             column = found.get(name, defaults.get(name))
             if column is None:
+                if name in LEFT_OUT_IF_UNKNOWN:
+                    continue
                 column = np.full(episode.steps, UNKNOWN.get(name, 0))
             columns[name] = column.astype(dtype)
         return columns
 
     def _final(self, episode: LerobotEpisode) -> dict[str, Array]:
         """The observation after the last step; without one, the last observation."""
-        recorded = {n: v for n, v in episode.metadata.items() if n.startswith(FINAL_PREFIX) and v is not None}
+        recorded = {
+            name.removeprefix(FINAL_PREFIX): value
+            for name, value in episode.metadata.items()
+            if name.startswith(FINAL_PREFIX) and value is not None
+        }
         if recorded:
-            return {name.removeprefix(FINAL_PREFIX): np.array(value, np.float32) for name, value in recorded.items()}
+            return {name: _final_value(value) for name, value in recorded.items()}
         return {name: _as_vectors(episode.columns[name])[-1] for name in self._observations}
 
     def _captured_ns(self, episode: LerobotEpisode, camera: str, columns: Mapping[str, Array]) -> Array:
@@ -516,6 +487,14 @@ class _Converter:
         if any(isinstance(frame, bytes) for frame in frames) and not all(isinstance(f, bytes) for f in frames):
             return [decode_frame(frame) for frame in frames]  # all frames of a camera have one form
         return frames
+
+
+def _final_value(value: list[float] | bytes) -> Array:
+    """A vector, or a picture: a JPEG file's bytes, or uint8 (h, w, 3)."""
+    if not isinstance(value, bytes):
+        return np.array(value, np.float32)
+    frame = decode_image_file(value)
+    return np.frombuffer(frame, np.uint8) if isinstance(frame, bytes) else frame
 
 
 def _defaults(

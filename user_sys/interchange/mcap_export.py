@@ -6,7 +6,6 @@ One file per episode, ``<robot>/<episode>.mcap``, with these topics, in Unix tim
 ``/<robot>/<feature>``              `foxglove.CompressedImage` (protobuf): new frames with capture times
 ``/<robot>/<feature>``              JSON: an observation or action, elements by name if known
 ``/<robot>/step``                   JSON: numbers of a step: reward, phase, policy version, delays, ...
-``/<robot>/events``                 `foxglove.Log` (protobuf): start, changes of control, end
 =================================== =====================================================================
 
 A file is written under a temporary name and renamed; a killed export repeats missing files.
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from foxglove_schemas_protobuf.CompressedImage_pb2 import CompressedImage
-from foxglove_schemas_protobuf.Log_pb2 import Log
 from mcap.well_known import MessageEncoding, SchemaEncoding
 from mcap.writer import CompressionType, Writer
 from mcap_protobuf.schema import register_schema
@@ -31,7 +29,7 @@ from mcap_protobuf.schema import register_schema
 from hal.durable import sync_folder
 from hal.spec import RobotSpec
 from user_sys.codec import Array
-from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, Phase
+from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX
 from user_sys.interchange.episodes import UNFINISHED_SUFFIX, EpisodeReader, StoredEpisode, element_labels
 from user_sys.interchange.frames import Frame, encode_png
 from user_sys.store.index import EpisodeSummary
@@ -58,7 +56,7 @@ def export_mcap(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_mcap(reader.read(summary.episode), specs.get(summary.embodiment), path)
             written += 1
-        advance(summary.steps)
+        advance(reader.steps(summary.episode))
     return written
 
 
@@ -95,94 +93,63 @@ def _episode_metadata(episode: StoredEpisode) -> dict[str, str]:
 
 
 class _EpisodeWriter:
-    """Registers the channels of one episode and writes its messages in order of time."""
+    """Writes the messages of one episode in order of time."""
 
     def __init__(self, writer: Writer, episode: StoredEpisode, spec: RobotSpec | None) -> None:
         self._writer, self._episode = writer, episode
         self._labels = element_labels(spec)
-        self._times_ns = _unix_times_ns(episode)
-        self._frame_times_ns = {name: _unix(times, episode) for name, times in episode.captured_ns.items()}
-        self._vectors = {
-            n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED_ACTION)
-        }
-        self._scalars = {n: c for n, c in episode.columns.items() if n not in self._vectors and c.ndim == 1}
-        self._channels: dict[str, int] = {}
 
     def write(self) -> None:
-        images, log = register_schema(self._writer, CompressedImage), register_schema(self._writer, Log)
-        for camera in self._episode.frames:
-            self._channel(camera, images, MessageEncoding.Protobuf)
-        self._channel("events", log, MessageEncoding.Protobuf)
-        for name, column in self._vectors.items():
-            names = _element_names(column, self._labels.get(name))
-            self._json_channel(name, {each: {"type": "number"} for each in names})
-        self._json_channel("step", {name: _json_type(column) for name, column in self._step_fields().items()})
-        self._messages()
-
-    def _step_fields(self) -> dict[str, Array]:
-        """The numbers of a step; times become delays after the capture, in milliseconds."""
-        fields = {n: c for n, c in self._scalars.items() if not n.startswith("t_")}
-        captured = self._scalars.get("t_capture_ns")
-        for name, column in self._scalars.items():
-            if name.startswith("t_") and name != "t_capture_ns" and captured is not None:
-                fields[name.removeprefix("t_").removesuffix("_ns") + "_delay_ms"] = (column - captured) / 1e6
-        return {"step": np.arange(self._episode.steps), **fields}
-
-    def _messages(self) -> None:
-        fields = self._step_fields()
-        labels = {name: _element_names(column, self._labels.get(name)) for name, column in self._vectors.items()}
-        for step, at_ns in enumerate(self._times_ns):
-            for text in self._events(step):
-                self._event(at_ns, text)
-            for camera, frames in self._episode.frames.items():
-                frame = frames[step]
-                if frame is not None:
-                    captured_ns = self._frame_times_ns[camera][step]
-                    self._add(camera, at_ns, _image(frame, camera, captured_ns).SerializeToString())
-            for name, column in self._vectors.items():
-                values = column[step].reshape(-1).tolist()
-                self._add_json(name, at_ns, dict(zip(labels[name], values, strict=True)))
-            self._add_json("step", at_ns, {name: column[step].item() for name, column in fields.items()})
-        end = self._episode.header.end
-        if end is not None:
-            success = {None: "unknown", True: "success", False: "failure"}[end.success]
-            self._event(self._times_ns[-1], f"episode ended after {end.steps} steps: {success} ({end.reward_source})")
-
-    def _events(self, step: int) -> list[str]:
-        header, phase = self._episode.header, self._episode.columns.get("phase")
-        if step == 0:
-            control = f", {Phase(int(phase[0])).name.lower()}" if phase is not None else ""
-            return [f"episode {header.episode} started: {header.sentence or header.task} ({header.source}{control})"]
-        if phase is not None and phase[step] != phase[step - 1]:
-            return [f"control: {Phase(int(phase[step - 1])).name.lower()} to {Phase(int(phase[step])).name.lower()}"]
-        return []
-
-    def _event(self, at_ns: int, text: str) -> None:
-        message = Log(level=Log.Level.INFO, message=text, name=self._episode.header.robot)
-        message.timestamp.FromNanoseconds(at_ns)
-        self._add("events", at_ns, message.SerializeToString())
-
-    def _json_channel(self, name: str, properties: Mapping[str, Any]) -> None:
-        title = f"{self._episode.header.robot}.{name}"
-        schema = {
-            "$schema": _SCHEMA_DIALECT,
-            "title": title,
-            "type": "object",
-            "properties": dict(properties),
+        episode = self._episode
+        times_ns = _unix_times_ns(episode)
+        captured_ns = {name: _unix(times, episode) for name, times in episode.captured_ns.items()}
+        vectors = {
+            n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED_ACTION)
         }
+        fields = _step_fields({n: c for n, c in episode.columns.items() if n not in vectors and c.ndim == 1})
+        names = {name: _element_names(column, self._labels.get(name)) for name, column in vectors.items()}
+        images = register_schema(self._writer, CompressedImage)
+        channels = {camera: self._channel(camera, MessageEncoding.Protobuf, images) for camera in episode.frames}
+        for name, elements in names.items():
+            channels[name] = self._json_channel(name, {each: {"type": "number"} for each in elements})
+        channels["step"] = self._json_channel("step", {name: _json_type(column) for name, column in fields.items()})
+        for step, at_ns in enumerate(times_ns):
+            for camera, frames in episode.frames.items():
+                if (frame := frames[step]) is not None:
+                    message = _image(frame, camera, captured_ns[camera][step]).SerializeToString()
+                    self._add(channels[camera], at_ns, message)
+            for name, column in vectors.items():
+                values = column[step].reshape(-1).tolist()
+                self._add(channels[name], at_ns, _json(dict(zip(names[name], values, strict=True))))
+            numbers = {name: column[step].item() for name, column in fields.items()}
+            self._add(channels["step"], at_ns, _json(numbers))
+
+    def _json_channel(self, name: str, properties: Mapping[str, Any]) -> int:
+        title = f"{self._episode.header.robot}.{name}"
+        schema = {"$schema": _SCHEMA_DIALECT, "title": title, "type": "object", "properties": dict(properties)}
         number = self._writer.register_schema(title, SchemaEncoding.JSONSchema, json.dumps(schema).encode())
-        self._channel(name, number, MessageEncoding.JSON)
+        return self._channel(name, MessageEncoding.JSON, number)
 
-    def _channel(self, name: str, schema: int, encoding: str) -> None:
-        topic = f"/{self._episode.header.robot}/{name}"
-        self._channels[name] = self._writer.register_channel(topic, encoding, schema)
+    def _channel(self, name: str, encoding: str, schema: int) -> int:
+        return self._writer.register_channel(f"/{self._episode.header.robot}/{name}", encoding, schema)
 
-    def _add_json(self, name: str, at_ns: int, fields: Mapping[str, float]) -> None:
-        finite = {key: value for key, value in fields.items() if math.isfinite(value)}  # JSON has no NaN
-        self._add(name, at_ns, json.dumps(finite).encode())
+    def _add(self, channel: int, at_ns: int, content: bytes) -> None:
+        self._writer.add_message(channel, log_time=at_ns, publish_time=at_ns, data=content)
 
-    def _add(self, name: str, at_ns: int, content: bytes) -> None:
-        self._writer.add_message(self._channels[name], log_time=at_ns, publish_time=at_ns, data=content)
+
+def _json(fields: Mapping[str, float]) -> bytes:
+    return json.dumps({key: value for key, value in fields.items() if math.isfinite(value)}).encode()  # no NaN in JSON
+
+
+def _step_fields(scalars: Mapping[str, Array]) -> dict[str, Array]:
+    """The numbers of a step; times become delays after the capture, in milliseconds."""
+    fields = {n: c for n, c in scalars.items() if not n.startswith("t_")}
+    captured = scalars.get("t_capture_ns")
+    for name, column in scalars.items():
+        if name.startswith("t_") and name != "t_capture_ns" and captured is not None:
+            fields[name.removeprefix("t_").removesuffix("_ns") + "_delay_ms"] = (column - captured) / 1e6
+    steps = len(next(iter(scalars.values()))) if scalars else 0
+    return {"step": np.arange(steps), **fields}
 
 
 def _unix_times_ns(episode: StoredEpisode) -> list[int]:

@@ -1,15 +1,15 @@
 """Checkpoints: everything that a learner needs to resume as if it had never stopped.
 
 A checkpoint is a folder, ``<number>-<updates>.checkpoint``; each new one has a greater number. It holds the arrays as
-safetensors files of at most `SHARD_BYTES` (more for a larger array), and ``index.json``: format version, scalars, and
-length and BLAKE2b-256 of each file, with a digest of its own. The folder is written under a temporary name, synced and
-renamed: after a killed process or a power cut a checkpoint is complete or absent. Older ones are removed only then.
+safetensors files of at most `SHARD_BYTES` (more for a larger array), the first of which holds the scalars too, and
+``index.json``: format version, and length and BLAKE2b-256 of each file. The folder is written under a temporary name,
+synced and renamed: after a killed process or a power cut a checkpoint is complete or absent. Older ones are removed
+only then.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -18,6 +18,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,18 +29,22 @@ import msgspec
 import numpy as np
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.durable import sync_folder
+from hal.durable import make_folder_durably, sync_folder
+from hal.machine_folder import try_lock
 from user_sys.codec import Array
 from user_sys.errors import DiskFull, RunError, WireError
+from user_sys.trace import span
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SHARD_BYTES = 1 << 30
-WRITE_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 60.0  # and the time that the slowest disk takes for the arrays
+MIN_DISK_BYTES_PER_S = 20e6
 LOCK_POLL_S = 0.5
 RESTART_FLAG = "--restart-if-unreadable"
 _INDEX = "index.json"
+_SCALARS = "scalars.json"  # the array that holds the scalars
 _SUFFIX, _PARTIAL_SUFFIX = ".checkpoint", ".tmp"
-_NAME = re.compile(rf"(\d+)(?:-\d+)?{re.escape(_SUFFIX)}")
+_NAME = re.compile(rf"(\d+)-\d+{re.escape(_SUFFIX)}")
 _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _log = logging.getLogger(__name__)
 
@@ -66,22 +71,17 @@ class _Shard(msgspec.Struct, frozen=True):
 
 
 class _CheckpointIndex(msgspec.Struct, frozen=True):
-    updates: int
-    scalars: Scalars
-    shards: tuple[_Shard, ...]
+    format: int
+    shards: tuple[_Shard, ...] = ()
 
     def files(self) -> Iterator[tuple[str, _Shard]]:
         for number, shard in enumerate(self.shards, 1):
             yield f"arrays-{number:05d}-of-{len(self.shards):05d}.safetensors", shard
 
 
-class _Format(msgspec.Struct, frozen=True):
-    format: int
-
-
-class _SealedIndex(_Format, frozen=True):
-    blake2b: str
-    index: msgspec.Raw
+class _Scalars(msgspec.Struct, frozen=True):
+    updates: int
+    scalars: Scalars
 
 
 @dataclass(frozen=True)
@@ -144,19 +144,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         WireError: it is incomplete, damaged, or of another format version; the message says which.
     """
-    from safetensors import SafetensorError  # only the learner's computer has it
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open  # only the learner's computer has it
 
     if reason := _read_error(path):
         raise WireError(f"{path}: {reason}")
+    arrays: dict[str, Array] = {}
     try:
-        index = _read_index(path)
-        arrays: dict[str, Array] = {}
-        for name, _ in index.files():
-            arrays |= load_file(path / name)
-    except (OSError, SafetensorError) as error:
+        for name, _ in _read_index(path).files():
+            with safe_open(path / name, "numpy") as file:
+                arrays |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+        found = msgspec.json.decode(arrays.pop(_SCALARS).tobytes(), type=_Scalars)
+    except (OSError, SafetensorError, KeyError, *DECODE_ERRORS) as error:
         raise WireError(f"{path}: its content cannot be decoded: {error}") from None
-    return Checkpoint(index.updates, index.scalars, arrays)
+    return Checkpoint(found.updates, found.scalars, arrays)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -167,12 +167,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes
         RunError: the folder cannot be written, or a scalar is not finite.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder_durably(folder)
         for unfinished in folder.glob(f"*{_PARTIAL_SUFFIX}"):  # left by a killed writer
             shutil.rmtree(unfinished)
         older = _list_checkpoints(folder)
         path = folder / f"{_number(older[0]) + 1 if older else 0:06d}-{checkpoint.updates:012d}{_SUFFIX}"
-        _write_atomically(path, checkpoint, shard_bytes)
+        with span("write checkpoint"):
+            _write_atomically(path, checkpoint, shard_bytes)
         _prune(older, keep - 1)
     except OSError as error:
         if error.errno in _NO_SPACE_ERRNOS:
@@ -197,8 +198,7 @@ def exclusive_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
     """Locks `folder` against another learner, also on another computer with the same storage.
 
     A learner that lost its connection and was replaced may still run. Blocks while another process holds the lock, and
-    logs
-    this once. The lock ends with the process.
+    logs this once. The lock ends with the process.
 
     Yields:
         False if `stop` was set before.
@@ -207,7 +207,7 @@ def exclusive_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
         RunError: the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder_durably(folder)
         handle = open(folder / "lock", "ab")
     except OSError as error:
         raise RunError(
@@ -218,75 +218,56 @@ def exclusive_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
 
 
 def _lock(handle: BinaryIO, stop: threading.Event) -> bool:
-    said = False
+    is_logged = False
     while not stop.is_set():
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(handle.fileno(), LOCK_POLL_S):
             return True
-        except BlockingIOError:
-            if not said:
-                said = True
-                _log.warning("learner.waiting another process holds %s", handle.name)
-            stop.wait(LOCK_POLL_S)
+        if not is_logged:
+            is_logged = True
+            _log.warning("learner.waiting another process holds %s", handle.name)
     return False
 
 
 class CheckpointWriter:
-    """Writes checkpoints in its own thread, so that training waits only for a copy in memory.
-
-    One thread calls it. While a checkpoint is being written, the next one is declined.
-    """
+    """Writes checkpoints in a thread, so that training waits only for a copy in memory. One thread calls it."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
-        self._thread: threading.Thread | None = None
-        self._error: RunError | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: Future[Path] | None = None
+        self._timeout_s = WRITE_TIMEOUT_S
 
     @property
     def is_busy(self) -> bool:
         """A checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._written is not None and not self._written.done()
 
     @property
     def has_failed(self) -> bool:
         """The last checkpoint could not be written; `finish` and `write` raise the error."""
-        return self._error is not None
+        return self._written is not None and self._written.done() and self._written.exception() is not None
 
-    def write(self, checkpoint: Checkpoint) -> bool:
-        """Starts to write. Returns False while the previous one is being written. The arrays must not change
-        afterwards.
-
-        Raises:
-            RunError: the previous checkpoint could not be written.
-        """
-        if self.is_busy:
-            return False
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Starts to write, after the previous one. The arrays must not change afterwards. Raises as `finish`."""
         self.finish()
-        self._thread = threading.Thread(target=self._save, args=(checkpoint,), name="checkpoint", daemon=True)
-        self._thread.start()
-        return True
+        self._timeout_s = WRITE_TIMEOUT_S + checkpoint.size_bytes / MIN_DISK_BYTES_PER_S
+        self._written = self._thread.submit(save_checkpoint, self._folder, checkpoint, self._keep)
 
     def finish(self) -> None:
         """Waits until the started checkpoint is on disk.
 
         Raises:
             DiskFull: there was no room for it.
-            RunError: it could not be written, or the disk exceeded `WRITE_TIMEOUT_S`.
+            RunError: it could not be written, or the disk took longer than any disk should.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(WRITE_TIMEOUT_S)
-            if thread.is_alive():
-                raise RunError(f"the disk of {self._folder} took longer than {WRITE_TIMEOUT_S:.0f} s for a checkpoint")
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _save(self, checkpoint: Checkpoint) -> None:
-        try:
-            save_checkpoint(self._folder, checkpoint, self._keep)
-        except RunError as error:
-            self._error = error
+        written, self._written = self._written, None
+        if written is not None:
+            try:
+                written.result(self._timeout_s)
+            except TimeoutError:
+                raise RunError(
+                    f"the disk of {self._folder} took longer than {self._timeout_s:.0f} s for a checkpoint"
+                ) from None
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
@@ -311,23 +292,20 @@ def _prune(older: list[Path], keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
     doomed = path.with_suffix(_PARTIAL_SUFFIX)  # atomically: half a checkpoint would look damaged
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def _write_atomically(path: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
-    beside = path.with_suffix(_PARTIAL_SUFFIX)
+    partial = path.with_suffix(_PARTIAL_SUFFIX)
     try:
-        beside.mkdir()
-        _write_files(beside, checkpoint, shard_bytes)
-        sync_folder(beside)
-        beside.rename(path)
+        partial.mkdir()
+        _write_files(partial, checkpoint, shard_bytes)
+        sync_folder(partial)
+        partial.rename(path)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the space
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the space
         raise
     sync_folder(path.parent)
 
@@ -335,22 +313,19 @@ def _write_atomically(path: Path, checkpoint: Checkpoint, shard_bytes: int) -> N
 def _write_files(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
     from safetensors.numpy import save as encode
 
-    parts = list(_split(checkpoint.arrays, shard_bytes))
-    index = _CheckpointIndex(checkpoint.updates, checkpoint.scalars, tuple(_Shard(0, "") for _ in parts))
-    written = []
-    for part, (name, _) in zip(parts, index.files(), strict=True):
-        content = encode({key: np.asarray(checkpoint.arrays[key], order="C") for key in part})
-        _write_durably(folder / name, content)
-        written.append(_Shard(len(content), _digest(content)))
-    index = msgspec.structs.replace(index, shards=tuple(written))
-    encoded = msgspec.json.encode(index)
+    scalars = msgspec.json.encode(_Scalars(checkpoint.updates, checkpoint.scalars))
     try:
-        msgspec.json.decode(encoded, type=_CheckpointIndex)
+        msgspec.json.decode(scalars, type=_Scalars)
     except DECODE_ERRORS as error:
         raise RunError(f"a checkpoint with these scalars could not be read back: {error}") from None
-    _write_durably(
-        folder / _INDEX, msgspec.json.encode(_SealedIndex(FORMAT_VERSION, _digest(encoded), msgspec.Raw(encoded)))
-    )
+    arrays = {_SCALARS: np.frombuffer(scalars, np.uint8), **checkpoint.arrays}
+    parts = list(_split(arrays, shard_bytes))
+    written = []
+    for part, (name, _) in zip(parts, _CheckpointIndex(0, (_Shard(0, ""),) * len(parts)).files(), strict=True):
+        content = encode({key: np.asarray(arrays[key], order="C") for key in part})
+        _write_durably(folder / name, content)
+        written.append(_Shard(len(content), hashlib.blake2b(content, digest_size=32).hexdigest()))
+    _write_durably(folder / _INDEX, msgspec.json.encode(_CheckpointIndex(FORMAT_VERSION, tuple(written))))
 
 
 def _split(arrays: Mapping[str, Array], shard_bytes: int) -> Iterator[list[str]]:
@@ -378,8 +353,6 @@ def _write_durably(path: Path, content: bytes) -> None:
 def _read_error(path: Path) -> str:
     """Returns why the checkpoint at `path` cannot be read; empty if it can. Reads all of it the first time."""
     try:
-        if not path.is_dir():
-            return f"it has another format version; this program reads {FORMAT_VERSION}"
         stats = ((file.name, file.stat()) for file in sorted(path.iterdir()))
         return _cached_read_error(
             path, tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -409,18 +382,13 @@ def _read_index(path: Path) -> _CheckpointIndex:
     fails.
     """
     try:
-        raw = (path / _INDEX).read_bytes()
-        if (found := msgspec.json.decode(raw, type=_Format).format) != FORMAT_VERSION:
-            raise WireError(f"its format version is {found}; this program reads {FORMAT_VERSION}")
-        sealed = msgspec.json.decode(raw, type=_SealedIndex)
-        if _digest(sealed.index) != sealed.blake2b:
-            raise WireError(f"its file {_INDEX} is damaged: its digest differs")
-        return msgspec.json.decode(sealed.index, type=_CheckpointIndex)
+        index = msgspec.json.decode((path / _INDEX).read_bytes(), type=_CheckpointIndex)
     except FileNotFoundError:
         raise WireError(f"its file {_INDEX} is missing") from None
     except DECODE_ERRORS as error:
         raise WireError(f"its file {_INDEX} is incomplete or damaged: {error}") from None
-
-
-def _digest(content: bytes | msgspec.Raw) -> str:
-    return hashlib.blake2b(content, digest_size=32).hexdigest()
+    if index.format != FORMAT_VERSION:
+        raise WireError(f"its format version is {index.format}; this program reads {FORMAT_VERSION}")
+    if not index.shards:
+        raise WireError(f"its file {_INDEX} is incomplete or damaged: it lists no file")
+    return index

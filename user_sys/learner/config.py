@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from hal.resource import local_node
-from user_sys.algorithms.rlpd_config import RlpdConfig
+from hal.settings import Amount, Count, Limit, Positive, Share
 from user_sys.errors import ConfigError
 from user_sys.replay.sampler import SamplerConfig
 from user_sys.weights.publisher import PublishConfig
@@ -68,72 +70,92 @@ DEMO_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
+class ComputeConfig:
+    """How the learner computes an update; for large policies.
+
+    Attributes:
+        precision: or bf16 (autocast). Weights and optimizers stay as they are.
+        parts: a batch is computed in so many parts, one after the other, whose gradients are averaged.
+        recompute: the activations of transformer blocks are computed again in the backward pass, and take no memory.
+    """
+
+    precision: Literal["float32", "bf16"] = "float32"
+    parts: Count = 1
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
 class LearnerConfig:
     """The settings of a learner.
 
     Attributes:
-        algorithm: settings of RLPD.
-        processes: number of processes that train together, on one or several computers. Each has its own GPU or
-            threads;
-            batch and cache are divided among them.
+        algorithm: see algorithms.md; or a package's.
+        options: settings of the algorithm.
+        initial_policy: folder of a run; training starts from the policy of its newest checkpoint.
+        processes: that train together; see hardware.md. Each has its own GPU or threads; batch and cache are divided
+            among them.
         batch_size: transitions per update.
-        demo_fraction: fraction of demonstrations and interventions in a batch of the mixed sampler.
+        demo_fraction: of mixed batches; the share of demonstrations and interventions.
         sampler: which steps are sampled, and how.
         cache_bytes: memory of the replay buffer's cache; other steps are read from disk when they are sampled.
         batches_ahead: batches that threads prepare during an update; 0 needs no threads and suits state observations.
-        warmup_updates: updates on demonstrations before the first online step.
-        utd_max: bound of staleness: updates per online step, in addition to the warm-up.
+        warmup_updates: before online steps; on demonstrations.
+        utd_max: updates per online step. The warm-up is added; it bounds how often the same data is used.
+        staleness: versions acting may be behind; null is free-running. An algorithm
+            that replays steps waits for slower robots. One that uses each step once drops older steps, and 0 makes it
+            on-policy; `utd_max`, `warmup_updates`, `batches_ahead` and the conditions of `publish` do not apply to it.
         publish: when weights are published, and in which precisions.
         checkpoint_interval_s: seconds between checkpoints.
         checkpoints_kept: number of checkpoints on disk.
         report_interval_s: seconds between reports of scalars.
-        device: ``cpu``, ``cuda``, or ``auto``: a GPU if the run's `resources` request one.
+        device: cpu, cuda or auto. auto is a GPU if `resources` request one.
+        compute: precision and memory of an update.
         threads: CPU threads of torch per process; 1 leaves the rest of a small computer to the robots.
-        max_training_s: limit of training time, without the time in which the staleness bound held it up.
+        max_training_s: limit of training time. The time in which `staleness` or `utd_max` held it up is not counted.
         max_updates: limit of updates; 0 is unlimited.
     """
 
-    algorithm: RlpdConfig = field(default_factory=RlpdConfig)
-    processes: int = 1
-    batch_size: int = 256
-    demo_fraction: float = DEMO_FRACTION
+    algorithm: str = "rlpd"
+    options: dict[str, Any] = field(default_factory=dict)
+    initial_policy: str = ""
+    processes: Count = 1
+    batch_size: Count = 256
+    demo_fraction: Share = DEMO_FRACTION
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    cache_bytes: int = 256 << 20
-    batches_ahead: int = 0
-    warmup_updates: int = 500
-    utd_max: float = 8.0
+    cache_bytes: Annotated[int, Meta(ge=MIN_CACHE_BYTES)] = 256 << 20
+    batches_ahead: Limit = 0
+    warmup_updates: Count = 500
+    utd_max: Positive = 8.0
+    staleness: Limit | None = None
     publish: PublishConfig = field(default_factory=PublishConfig)
-    checkpoint_interval_s: float = 20.0
-    checkpoints_kept: int = 3
-    report_interval_s: float = 1.0
+    checkpoint_interval_s: Amount = 20.0
+    checkpoints_kept: Count = 3
+    report_interval_s: Amount = 1.0
     device: TrainingDevice = "auto"
-    threads: int = 1
-    max_training_s: float = 300.0
-    max_updates: int = 0
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    threads: Count = 1
+    max_training_s: Positive = 300.0
+    max_updates: Limit = 0
 
     def __post_init__(self) -> None:
-        if min(self.batch_size, self.threads, self.checkpoints_kept) < 1:
-            raise ConfigError("learner: set batch_size, threads and checkpoints_kept to 1 or more")
-        if self.cache_bytes < MIN_CACHE_BYTES or self.batches_ahead < 0 or not 0 <= self.demo_fraction <= 1:
+        if self.publish.on_success_drop == "best" and self.staleness is not None:
             raise ConfigError(
-                f"learner: set cache_bytes to {MIN_CACHE_BYTES} or more, batches_ahead to 0 or more, "
-                "and demo_fraction between 0 and 1"
+                f"learner.publish.on_success_drop is best, which has robots act with an old version, and "
+                f"learner.staleness {self.staleness} would hold training up: set one of them to its default"
             )
-        if self.sampler.kind != "mixed" and self.demo_fraction != DEMO_FRACTION:
-            raise ConfigError(f"learner.demo_fraction has no effect with sampler.kind {self.sampler.kind!r}: remove it")
-        if self.processes < 1 or self.batch_size % self.processes:
+        if (self.sampler.kind != "mixed" or self.sampler.mixture) and self.demo_fraction != DEMO_FRACTION:
+            why = "sampler.mixture" if self.sampler.mixture else f"sampler.kind {self.sampler.kind!r}"
+            raise ConfigError(f"learner.demo_fraction has no effect with {why}: remove it")
+        if self.batch_size % (self.processes * self.compute.parts):
+            parts, times = "", ""
+            if self.compute.parts > 1:
+                parts, times = f" in {self.compute.parts} parts", " times compute.parts"
             raise ConfigError(
-                f"learner: {self.processes} processes do not divide a batch of {self.batch_size} evenly; "
-                "set processes to 1 or more, and batch_size to a multiple of it"
+                f"learner: {self.processes} processes{parts} do not divide a batch of {self.batch_size} evenly; "
+                f"set batch_size to a multiple of processes{times}"
             )
         if self.cache_bytes // self.processes < MIN_CACHE_BYTES:
             raise ConfigError(
                 f"learner: cache_bytes {self.cache_bytes} is divided among {self.processes} processes, and each needs "
                 f"{MIN_CACHE_BYTES}; raise it"
-            )
-        if self.processes > 1 and self.publish.green_sms:
-            raise ConfigError("learner.publish: green_sms works with one process only; set collective_ctas instead")
-        if self.utd_max <= 0 or self.warmup_updates < 1:
-            raise ConfigError(
-                "learner: set utd_max above 0 and warmup_updates to 1 or more, otherwise no update is allowed"
             )

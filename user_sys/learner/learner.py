@@ -1,8 +1,27 @@
 """The learner: reads new experience, samples, updates, publishes weights and writes checkpoints, each at its own rate.
 
-Training and acting never wait for each other, except for one bound: `LearnerConfig.utd_max` updates per online step.
-Checkpoints and the store hold everything that a resumed learner needs. On a CPU, with one seed and the same store, a
-resumed run makes bit-identical updates.
+One setting bounds how far training and acting may drift apart: `LearnerConfig.staleness`, in versions of the weights.
+None is free-running: neither waits for the other.
+
+An algorithm that replays steps draws old ones as well. With a staleness of s, training waits while the slowest robot
+acts with a version more than s behind the newest. `LearnerConfig.utd_max` bounds something else, how often the same
+data are used: updates per online step.
+
+An algorithm that uses each step once (`TrainingData.once`) alternates with the robots, which never stop:
+
+1. The learner publishes version v, also before its first update and after a resumption.
+2. Robots act with v. Steps of the newest s + 1 versions wait in order; older ones are dropped and counted.
+3. A batch of them is there: one update, while the robots go on with v.
+4. The learner publishes v + 1. The steps that robots made with v meanwhile are one version behind now: s = 0 drops
+   them, and each batch is of the newest version alone; s >= 1 uses them first. What s = 0 costs is the experience of
+   one update and one push.
+
+Checkpoints and the store hold everything that a resumed learner needs, steps used once included. On a CPU, with one
+seed and the same store, a resumed run makes bit-identical updates. Steps of versions that were published after the
+checkpoint are of a lost course of training: an algorithm with a finite staleness drops them.
+
+A learner of several processes runs the same loop in each. Rank 0 decides what to do in each iteration and broadcasts
+it; it alone publishes, reports and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -14,19 +33,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntFlag
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor, nn
 
-from user_sys.errors import ConfigError, DiskFull, WireError
+from user_sys.errors import ConfigError, DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, load_latest_checkpoint, scan_checkpoints
 from user_sys.learner.config import LearnerConfig
-from user_sys.learner.trainer import PROCESS_COUNT_KEY, RankTrainer
+from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_frozen, save_frozen
+from user_sys.learner.trainer import ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY, Trainer
+from user_sys.messages import NO_VERSION
+from user_sys.policies.trainable import shared_copy
 from user_sys.store.files import free_bytes
+from user_sys.trace import span
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.snapshot import PolicySnapshot
-from user_sys.weights.state import NotFinite, build_tensor_set
+from user_sys.weights.state import NotFinite, PolicySnapshot
 
 KL_INTERVAL_UPDATES = 10  # measuring the KL divergence costs a forward pass
 REFRESH_INTERVAL_S = 0.05
@@ -40,46 +64,6 @@ number: robots accept only growing ones."""
 
 ReportScalars = Callable[[int, dict[str, float]], None]
 log = logging.getLogger(__name__)
-
-
-class PublishSchedule:
-    """Decides when the next version is due. One thread calls it."""
-
-    def __init__(self, config: PublishConfig, clock: Callable[[], float]) -> None:
-        self._config, self._clock = config, clock
-        self._next_s = clock()
-        self._updates = self._measured = 0
-        self._episode_ended = False
-
-    def on_episode_end(self) -> None:
-        self._episode_ended = True
-
-    def is_due(self, updates: int, kl: Callable[[], float]) -> bool:
-        """Whether to publish after `updates` updates in total.
-
-        Args:
-            kl: measures how far the policy has moved since the last version; called only if the settings need it.
-        """
-        config, since = self._config, updates - self._updates
-        if since <= 0:
-            return False
-        return (
-            (config.every_s > 0 and self._clock() >= self._next_s)
-            or 0 < config.every_updates <= since
-            or (config.at_episode_ends and self._episode_ended)
-            or (config.kl > 0 and self._is_kl_due(updates) and kl() >= config.kl)
-        )
-
-    def on_published(self, updates: int) -> None:
-        self._updates = self._measured = updates
-        self._next_s = self._clock() + self._config.every_s
-        self._episode_ended = False
-
-    def _is_kl_due(self, updates: int) -> bool:
-        if updates - self._measured < KL_INTERVAL_UPDATES:
-            return False
-        self._measured = updates
-        return True
 
 
 class WeightsPublisher(Protocol):
@@ -103,8 +87,34 @@ class WeightsPublisher(Protocol):
     def versions_ahead(self) -> int:
         """How many versions the slowest robot is behind."""
 
+    @property
+    def pinned_version(self) -> int:
+        """The version that an operator has pinned; `NO_VERSION` if there is none."""
+
     def scalars(self) -> dict[str, float]:
         """Returns the metrics."""
+
+
+class PublishedTrainer(Protocol):
+    """What is published, such as `user_sys.learner.trainer.Trainer`."""
+
+    @property
+    def policy(self) -> nn.Module:
+        """The module that acts."""
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The parameters of `policy` that never change."""
+
+    def policy_snapshot(self) -> PolicySnapshot:
+        """Returns the current weights, without blocking; the next update may change arrays in host memory.
+
+        Raises:
+            NotFinite: a loss, a gradient or a weight is not finite.
+        """
+
+    def policy_kl(self, reference: nn.Module) -> float:
+        """Returns how far the policy has moved from `reference`, an earlier copy of it, in nats."""
 
 
 class VersionPublisher:
@@ -113,14 +123,32 @@ class VersionPublisher:
     Attributes:
         version: number of the newest version.
         version_limit: the greatest number that the last checkpoint has reserved.
+        publish_s: seconds for which the newest version held up training.
     """
 
-    def __init__(self, config: PublishConfig, publisher: WeightsPublisher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: PublishConfig,
+        publisher: WeightsPublisher,
+        clock: Callable[[], float],
+        staleness: int | None = None,
+        after_each_update: bool = False,
+        is_pretrained: bool = False,
+    ) -> None:
+        """Args:
+        after_each_update: publishes the initial weights and those of each update, instead of by `config`.
+        is_pretrained: publishes the initial weights too, so that robots act with them before the first update.
+        """
         self.version = self.version_limit = 0
-        self._config, self._publisher = config, publisher
-        self._schedule = PublishSchedule(config, clock)
-        self._reference: PolicySnapshot | None = None  # for the KL divergence
-        self._episodes = 0
+        self.publish_s = 0.0
+        self._config, self._publisher, self._clock = config, publisher, clock
+        self._staleness, self._after_each_update = staleness, after_each_update
+        self._next_s = clock()
+        self._published_updates = -1 if after_each_update or is_pretrained else 0
+        self._measured_updates = 0
+        self._warned_pin = NO_VERSION
+        self._reference: nn.Module | None = None  # a copy of the last version, for the KL divergence
+        self._episodes, self._has_episode_ended = 0, False
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -129,51 +157,81 @@ class VersionPublisher:
 
     @property
     def is_too_far_ahead(self) -> bool:
-        """The learner must wait for the robots."""
-        return 0 < self._config.max_versions_ahead < self._publisher.versions_ahead
+        """The slowest robot is more versions behind than the staleness allows."""
+        return self._staleness is not None and self._publisher.versions_ahead > self._staleness
+
+    @property
+    def is_held_by_pin(self) -> bool:
+        """Training waits for robots whose version is pinned."""
+        return self._publisher.pinned_version != NO_VERSION and self.is_too_far_ahead
+
+    def warn_if_held_by_pin(self) -> None:
+        """Logs once per pin that training waits for it."""
+        pinned = self._publisher.pinned_version
+        if self.is_held_by_pin and pinned != self._warned_pin:
+            self._warned_pin = pinned
+            log.warning(
+                "learner.waits version=%d pinned=%d learner.staleness=%d; `user-sys weights release` ends this",
+                self.version,
+                pinned,
+                self._staleness,
+            )
+        if pinned == NO_VERSION:
+            self._warned_pin = NO_VERSION
+
+    def is_published(self, updates: int) -> bool:
+        """Whether the newest version has the weights after `updates` updates."""
+        return self._published_updates == updates
 
     def update_episode_count(self, count: Callable[[], int]) -> None:
         """`count` returns the number of finished episodes; called only if the settings need it."""
         if self._config.at_episode_ends and (episodes := count()) > self._episodes:
-            self._episodes = episodes
-            self._schedule.on_episode_end()
+            self._episodes, self._has_episode_ended = episodes, True
 
-    def publish_if_due(
-        self, updates: int, weights: Callable[[], PolicySnapshot], kl: Callable[[PolicySnapshot], float]
-    ) -> None:
+    def publish_if_due(self, updates: int, trainer: PublishedTrainer) -> None:
         """Publishes if a version is due after `updates` updates and the version before is ready.
 
-        Args:
-            weights: returns a snapshot. It may be the trained arrays, which are copied at once.
-            kl: measures how far the policy has moved from an earlier snapshot or a copy of it.
+        After each update it publishes at once: training waits for it, so that the governor has nothing to protect.
 
         Raises:
             NotFinite: an earlier version held NaN or infinity.
         """
+        if (self._after_each_update or not self._publisher.is_busy) and self._is_due(updates, trainer):
+            self.publish(updates, trainer)
 
-        def moved() -> float:
-            return float("inf") if self._reference is None else kl(self._reference)
+    def publish(self, updates: int, trainer: PublishedTrainer) -> None:
+        """Publishes now, unless no update was made since the last version or no number is left.
 
-        if not self._publisher.is_busy and self._schedule.is_due(updates, moved):
-            self.publish(updates, weights)
-
-    def publish(self, updates: int, weights: Callable[[], PolicySnapshot]) -> None:
-        """Publishes now, unless no update was made or no number is left. Raises as `publish_if_due`."""
-        if not updates or self.needs_checkpoint:
+        Raises as `publish_if_due`.
+        """
+        if self.is_published(updates) or self.needs_checkpoint:
             return
         self.version += 1
-        snapshot = weights()
         if self._config.kl > 0:
-            self._reference = _copy_arrays(snapshot)
-        self._publisher.publish(snapshot, self.version, updates)
-        self._schedule.on_published(updates)
+            self._reference = shared_copy(trainer.policy, trainer.frozen.values())
+        started_s = time.perf_counter()
+        with span("publish"):
+            self._publisher.publish(trainer.policy_snapshot(), self.version, updates)
+        self.publish_s = time.perf_counter() - started_s
+        self._published_updates = self._measured_updates = updates
+        self._next_s = self._clock() + self._config.every_s
+        self._has_episode_ended = False
 
+    def _is_due(self, updates: int, trainer: PublishedTrainer) -> bool:
+        config, since = self._config, updates - self._published_updates
+        return (since > 0 and updates >= config.after_updates) and (
+            self._after_each_update
+            or (config.every_s > 0 and self._clock() >= self._next_s)
+            or 0 < config.every_updates <= since
+            or (config.at_episode_ends and self._has_episode_ended)
+            or (config.kl > 0 and self._has_moved(updates, trainer))
+        )
 
-def _copy_arrays(snapshot: PolicySnapshot) -> PolicySnapshot:
-    """Returns a snapshot that the next update does not change."""
-    if isinstance(snapshot, Mapping):
-        return {name: array.copy() for name, array in snapshot.items()}
-    return snapshot
+    def _has_moved(self, updates: int, trainer: PublishedTrainer) -> bool:
+        if updates - self._measured_updates < KL_INTERVAL_UPDATES:
+            return False
+        self._measured_updates = updates
+        return self._reference is None or trainer.policy_kl(self._reference) >= self._config.kl
 
 
 @dataclass
@@ -215,15 +273,25 @@ class _StepStatistics:
         return {"step_ms": 1e3 * median_s, "updates_per_s": updates / elapsed_s if elapsed_s > 0 else 0.0}
 
 
+class _Due(IntFlag):
+    """What all processes do together in an iteration of the loop."""
+
+    NOTHING = 0
+    REFRESH = 1
+    UPDATE = 2
+    CHECKPOINT = 4
+    END = 8
+
+
 class Learner:
-    """Trains one policy for one embodiment. One thread constructs and runs it."""
+    """Trains one policy for one embodiment, as one of the processes of `trainer.group`. One thread calls it."""
 
     def __init__(
         self,
         config: LearnerConfig,
-        trainer: RankTrainer,
+        trainer: Trainer,
         *,
-        publisher: WeightsPublisher,
+        publisher: WeightsPublisher | None,
         report: ReportScalars,
         checkpoint_dir: Path,
         clock: Callable[[], float] = time.monotonic,
@@ -231,25 +299,39 @@ class Learner:
         """Resumes from the newest checkpoint of `checkpoint_dir`, if there is one. Closes `trainer` in the end.
 
         Args:
-            trainer: that of rank 0.
+            publisher: None in other processes than that of rank 0, which use no `report` either.
             report: takes the number of updates and scalars; must return at once.
             clock: monotonic seconds.
 
         Raises:
-            ConfigError: the checkpoint is of another store.
+            ConfigError: the checkpoint is of another store, or the store lacks what the algorithm trains on.
             RunError: there are checkpoints, but none can be read.
-            WireError: the checkpoint is of other settings or another robot.
+            WireError: the checkpoint is of another algorithm, other settings or another robot.
         """
-        self._config, self._trainer, self._publisher = config, trainer, publisher
-        self._report_scalars, self._clock = report, clock
-        self._versions = VersionPublisher(config.publish, publisher, clock)
+        self._config, self._publisher = config, publisher
+        self._trainer, self._batches = trainer, trainer.batches
+        self._report_scalars, self._clock, self._folder = report, clock, checkpoint_dir
+        self._versions = (
+            None
+            if publisher is None
+            else VersionPublisher(
+                config.publish,
+                publisher,
+                clock,
+                config.staleness,
+                self._batches.once is not None,
+                trainer.is_pretrained,
+            )
+        )
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._counters, self._steps = _Counters(), _StepStatistics()
+        self._timers = _Timers(config, clock)
         self._has_warned = False  # that no stored step passes the sampler's filter
-        self._disk_full: DiskFull | None = None
+        self._disk_full: DiskFull | None = None  # training pauses
         self._unreadable_checkpoints = 0
+        self._frozen_digest = ""  # of the policy's frozen weights, which checkpoints name
         try:
-            self._resume(checkpoint_dir)
+            self._resume()
         except BaseException:
             self.close()
             raise
@@ -264,214 +346,261 @@ class Learner:
         """Seconds of training so far, including those before a resumption."""
         return self._counters.training_s
 
-    def run(self, stop: threading.Event, stop_now: threading.Event | None = None) -> None:
-        """Trains until the limit of time or updates, or until `stop` is set; then publishes and writes a checkpoint.
+    def close(self) -> None:
+        """Closes the trainer. `run` does it too; a second call has no effect."""
+        self._trainer.close()
 
-        With `stop_now` set it only writes the checkpoint. Blocks. Training pauses while the disk has no room for a
-        checkpoint. If there is still no room when `stop` is set, the checkpoint is skipped and logged. After a crash a
-        new `Learner` resumes from the newest checkpoint.
+    def run(self, stop: threading.Event, stop_now: threading.Event | None = None) -> None:
+        """Trains until the limit of time or updates, or until `stop` is set; then writes a checkpoint and publishes.
+
+        With `stop_now` set it only writes the checkpoint. The events of rank 0 count for all processes. Blocks.
+        Training pauses while the disk has no room for a checkpoint. If there is still no room when `stop` is set, the
+        checkpoint is skipped and logged. After a crash a new `Learner` resumes from the newest checkpoint.
 
         Raises:
+            LinkDown: another process of this learner has ended.
             NotFinite: training has diverged; the weights were neither published nor saved.
             RunError: a checkpoint could not be written.
             StoreError: the store cannot be read.
         """
         log.info("learner.started updates=%d training_s=%.1f", self.updates, self.training_s)
         try:
-            self._run(stop, stop_now or threading.Event())
+            if self._versions is not None:
+                save_frozen(self._folder, self._trainer.frozen, self._frozen_digest)
+            self._save(wait=True)  # shows an unwritable disk, and reserves version numbers
+            while not self._iterate(stop):
+                pass
+            self._save(wait=True)
+            if self._versions is not None and not (stop_now and stop_now.is_set()):
+                self._versions.publish(self.updates, self._trainer)
+            self._report()
         finally:
             self.close()
         log.info("learner.stopped updates=%d training_s=%.1f", self.updates, self.training_s)
 
-    def close(self) -> None:
-        """Closes the trainer. `run` does it too; a second call has no effect."""
-        self._trainer.close()
+    def _iterate(self, stop: threading.Event) -> bool:
+        """Runs one iteration. Returns whether training has ended."""
+        started_s = self._clock()
+        due = _Due(self._trainer.group.broadcast(self._due(stop)))
+        if _Due.REFRESH in due:
+            self._refresh()
+        if _Due.UPDATE in due:
+            self._trainer.update(self._counters.updates)
+            self._counters.updates += 1
+        elif self._publisher is not None:  # the others wait for its next decision
+            stop.wait(IDLE_WAIT_S)
+        if self._versions is not None and self._disk_full is None:
+            self._versions.publish_if_due(self.updates, self._trainer)
+        if self._timers.report.is_due():
+            self._report()
+        if _Due.CHECKPOINT in due:
+            self._save(wait=self._disk_full is not None)
+        self._count_time(_Due.UPDATE in due, self._clock() - started_s)
+        return _Due.END in due
 
-    def _run(self, stop: threading.Event, stop_now: threading.Event) -> None:
-        self._checkpoint(stop, wait=True)  # shows an unwritable disk, and reserves version numbers
-        config, clock = self._config, self._clock
-        refresh = _IntervalTimer(REFRESH_INTERVAL_S, clock)
-        checkpoint = _IntervalTimer(config.checkpoint_interval_s, clock)
-        report = _IntervalTimer(config.report_interval_s, clock)
-        while not (stop.is_set() or self._is_finished()):
-            started_s = clock()
-            if refresh.is_due():
-                self._refresh()
-            if has_trained := self._may_update():
-                self._update()
-            else:
-                stop.wait(IDLE_WAIT_S)
-            self._versions.publish_if_due(self.updates, self._trainer.policy_snapshot, self._trainer.policy_kl)
-            if checkpoint.is_due() or self._versions.needs_checkpoint or self._writer.has_failed:
-                self._checkpoint(stop)
-            if report.is_due():
-                self._report()
-            self._count_time(has_trained, clock() - started_s)
-        if not stop_now.is_set():
-            if self._versions.needs_checkpoint:
-                self._checkpoint(stop, wait=True)
-            self._versions.publish(self.updates, self._trainer.policy_snapshot)
-        self._report()
-        self._checkpoint(stop, wait=True)
+    def _due(self, stop: threading.Event) -> _Due:
+        """Decides for all processes what to do; only the decision of rank 0 counts."""
+        if self._versions is None:
+            return _Due.NOTHING
+        if stop.is_set() or self._is_finished():
+            return _Due.END
+        is_new = self._batches.once is not None and self._batches.once.newest_version != self._versions.version
+        due = _Due.REFRESH if self._timers.refresh.is_due() or is_new else _Due.NOTHING
+        if self._writer.has_failed:
+            self._finish_writing()
+        if self._disk_full is not None:
+            return due | _Due.CHECKPOINT if self._has_room() else due
+        if self._trainer.can_sample and self._is_update_allowed(self._versions):
+            due |= _Due.UPDATE
+        if not self._writer.is_busy and (self._timers.checkpoint.is_due() or self._versions.needs_checkpoint):
+            due |= _Due.CHECKPOINT
+        return due
+
+    def _is_update_allowed(self, versions: VersionPublisher) -> bool:
+        """Whether the staleness allows an update now; see the module."""
+        if self._batches.once is not None:
+            return versions.is_published(self.updates) and self._batches.once.newest_version == versions.version
+        allowed = self._config.warmup_updates + self._config.utd_max * self._counters.online_steps
+        return self.updates < allowed and not versions.is_too_far_ahead
 
     def _is_finished(self) -> bool:
         config = self._config
         return self.training_s >= config.max_training_s or 0 < config.max_updates <= self.updates
 
-    def _may_update(self) -> bool:
-        allowed = self._config.warmup_updates + self._config.utd_max * self._counters.online_steps
-        return self._trainer.can_sample and self.updates < allowed and not self._versions.is_too_far_ahead
-
-    def _update(self) -> None:
-        self._trainer.update()
-        self._counters.updates += 1
-
     def _count_time(self, has_trained: bool, seconds: float) -> None:
         if has_trained:
             self._counters.training_s += seconds
             self._steps.add(seconds)
-            self._publisher.observe(seconds)
+            if self._publisher is not None:
+                self._publisher.observe(seconds)
         else:
             self._counters.waited_s += seconds
 
     def _refresh(self) -> None:
         """Reads new steps from the store."""
         trainer = self._trainer
+        if self._batches.once is not None:
+            self._batches.add_version(trainer.group.broadcast(0 if self._versions is None else self._versions.version))
         trainer.refresh()
-        self._counters.refresh_online(len(trainer.demo_online.online))
-        if len(trainer.demo_online) and not trainer.can_sample and not self._has_warned:
+        self._counters.refresh_online(len(self._batches.demo_online.online))
+        is_waiting = self._batches.once is None and len(self._batches.demo_online) > 0 and not trainer.can_sample
+        if is_waiting and not self._has_warned:
             log.warning("learner.nothing_to_sample no stored step passes learner.sampler.only: training waits")
             self._has_warned = True
-        self._versions.update_episode_count(trainer.finished_episodes)
+        if self._versions is not None:
+            self._versions.update_episode_count(self._batches.finished_episodes)
+            self._versions.warn_if_held_by_pin()
 
-    def _checkpoint(self, stop: threading.Event, wait: bool = False) -> None:
-        """Copies the state and starts to write it. Training continues unless `wait` is set or the disk is full.
+    # Checkpoints
 
-        Raises as `run`.
-        """
-        try:
-            if wait or self._writer.has_failed:
-                self._writer.finish()
-            self._write(wait)
-        except DiskFull as error:
-            self._wait_for_room(error, stop)
-
-    def _write(self, wait: bool) -> None:
-        if self._writer.is_busy:
+    def _save(self, wait: bool) -> None:
+        """Copies the state and starts to write it; with `wait` it blocks until that is done. Raises as `run`."""
+        with span("copy checkpoint"):
+            state = self._trainer.state_dict()
+        if self._versions is None:
             return
-        checkpoint = self._snapshot()
-        not_finite = [name for name, value in checkpoint.arrays.items() if not np.isfinite(value).all()]
+        self._trainer.require_finite()
+        not_finite = [name for name, value in state.items() if not np.isfinite(value).all()]
         if not_finite:
             raise NotFinite(f"training diverged by update {self.updates}: {not_finite[:3]} are not finite")
-        self._writer.write(checkpoint)
-        self._versions.version_limit = self._versions.version + VERSIONS_PER_CHECKPOINT
-        if wait:
-            self._writer.finish()
-
-    def _wait_for_room(self, error: DiskFull, stop: threading.Event) -> None:
-        """Returns when a checkpoint is written, or if `stop` is set and there is still no room."""
-        log.error("checkpoint.disk_full %s; training pauses", error)
-        while True:
-            self._disk_full = error
-            self._report()
-            is_stopped = stop.wait(DISK_RETRY_S)
-            self._refresh()  # the learner's other processes would time out otherwise
-            if not is_stopped and (free := free_bytes(error.path)) < error.needed_bytes:
-                error = DiskFull(error.path, error.needed_bytes, free)
-                continue
-            try:
-                self._write(wait=True)
-                break
-            except DiskFull as repeated:
-                error = repeated
-                if is_stopped:
-                    log.error("checkpoint.not_written updates=%d %s; the previous one is kept", self.updates, error)
-                    return
-        self._disk_full = None
-        self._report()
-        log.warning("checkpoint.disk_has_room training continues")
-
-    def _snapshot(self) -> Checkpoint:
         counters = self._counters
         scalars: Scalars = {
-            "position": self._trainer.position(),
+            ALGORITHM_KEY: self._config.algorithm,
+            POLICY_KEY: self._trainer.policy_kind,
+            PROCESS_COUNT_KEY: self._trainer.group.world,
+            FROZEN_KEY: self._frozen_digest,
+            "position": self._batches.position(),
             "online_steps": counters.online_steps,
             "online_seen": counters.online_seen,
             "version": self._versions.version,
-            "policy": self._policy_digest(),
             "training_s": counters.training_s,
             "waited_s": counters.waited_s,
-            PROCESS_COUNT_KEY: self._trainer.processes,
         }
-        return Checkpoint(counters.updates, scalars, self._trainer.state_dict())
-
-    def _policy_digest(self) -> str:
-        """Returns the digest of the current weights: a checkpoint and a version of one update agree bit for bit."""
-        return build_tensor_set(self._trainer.policy_weights()).digest.hex()
-
-    def _resume(self, folder: Path) -> None:
-        self._trainer.refresh()
-        self._unreadable_checkpoints = len(scan_checkpoints(folder).unreadable)
-        checkpoint = load_latest_checkpoint(folder)
-        if checkpoint is None:
+        if wait:
+            self._finish_writing()
+        self._writer.write(Checkpoint(counters.updates, scalars, state))
+        if wait and not self._finish_writing():
             return
-        position, policy = self._restore_scalars(folder, checkpoint)
-        if position > self._trainer.position():
-            raise ConfigError(
-                f"the checkpoint of update {checkpoint.updates} in {folder} has read record {position} of its store, "
-                f"but this store ends at record {self._trainer.position()}: it is another store, or has lost its "
-                "newest records. Restore the right store, or move this checkpoint out of the folder to resume from "
-                "the one before it"
-            )
+        self._versions.version_limit = self._versions.version + VERSIONS_PER_CHECKPOINT
+        if self._disk_full is not None:
+            log.warning("checkpoint.disk_has_room training continues")
+            self._disk_full = None
+
+    def _finish_writing(self) -> bool:
+        """Waits for the checkpoint that is being written. Returns False if the disk is full: training pauses."""
+        try:
+            self._writer.finish()
+        except DiskFull as error:
+            log.error("checkpoint.disk_full updates=%d %s; the previous one is kept", self.updates, error)
+            self._disk_full = error
+            self._report()
+            return False
+        return True
+
+    def _has_room(self) -> bool:
+        """Whether a checkpoint may fit on the disk now."""
+        full = self._disk_full
+        if full is None or not self._timers.retry.is_due():
+            return False
+        self._disk_full = DiskFull(full.path, full.needed_bytes, free_bytes(full.path))
+        return self._disk_full.free_bytes >= full.needed_bytes
+
+    def _resume(self) -> None:
+        self._trainer.refresh()
+        self._batches.require_columns()
+        checkpoint = None
+        if self._versions is not None:
+            self._unreadable_checkpoints = len(scan_checkpoints(self._folder).unreadable)
+            checkpoint = load_latest_checkpoint(self._folder)
+            self._trainer.group.broadcast(-1 if checkpoint is None else checkpoint.updates)
+        elif (updates := self._trainer.group.broadcast(0)) >= 0:
+            checkpoint = load_latest_checkpoint(self._folder)
+            if checkpoint is None or checkpoint.updates != updates:
+                raise RunError(f"the checkpoint of update {updates} in {self._folder} has vanished")
+        if checkpoint is None:
+            self._frozen_digest = frozen_digest(self._trainer.frozen)
+            return
+        self._restore_scalars(checkpoint)
+        self._frozen_digest = str(checkpoint.scalars.get(FROZEN_KEY, ""))
+        restore_frozen(self._folder, self._trainer.frozen, self._frozen_digest)
         if not self._trainer.load_checkpoint(checkpoint):
-            before, now = checkpoint.scalars.get(PROCESS_COUNT_KEY, 1), self._trainer.processes
+            before, now = checkpoint.scalars.get(PROCESS_COUNT_KEY, 1), self._trainer.group.world
             log.warning("learner.process_count_changed before=%s now=%d: the sampler starts from its seed", before, now)
-        if self._policy_digest() != policy:
-            raise WireError(f"the checkpoint in {folder} does not give the policy that was published from it")
-        self._counters.updates = checkpoint.updates
         log.info("learner.resumed updates=%d training_s=%.1f", self.updates, self.training_s)
 
-    def _restore_scalars(self, folder: Path, checkpoint: Checkpoint) -> tuple[int, str]:
-        """Restores the counters. Returns the position in the store and the digest of the policy."""
+    def _restore_scalars(self, checkpoint: Checkpoint) -> None:
         scalars, counters = checkpoint.scalars, self._counters
+        where = f"the checkpoint of update {checkpoint.updates} in {self._folder}"
         try:
-            position, policy = int(scalars["position"]), str(scalars["policy"])
+            algorithm, position = scalars[ALGORITHM_KEY], int(scalars["position"])
             counters.online_steps, counters.online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
-            self._versions.version = int(scalars["version"]) + 2 * VERSIONS_PER_CHECKPOINT
             counters.training_s, counters.waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
+            version = int(scalars["version"]) + 2 * VERSIONS_PER_CHECKPOINT
         except (KeyError, ValueError) as error:
             raise WireError(
-                f"the checkpoint of update {checkpoint.updates} in {folder} lacks {error}: another version of user-sys "
-                "wrote it; resume with that version, or move the checkpoint out of the folder"
+                f"{where} lacks {error}: another version of user-sys wrote it; resume with that version, or move the "
+                "checkpoint out of the folder"
             ) from None
-        return position, policy
+        kind = self._trainer.policy_kind
+        for what, setting, saved, own in (
+            ("algorithm", "learner.algorithm", algorithm, self._config.algorithm),
+            ("policy", "policy.kind", scalars.get(POLICY_KEY, kind), kind),
+        ):
+            if saved != own:
+                raise WireError(
+                    f"{where} is of the {what} {saved}, and {setting} is {own}: resume with --{setting}={saved}, or "
+                    "start a new run"
+                )
+        if position > self._batches.position():
+            raise ConfigError(
+                f"{where} has read record {position} of its store, but this store ends at record "
+                f"{self._batches.position()}: it is another store, or has lost its newest records. Restore the right "
+                "store, or move this checkpoint out of the folder to resume from the one before it"
+            )
+        counters.updates = checkpoint.updates
+        if self._versions is not None:
+            self._versions.version = version
 
     def _report(self) -> None:
-        counters, trainer, cache = self._counters, self._trainer, self._trainer.replay.report()
+        """Reports scalars. Raises NotFinite if a loss is not finite."""
+        if self._publisher is None or self._versions is None:
+            return
+        counters, trainer, cache = self._counters, self._trainer, self._batches.replay.report()
+        losses = trainer.require_finite()
+        full = self._disk_full
         self._report_scalars(
             counters.updates,
             {
-                **trainer.algorithm.scalars(),
+                **losses,
                 "training_s": counters.training_s,
                 "waited_s": counters.waited_s,
                 **self._steps.report(counters),
                 "online_steps": float(counters.online_steps),
                 "updates_per_step": counters.updates / max(1, counters.online_steps),
-                "demo_transitions": float(len(trainer.demo_online.demo)),
-                "online_transitions": float(len(trainer.demo_online.online)),
+                "demo_transitions": float(len(self._batches.demo_online.demo)),
+                "online_transitions": float(len(self._batches.demo_online.online)),
                 "cold_share": cache.misses / max(1, cache.observations),
                 "damaged": float(cache.damaged),
+                **self._batches.scalars(),
                 "policy_version": float(self._versions.version),
+                "publish_ms": 1e3 * self._versions.publish_s,
+                "held_by_pin": float(self._versions.is_held_by_pin),
                 "checkpoints_unreadable": float(self._unreadable_checkpoints),
-                **_disk_scalars(self._disk_full),
+                "disk_needed_bytes": float(full.needed_bytes if full else 0),
+                "disk_free_bytes": float(full.free_bytes if full else 0),
                 **self._publisher.scalars(),
             },
         )
 
 
-def _disk_scalars(full: DiskFull | None) -> dict[str, float]:
-    needed, free = (0, 0) if full is None else (full.needed_bytes, full.free_bytes)
-    return {"disk_needed_bytes": float(needed), "disk_free_bytes": float(free)}
+class _Timers:
+    """When the store is read, a checkpoint and a report are due, and a full disk is tried again."""
+
+    def __init__(self, config: LearnerConfig, clock: Callable[[], float]) -> None:
+        self.refresh = _IntervalTimer(REFRESH_INTERVAL_S, clock)
+        self.checkpoint = _IntervalTimer(config.checkpoint_interval_s, clock)
+        self.report = _IntervalTimer(config.report_interval_s, clock)
+        self.retry = _IntervalTimer(DISK_RETRY_S, clock)
 
 
 class _IntervalTimer:

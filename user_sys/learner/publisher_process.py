@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from hal.discovery import DeviceMonitor
-from user_sys.codec import Array
 from user_sys.errors import LinkDown, RunError, SessionRefused, UserSysError
 from user_sys.learner.publisher_protocol import (
     DeviceCopyStarted,
@@ -28,13 +27,13 @@ from user_sys.learner.publisher_protocol import (
     RunStopped,
     ScalarReport,
     SharedMemoryInfo,
-    SharedTensorSlots,
+    SharedTensors,
     ShutdownRequest,
     SnapshotReady,
     StepTimes,
 )
 from user_sys.logs import configure_logging
-from user_sys.messages import NO_VERSION, DevicesReport, PublisherEpoch, StopRun
+from user_sys.messages import NO_VERSION, DevicesReport, StopRun
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair
 from user_sys.weights.publisher import Publisher
@@ -71,11 +70,10 @@ def main(argv: list[str]) -> int:
 def _serve(channel: MessageSocket, settings: PublisherSettings) -> None:
     keys = Path(settings.signing_folder)
     signer = ensure_signer(keys, SIGNING_KEY_NAME)
-    epoch = PublisherEpoch(settings.run, next_epoch(keys))
     keypair = load_keypair(Path(settings.tunnel_key))
     with TunnelClient(settings.endpoint, keypair, settings.gateway_key, settings.hello) as client:
-        server = _PublisherServer(channel, client, is_immediate=settings.publish.max_versions_ahead > 0)
-        server.publisher = Publisher(client, signer, settings.publish, server.on_change, epoch)
+        server = _PublisherServer(channel, client, is_immediate=settings.waits_for_robots)
+        server.publisher = Publisher(client, signer, settings.publish, server.on_change, settings.run, next_epoch(keys))
         with server.publisher, DeviceMonitor(lambda records: client.send(DevicesReport(records=records))):
             threading.Thread(target=server.forward_stop, name="inbox", daemon=True).start()
             while not server.is_closing:
@@ -101,8 +99,7 @@ class _PublisherServer:
         self._sent_version, self._sent_share, self._sent_s = NO_VERSION, 1.0, 0.0
         self._has_unsent_change = False
         self._is_device_copying = False
-        self._slots: SharedTensorSlots | None = None
-        self._arrays: dict[str, Array] = {}  # of the newest snapshot
+        self._memory: SharedTensors | None = None
         self._status_lock = threading.Lock()  # the last status that is sent is the newest
 
     def on_message(self, message: PublisherMessage, descriptor: int | None) -> None:
@@ -111,13 +108,13 @@ class _PublisherServer:
                 for ended_s, seconds in steps:
                     self.publisher.governor.observe(seconds, ended_s)
             case SharedMemoryInfo() if descriptor is not None:
-                self._slots = SharedTensorSlots(descriptor, message)
+                self._memory = SharedTensors(descriptor, message)
             case DeviceCopyStarted() if not self._is_device_copying:
                 self._is_device_copying = True
                 self.publisher.governor.begin_push()
-            case SnapshotReady() if self._slots is not None:
+            case SnapshotReady() if self._memory is not None:
                 self._end_device_copy(message.fetch_s)
-                self._publish(message, self._slots)
+                self._publish(message, self._memory)
             case ScalarReport(report=report):
                 self._client.send(report)
             case ShutdownRequest(flush_s=flush_s):
@@ -168,15 +165,14 @@ class _PublisherServer:
                 )
             )
 
-    def _publish(self, snapshot: SnapshotReady, slots: SharedTensorSlots) -> None:
-        unchanged = frozenset(snapshot.unchanged)
+    def _publish(self, snapshot: SnapshotReady, memory: SharedTensors) -> None:
+        frozen = frozenset(snapshot.frozen)
         arrays = {
-            name: self._arrays[name] if position in unchanged else view.copy()
-            for position, (name, view) in enumerate(slots.views[snapshot.slot].items())
+            name: view if position in frozen else view.copy()
+            for position, (name, view) in enumerate(memory.views.items())
         }
-        self._arrays = arrays
         if self.publisher.failure is None:
-            self.publisher.publish(dict(arrays), snapshot.version, snapshot.updates, snapshot.rounding)
+            self.publisher.publish(arrays, snapshot.version, snapshot.updates)
         else:
             self._send_status()
 

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,13 +20,9 @@ from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import LinkDown, RunError, WireError
 from user_sys.messages import Hello, MetricsReport
-from user_sys.weights.precision import NO_ROUNDING, RoundingStats
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.snapshot import TensorLayout, layout_of
-from user_sys.weights.state import dtype_name, dtype_of
+from user_sys.weights.state import TensorLayout, dtype_name, dtype_of
 
-SLOT_COUNT = 2
-"""one to write to while the other is read"""
 MAX_RECORD_BYTES = 128 << 10  # a socket's buffer holds 200 KiB
 
 
@@ -37,6 +33,7 @@ class PublisherSettings(msgspec.Struct, frozen=True, tag=True):
         tunnel_key: path of the learner's key pair for the tunnel.
         signing_folder: folder of the signing key, which only this process reads.
         run: the id of the run.
+        waits_for_robots: training waits for robots with old versions, so that each change is reported at once.
     """
 
     endpoint: str
@@ -46,13 +43,14 @@ class PublisherSettings(msgspec.Struct, frozen=True, tag=True):
     signing_folder: str
     publish: PublishConfig
     run: bytes = b""
+    waits_for_robots: bool = False
 
 
 class SharedMemoryInfo(msgspec.Struct, frozen=True, tag=True):
-    """Comes with the descriptor of the shared memory, before the first snapshot. See `SharedTensorSlots`."""
+    """Comes with the descriptor of the shared memory, before the first snapshot. See `SharedTensors`."""
 
     layout_bytes: int
-    slot_bytes: int
+    tensor_bytes: int
 
 
 class DeviceCopyStarted(msgspec.Struct, frozen=True, tag=True):
@@ -60,18 +58,16 @@ class DeviceCopyStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotReady(msgspec.Struct, frozen=True, tag=True):
-    """A version to publish lies in `slot`, except the tensors `unchanged` (positions in the layout).
+    """A version to publish lies in the shared memory.
 
     Attributes:
-        rounding: the error of rounding on the device.
+        frozen: positions of the tensors that are equal in all versions, so that the memory's content stays.
         fetch_s: work of the copy from the device, without rests.
     """
 
-    slot: int
     version: int
     updates: int
-    unchanged: tuple[int, ...] = ()
-    rounding: RoundingStats = NO_ROUNDING
+    frozen: tuple[int, ...] = ()
     fetch_s: float = 0.0
 
 
@@ -102,22 +98,22 @@ class PublisherStatus(msgspec.Struct, frozen=True, tag=True):
     """Sent at once if `ready_version` or `failure` changes, otherwise soon: each message interrupts the learner.
 
     Attributes:
-        ready_version: the newest encoded version; its slot and those of earlier versions are free again.
+        ready_version: the newest offered version; the shared memory is free again.
         stored_version: the newest on the gateway's disk.
         oldest_in_use: the oldest in use by a connected robot; -1 if there is none.
-        published: number of encoded versions.
+        published: number of offered versions.
         next_allowed_s: when the governor allows the next version, on the monotonic clock of the machine.
         failure: the error that ended publishing.
         pinned_version: the version that an operator has pinned; -1 if there is none.
         share: the governor's share; sent at each change during a copy from a device.
     """
 
-    ready_version: int
-    stored_version: int
-    oldest_in_use: int
-    published: int
-    next_allowed_s: float
-    scalars: dict[str, float]
+    ready_version: int = -1
+    stored_version: int = -1
+    oldest_in_use: int = -1
+    published: int = 0
+    next_allowed_s: float = 0.0
+    scalars: dict[str, float] = {}
     failure: PublishFailure | None = None
     pinned_version: int = -1
     share: float = 1.0
@@ -192,65 +188,46 @@ class MessageSocket:
         return bool(waiting.poll(max(0.0, 1e3 * seconds)))
 
 
-class _TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class SharedTensorSlots:
-    """Shared memory for snapshots of one layout: the encoded layout, then `SLOT_COUNT` slots.
-
-    The system frees it when both processes have ended.
+class SharedTensors:
+    """Shared memory for one snapshot: the encoded layout, then the tensors. The system frees it after both processes.
 
     Attributes:
-        views: for each slot, name to array in the order of the layout.
-        memory: the description that the other end needs besides the `descriptor`.
+        views: name to array in the order of the layout.
+        info: the description that the other end needs besides the `descriptor`.
     """
 
-    def __init__(self, descriptor: int, memory: SharedMemoryInfo) -> None:
+    def __init__(self, descriptor: int, info: SharedMemoryInfo) -> None:
         """Maps existing memory. Raises RunError if it has another size or cannot be mapped."""
-        self.descriptor, self.memory = descriptor, memory
+        self.descriptor, self.info = descriptor, info
+        offset = _pad(info.layout_bytes)
         try:
-            content = mmap.mmap(descriptor, _pad_to_alignment(memory.layout_bytes) + SLOT_COUNT * memory.slot_bytes)
+            content = mmap.mmap(descriptor, offset + info.tensor_bytes)
         except (OSError, ValueError) as error:
             raise RunError(f"the shared memory for weights cannot be mapped: {error}; free some memory") from None
-        tensors = msgspec.msgpack.decode(content[: memory.layout_bytes], type=tuple[_TensorSpec, ...])
-        first = _pad_to_alignment(memory.layout_bytes)
-        self.views = tuple(_views(content, tensors, first + slot * memory.slot_bytes) for slot in range(SLOT_COUNT))
-        self._layout = list(layout_of(self.views[0]).items())
+        self.views: dict[str, Array] = {}
+        specs = msgspec.msgpack.decode(content[: info.layout_bytes], type=list[tuple[str, str, tuple[int, ...]]])
+        for name, dtype, shape in specs:
+            kind, count = dtype_of(dtype), math.prod(shape)
+            self.views[name] = np.frombuffer(content, kind, count, offset).reshape(shape)
+            offset += _pad(count * kind.itemsize)
 
     @classmethod
-    def from_layout(cls, layout: TensorLayout) -> Self:
+    def from_layout(cls, layout: TensorLayout) -> SharedTensors:
         """Allocates memory for snapshots of `layout`. Raises WireError for an unsupported dtype, OSError without
         memory.
         """
-        tensors = tuple(_TensorSpec(name, dtype_name(dtype), shape) for name, (dtype, shape) in layout.items())
-        encoded = msgspec.msgpack.encode(tensors)
-        size = sum(_pad_to_alignment(math.prod(shape) * dtype.itemsize) for dtype, shape in layout.values())
-        memory = SharedMemoryInfo(len(encoded), size)
+        encoded = msgspec.msgpack.encode([(name, dtype_name(dtype), shape) for name, (dtype, shape) in layout.items()])
+        size = sum(_pad(math.prod(shape) * dtype.itemsize) for dtype, shape in layout.values())
+        info = SharedMemoryInfo(len(encoded), max(1, size))
         descriptor = os.memfd_create("weights")
-        os.truncate(descriptor, _pad_to_alignment(len(encoded)) + SLOT_COUNT * memory.slot_bytes)
+        os.truncate(descriptor, _pad(len(encoded)) + info.tensor_bytes)
         os.pwrite(descriptor, encoded, 0)
-        return cls(descriptor, memory)
+        return cls(descriptor, info)
 
     def close(self) -> None:
         """Closes the descriptor; the mapped memory stays while arrays use it."""
         os.close(self.descriptor)
 
-    def has_layout(self, layout: TensorLayout) -> bool:
-        """Whether the memory is for `layout`, in its order."""
-        return list(layout.items()) == self._layout
 
-
-def _views(content: mmap.mmap, tensors: tuple[_TensorSpec, ...], offset: int) -> dict[str, Array]:
-    views: dict[str, Array] = {}
-    for tensor in tensors:
-        kind, count = dtype_of(tensor.dtype), math.prod(tensor.shape)
-        views[tensor.name] = np.frombuffer(content, kind, count, offset).reshape(tensor.shape)
-        offset += _pad_to_alignment(count * kind.itemsize)
-    return views
-
-
-def _pad_to_alignment(size: int) -> int:
+def _pad(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES

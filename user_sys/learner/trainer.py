@@ -1,62 +1,64 @@
-"""The trainer of one process: it reads the replay buffer, draws its part of each batch, and updates the algorithm.
-
-A learner with one process has one trainer. With several, each process is a rank with a trainer of its own. Rank 0
-belongs to the learner; it broadcasts a `RankCommand` before each collective operation, and the others follow it in
-`RankTrainer.run_worker_loop`.
-"""
+"""The trainer of one process: it updates the algorithm with its part of each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hal.resource import local_node
 from hal.spec import RobotSpec
+from user_sys.algorithms.algorithm import (
+    GENERATOR,
+    Algorithm,
+    PolicyDivergence,
+    fits_policy,
+    load_generators,
+    load_policy_state,
+    load_state,
+    policy_arrays,
+    save_state,
+)
+from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.codec import Array
-from user_sys.errors import RunError
-from user_sys.learner.checkpoint import Checkpoint, load_latest_checkpoint
-from user_sys.learner.config import CPU, LearnerConfig
-from user_sys.replay.batches import ObservationFeatures, TransitionBuilder
-from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.sampler import Prefetcher, Sampler
-from user_sys.replay.selectors import DemoOnlineSelector, StepFilter
+from user_sys.compose import PolicyConfig
+from user_sys.errors import ConfigError, RunError
+from user_sys.learner.batch_source import BatchSource
+from user_sys.learner.checkpoint import Checkpoint
+from user_sys.learner.config import CPU, ComputeConfig, LearnerConfig
+from user_sys.plugins import load_algorithm, load_policy
+from user_sys.policies.trainable import apply_train_settings, frozen_parameters
 from user_sys.store.store import StoreReader
-from user_sys.weights.snapshot import DeviceWeights, PolicySnapshot, UnlimitedBudget
+from user_sys.trace import span
+from user_sys.weights.gpu_copy import HostCopier, as_array, make_host_copier
+from user_sys.weights.state import NotFinite, PolicySnapshot
 
-if TYPE_CHECKING:
-    from user_sys.algorithms.distributed import TrainingGroup
-
-GATHER_TIMEOUT_S = 300.0
-"""Rank 0 gathers at the rate of its governor."""
 SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
+OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process to process
 RANK_PREFIX = "rank."  # prefix of other ranks' arrays, before their number
-PROCESS_COUNT_KEY = "processes"  # how many processes wrote a checkpoint
+ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY = "algorithm", "policy", "processes"  # scalars of a checkpoint
+TRAINED_COPIES = 5  # what trains: parameters, gradients, two moments of Adam, and a slow copy or a snapshot
+HOST_COPIES = 1  # of all parameters on the CPU: the memory that the publisher process shares
 
 
-class RankCommand(IntEnum):
-    """The next operation of all processes."""
-
-    REFRESH = 0
-    UPDATE = 1
-    WEIGHTS = 2
-    SNAPSHOT = 3
-    STATE = 4
-    LOAD = 5
-    END = 6
-
-
-class RankTrainer:
+class Trainer:
     """Trains in one process. One thread constructs it and calls it.
 
     Attributes:
         algorithm: the algorithm with its networks.
-        replay: the buffer that batches are drawn from.
-        demo_online: the demonstrations and the online steps in the store, whatever the sampler draws.
-        batch: the newest batch.
+        batches: the steps in the store, and the batches of them; `batch`: the newest one, on the device.
+        group: the processes that train together.
+        policy_kind: kind of the policy.
+        is_pretrained: the initial weights are of another run or a checkpoint, so that robots may act with them.
         can_sample: every process has steps to draw, as of the last `refresh`.
-        processes: number of processes that train together.
     """
 
     def __init__(
@@ -65,189 +67,348 @@ class RankTrainer:
         spec: RobotSpec,
         reader: StoreReader,
         *,
-        features: Sequence[str],
-        seed: int,
-        device: str,
-        group: TrainingGroup | None,
+        policy: PolicyConfig | None = None,
+        seed: int = 0,
+        device: str = CPU,
+        group: TrainingGroup | None = None,
+        initial_state: Mapping[str, Array | Tensor] | None = None,
     ) -> None:
-        """Builds the algorithm, the replay buffer and the sampler.
+        """Builds the algorithm, the replay buffer and the sampler. It seeds torch's generators.
 
         Args:
             reader: the store, used from this thread only.
-            features: the observations that the policy reads; empty for all vectors.
+            policy: the policy to train; None for the default.
             device: a torch device; for a GPU, batches lie in page-locked memory.
             group: the processes that train together; None for a single process.
+            initial_state: of an algorithm with the same policy, with or without adapters, whose weights training starts
+                from.
 
         Raises:
-            ConfigError: the settings do not fit the robot or the device.
+            ConfigError: the settings do not fit the robot, the algorithm or the device.
+            RunError: there is too little memory.
+            WireError: `initial_state` is of another policy.
         """
-        from user_sys.algorithms.rlpd import Rlpd  # imports torch, which only the learner's processes need
-        from user_sys.weights.gpu_copy import make_host_copier
+        self.group = group = TrainingGroup() if group is None else group
+        self._config, self._seed = config, seed
+        self.can_sample, self._updates = False, 0
+        on = torch.device(device)
+        torch.manual_seed(seed)  # the same networks in all processes
+        policy = policy or PolicyConfig()
+        self.policy_kind = policy.kind
+        kind, settings = load_policy(policy.kind, policy.options)
+        make_module = partial(kind.make_module, spec, settings=settings, features=policy.features)
+        planned = None if kind.reads_files(settings) else planned_module(make_module, settings)
+        if planned is not None:
+            require_memory(planned, on)
+        module = make_module()
+        self.is_pretrained = initial_state is not None or bool(getattr(module, "is_pretrained", False))
+        _prepare_policy(module, settings, initial_state)
+        if planned is None:
+            require_memory(module, on)
+        self._snapshots = _PolicySnapshots(frozen_parameters(module), make_host_copier(device, config.publish))
+        algorithm, settings = load_algorithm(config.algorithm, config.options)
+        self.algorithm = algorithm(settings, module, spec).to(on)
+        self._step = TrainingStep(self.algorithm, config.compute, on, self.frozen.values())
+        group.average_gradients(self.algorithm)
+        self._seed_draws(0)
+        if config.publish.kl > 0 and not isinstance(self.algorithm, PolicyDivergence):
+            raise ConfigError(
+                f"learner.publish.kl is {config.publish.kl:g}; {config.algorithm} does not measure it: set it to 0"
+            )
+        self.batches = BatchSource(config, spec, reader, self.algorithm, seed=seed, device=on, group=group)
 
-        rank, processes = (0, 1) if group is None else (group.rank, group.world)
-        self._reader, self._group, self._rank, self.processes, self._publish = (
-            reader,
-            group,
-            rank,
-            processes,
-            config.publish,
-        )
-        self._gather_executor = ThreadPoolExecutor(1, thread_name_prefix="weights-give")
-        self._gathering: Future[None] | None = None
-        self.can_sample = False
-        copier = make_host_copier(device, config.publish)
-        self.algorithm = Rlpd(
-            config.algorithm, spec, features=features, seed=seed, device=device, copier=copier, group=group
-        )
-        step_filter = StepFilter(embodiments=frozenset({spec.embodiment}))
-        self.replay = ReplayBuffer(
-            reader, ObservationFeatures.of(spec), cache_bytes=config.cache_bytes // processes, step_filter=step_filter
-        )
-        self.demo_online = DemoOnlineSelector(spec.embodiment, config.demo_fraction)
-        selector = (
-            self.demo_online
-            if config.sampler.is_unfiltered_mixture
-            else config.sampler.make_selector(spec.embodiment, config.demo_fraction)
-        )
-        if selector is not self.demo_online:
-            self.replay.subscribe(self.demo_online.update)
-        steps = TransitionBuilder(config.sampler.n_step, config.algorithm.discount)
-        size, pin = config.batch_size // processes, device != CPU
-        self._sampler = Sampler(self.replay, selector, steps, size, seed=seed, rank=rank, world=processes, pin=pin)
-        self._batches = Prefetcher(self._sampler, config.batches_ahead)
+    def _seed_draws(self, updates: int) -> None:
+        """Seeds torch's generators; each process draws differently."""
+        sequence = np.random.SeedSequence((self._seed, self.group.rank, updates))
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def close(self) -> None:
         """Ends the threads. A second call has no effect."""
-        self._gather_executor.shutdown(wait=False)
-        self._batches.close()
-        self.replay.close()
-
-    def run_worker_loop(self, checkpoints: Path) -> None:
-        """Follows the commands of rank 0 until training ends; for other ranks. `checkpoints` is rank 0's folder.
-
-        Raises:
-            RunError: the checkpoint that rank 0 loads is not there.
-            StoreError: the store cannot be read.
-        """
-        assert self._group is not None  # a single process has no commands
-        while (received := self._group.receive_command())[0] != RankCommand.END:
-            match received:
-                case RankCommand.REFRESH, _:
-                    self.refresh()
-                case RankCommand.UPDATE, _:
-                    self.update()
-                case RankCommand.WEIGHTS, _:
-                    self.policy_weights()
-                case RankCommand.SNAPSHOT, _:
-                    self._gather(self.policy_snapshot())
-                case RankCommand.STATE, _:
-                    self.state_dict()
-                case RankCommand.LOAD, updates:
-                    checkpoint = load_latest_checkpoint(checkpoints)
-                    if checkpoint is None or checkpoint.updates != updates:
-                        raise RunError(f"the checkpoint of update {updates} in {checkpoints} has vanished")
-                    self.load_checkpoint(checkpoint)
-        if self._gathering is not None:
-            self._gathering.result(GATHER_TIMEOUT_S)
+        self.batches.close()
 
     def refresh(self) -> None:
-        """Reads new steps from the store."""
-        self._broadcast(RankCommand.REFRESH)
-        self.replay.refresh()
-        self.can_sample = len(self._sampler) > 0
-        if self._group is not None:
-            self.can_sample = self._group.all_true(self.can_sample)
+        """Reads new steps from the store. All processes call it together."""
+        with span("refresh"):
+            self.batches.replay.refresh()
+        self.can_sample = self.group.all_true(self.batches.is_ready)
 
-    def update(self) -> None:
-        """Makes one update of all processes together; each draws its part of the batch."""
-        self._broadcast(RankCommand.UPDATE)
-        self.batch = self._batches.next()
-        self.algorithm.update(self.batch)
-        if self._sampler.uses_feedback:
-            self._sampler.feedback(self.batch, self.algorithm.td_errors())
+    def update(self, number: int) -> None:
+        """Makes update `number` of all processes together; each draws its part of the batch."""
+        for part in range(self._config.compute.parts):
+            with span("sample"):
+                self.batch = self.batches.next(number)
+            with span("update"):
+                self._step.update(self.batch, number, part)
+            self.batches.note_update()
+        self._updates = number + 1
 
-    def finished_episodes(self) -> int:
-        """Returns the number of complete episodes in the store."""
-        return int(self._reader.index.episodes.complete.sum())
+    @property
+    def policy(self) -> nn.Module:
+        """The module that acts."""
+        return self.algorithm.policy
 
-    def position(self) -> int:
-        """Returns the sequence number of the newest chunk that was read from the store; -1 if there is none."""
-        sequence = self.replay.observation_index.index.chunks.sequence
-        return int(sequence.max()) if len(sequence) else -1
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The policy's parameters that never change, by their names in its `state_dict`."""
+        return self._snapshots.frozen
 
     def policy_weights(self) -> dict[str, Array]:
-        """See `Algorithm.policy_weights`. With several processes rank 0 gets them, the others an empty dict."""
-        self._broadcast(RankCommand.WEIGHTS)
-        return self.algorithm.policy_weights()
+        """Returns copies of the arrays that the policy's `load` takes."""
+        return policy_arrays(self.algorithm.policy)
+
+    def require_finite(self) -> dict[str, float]:
+        """Returns the scalars of the newest update.
+
+        Raises:
+            NotFinite: a loss, a gradient or a weight is NaN or infinite; the message names the first of them, and what
+                is not finite in the batch.
+        """
+        scalars = self.algorithm.scalars()
+        found = [f"{name} is {value}" for name, value in scalars.items() if not math.isfinite(value)]
+        if not found:
+            found = self._step.not_finite()
+        if found:
+            inputs = self.batches.not_finite_inputs() if self._updates else ()
+            raise NotFinite(f"training diverged by update {self._updates}: {', '.join([*found[:3], *inputs])}")
+        return scalars
 
     def policy_snapshot(self) -> PolicySnapshot:
-        """See `Algorithm.policy_snapshot`. Several processes that measure the KL divergence wait for the weights."""
-        self._broadcast(RankCommand.SNAPSHOT)
-        is_compared = self._group is not None and self._publish.kl > 0
-        return self.algorithm.policy_weights() if is_compared else self.algorithm.policy_snapshot()
+        """Returns the current weights for publishing, without blocking.
 
-    def policy_kl(self, reference: PolicySnapshot) -> float:
+        In host memory these are the arrays themselves, valid until the next update. On a device they are a copy that
+        another thread fetches later, with the values of this moment.
+
+        Raises:
+            NotFinite: as `require_finite`.
+        """
+        self.require_finite()
+        return self._snapshots.take(self.algorithm.policy)
+
+    def policy_kl(self, reference: nn.Module) -> float:
         """Returns the mean KL divergence of the policy from `reference`, over this process's newest batch, in nats."""
-        newest = None if self._group is None else self.policy_weights()
-        return self.algorithm.policy_kl(reference, self.batch, newest)
+        assert isinstance(self.algorithm, PolicyDivergence)  # as checked at the start
+        return self.algorithm.policy_kl(reference, self.batch)
 
     def state_dict(self) -> dict[str, Array]:
-        """Returns copies of the state that determines later updates and is not in the store.
+        """Returns copies of the state that determines later updates and is not in the store. All processes call it.
 
-        With several processes rank 0 gets the state of all, the others an empty dict.
+        It holds the networks once, without `frozen`, and the generators and the sampler of each process.
         """
-        self._broadcast(RankCommand.STATE)
-        own = {SAMPLER_PREFIX + name: value for name, value in self._batches.state_dict().items()}
-        state = self.algorithm.state_dict()
-        return {**state, **own} if self._group is None else {**state, **_gather_sampler_states(own, self._group)}
+        state = save_state(self.algorithm, self.frozen)
+        state |= {SAMPLER_PREFIX + name: value for name, value in self.batches.state_dict().items()}
+        own = {name: value for name, value in state.items() if name.startswith(OWN_PREFIXES)}
+        for rank, arrays in enumerate(self.group.gather(own)):
+            state |= {_rank_prefix(rank) + name: value for name, value in arrays.items()}
+        return state
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Continues from `checkpoint`, after a `refresh`.
+        """Continues from `checkpoint`, after a `refresh`. All processes call it.
 
-        Returns False if another number of processes wrote it: networks and optimizers are loaded, and the sampler
-        starts from its seed.
+        Returns False if another number of processes wrote it: networks and optimizers are loaded, and sampler and
+        generators start from their seeds.
 
         Raises:
             WireError: the checkpoint is of other settings or another robot.
         """
-        self._broadcast(RankCommand.LOAD, checkpoint.updates)
-        arrays = checkpoint.arrays
-        algorithm = {k: v for k, v in arrays.items() if not k.startswith((SAMPLER_PREFIX, RANK_PREFIX))}
-        self.algorithm.load_state_dict(algorithm)
-        if checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.processes:
+        load_state(self.algorithm, checkpoint.arrays, self.frozen)
+        if checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
+            self._seed_draws(checkpoint.updates)
+            if self.batches.once is not None:
+                self.batches.once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)
             return False
-        prefix = f"{RANK_PREFIX}{self._rank}.{SAMPLER_PREFIX}" if self._rank else SAMPLER_PREFIX
-        own = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        self._batches.load_state_dict(own)
+        prefix = _rank_prefix(self.group.rank)
+        own = {name.removeprefix(prefix): value for name, value in checkpoint.arrays.items() if name.startswith(prefix)}
+        load_generators(own)
+        sampler = {k.removeprefix(SAMPLER_PREFIX): v for k, v in own.items() if k.startswith(SAMPLER_PREFIX)}
+        self.batches.load_state_dict(sampler)
         return True
 
-    def _broadcast(self, command: RankCommand, argument: int = 0) -> None:
-        if self._group is not None and self._rank == 0:
-            self._group.broadcast_command(command, argument)
 
-    def _gather(self, snapshot: PolicySnapshot) -> None:
-        """Sends this rank's part of a snapshot to rank 0 in another thread; rank 0's publisher client receives it."""
-        if isinstance(snapshot, Mapping):
-            return
-        if self._gathering is not None:
-            self._gathering.result(GATHER_TIMEOUT_S)
-        self._gathering = self._gather_executor.submit(_fetch_shard, snapshot)
+class _PolicySnapshots:
+    """Takes snapshots of a policy for publishing.
+
+    Attributes:
+        frozen: its parameters that never change, by their names in its `state_dict`.
+    """
+
+    def __init__(self, frozen: Mapping[str, Tensor], copier: HostCopier | None) -> None:
+        """`copier`: None for a policy in host memory."""
+        self.frozen, self._copier = frozen, copier
+        self._arrays: dict[str, Array] | None = None  # of `frozen`, read-only
+        self._trained: list[tuple[str, Tensor]] = []  # the other parameters
+        self._buffers: list[tuple[str, nn.Module, str]] = []  # name, and the module that has it as what
+
+    def take(self, policy: nn.Module) -> PolicySnapshot:
+        """See `Trainer.policy_snapshot`. Frozen parameters are the same read-only arrays each time."""
+        if self._arrays is None:
+            self._arrays = self._frozen_arrays(policy)
+        tensors = {name: each.detach() for name, each in self._trained}
+        tensors |= {name: getattr(owner, leaf).detach() for name, owner, leaf in self._buffers}
+        if self._copier is not None:
+            return self._copier.snapshot({**self.frozen, **tensors}, self.frozen.keys())
+        return {**self._arrays, **{name: as_array(tensor) for name, tensor in tensors.items()}}
+
+    def _frozen_arrays(self, policy: nn.Module) -> dict[str, Array]:
+        """Finds the tensors once: to list those of a large policy takes longer than to copy what trains."""
+        named = policy.state_dict()
+        parameters = dict(policy.named_parameters(remove_duplicate=False))
+        self._trained = [(name, parameters[name]) for name in named if name in parameters and name not in self.frozen]
+        parts = [(name, *name.rpartition(".")[::2]) for name in named if name not in parameters]
+        self._buffers = [(name, policy.get_submodule(owner), leaf) for name, owner, leaf in parts]
+        arrays = {name: as_array(self.frozen[name].detach()) for name in named if name in self.frozen}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return arrays
 
 
-def _fetch_shard(weights: DeviceWeights) -> None:
-    weights.wait()
-    weights.fetch({}, UnlimitedBudget())
+def _prepare_policy(module: nn.Module, settings: Any, initial_state: Mapping[str, Array | Tensor] | None) -> None:
+    """Loads the initial weights, with or without adapters, and applies the settings of what trains.
+
+    A policy that steers a frozen one, its attribute ``base``, takes them for that.
+    """
+    base = getattr(module, "base", None)
+    if initial_state is not None and base is not None and fits_policy(base, initial_state):
+        load_policy_state(base, initial_state)
+        return
+    is_plain = initial_state is not None and fits_policy(module, initial_state)
+    if initial_state is not None and is_plain:
+        load_policy_state(module, initial_state)
+    apply_train_settings(module, settings)
+    if initial_state is not None and not is_plain:
+        load_policy_state(module, initial_state)
 
 
-def _gather_sampler_states(own: Mapping[str, Array], ranks: TrainingGroup) -> dict[str, Array]:
-    """Returns the arrays of all ranks at rank 0, with a prefix for the others; an empty dict elsewhere."""
-    import numpy as np
-    from safetensors.numpy import load, save
+def _rank_prefix(rank: int) -> str:
+    return f"{RANK_PREFIX}{rank}." if rank else ""
 
-    states = ranks.gather_bytes(save({name: np.asarray(value, order="C") for name, value in own.items()}))
-    if not states:
-        return {}
-    found = dict(own)
-    for rank, raw in enumerate(states[1:], 1):
-        found |= {f"{RANK_PREFIX}{rank}.{name}": value for name, value in load(raw).items()}
-    return found
+
+class TrainingStep:
+    """Runs the updates of an algorithm as `ComputeConfig` says, of which it knows nothing. One thread calls it.
+
+    An update runs under autocast. Hooks sum the gradients over the parts of a batch, and leave none before the last
+    part, so that the algorithm's optimizers make no step.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, config: ComputeConfig, device: torch.device, frozen: Iterable[Tensor] = ()
+    ) -> None:
+        """`frozen`: parameters of the policy that never change."""
+        self._algorithm, self._config, self._device = algorithm, config, device
+        kept = {id(each) for each in frozen}
+        named = ((name, each) for name, each in algorithm.named_parameters() if id(each) not in kept)
+        self._changing = [(name, each) for name, each in named if each.numel()]
+        stepped = {id(each) for used in algorithm.optimizers.values() for each in _parameters_of(used)}
+        self._unstepped = [each for _, each in self._changing if id(each) not in stepped]
+        self._part = 0
+        self._sums: dict[Tensor, Tensor] = {}
+        if config.parts > 1:
+            for parameter in algorithm.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._add_gradient)  # type: ignore[no-untyped-call]
+        if config.recompute:
+            for block in blocks_of(algorithm):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def update(self, batch: Any, number: int, part: int) -> None:
+        """Makes update `number` with a part of its batch; the optimizers step with the last part.
+
+        Raises:
+            RunError: the GPU has too little memory.
+        """
+        self._part = part
+        with memory_errors(), self._autocast():
+            self._algorithm.update(batch, number)
+
+    def not_finite(self) -> list[str]:
+        """Returns what is NaN or infinite after an update: gradients and parameters, as parts of a message."""
+        # An optimizer carries its gradients into its parameters; to read these alone holds up a push half as long.
+        gradients = [each.grad for each in self._unstepped if each.grad is not None]
+        tensors = [*gradients, *(each.detach() for _, each in self._changing)]
+        if not tensors or torch.stack(torch._foreach_norm(tensors)).isfinite().all():  # a tenth of the time of max
+            return []
+        named = {f"the gradient of {name}": each.grad for name, each in self._changing if each.grad is not None}
+        named |= {name: each.detach() for name, each in self._changing}
+        return [f"{name} is not finite" for name, each in named.items() if not each.isfinite().all()]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._config.precision == "float32":
+            return nullcontext()
+        # Without a cache: an algorithm may step an optimizer and go on with the same network.
+        return torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False)
+
+    def _add_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None  # torch has just accumulated it
+        total = self._sums.pop(parameter, None)
+        total = gradient if total is None else total.add_(gradient)
+        if self._part == self._config.parts - 1:
+            parameter.grad = total.div_(self._config.parts)
+        else:
+            self._sums[parameter], parameter.grad = total, None
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the blocks of transformers and the like: elements of an `nn.ModuleList` that have modules of their own."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and any(True for each in child for _ in each.children()):
+            yield from (each for each in child if any(True for _ in each.children()))
+        else:
+            yield from blocks_of(child)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Translates the lack of memory of a GPU. Raises RunError."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise RunError(
+            f"the GPU of {local_node()} has too little memory for an update: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
+            "are free; raise learner.compute.parts, set learner.compute.recompute, or train less "
+            "(policy.options.train)"
+        ) from error
+
+
+def planned_module(make_module: Callable[[], nn.Module], settings: Any) -> nn.Module | None:
+    """Returns a policy's module with `settings` on torch's meta device, which takes no memory; None if it cannot."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng([]):
+            return apply_train_settings(make_module(), settings)
+    except Exception:  # of any type: the policy may be of a package, and is built again
+        return None
+
+
+def require_memory(module: nn.Module, device: torch.device) -> None:
+    """Checks that a policy and what trains it have room; activations are not part of the estimate.
+
+    Args:
+        module: on the meta device, or in host memory.
+        device: on which it will train.
+
+    Raises:
+        RunError: there is too little memory.
+    """
+    frozen = sum(each.nbytes for each in frozen_parameters(module).values())
+    held = sum(each.nbytes for each in module.parameters() if each.device.type == device.type)
+    trained = sum(each.nbytes for each in module.parameters()) - frozen
+    needed = frozen + TRAINED_COPIES * trained + (HOST_COPIES * (frozen + trained) if device.type == CPU else 0)
+    available = held + (free_memory_bytes() if device.type == CPU else torch.cuda.mem_get_info(device)[0])
+    if needed > available:
+        raise RunError(
+            f"training needs about {needed / 1e9:.1f} GB for {trained / 1e9:.2f} GB of weights that train and "
+            f"{frozen / 1e9:.2f} GB that are frozen, and {local_node()} has {available / 1e9:.1f} GB free ({device}): "
+            "train less (policy.options.train), or use a computer with more memory"
+        )
+
+
+def free_memory_bytes() -> int:
+    """Returns the memory that processes of this computer can still take."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return found.get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

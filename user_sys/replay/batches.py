@@ -1,240 +1,151 @@
-"""Batches: the features of a step, the numbering of observations, batch arrays, and the builders that fill them.
+"""Batches: what an algorithm asks for, and the arrays that it gets.
 
-An episode of T steps has T + 1 observations: one before each step and the final one. Observations are numbered in
-storage order, chunk by chunk, with a chunk's final observation after those of its steps. So the observation after
-step r also has a number, no frame is stored twice, and consecutive numbers were stored together.
+One mechanism makes every kind of batch. A sample is a *window* of steps from a drawn step on. The window ends with the
+episode, or, on request, with the phase. `BatchSpec` gives its length; `ObservationFeatures` names the columns.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from hal.spec import ACTION, RobotSpec
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
+from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.store.index import Index
 
 Allocate = Callable[[tuple[int, ...], str], Array]
 """Makes an uninitialised C-contiguous array of a shape and dtype."""
-NO_OBSERVATION = -1
+
+
+class EncodedColumn(NamedTuple):
+    """The encoded pictures of a camera, float32 (n, size), and the function that encodes pictures (n, h, w, 3)."""
+
+    name: str
+    size: int
+    encode: Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
 class ObservationFeatures:
-    """The features that a learner uses.
+    """The recorded columns that a learner uses.
 
     Attributes:
         vectors: observation feature to its length; float32.
+        action_size: length of the applied action.
         cameras: observation feature (``observation.images.<camera>``) to (height, width, 3); uint8, decoded.
-        action_size: length of the action.
+        extras: other numeric column of a step, such as ``log_prob`` or a policy's noise, to its shape; float32. NaN
+            if a chunk lacks the column.
+        encoded: feature of a camera to the column that replaces it in batches.
     """
 
     vectors: Mapping[str, int]
     action_size: int
     cameras: Mapping[str, tuple[int, int, int]]
+    extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    encoded: Mapping[str, EncodedColumn] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spec: RobotSpec, cameras: tuple[str, ...] = ()) -> Self:
-        """All vectors of `spec`, and the named cameras.
+    def of(
+        cls,
+        spec: RobotSpec,
+        cameras: tuple[str, ...] = (),
+        *,
+        columns: tuple[str, ...] = (),
+        extras: Mapping[str, tuple[int, ...]] | None = None,
+        ages: bool = False,
+    ) -> Self:
+        """The vectors `columns` of `spec`, all of them by default, the named cameras, and `extras`.
+
+        With `ages`, the age of each camera's frame is a vector too, as policies read it when they act.
 
         Raises:
-            ConfigError: the robot has no camera of that name.
+            ConfigError: the robot has no camera or vector of that name.
         """
         by_name = {camera.name: camera for camera in spec.cameras}
-        for name in cameras:
-            if name not in by_name:
-                raise ConfigError(f"no camera {name!r}; {spec.model} has {sorted(by_name)}")
+        vectors = {feature.name: feature.shape[0] for feature in spec.observation}
+        for kind, known, names in (("camera", by_name, cameras), ("vector", vectors, columns)):
+            for name in names:
+                if name not in known:
+                    raise ConfigError(f"no {kind} {name!r}; {spec.model} has {sorted(known)}")
+        of_frames = {by_name[name].feature + AGE_SUFFIX: 1 for name in cameras} if ages else {}
         return cls(
-            vectors={feature.name: feature.shape[0] for feature in spec.observation},
+            vectors={name: vectors[name] for name in columns or vectors} | of_frames,
             action_size=spec.action.shape[0],
             cameras={by_name[name].feature: by_name[name].shape for name in cameras},
+            extras=extras or {},
         )
 
-    def vector_tables(self, rows: int, allocate: Allocate = np.empty) -> dict[str, Array]:
-        """Uninitialised float32 columns of `rows` rows: the observation vectors and `ACTION`."""
-        sizes = {**self.vectors, ACTION: self.action_size}
-        return {name: allocate((rows, size), "float32") for name, size in sizes.items()}
+    def step_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 columns of a step that are no observation: `ACTION` and the extras."""
+        return {ACTION: (self.action_size,), **self.extras}
 
-    def frame_tables(self, rows: int, allocate: Allocate = np.empty) -> dict[str, Array]:
-        """Uninitialised uint8 columns of `rows` rows, one per camera."""
-        return {name: allocate((rows, *shape), "uint8") for name, shape in self.cameras.items()}
+    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all float32 columns."""
+        return {name: (size,) for name, size in self.vectors.items()} | self.step_shapes()
 
-    def observations(self, lead: tuple[int, ...], allocate: Allocate = np.empty) -> dict[str, Array]:
-        """Uninitialised arrays for observations with leading axes `lead`."""
-        vectors = {name: allocate((*lead, size), "float32") for name, size in self.vectors.items()}
-        return vectors | {name: allocate((*lead, *shape), "uint8") for name, shape in self.cameras.items()}
-
-
-class ObservationLocation(NamedTuple):
-    """Location of observations: the chunk's row, and the step within it; its number of steps for the final one."""
-
-    chunk: Array
-    step: Array
-
-
-class ObservationIndex:
-    """An index and the numbers of its observations. The thread that refreshes the index calls `extend`.
-
-    `locate` is thread-safe for numbers that the caller has been given.
-    """
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self._array = np.zeros(1024, np.int64)
-        self._first = self._array[:1]  # first observation of each chunk, then the total
-        self.extend()
-
-    @property
-    def observation_count(self) -> int:
-        """Number of stored observations; their numbers are below it."""
-        return int(self._first[-1])
-
-    def extend(self) -> None:
-        """Numbers the observations of new chunks."""
-        chunks, numbered = self.index.chunks, len(self._first) - 1
-        if len(chunks) == numbered:
-            return
-        if len(chunks) >= len(self._array):
-            grown = np.empty(2 * len(chunks), np.int64)
-            grown[: numbered + 1] = self._first
-            self._array = grown
-        counts = chunks.steps[numbered:].astype(np.int64) + chunks.has_final[numbered:]
-        self._array[numbered + 1 : len(chunks) + 1] = self._first[-1] + np.cumsum(counts)
-        self._first = self._array[: len(chunks) + 1]
-
-    def observation_before(self, rows: Array) -> Array:
-        """Number of the observation before each step, int64."""
-        chunk = self.index.steps.chunk[rows]
-        found: Array = self._first[chunk] + (rows - self.index.chunks.first_row[chunk])
-        return found
-
-    def observation_after(self, rows: Array) -> Array:
-        """Number of the observation after each step, int64; -1 if it is not stored (yet)."""
-        chunks, chunk = self.index.chunks, self.index.steps.chunk[rows]
-        step = rows - chunks.first_row[chunk]
-        within = (step < chunks.steps[chunk] - 1) | chunks.has_final[chunk]
-        continued = chunks.next_chunk[chunk]
-        after: Array = np.where(continued >= 0, self._first[continued], NO_OBSERVATION)
-        return np.where(within, self._first[chunk] + step + 1, after)
-
-    def successor(self, rows: Array) -> Array:
-        """Row of the next step of the same episode, int64; -1 if it is not stored (yet)."""
-        return self.index.successor(rows)
-
-    def locate(self, numbers: Array) -> ObservationLocation:
-        """Locations of observations."""
-        first = self._first
-        chunk = np.searchsorted(first, numbers, "right") - 1
-        return ObservationLocation(chunk, numbers - first[chunk])
-
-    def observation_range(self, chunk: int) -> range:
-        """Numbers of a chunk's observations."""
-        return range(int(self._first[chunk]), int(self._first[chunk + 1]))
+    def observations(self, lead: tuple[int, ...], allocate: Allocate) -> dict[str, Array]:
+        """Uninitialised arrays for observations; `lead` are their first axes."""
+        sizes = {**self.vectors, **{column.name: column.size for column in self.encoded.values()}}
+        vectors = {name: allocate((*lead, size), "float32") for name, size in sizes.items()}
+        pictures = {name: shape for name, shape in self.cameras.items() if name not in self.encoded}
+        return vectors | {name: allocate((*lead, *shape), "uint8") for name, shape in pictures.items()}
 
 
 @dataclass(frozen=True)
 class Batch:
     """`n` samples as columns; every array is C-contiguous with first axis n.
 
+    With a `BatchSpec.chunk_length` of H, a column marked * has shape (n, H, ...). Its value repeats where `mask` is
+    false. With `BatchSpec.sequence`, `observation` and `reward` are of each step too, and the reward is 0 where `mask`
+    is false.
+
     Attributes:
         row: int64 (n,): row of the sample's first step in the store's index.
         group: int32 (n,): part of the selector that selected it, for its `feedback`.
         weight: float32 (n,): factor of its loss; 1 if the selector corrects nothing.
-        observation: feature to float32 (n, d), or uint8 (n, height, width, 3) for a camera, before the step.
-        phase: uint8 (n,): `user_sys.episode.Phase` of the step.
-        policy_version: int64 (n,): version of the policy that acted; -1 if none did.
+        observation: feature to float32 (n, d), or uint8 (n, height, width, 3) for a camera, before the first step.
+        next_observation: as `observation`, after the last rewarded step.
+        steps: with `BatchSpec.step_vectors`, vector feature to float32 (n, H, d), before each step; else empty.
+        action: * float32 (n, a): applied, in the action spec's units.
+        extras: * column to float32 (n, ...).
+        phase: * uint8 (n,): `user_sys.episode.Phase`.
+        policy_version: * int64 (n,): version of the policy that acted; -1 if none did.
+        mask: bool (n, H), H at least 1: which steps of the window exist and have an action.
+        reward: float32 (n,): discounted sum over at most `n_step` steps.
+        discount: float32 (n,): factor of the value of `next_observation`, regardless of `terminated`.
+        terminated: bool (n,): do not bootstrap from `next_observation`.
+        sentence: int64 (n,): place of the instruction in ``index.episodes.sentences.names``.
     """
 
     row: Array
     group: Array
     weight: Array
     observation: dict[str, Array]
+    next_observation: dict[str, Array]
+    action: Array
+    extras: dict[str, Array]
     phase: Array
     policy_version: Array
+    mask: Array
+    reward: Array
+    discount: Array
+    terminated: Array
+    sentence: Array
+    steps: dict[str, Array]
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def part(self, start: int, stop: int) -> Self:
-        """Samples `start` to `stop`, sharing memory with this batch."""
-        parts: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            whole = getattr(self, field.name)
-            if isinstance(whole, dict):
-                parts[field.name] = {name: array[start:stop] for name, array in whole.items()}
-            else:
-                parts[field.name] = whole[start:stop]
-        return type(self)(**parts)
-
-
-@dataclass(frozen=True)
-class TransitionBatch(Batch):
-    """Transitions of one or more steps.
-
-    Attributes:
-        next_observation: as `observation`, after the last step.
-        action: float32 (n, a): the first applied action, in the action spec's units.
-        reward: float32 (n,): discounted sum over the steps.
-        discount: float32 (n,): factor of the value of `next_observation`, regardless of `terminated`.
-        terminated: bool (n,): do not bootstrap from `next_observation`.
-    """
-
-    next_observation: dict[str, Array]
-    action: Array
-    reward: Array
-    discount: Array
-    terminated: Array
-
-
-@dataclass(frozen=True)
-class ActionChunkBatch(Batch):
-    """An observation and the H actions applied from there on.
-
-    Attributes:
-        action: float32 (n, H, a); the last action repeats after the episode's end.
-        mask: bool (n, H): which of them were applied.
-    """
-
-    action: Array
-    mask: Array
-
-
-@dataclass(frozen=True)
-class SequenceBatch(Batch):
-    """Sequences of L steps; `observation` is (n, L, ...). The last step repeats after the episode's end.
-
-    Attributes:
-        action: float32 (n, L, a).
-        reward: float32 (n, L).
-        terminated: bool (n, L).
-        mask: bool (n, L): which of the steps exist.
-    """
-
-    action: Array
-    reward: Array
-    terminated: Array
-    mask: Array
-
-
-def allocate_columns(features: ObservationFeatures, n: int, length: int | None, allocate: Allocate) -> dict[str, Any]:
-    """The columns of every `Batch`; observations are sequences of `length` if given."""
-    return {
-        "row": np.empty(n, np.int64),
-        "group": np.empty(n, np.int32),
-        "weight": allocate((n,), "float32"),
-        "observation": features.observations((n,) if length is None else (n, length), allocate),
-        "phase": allocate((n,), "uint8"),
-        "policy_version": allocate((n,), "int64"),
-    }
-
-
-B = TypeVar("B", bound=Batch)
+    def arrays(self) -> Iterator[Array]:
+        """Every array, in the same order for every batch of a spec."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            yield from value.values() if isinstance(value, dict) else (value,)
 
 
 class ReadPlan(NamedTuple):
@@ -242,146 +153,121 @@ class ReadPlan(NamedTuple):
 
     Attributes:
         numbers: int64 (m,); equally many for each sample, sample after sample.
-        out: feature or `ACTION` to (m, ...).
+        out: feature, `ACTION` or extra to (m, ...).
+        labelled: extra to labelled values, float32 (m,), which replace those that were read; NaN replaces none.
     """
 
     numbers: Array
     out: dict[str, Array]
-
-
-class BatchBuilder(ABC, Generic[B]):
-    """Builds batches of one kind. Frozen and thread-safe."""
-
-    @abstractmethod
-    def empty(self, features: ObservationFeatures, n: int, allocate: Allocate = np.empty) -> B:
-        """Uninitialised arrays for `n` samples."""
-
-    @abstractmethod
-    def plan_reads(self, observations: ObservationIndex, batch: B) -> list[ReadPlan]:
-        """Fills the columns known from the index for the samples at ``batch.row``; returns the reads."""
+    labelled: Mapping[str, Array]
 
 
 @dataclass(frozen=True)
-class TransitionBuilder(BatchBuilder[TransitionBatch]):
-    """Transitions of `steps` steps, fewer if the episode ends earlier or later steps are not stored yet.
+class BatchSpec:
+    """The shape of a batch. Thread-safe.
 
-    The reward is sum_k discount^k r_k, the discount is discount^(number of steps).
+    Attributes:
+        n_step: steps of a transition, fewer if the episode ends earlier or later steps are not stored yet. The reward
+            is sum_k discount^k r_k; the batch's discount is discount^(number of steps).
+        discount: of one step.
+        chunk_length: steps of an action chunk; 0 for one action without a chunk axis.
+        sequence: the batch has the observation and reward of each step of the chunk; n_step is chunk_length.
+        within_phase: a window ends where the source of control changes.
+        step_vectors: the batch has the vectors of each step of the chunk, see `Batch.steps`.
     """
 
-    steps: int = 1
+    n_step: int = 1
     discount: float = 1.0
+    chunk_length: int = 0
+    sequence: bool = False
+    within_phase: bool = False
+    step_vectors: bool = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or not 0.0 <= self.discount <= 1.0:
-            raise ConfigError(f"{self.steps} steps with discount {self.discount}: at least 1, and between 0 and 1")
+        if self.n_step < 1 or self.chunk_length < 0 or not 0.0 <= self.discount <= 1.0:
+            raise ConfigError(
+                f"n_step {self.n_step} must be at least 1, chunk_length {self.chunk_length} not negative, "
+                f"discount {self.discount} between 0 and 1"
+            )
+        if self.step_vectors and not self.chunk_length:
+            raise ConfigError("a batch without chunks has no vectors of their steps: set chunk_length")
+        if self.sequence and self.n_step != self.chunk_length:
+            raise ConfigError(f"a sequence of {self.chunk_length} steps has rewards of {self.n_step}: set both equal")
 
-    def empty(self, features: ObservationFeatures, n: int, allocate: Allocate = np.empty) -> TransitionBatch:
-        """See `BatchBuilder.empty`."""
-        return TransitionBatch(
-            **allocate_columns(features, n, None, allocate),
+    def empty(self, features: ObservationFeatures, n: int, allocate: Allocate = np.empty) -> Batch:
+        """Uninitialised arrays for `n` samples."""
+        lead = (n, self.chunk_length) if self.chunk_length else (n,)
+        of_steps = {name: allocate((*lead, *shape), "float32") for name, shape in features.step_shapes().items()}
+        return Batch(
+            row=np.empty(n, np.int64),
+            group=np.empty(n, np.int32),
+            weight=allocate((n,), "float32"),
+            observation=features.observations(lead if self.sequence else (n,), allocate),
             next_observation=features.observations((n,), allocate),
-            action=allocate((n, features.action_size), "float32"),
-            reward=allocate((n,), "float32"),
+            action=of_steps.pop(ACTION),
+            extras=of_steps,
+            phase=allocate(lead, "uint8"),
+            policy_version=allocate(lead, "int64"),
+            mask=allocate((n, max(1, self.chunk_length)), "bool"),
+            reward=allocate(lead if self.sequence else (n,), "float32"),
             discount=allocate((n,), "float32"),
             terminated=allocate((n,), "bool"),
+            sentence=allocate((n,), "int64"),
+            steps={
+                name: allocate((*lead, size), "float32") for name, size in features.vectors.items() if self.step_vectors
+            },
         )
 
-    def plan_reads(self, observations: ObservationIndex, batch: TransitionBatch) -> list[ReadPlan]:
-        """See `BatchBuilder.plan`."""
-        steps, last = observations.index.steps, batch.row.copy()
-        _common(observations, batch)
-        batch.reward[:] = steps.reward[last]
-        batch.discount[:] = self.discount
-        going = np.arange(len(last))
-        for _ in range(1, self.steps):
-            going, successor = _with_successor(observations, going, last[going])
-            last[going] = successor
-            batch.reward[going] += batch.discount[going] * steps.reward[successor]
-            batch.discount[going] *= np.float32(self.discount)
+    def plan_reads(self, index: Index, batch: Batch) -> list[ReadPlan]:
+        """Fills the columns known from the index for the samples at ``batch.row``; returns the reads."""
+        steps, length = index.steps, max(1, self.chunk_length)
+        rows, exists = self._windows(index, batch.row, max(self.n_step, length))
+        batch.mask[:] = exists[:, :length]
+        acted = rows[:, :length] if self.chunk_length else batch.row
+        batch.phase[:], batch.policy_version[:] = steps.phase[acted], steps.policy_version[acted]
+        rewarded, exists = rows[:, : self.n_step], exists[:, : self.n_step]
+        discounts = np.float32(self.discount) ** np.arange(self.n_step, dtype=np.float32)
+        rewards = steps.reward[rewarded] * exists
+        batch.reward[:] = rewards if self.sequence else (rewards * discounts).sum(1)
+        batch.discount[:] = np.float32(self.discount) ** exists.sum(1, dtype=np.float32)
+        last = rewarded[:, -1]
         batch.terminated[:] = steps.terminated[last]
-        return [
-            ReadPlan(observations.observation_before(batch.row), {**batch.observation, ACTION: batch.action}),
-            ReadPlan(observations.observation_after(last), batch.next_observation),
-        ]
+        batch.sentence[:] = index.episodes.sentence[index.episode_of(batch.row)]
+        of_steps = {ACTION: batch.action, **batch.extras, **batch.steps}
+        before, after = index.observation_before(batch.row), index.observation_after(last)
+        labelled = _labelled_columns(index, acted.reshape(-1), batch.extras)
+        following = ReadPlan(after, batch.next_observation, {})
+        if not self.chunk_length:
+            return [ReadPlan(before, {**batch.observation, **of_steps}, labelled), following]
+        if self.sequence:
+            of_steps |= batch.observation
+        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in of_steps.items()}
+        plans = [following, ReadPlan(index.observation_before(acted.reshape(-1)), flat, labelled)]
+        return plans if self.sequence else [ReadPlan(before, batch.observation, {}), *plans]
+
+    def _windows(self, index: Index, rows: Array, length: int) -> tuple[Array, Array]:
+        """The steps from `rows` (n,) on, int64 (n, length), and which exist, bool; the last existing one repeats.
+
+        Each step has a stored next observation.
+        """
+        windows = np.repeat(rows[:, None], length, axis=1)
+        exists = np.zeros(windows.shape, bool)
+        exists[:, 0] = True
+        going, steps = np.arange(len(rows)), index.steps
+        for step in range(1, length):
+            current = windows[going, step]
+            following = index.successor(current)
+            goes_on = (following >= 0) & ~steps.terminated[current] & ~steps.truncated[current]
+            goes_on[goes_on] = index.observation_after(following[goes_on]) >= 0
+            if self.within_phase:
+                goes_on &= steps.phase[following] == steps.phase[current]
+            going = going[goes_on]
+            windows[going, step:] = following[goes_on, None]
+            exists[going, step] = True
+        return windows, exists
 
 
-@dataclass(frozen=True)
-class ActionChunkBuilder(BatchBuilder[ActionChunkBatch]):
-    """The observation at a step and the next `length` actions."""
-
-    length: int
-
-    def empty(self, features: ObservationFeatures, n: int, allocate: Allocate = np.empty) -> ActionChunkBatch:
-        """See `BatchBuilder.empty`."""
-        return ActionChunkBatch(
-            **allocate_columns(features, n, None, allocate),
-            action=allocate((n, self.length, features.action_size), "float32"),
-            mask=allocate((n, self.length), "bool"),
-        )
-
-    def plan_reads(self, observations: ObservationIndex, batch: ActionChunkBatch) -> list[ReadPlan]:
-        """See `BatchBuilder.plan`."""
-        _common(observations, batch)
-        rows = _sequence_rows(observations, batch.row, batch.mask)
-        action = batch.action.reshape(-1, batch.action.shape[-1])
-        return [
-            ReadPlan(observations.observation_before(batch.row), batch.observation),
-            ReadPlan(observations.observation_before(rows.reshape(-1)), {ACTION: action}),
-        ]
-
-
-@dataclass(frozen=True)
-class SequenceBuilder(BatchBuilder[SequenceBatch]):
-    """Sequences of `length` steps, for recurrent and video models."""
-
-    length: int
-
-    def empty(self, features: ObservationFeatures, n: int, allocate: Allocate = np.empty) -> SequenceBatch:
-        """See `BatchBuilder.empty`."""
-        return SequenceBatch(
-            **allocate_columns(features, n, self.length, allocate),
-            action=allocate((n, self.length, features.action_size), "float32"),
-            reward=allocate((n, self.length), "float32"),
-            terminated=allocate((n, self.length), "bool"),
-            mask=allocate((n, self.length), "bool"),
-        )
-
-    def plan_reads(self, observations: ObservationIndex, batch: SequenceBatch) -> list[ReadPlan]:
-        """See `BatchBuilder.plan`."""
-        _common(observations, batch)
-        steps, rows = observations.index.steps, _sequence_rows(observations, batch.row, batch.mask)
-        batch.reward[:] = steps.reward[rows]
-        batch.terminated[:] = steps.terminated[rows]
-        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.observation.items()}
-        action = batch.action.reshape(-1, batch.action.shape[-1])
-        return [ReadPlan(observations.observation_before(rows.reshape(-1)), {**flat, ACTION: action})]
-
-
-def _common(observations: ObservationIndex, batch: Batch) -> None:
-    steps = observations.index.steps
-    batch.phase[:] = steps.phase[batch.row]
-    batch.policy_version[:] = steps.policy_version[batch.row]
-
-
-def _with_successor(observations: ObservationIndex, places: Array, rows: Array) -> tuple[Array, Array]:
-    """The `places` whose episode continues after their row with a step that has a next observation.
-
-    Returns them and the rows of those steps.
-    """
-    steps, successor = observations.index.steps, observations.successor(rows)
-    goes_on = (successor >= 0) & ~steps.terminated[rows] & ~steps.truncated[rows]
-    goes_on[goes_on] = observations.observation_after(successor[goes_on]) >= 0
-    return places[goes_on], successor[goes_on]
-
-
-def _sequence_rows(observations: ObservationIndex, rows: Array, mask: Array) -> Array:
-    """Row sequences from `rows` (n,), int64 (n, L), repeating the last row. Fills `mask`, bool (n, L)."""
-    stretch = np.repeat(rows[:, None], mask.shape[1], axis=1)
-    mask[:] = False
-    mask[:, 0] = True
-    going = np.arange(len(rows))
-    for step in range(1, mask.shape[1]):
-        going, successor = _with_successor(observations, going, stretch[going, step])
-        stretch[going, step:] = successor[:, None]
-        mask[going, step] = True
-    return stretch
+def _labelled_columns(index: Index, rows: Array, extras: Mapping[str, Array]) -> dict[str, Array]:
+    """The labelled values of those `extras` that have labels."""
+    found = {name: index.labelled_column(name, rows) for name in extras}
+    return {name: values for name, values in found.items() if values is not None}

@@ -1,90 +1,89 @@
 """Selectors: which steps a batch starts at.
 
-Selectors combine: step filters restrict them, mixtures join them. Prioritized and task-balanced selection have
-modules of their own.
+Selectors combine: step filters restrict them, mixtures join them.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hal.settings import Positive
 from user_sys.codec import Array
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError, WireError
-from user_sys.replay.batches import ObservationIndex
-from user_sys.store.index import EpisodeTable, IndexChange, StringTable
+from user_sys.store.index import EpisodeTable, Index, IndexChange, StringTable, spans
 
-T = TypeVar("T")
-INTERVENTION_PHASES = frozenset({Phase.TELEOP, Phase.CORRECTION})
 SelectorState = dict[str, Array]
+PhaseName = Literal["policy", "teleop", "correction", "recovery"]
+INTERVENTION_PHASES: tuple[PhaseName, ...] = ("teleop", "correction")
+MAX_AGE_S = 1e9  # thirty years
+MAX_AGE_VERSIONS = 1 << 62
+
+EPSILON = 1e-6
+
+OFFLINE, ONLINE = 0, 1
+SOURCES = (EpisodeSource.DEMO, EpisodeSource.ONLINE)  # evaluations only if a filter lists them
+MAX_WINDOW = 1_000_000
 
 
 @dataclass(frozen=True)
 class StepFilter:
-    """Steps that meet every given condition; None means any. Filters join with ``|``.
+    """Conditions that a drawn step must meet, all of them; an empty list and null do not restrict.
 
     Attributes:
         robots, embodiments, tasks, sources, success: of the episode, with labels applied.
         phases: of the step, with labels applied.
-        max_age_s: captured at most so many seconds before the newest stored step.
-        max_age_versions: acted by a policy at most so many versions older than the newest one in `embodiments`. Steps
-            that no policy acted do not match.
+        max_age_s: captured at most so long before the newest stored step.
+        max_age_versions: acted by a policy at most so many versions older than the newest that acted in `embodiments`.
+            Steps that no policy acted do not match.
     """
 
-    robots: frozenset[str] | None = None
-    embodiments: frozenset[str] | None = None
-    tasks: frozenset[str] | None = None
-    phases: frozenset[Phase] | None = None
-    sources: frozenset[EpisodeSource] | None = None
+    robots: tuple[str, ...] = ()
+    embodiments: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    sources: tuple[EpisodeSource, ...] = ()
+    phases: tuple[PhaseName, ...] = ()
+    success: bool | None = None
     max_age_s: float | None = None
     max_age_versions: int | None = None
-    success: bool | None = None
 
-    def __or__(self, other: StepFilter | StepFilterUnion) -> StepFilterUnion:
-        return StepFilterUnion((self,)) | other
+    def __post_init__(self) -> None:
+        if self.max_age_s is not None and not 0 < self.max_age_s <= MAX_AGE_S:
+            raise ConfigError(f"max_age_s is {self.max_age_s}; it must be above 0 and at most {MAX_AGE_S:g}")
+        if self.max_age_versions is not None and not 0 <= self.max_age_versions <= MAX_AGE_VERSIONS:
+            raise ConfigError(f"max_age_versions is {self.max_age_versions}; it must not be negative")
 
     @property
     def has_age_limit(self) -> bool:
         """Whether matching steps may cease to match as new ones arrive."""
         return self.max_age_s is not None or self.max_age_versions is not None
 
-    def narrowed(
-        self, sources: frozenset[EpisodeSource] | None = None, phases: frozenset[Phase] | None = None
-    ) -> StepFilter:
-        """The intersection with `sources` and `phases`; None does not restrict."""
-        return replace(self, sources=_both(self.sources, sources), phases=_both(self.phases, phases))
-
-    def matches(self, observations: ObservationIndex, low: int) -> Array:
-        """Which of the rows from `low` on match, bool."""
-        steps, chunks = observations.index.steps, observations.index.chunks
+    def matches(self, index: Index, low: int) -> Array:
+        """Which of the rows from `low` on match and are alive, bool."""
+        steps, chunks = index.steps, index.chunks
         chunk = steps.chunk[low:]
         if not len(chunk):
             return np.empty(0, bool)
-        first = int(chunk[0])
-        by_chunk = self._episodes(observations.index.episodes)[chunks.episode[first:]]
-        met: Array = by_chunk[chunk - first] & steps.alive[low:]
-        if self.phases is not None:
-            met &= np.isin(steps.phase[low:], [int(phase) for phase in self.phases])
+        met: Array = self._episodes(index.episodes)[chunks.episode[chunk]] & steps.alive[low:]
+        if self.phases:
+            met &= np.isin(steps.phase[low:], [Phase[name.upper()] for name in self.phases])
         if self.max_age_s is not None:
             met &= steps.time_unix_ns[low:] >= steps.time_unix_ns.max() - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
-            newest = self._newest_version(observations)
-            met &= steps.policy_version[low:] >= max(newest - self.max_age_versions, 0)
+            met &= steps.policy_version[low:] >= max(self._newest_version(index) - self.max_age_versions, 0)
         return met
 
-    def _newest_version(self, observations: ObservationIndex) -> int:
+    def _newest_version(self, index: Index) -> int:
         """The newest version of these embodiments; each learner numbers its own versions."""
-        steps, chunks, episodes = observations.index.steps, observations.index.chunks, observations.index.episodes
-        if self.embodiments is None:
-            return int(steps.policy_version.max())
-        of_kin = np.isin(episodes.embodiment, _codes(episodes.embodiments, self.embodiments))
-        return int(steps.policy_version.max(where=of_kin[chunks.episode][steps.chunk], initial=-1))
+        kin = StepFilter(embodiments=self.embodiments)._episodes(index.episodes)
+        return int(index.steps.policy_version.max(where=kin[index.chunks.episode][index.steps.chunk], initial=-1))
 
     def _episodes(self, episodes: EpisodeTable) -> Array:
         met = np.ones(len(episodes), bool)
@@ -94,7 +93,7 @@ class StepFilter:
             (episodes.tasks, self.tasks, episodes.task),
             (episodes.sources, self.sources, episodes.source),
         ):
-            if allowed is not None:
+            if allowed:
                 met &= np.isin(codes, _codes(names, allowed))
         if self.success is not None:
             met &= episodes.success == int(self.success)
@@ -103,29 +102,31 @@ class StepFilter:
 
 @dataclass(frozen=True)
 class StepFilterUnion:
-    """Steps that match at least one of `parts`."""
+    """Steps that match all filters of at least one of `groups`."""
 
-    parts: tuple[StepFilter, ...]
-
-    def __or__(self, other: StepFilter | StepFilterUnion) -> StepFilterUnion:
-        return StepFilterUnion(self.parts + (other.parts if isinstance(other, StepFilterUnion) else (other,)))
+    groups: tuple[tuple[StepFilter, ...], ...]
 
     @property
     def has_age_limit(self) -> bool:
         """As `StepFilter.has_age_limit`."""
-        return any(part.has_age_limit for part in self.parts)
+        return any(each.has_age_limit for group in self.groups for each in group)
 
-    def matches(self, observations: ObservationIndex, low: int) -> Array:
+    def matches(self, index: Index, low: int) -> Array:
         """As `StepFilter.matches`."""
-        met: Array = np.any([part.matches(observations, low) for part in self.parts], axis=0)
+        met: Array = np.any([np.all([f.matches(index, low) for f in group], axis=0) for group in self.groups], axis=0)
         return met
 
 
 AnyStepFilter = StepFilter | StepFilterUnion
 
-
-def _both(one: frozenset[T] | None, other: frozenset[T] | None) -> frozenset[T] | None:
-    return other if one is None else one if other is None else one & other
+Role = Literal["demonstrations", "interventions", "successes", "failures"]
+ROLES: Mapping[Role, StepFilter] = {
+    "demonstrations": StepFilter(sources=(EpisodeSource.DEMO,)),
+    "interventions": StepFilter(sources=(EpisodeSource.ONLINE,), phases=INTERVENTION_PHASES),
+    "successes": StepFilter(sources=(EpisodeSource.ONLINE,), success=True),
+    "failures": StepFilter(sources=(EpisodeSource.ONLINE,), success=False),
+}
+"""The roles of data in training; successes and failures are of online episodes."""
 
 
 def _codes(names: StringTable, strings: Iterable[str]) -> list[int]:
@@ -153,23 +154,23 @@ class EligibleSteps:
         """int32; a view that the next update changes."""
         return self._rows[: self._count]
 
-    def update(self, observations: ObservationIndex, change: IndexChange) -> int:
+    def update(self, index: Index, change: IndexChange) -> int:
         """Applies an index change; returns the lowest row whose eligibility may have changed."""
-        low = self._lowest(observations, change)
-        total = len(observations.index.steps)
+        low = self._lowest(index, change)
+        total = len(index.steps)
         if low >= total:
             return total
-        fitting = low + np.flatnonzero(self.step_filter.matches(observations, low))
-        complete = observations.observation_after(fitting) >= 0
+        fitting = low + np.flatnonzero(self.step_filter.matches(index, low))
+        complete = index.observation_after(fitting) >= 0
         self._incomplete = np.append(self._incomplete[self._incomplete < low], fitting[~complete])
         self._replace(low, fitting[complete])
         self._evaluated = total
         return low
 
-    def _lowest(self, observations: ObservationIndex, change: IndexChange) -> int:
+    def _lowest(self, index: Index, change: IndexChange) -> int:
         lows = [self._evaluated]
         lows += [int(rows.min()) for rows in (change.relabelled, change.dropped, change.revived) if len(rows)]
-        arrived = self._incomplete[observations.observation_after(self._incomplete) >= 0]
+        arrived = self._incomplete[index.observation_after(self._incomplete) >= 0]
         lows += arrived[:1].tolist()
         if self.step_filter.has_age_limit and self._count and len(change.rows):
             lows.append(int(self._rows[0]))  # older rows never match again
@@ -186,6 +187,10 @@ class EligibleSteps:
         self._rows[kept:needed] = rows
         self._count = needed
 
+    def draw(self, n: int, rng: np.random.Generator) -> Array:
+        """`n` rows, with replacement, each equally likely; int64. At least one row is eligible."""
+        return self.rows[rng.integers(0, self._count, n)].astype(np.int64)
+
 
 class Selection(NamedTuple):
     """Rows of the index, int64 (n,); weights, float32 (n,); and the selecting part of each, int32 (n,)."""
@@ -193,6 +198,15 @@ class Selection(NamedTuple):
     rows: Array
     weights: Array
     groups: Array
+
+    @classmethod
+    def unweighted(cls, rows: Array, group: int = 0) -> Selection:
+        """`rows` with weight 1, all in one group."""
+        return cls(rows, np.ones(len(rows), np.float32), np.full(len(rows), group, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Selection]) -> Selection:
+        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 class Selector(ABC):
@@ -207,29 +221,33 @@ class Selector(ABC):
     uses_feedback = False
 
     @abstractmethod
-    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
+    def update(self, index: Index, change: IndexChange) -> None:
         """Applies an index change; the first one contains all rows."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Number of eligible rows."""
 
+    def is_ready(self, n: int) -> bool:
+        """Whether `n` rows can be selected."""
+        return len(self) > 0
+
     @abstractmethod
     def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """`n` rows, with replacement. At least one row is eligible."""
+        """`n` rows, with replacement unless the selector says otherwise; `is_ready(n)` is true."""
 
-    def redraw(self, group: int, rng: np.random.Generator) -> Selection:
-        """One row of `group` that replaces an unusable one."""
-        return self.select(1, rng)
+    def select_again(self, places: Array, n: int, rng: np.random.Generator) -> Selection:
+        """Replacements for those at `places` of the newest selection of `n` rows, from the same parts of a mixture."""
+        return Selection(*(column[places] for column in self.select(n, rng)))
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:  # noqa: B027  # most have no use for it
         """Receives TD errors or losses of selected rows, float (n,)."""
 
-    def state_dict(self, observations: ObservationIndex) -> SelectorState:
+    def state_dict(self, index: Index) -> SelectorState:
         """Copies of all state that determines later selections and is not in the store."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Array], observations: ObservationIndex) -> None:  # noqa: B027  # as `state_dict`
+    def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:  # noqa: B027  # as `state_dict`
         """Restores a state. Raises WireError: it belongs to another kind of selector."""
 
 
@@ -242,50 +260,13 @@ class UniformSelector(Selector):
     def __len__(self) -> int:
         return len(self._eligible)
 
-    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
+    def update(self, index: Index, change: IndexChange) -> None:
         """See `Selector.update`."""
-        self._eligible.update(observations, change)
+        self._eligible.update(index, change)
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
         """See `Selector.select`."""
-        return unweighted_selection(self._eligible.rows[rng.integers(0, len(self), n)])
-
-
-class InterventionWeightedSelector(Selector):
-    """Steps under a person's control are `weight` times as likely. The bias is intended and not corrected."""
-
-    def __init__(self, step_filter: StepFilter = StepFilter(), weight: float = 4.0) -> None:  # noqa: B008  # frozen
-        """Raises ConfigError unless `weight` is at least 1."""
-        if not 1.0 <= weight < math.inf:
-            raise ConfigError(f"the weight of interventions is {weight}; it must be at least 1")
-        self._weight = weight
-        self._all = EligibleSteps(step_filter)
-        self._under_person = EligibleSteps(step_filter.narrowed(phases=INTERVENTION_PHASES))
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
-        """See `Selector.update`."""
-        self._all.update(observations, change)
-        self._under_person.update(observations, change)
-
-    def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.select`."""
-        # A mixture of any row and, for the weight above 1, a row under a person's control.
-        extra = (self._weight - 1.0) * len(self._under_person)
-        draw = rng.random(n) * (len(self) + extra)
-        rows = self._all.rows[np.minimum(draw, len(self) - 1).astype(np.int64)]
-        of_person = draw >= len(self)
-        if of_person.any():
-            place = ((draw[of_person] - len(self)) / (self._weight - 1.0)).astype(np.int64)
-            rows[of_person] = self._under_person.rows[np.minimum(place, len(self._under_person) - 1)]
-        return unweighted_selection(rows)
-
-
-def unweighted_selection(rows: Array) -> Selection:
-    """`rows` with weight 1, in group 0."""
-    return Selection(rows.astype(np.int64), np.ones(len(rows), np.float32), np.zeros(len(rows), np.int32))
+        return Selection.unweighted(self._eligible.draw(n, rng))
 
 
 def state_column(state: Mapping[str, Array], name: str) -> Array:
@@ -308,16 +289,15 @@ class MixtureSelector(Selector):
         self._shares = np.array([share for _, share in parts], float)
         if (self._shares < 0).any() or abs(self._shares.sum() - 1.0) > 1e-6:
             raise ConfigError(f"shares of {self._shares.tolist()}: they must add up to 1")
-
         self.uses_feedback = any(selector.uses_feedback for selector in self._selectors)
 
     def __len__(self) -> int:
         return sum(map(len, self._selectors))
 
-    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
+    def update(self, index: Index, change: IndexChange) -> None:
         """See `Selector.update`."""
         for selector in self._selectors:
-            selector.update(observations, change)
+            selector.update(index, change)
 
     def counts(self, n: int) -> list[int]:
         """Current number of samples per part out of `n`."""
@@ -331,20 +311,12 @@ class MixtureSelector(Selector):
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
         """See `Selector.select`."""
-        selections = [
-            self._in_group(part, self._selectors[part].select(count, rng))
-            for part, count in enumerate(self.counts(n))
-            if count
-        ]
-        return Selection(*(np.concatenate(column) for column in zip(*selections, strict=True)))
-
-    def redraw(self, group: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.redraw`: from the same part."""
-        part, inner = group % len(self._selectors), group // len(self._selectors)
-        return self._in_group(part, self._selectors[part].redraw(inner, rng))
-
-    def _in_group(self, part: int, selection: Selection) -> Selection:
-        return selection._replace(groups=selection.groups * len(self._selectors) + part)
+        selections = []
+        for part, (selector, count) in enumerate(zip(self._selectors, self.counts(n), strict=True)):
+            if count:
+                selected = selector.select(count, rng)
+                selections.append(selected._replace(groups=selected.groups * len(self._selectors) + part))
+        return Selection.joined(selections)
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
         """See `Selector.feedback`: each part gets its own samples."""
@@ -353,20 +325,48 @@ class MixtureSelector(Selector):
             if own.any():
                 selector.feedback(rows[own], groups[own] // len(self._selectors), losses[own])
 
-    def state_dict(self, observations: ObservationIndex) -> SelectorState:
+    def state_dict(self, index: Index) -> SelectorState:
         """See `Selector.state_dict`."""
         return {
             f"{part}.{name}": value
             for part, selector in enumerate(self._selectors)
-            for name, value in selector.state_dict(observations).items()
+            for name, value in selector.state_dict(index).items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Array], observations: ObservationIndex) -> None:
+    def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
         """See `Selector.load_state_dict`."""
         for part, selector in enumerate(self._selectors):
             prefix = f"{part}."
             inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            selector.load_state_dict(inner, observations)
+            selector.load_state_dict(inner, index)
+
+
+class MixturePart(NamedTuple):
+    """Steps that match at least one of `filters`, and their share of each batch."""
+
+    filters: tuple[StepFilter, ...]
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class MixturePartConfig:
+    """One part of each batch.
+
+    Attributes:
+        roles: of its steps: demonstrations; interventions of people; successes and failures, which are online
+            episodes. Empty: demonstrations and all online steps.
+        tasks: names of their tasks; empty for all.
+        share: of each batch, as a ratio to the shares of the other parts. They replace a part without steps.
+    """
+
+    roles: tuple[Role, ...] = ()
+    tasks: tuple[str, ...] = ()
+    share: Positive = 1.0
+
+    def to_part(self, total: float) -> MixturePart:
+        """`total`: of the shares of all parts."""
+        chosen = [ROLES[role] for role in self.roles] or [StepFilter(sources=SOURCES)]
+        return MixturePart(tuple(replace(each, tasks=self.tasks) for each in chosen), self.share / total)
 
 
 class DemoOnlineSelector(MixtureSelector):
@@ -387,9 +387,299 @@ class DemoOnlineSelector(MixtureSelector):
         step_filter: StepFilter = StepFilter(),  # noqa: B008  # frozen
     ) -> None:
         """Raises ConfigError unless `demo_fraction` lies in [0, 1]."""
-        robot, online = replace(step_filter, embodiments=frozenset({embodiment})), frozenset({EpisodeSource.ONLINE})
-        ageless = replace(robot, max_age_s=None, max_age_versions=None)
-        persons = ageless.narrowed(online, INTERVENTION_PHASES)
-        self.demo = UniformSelector(ageless.narrowed(frozenset({EpisodeSource.DEMO})) | persons)
-        self.online = UniformSelector(robot.narrowed(online))
+        only = replace(step_filter, embodiments=(embodiment,))
+        ageless = replace(only, max_age_s=None, max_age_versions=None)
+        demo, online = StepFilter(sources=(EpisodeSource.DEMO,)), StepFilter(sources=(EpisodeSource.ONLINE,))
+        by_person = replace(online, phases=INTERVENTION_PHASES)
+        self.demo = UniformSelector(StepFilterUnion(((ageless, demo), (ageless, by_person))))
+        self.online = UniformSelector(StepFilterUnion(((only, online),)))
         super().__init__([(self.demo, demo_fraction), (self.online, 1.0 - demo_fraction)])
+
+
+class SumTree:
+    """Weights in a binary tree of sums: setting and finding m of N costs O(m log N), vectorised.
+
+    Node k has the children 2k and 2k + 1; node 1 is the root. Each sum is recomputed from its children, so the tree is
+    a function of its weights and rounding errors do not accumulate. Memory: 16 bytes a weight.
+    """
+
+    def __init__(self) -> None:
+        self._nodes = np.zeros(2)
+
+    def __len__(self) -> int:
+        """Capacity in weights, a power of two; weights never set are 0."""
+        return len(self._nodes) // 2
+
+    @property
+    def total(self) -> float:
+        return float(self._nodes[1])
+
+    def grow(self, size: int) -> None:
+        """Increases the capacity to at least `size`."""
+        if size > len(self):
+            old = self._nodes[len(self) :]
+            self._nodes = np.zeros(2 << (size - 1).bit_length())
+            self.set(np.arange(len(old)), old)
+
+    def __getitem__(self, places: Array) -> Array:
+        """Weights, float64."""
+        weights: Array = self._nodes[len(self) + places]
+        return weights
+
+    def set(self, places: Array, weights: Array) -> None:
+        """Sets non-negative weights; of equal places the last counts."""
+        nodes = places + len(self)
+        self._nodes[nodes] = weights
+        while len(nodes) and nodes[0] > 1:
+            nodes = np.unique(nodes // 2)
+            self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
+
+    def find(self, heights: Array) -> Array:
+        """For each height in [0, total), the place at which the cumulative weight exceeds it, int64.
+
+        The weight at that place is above 0 despite rounding.
+        """
+        nodes, heights = np.ones(len(heights), np.int64), heights.copy()
+        while nodes[0] < len(self):
+            left = self._nodes[2 * nodes]
+            goes_right = (heights >= left) & (self._nodes[2 * nodes + 1] > 0)
+            heights -= left * goes_right
+            nodes = 2 * nodes + goes_right
+        return nodes - len(self)
+
+
+@dataclass(frozen=True)
+class PrioritizedConfig:
+    """See `user_sys.replay.selectors`."""
+
+    alpha: float = 0.6
+    beta: float = 0.4
+    beta_draws: int = 100_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1 or not 0 <= self.beta <= 1 or self.beta_draws < 1:
+            raise ConfigError(
+                f"alpha {self.alpha} and beta {self.beta} must lie in 0..1, beta_draws {self.beta_draws} be at least 1"
+            )
+
+
+class PrioritizedSelector(Selector):
+    """Prioritized sampling after Schaul, Quan, Antonoglou and Silver, "Prioritized Experience Replay", ICLR 2016
+    (arXiv 1511.05952), the proportional variant:
+
+        p_i  = |delta_i| + epsilon                      (the maximum p so far until a row is drawn with its reward)
+        P(i) = p_i^alpha / sum_k p_k^alpha
+        w_i  = (N P(i))^-beta / max_j w_j               (the maximum over the batch)
+
+    beta rises from `beta` to 1 over `beta_draws` draws. A batch is stratified: one draw from each of n equal shares.
+    Memory is about 24 bytes per row of the store.
+    """
+
+    uses_feedback = True
+
+    def __init__(
+        self,
+        step_filter: AnyStepFilter = StepFilter(),  # noqa: B008  # frozen
+        config: PrioritizedConfig = PrioritizedConfig(),  # noqa: B008  # frozen
+    ) -> None:
+        self._eligible = EligibleSteps(step_filter)
+        self._alpha, self._beta, self._beta_draws = config.alpha, config.beta, config.beta_draws
+        self._powers = np.empty(0, np.float32)  # p^alpha of each row, eligible or not
+        self._rewards = np.empty(0, np.float32)  # reward of each row when its power was set
+        self._tree = SumTree()
+        self._maximum, self._draws = 1.0, 0
+
+    def __len__(self) -> int:
+        return len(self._eligible)
+
+    def update(self, index: Index, change: IndexChange) -> None:
+        """See `Selector.update`."""
+        total = len(index.steps)
+        if total > len(self._powers):
+            self._tree.grow(total)
+            self._powers, self._rewards = (
+                np.append(column, np.full(len(self._tree) - len(column), np.nan, np.float32))
+                for column in (self._powers, self._rewards)
+            )
+        new = np.arange(change.rows.start, change.rows.stop)
+        self._reset(index, np.append(new, change.relabelled))
+        low = self._eligible.update(index, change)
+        if low < total:
+            self._set_powers(low, total)
+
+    def _set_powers(self, low: int, total: int) -> None:
+        """Sets the powers of rows `low` to `total` in the tree; rows that are not eligible get 0."""
+        rows = self._eligible.rows
+        rows = rows[np.searchsorted(rows, low) :]
+        powers = np.zeros(total - low, np.float32)
+        powers[rows - low] = self._powers[rows]
+        self._tree.set(np.arange(low, total), powers)
+
+    def _reset(self, index: Index, rows: Array) -> None:
+        """Sets the maximum priority for those `rows` that are new or got another reward; `_set_powers` follows."""
+        changed = rows[self._rewards[rows] != index.steps.reward[rows]]
+        self._powers[changed] = self._maximum**self._alpha
+        self._rewards[changed] = index.steps.reward[changed]
+
+    def select(self, n: int, rng: np.random.Generator) -> Selection:
+        """See `Selector.select`."""
+        total = self._tree.total
+        rows = self._tree.find((np.arange(n) + rng.random(n)) * (total / n))
+        beta = min(1.0, self._beta + (1.0 - self._beta) * self._draws / self._beta_draws)
+        self._draws += n
+        weights = (len(self) / total * self._tree[rows]) ** -beta
+        return Selection.unweighted(rows)._replace(weights=(weights / weights.max()).astype(np.float32))
+
+    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
+        """See `Selector.feedback`: signed TD errors. Non-finite ones are ignored."""
+        p = np.abs(np.asarray(losses, np.float64)) + EPSILON
+        rows, p = rows[np.isfinite(p)], p[np.isfinite(p)]
+        if not len(rows):
+            return
+        self._maximum = max(self._maximum, float(p.max()))
+        self._powers[rows] = p**self._alpha
+        inside = rows[self._tree[rows] > 0]  # other rows are no longer eligible
+        self._tree.set(inside, self._powers[inside])
+
+    def state_dict(self, index: Index) -> SelectorState:
+        """See `Selector.state_dict`. Priorities are keyed by the permanent sequence number of their chunk's record."""
+        return {
+            "greatest": np.array([self._maximum]),
+            "draws": np.array([self._draws], np.int64),
+            "sequence": index.chunks.sequence.copy(),
+            "steps": index.chunks.steps.astype(np.int32),
+            "powers": self._powers[: len(index.steps)].copy(),
+            "rewards": self._rewards[: len(index.steps)].copy(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
+        """See `Selector.load_state_dict`. Rows that are unknown to the state, or relabelled since, count as new."""
+        sequence, steps = state_column(state, "sequence"), state_column(state, "steps")
+        powers, rewards = state_column(state, "powers"), state_column(state, "rewards")
+        if len(sequence) != len(steps) or not int(steps.sum()) == len(powers) == len(rewards):
+            raise WireError("the priorities of the sampler's state are inconsistent")
+        self._maximum = float(state_column(state, "greatest")[0])
+        self._draws = int(state_column(state, "draws")[0])
+        total = len(index.steps)
+        self._powers[:total] = self._maximum**self._alpha
+        _, current, saved = np.intersect1d(index.chunks.sequence, sequence, return_indices=True)
+        counts = index.chunks.steps[current]
+        rows = spans(index.chunks.first_row[current], counts)
+        of_state = spans((np.cumsum(steps, dtype=np.int64) - steps)[saved], counts)
+        self._powers[rows], self._rewards[rows] = powers[of_state], rewards[of_state]
+        self._reset(index, rows)
+        self._set_powers(0, total)
+
+
+class _Task:
+    """One task's rows and recent losses, offline first."""
+
+    def __init__(self, name: str, step_filter: StepFilter, window: int) -> None:
+        self.name = name
+        self.sides = [EligibleSteps(replace(step_filter, tasks=(name,), sources=(source,))) for source in SOURCES]
+        self.losses = [deque[float](maxlen=window) for _ in SOURCES]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sides))
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """See `user_sys.replay.selectors`; `low` and `high` limit the share of online steps."""
+
+    alpha: float = 1.5
+    low: float = 0.2
+    high: float = 0.8
+    window: int = 200
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high <= 1 or not 1 <= self.window <= MAX_WINDOW or not 0 < self.alpha < math.inf:
+            raise ConfigError(
+                f"bounds ({self.low}, {self.high}), window {self.window} and alpha {self.alpha}: the bounds must be"
+                f" within 0 and 1, window lie in 1..{MAX_WINDOW} and alpha be above 0"
+            )
+
+
+class TaskBalancedSelector(Selector):
+    """SOP's adaptive sampler, after Pan et al., "SOP: A Scalable Online Post-Training System for Vision-Language-Action
+    Models", 2026 (arXiv 2601.03044): tasks are drawn evenly, and within a task the share of online experience follows
+    the recent losses on either side,
+
+        w_on = exp(alpha l_on) / (exp(alpha l_on) + exp(l_off)),     clipped to [0.2, 0.8]
+
+    l_on and l_off are means over the last 200 learner steps of the losses of the task's online and offline samples;
+    alpha > 1 favours the online side. Not from the paper: the value of alpha, and that a side without losses counts as
+    equal to the other. A sample's group is 2 x (its task's place) + (1 if it is online).
+    """
+
+    uses_feedback = True
+
+    def __init__(
+        self,
+        step_filter: StepFilter = StepFilter(),  # noqa: B008  # frozen
+        config: TasksConfig = TasksConfig(),  # noqa: B008  # frozen
+    ) -> None:
+        """`step_filter` must not restrict tasks or sources. Raises ConfigError: it does."""
+        if step_filter.tasks or step_filter.sources:
+            raise ConfigError("a task-balanced sampler sets tasks and sources itself; remove them from the filter")
+        self._filter, self._config = step_filter, config
+        self._tasks: list[_Task] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tasks))
+
+    def update(self, index: Index, change: IndexChange) -> None:
+        """See `Selector.update`. Tasks are in the order of their first episodes in the store."""
+        for name in index.episodes.tasks.names[len(self._tasks) :]:
+            self._tasks.append(_Task(name, self._filter, self._config.window))
+        for task in self._tasks:
+            for side in task.sides:
+                side.update(index, change)
+
+    def online_share(self, task: str) -> float:
+        """Current share of online samples of `task`. Raises KeyError: there is no such task."""
+        return self._share({each.name: each for each in self._tasks}[task])
+
+    def _share(self, task: _Task) -> float:
+        if not len(task.sides[OFFLINE]) or not len(task.sides[ONLINE]):
+            return float(len(task.sides[ONLINE]) > 0)
+        means = [sum(losses) / len(losses) for losses in task.losses if losses]
+        share = 0.5
+        if means:
+            exponent = means[0] - self._config.alpha * means[-1]
+            share = 1.0 / (1.0 + math.exp(min(max(exponent, -700.0), 700.0)))
+        return min(max(share, self._config.low), self._config.high)
+
+    def select(self, n: int, rng: np.random.Generator) -> Selection:
+        """See `Selector.select`."""
+        nonempty = [place for place, task in enumerate(self._tasks) if len(task)]
+        counts = np.full(len(nonempty), n // len(nonempty))
+        counts[rng.permutation(len(nonempty))[: n % len(nonempty)]] += 1
+        parts = []
+        for place, count in zip(nonempty, counts.tolist(), strict=True):
+            online = int(count * self._share(self._tasks[place]) + rng.random())
+            for side, of_side in ((OFFLINE, count - online), (ONLINE, online)):
+                if of_side:
+                    rows = self._tasks[place].sides[side].draw(of_side, rng)
+                    parts.append(Selection.unweighted(rows, 2 * place + side))
+        return Selection.joined(parts)
+
+    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
+        """See `Selector.feedback`: the losses of one learner step; non-finite ones are ignored."""
+        losses = np.asarray(losses, np.float64)
+        for group in np.unique(groups).tolist():
+            of_group = losses[(groups == group) & np.isfinite(losses)]
+            if len(of_group):
+                self._tasks[group // 2].losses[group % 2].append(float(of_group.mean()))
+
+    def state_dict(self, index: Index) -> SelectorState:
+        """See `Selector.state_dict`."""
+        return {
+            f"{side}.{task.name}": np.array(losses) for task in self._tasks for side, losses in enumerate(task.losses)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
+        """See `Selector.load_state_dict`. Tasks that the state lacks have no losses yet."""
+        for task in self._tasks:
+            for side, losses in enumerate(task.losses):
+                losses.extend(state.get(f"{side}.{task.name}", np.empty(0)).tolist())

@@ -1,48 +1,51 @@
-"""The resources that a run may use and gets: availability, placement, locks, and the allocation on one computer.
+"""The resources that a run may use and gets: requests, offers, their match, the claim of a match, and its release.
 
-`user-sys train` and `user-sys hardware plan` share these functions. A run that requests robots drives those of its
-`robots` that placement assigns. It never takes a robot that its file does not list, since nothing would say how to
-drive it.
+`user-sys train` and `user-sys hardware plan` share `offered_resources` and `plan_run`. A run that requests robots
+drives those of its `robots` that it is assigned, and no other: nothing says how to drive another. `LocalAllocation`
+claims with locks of this computer, `user_sys.run.cluster_allocation` with reservations on a Ray cluster.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
-from hal.discovery import DiscoveryResult, discover
-from hal.errors import LeaseHeld, PlacementError, SpecError
+from hal.discovery import DiscoveryResult, Probe, discover
+from hal.errors import LeaseHeld, SpecError
 from hal.lease import MachineLock, driver_process_of
 from hal.machine_folder import require_robot_name, shared_file
-from hal.placement import Placement, format_list, place
-from hal.ray_cluster import RayCluster
+from hal.placement import Assigned, PlacementPlan, plan
+from hal.ray_cluster import RayCluster, start_local_cluster
+from hal.ray_nodes import ray_resources
 from hal.registry import OperatorOverrides, Override
-from hal.resource import (
-    CUDA_VISIBLE_DEVICES,
-    UUID_LABEL,
-    Health,
-    Kind,
-    ResourceRecord,
-    ResourceRequest,
-)
+from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
+from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.run.config import RunConfig
+from user_sys.run.topology import LOOPBACK, ProcessSlot, local_slots
 
 RETRY_INTERVAL_S = 2.0
 NOT_ON_CLUSTER = "no node of the cluster has it"
-TAKEN_BY_ANOTHER_RUN = "Another run has just taken the free resources."
+TAKEN_BY_ANOTHER_RUN = "another run has just taken the free resources"
+
+Use = Literal["learner", "policy"]
+"""What compute is for: the learners, or the policy server."""
+PrintLine = Callable[[str], None]
 
 
-def available_resources(
+# Offers
+
+
+def offered_resources(
     config: RunConfig,
     found: Iterable[ResourceRecord],
     cluster: RayCluster | None = None,
@@ -66,35 +69,17 @@ def available_resources(
     return _with_sites([_with_override(record, overrides) for record in records])
 
 
-def place_run(
+def plan_run(
     config: RunConfig,
     requests: Sequence[ResourceRequest],
     records: Sequence[ResourceRecord],
     store_nodes: Collection[str] = (),
-    remarks: Sequence[str] = (),
-) -> Placement:
-    """Places `requests` of the run; compute goes to `store_nodes` if possible.
-
-    Args:
-        remarks: sentences to add to a refusal, such as probes that failed.
-
-    Raises:
-        PlacementError: the requests cannot all be met; the message explains why.
-    """
+) -> PlacementPlan:
+    """Matches `requests` of the run with `records`; compute is on `store_nodes` if possible."""
     names = {robot.name for robot in config.robots}
-
-    def is_unlisted(record: ResourceRecord) -> bool:
-        return config.selects_robots and record.kind is Kind.ROBOT and record.name not in names
-
-    listed = [record for record in records if not is_unlisted(record)]
-    if store_nodes:
-        with suppress(PlacementError):
-            return place(requests, [r for r in listed if r.kind is Kind.ROBOT or r.node in store_nodes])
-    try:
-        return place(requests, listed)
-    except PlacementError as error:
-        unlisted = _unlisted_robots(requests, filter(is_unlisted, records))
-        raise PlacementError(" ".join([str(error), *unlisted, *remarks])) from None
+    listed = [r for r in records if not config.selects_robots or r.kind is not Kind.ROBOT or r.name in names]
+    near = plan(requests, [r for r in listed if r.kind is Kind.ROBOT or r.node in store_nodes]) if store_nodes else None
+    return near if near is not None and near.assigned is not None else plan(requests, listed)
 
 
 def select_robots(config: RunConfig, chosen: Collection[str]) -> RunConfig:
@@ -111,12 +96,12 @@ def store_node_names(cluster: RayCluster) -> frozenset[str]:
 
 
 def probe_failures(found: DiscoveryResult) -> list[str]:
-    """One sentence for each probe that failed."""
-    return [f"The probe {probe} failed: {failure}." for probe, failure in sorted(found.failures.items())]
+    """One line for each probe that failed."""
+    return [f"the probe {probe} failed: {failure}" for probe, failure in sorted(found.failures.items())]
 
 
-def unbuildable_robots(found: DiscoveryResult) -> list[str]:
-    """One sentence for each robot of the run's file that cannot be built here, and so cannot be selected."""
+def _unbuildable_robots(found: DiscoveryResult) -> list[str]:
+    """One line for each robot of the run's file that cannot be built here, and so cannot be selected."""
     robots = [record for record in found.records if record.kind is Kind.ROBOT and record.found_by == "config"]
     return [f"{record.name} cannot be selected: {record.trouble}" for record in robots if not record.embodiment]
 
@@ -133,7 +118,7 @@ def with_local_lease(record: ResourceRecord) -> ResourceRecord:
     except OSError as error:  # such as a lock folder of another user
         trouble = f"whether this computer uses it is unknown: {error}"
         return msgspec.structs.replace(record, trouble=record.trouble or trouble)
-    return leased_by(record, owner) if owner else record
+    return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}") if owner else record
 
 
 def _resource_lock(name: str, holder: str = "") -> MachineLock:
@@ -151,10 +136,6 @@ def lock_name(record: ResourceRecord) -> str:
         return record.name
     is_lockable = record.kind is Kind.GPU and CUDA_VISIBLE_DEVICES not in os.environ
     return record.labels.get(UUID_LABEL, "") if is_lockable else ""
-
-
-def leased_by(record: ResourceRecord, owner: str) -> ResourceRecord:
-    return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
 
 
 def merge_cluster_records(
@@ -195,158 +176,19 @@ def merge_cluster_records(
     return list(merged.values())
 
 
-class LocalLocks:
-    """Locks on robots and GPUs of this computer, against other runs, until this process ends.
-
-    The driver processes also lock their robots when they start.
-    """
-
-    def __init__(self, holder: str) -> None:
-        """`holder` names the run in other runs' messages."""
-        self._holder = holder
-        self._locks: list[MachineLock] = []
-
-    def acquire(self, names: Iterable[str]) -> bool:
-        """Locks all of these names (`lock_name`), or none: False if another run holds one. Does not block."""
-        locks = [_resource_lock(name, self._holder) for name in sorted(names)]
-        try:
-            for lock in locks:
-                lock.acquire()
-        except LeaseHeld:
-            for lock in locks:
-                lock.release()
-            return False
-        self._locks += locks
-        return True
-
-    def acquire_free(self, robots: Iterable[str]) -> None:
-        """Locks those of `robots` that no process drives. Driver processes wait for the others."""
-        for robot in robots:
-            if not driver_process_of(robot):
-                self.acquire([robot])
-
-    def release(self) -> None:
-        """Releases all locks."""
-        for lock in self._locks:
-            lock.release()
-        self._locks.clear()
-
-
-class RetryWait:
-    """Waits between two tries to acquire resources. Prints the reason each time it changes."""
-
-    def __init__(self, run: str, print_line: Callable[[str], None]) -> None:
-        self._run, self._print_line, self._last_reason = run, print_line, ""
-
-    def wait(self, reason: str) -> None:
-        """Blocks for `RETRY_INTERVAL_S`. The run must hold no resources meanwhile."""
-        if reason != self._last_reason:
-            self._last_reason = reason
-            self._print_line(f"{self._run} waits, and holds nothing meanwhile. {reason}")
-        time.sleep(RETRY_INTERVAL_S)
-
-
-class LocalAllocation:
-    """A run's robots and GPUs on this computer. One thread calls it; leaving the context releases them.
-
-    Attributes:
-        config: the run's configuration; after `acquire`, with only the robots that the run drives.
-        learner_gpus: UUIDs of the GPUs for the learners; empty if the user selected GPUs by CUDA_VISIBLE_DEVICES.
-        policy_gpus: likewise, for the policy server.
-    """
-
-    def __init__(self, config: RunConfig, run: str, runs: Path | None = None) -> None:
-        """Args:
-            runs: the folder of run folders whose operator overrides count; None for the config's.
-
-        Raises:
-            ConfigError: a robot cannot be built, and the run does not select its robots.
-        """
-        self.config, self._runs = config, runs
-        self.learner_gpus: tuple[str, ...] = ()
-        self.policy_gpus: tuple[str, ...] = ()
-        self._owner = f"run {run}"
-        self._locks = LocalLocks(self._owner)
-        robots = config.robot_requests() if config.selects_robots else ()
-        self._requests = (*robots, *config.compute_requests(), *config.policy_requests())
-        self._probes = resource_probes(config.robots, lenient=config.selects_robots) if self._requests else {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._locks.release()
-
-    def acquire(self, print_line: Callable[[str], None]) -> None:
-        """Blocks until the run has its resources. Prints the reason for waiting each time it changes.
-
-        A run that drives all of its `robots` does not wait for them: each driver process does.
-
-        Raises:
-            PlacementError: this computer could not meet the requests even if it were idle.
-        """
-        found = discover(self._probes)
-        for text in unbuildable_robots(found):
-            print_line(text)
-        self._place(found, assume_unused=True)
-        wait = RetryWait(self._owner, print_line)
-        while why := self._try(found):
-            wait.wait(why)
-            found = discover(self._probes)
-        if not self.config.selects_robots:
-            self._locks.acquire_free(robot.name for robot in self.config.robots)
-
-    def _try(self, found: DiscoveryResult) -> str:
-        """The reason why the resources cannot be acquired, with nothing held, or an empty text."""
-        try:
-            placement = self._place(found)
-        except PlacementError as error:
-            return str(error)
-        split = len(placement.assigned) - len(self.config.policy_requests())
-        chosen, policy = _flatten(placement.assigned[:split]), _flatten(placement.assigned[split:])
-        robots = {record.name for record in chosen if record.kind is Kind.ROBOT}
-        if not self._locks.acquire(filter(None, map(lock_name, (*chosen, *policy)))):
-            return TAKEN_BY_ANOTHER_RUN
-        self.config = select_robots(self.config, robots)
-        self.learner_gpus, self.policy_gpus = _gpu_uuids(chosen), _gpu_uuids(policy)
-        return ""
-
-    def _place(self, found: DiscoveryResult, *, assume_unused: bool = False) -> Placement:
-        records = available_resources(self.config, found.records, runs=self._runs, assume_unused=assume_unused)
-        return place_run(self.config, self._requests, records, remarks=probe_failures(found))
-
-
-def _flatten(assigned: Sequence[Sequence[ResourceRecord]]) -> list[ResourceRecord]:
-    return [record for records in assigned for record in records]
-
-
-def _gpu_uuids(chosen: Iterable[ResourceRecord]) -> tuple[str, ...]:
-    uuids = [record.labels.get(UUID_LABEL, "") for record in chosen if record.kind is Kind.GPU]
-    return () if CUDA_VISIBLE_DEVICES in os.environ else tuple(uuid for uuid in uuids if uuid)
-
-
-def _unlisted_robots(requests: Sequence[ResourceRequest], unlisted: Iterable[ResourceRecord]) -> list[str]:
-    """A sentence that names free robots which would match if the run's file listed them."""
-    wanted = [request for request in requests if request.kind is Kind.ROBOT]
-    ready = (record for record in unlisted if record.health is Health.READY)
-    names = sorted(record.name for record in ready if any(request.matches(record) for request in wanted))
-    if not names:
-        return []
-    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
-    return [f"{format_list(names)} {verb} also free; list {them} under robots to use {them}."]
-
-
 def _overrides(runs: Path) -> dict[str, tuple[Override, str]]:
-    """Operator overrides in the run folders of `runs`, by robot, each with its run's name; the most severe counts.
+    """Operator overrides of the runs in `runs`, by robot, each with its run's name; the most severe counts.
 
     Raises:
-        RegistryError: the overrides of a run cannot be read.
+        StateError: the overrides of a run cannot be read.
     """
     found: dict[str, tuple[Override, str]] = {}
-    for path in sorted(runs.glob("*/orders.json")):
+    for path in sorted(runs.glob(f"*/{STATE_FILE}")):
         if path.parent.is_symlink():
             continue
-        for name, override in OperatorOverrides(path).read().orders.items():
+        with StateDatabase(path) as database:
+            overrides = OperatorOverrides(database).read()
+        for name, override in overrides.items():
             if name not in found or override.health is Health.QUARANTINED:
                 found[name] = (override, path.parent.name)
     return found
@@ -371,3 +213,183 @@ def _with_sites(records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
     return [
         msgspec.structs.replace(record, labels={**common.get(record.node, {}), **record.labels}) for record in records
     ]
+
+
+# Claims
+
+
+class Allocation(ABC):
+    """A run's robots and compute. One thread calls it; leaving the context releases them.
+
+    Attributes:
+        config: the run's configuration; after `acquire`, with only the robots that the run drives.
+    """
+
+    def __init__(self, config: RunConfig, run: str, probes: Mapping[str, Probe], runs: Path | None = None) -> None:
+        """Args:
+        probes: find the robots of the run's file, and the resources of this computer if the run uses them.
+        runs: the folder of run folders whose operator overrides count; None for the config's.
+        """
+        self.config = self._configured = config
+        self._probes, self._found = probes, DiscoveryResult((), {})
+        self._owner, self._runs = f"run {run}", runs
+        self._requests: dict[Use, tuple[ResourceRequest, ...]] = {
+            "learner": config.compute_requests(),
+            "policy": config.policy_requests(),
+        }
+        self._locks: list[MachineLock] = []
+        self._plan_again = False  # a claim has found a resource to be unusable; others may do
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._unlock()
+
+    def acquire(self, print_line: PrintLine) -> None:
+        """Blocks until the run has its resources. Prints the reason for waiting each time it changes.
+
+        A run that drives all of its `robots` does not wait for them: each driver process does.
+
+        Raises:
+            PlacementError: the requests could not be met even if nothing else used the resources.
+        """
+        self._discover()
+        for text in (*probe_failures(self._found), *_unbuildable_robots(self._found)):
+            print_line(text)
+        self._plan(assume_unused=True).require()
+        printed = ""
+        while why := self._try():
+            if why != printed:
+                printed = why
+                print_line(f"{self._owner} waits, and holds nothing meanwhile. {why}")
+            time.sleep(RETRY_INTERVAL_S)
+        if not self.config.selects_robots:
+            self._lock_free_robots()
+
+    def _try(self) -> str:
+        """The reason why the resources cannot be acquired, with nothing held; or an empty text."""
+        self._discover()
+        while True:
+            self._plan_again, found = False, self._plan()
+            why = found.reason if found.assigned is None else self._claim(found.assigned)
+            if not self._plan_again:
+                return why
+
+    def _discover(self) -> None:
+        """Looks for the resources again."""
+        self._found = discover(self._probes)
+
+    @abstractmethod
+    def _plan(self, *, assume_unused: bool = False) -> PlacementPlan:
+        """Matches the requests of robots, learners and policy server, in this order, with the discovered resources."""
+
+    @abstractmethod
+    def _claim(self, assigned: Assigned) -> str:
+        """Claims all of these resources and sets `config`, or claims none and returns the reason."""
+
+    def _lock(self, names: Iterable[str]) -> bool:
+        """Locks all of these names (`lock_name`) against other runs, or none: False if another run holds one."""
+        locks = [_resource_lock(name, self._owner) for name in sorted(names)]
+        try:
+            for lock in locks:
+                lock.acquire()
+        except LeaseHeld:
+            for lock in locks:
+                lock.release()
+            return False
+        self._locks += locks
+        return True
+
+    def _lock_free_robots(self) -> None:
+        """Locks those of the run's robots that no process drives. Driver processes wait for the others."""
+        for robot in self.config.robots:
+            if not driver_process_of(robot.name):
+                self._lock([robot.name])
+
+    def _unlock(self) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
+
+    @abstractmethod
+    def connect(self, log_dir: Path) -> RayCluster:
+        """The cluster on which the run's processes start."""
+
+    @abstractmethod
+    def learner_slots(self, number: int, processes: int) -> tuple[ProcessSlot, ...]:
+        """Slots for the processes of the run's learner of that `number`. Empty while the run has lost its compute."""
+
+    @abstractmethod
+    def policy_slot(self) -> ProcessSlot | None:
+        """The policy server's slot; its address is reachable by all of the run's robots. None while it is lost."""
+
+    def locked_robots(self) -> frozenset[str]:
+        """The robots whose locks on their computers the run holds until its driver processes take them."""
+        return frozenset()
+
+    def launcher_address(self, slot: ProcessSlot) -> str:
+        """The address at which a process in `slot` reaches this computer."""
+        return LOOPBACK
+
+    def robots_on_other_nodes(self) -> tuple[list[str], str]:
+        """The robots that other computers drive, and the address at which these reach this computer."""
+        return [], LOOPBACK
+
+    def release_lost(self, use: Use) -> tuple[str, ...]:
+        """The nodes that were lost with compute of this use. If there are any, all of its compute is released."""
+        return ()
+
+    def reacquire(self, use: Use) -> str | None:
+        """Tries to claim the lost compute of one use again, while the run's robots work. Does not wait.
+
+        Returns:
+            None if nothing is lost; the reason why it is not claimed (yet); an empty text when it has been claimed.
+        """
+        return None
+
+
+class LocalAllocation(Allocation):
+    """A run's robots and GPUs on this computer."""
+
+    def __init__(self, config: RunConfig, run: str, runs: Path | None = None) -> None:
+        """Raises ConfigError: a robot cannot be built, and the run does not select its robots."""
+        robots = config.robot_requests() if config.selects_robots else ()
+        self._all = (*robots, *config.compute_requests(), *config.policy_requests())
+        probes = resource_probes(config.robots, lenient=config.selects_robots) if self._all else {}
+        super().__init__(config, run, probes, runs)
+        self._gpus: dict[Use, tuple[str, ...]] = {"learner": (), "policy": ()}  # UUIDs
+
+    def connect(self, log_dir: Path) -> RayCluster:
+        records = discover(resource_probes(self.config.robots)).records
+        settings = self.config.ray
+        return start_local_cluster(
+            ray_resources(records),
+            object_store_bytes=settings.object_store_mb * 1_000_000,
+            log_dir=log_dir,
+        )
+
+    def learner_slots(self, number: int, processes: int) -> tuple[ProcessSlot, ...]:
+        return local_slots(number, processes, self._gpus["learner"])
+
+    def policy_slot(self) -> ProcessSlot:
+        return ProcessSlot(gpus=self._gpus["policy"])
+
+    def _plan(self, *, assume_unused: bool = False) -> PlacementPlan:
+        records = offered_resources(self._configured, self._found.records, runs=self._runs, assume_unused=assume_unused)
+        return plan_run(self._configured, self._all, records)
+
+    def _claim(self, assigned: Assigned) -> str:
+        split = len(assigned) - len(self._requests["policy"])
+        chosen, policy = ([record for row in rows for record in row] for rows in (assigned[:split], assigned[split:]))
+        if not self._lock(filter(None, map(lock_name, (*chosen, *policy)))):
+            return TAKEN_BY_ANOTHER_RUN
+        self.config = select_robots(self._configured, [r.name for r in chosen if r.kind is Kind.ROBOT])
+        self._gpus = {"learner": _gpu_uuids(chosen), "policy": _gpu_uuids(policy)}
+        return ""
+
+
+def _gpu_uuids(chosen: Iterable[ResourceRecord]) -> tuple[str, ...]:
+    """Empty if the user has selected GPUs by CUDA_VISIBLE_DEVICES."""
+    uuids = [record.labels.get(UUID_LABEL, "") for record in chosen if record.kind is Kind.GPU]
+    return () if CUDA_VISIBLE_DEVICES in os.environ else tuple(uuid for uuid in uuids if uuid)

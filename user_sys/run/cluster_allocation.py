@@ -8,212 +8,62 @@ If a node with compute is lost, that compute is released and requested again; th
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import msgspec
 from rich.console import Console
 
-from hal.discovery import discover
 from hal.errors import PlacementError
-from hal.placement import Placement, format_list
-from hal.ray_cluster import PlacementSlot, RayCluster, Reservation, connect_cluster
+from hal.placement import Assigned, PlacementPlan, format_list
+from hal.ray_cluster import PlacementSlot, RayCluster, RemoteRead, Reservation, connect_cluster
 from hal.ray_nodes import ROBOT_RESOURCE_PREFIX, make_bundles
 from hal.resource import Health, Kind, ResourceRecord, ResourceRequest, local_node
 from user_sys.compose import resource_probes
-from user_sys.errors import RunError
 from user_sys.run.allocation import (
     TAKEN_BY_ANOTHER_RUN,
+    Allocation,
     LocalAllocation,
-    LocalLocks,
-    RetryWait,
-    available_resources,
-    leased_by,
-    place_run,
+    Use,
+    offered_resources,
+    plan_run,
     select_robots,
     store_node_names,
-    unbuildable_robots,
 )
 from user_sys.run.config import RunConfig
-from user_sys.run.topology import LOOPBACK
-from user_sys.tunnel.endpoint import is_loopback
-
-log = logging.getLogger(__name__)
+from user_sys.run.topology import LOOPBACK, ProcessSlot, cluster_slots
+from user_sys.tunnel.limits import is_loopback
 
 FOLDER_CHECK_TIMEOUT_S = 120.0  # a process starts for the check, on a computer that may be busy
 UNFIT_EXPIRY_S = 60.0  # then an unfit computer is checked again: its storage may have been mounted
 
-RemoteRead = Callable[[float], str | None]
-"""Waits up to so many seconds for a file's text on another computer. Empty: no such file. None: no answer yet."""
-
-
-class SharedFolderCheck:
-    """Checks whether another computer sees a folder of this one: writes a token file that the other computer reads.
-
-    The check starts with the constructor; `close` removes the file. One thread calls it.
-    """
-
-    def __init__(
-        self, folder: Path, read_remote: Callable[[Path], RemoteRead], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Args:
-            folder: if it does not exist yet, its nearest existing parent is checked.
-            read_remote: starts to read a file on the other computer, without blocking.
-            clock: monotonic seconds.
-
-        Raises:
-            OSError: the token file cannot be written.
-        """
-        self._clock, self._deadline_s = clock, clock() + FOLDER_CHECK_TIMEOUT_S
-        self._token = secrets.token_hex(16)
-        self._file = next(f for f in (folder, *folder.parents) if f.is_dir()) / f".seen-{self._token[:8]}"
-        self._file.write_text(self._token)
-        try:
-            self._read = read_remote(self._file)
-        except BaseException:
-            self.close()
-            raise
-
-    def is_visible(self, wait_s: float) -> bool | None:
-        """Blocks for at most `wait_s`. None: no answer yet. After `FOLDER_CHECK_TIMEOUT_S` without answer: False."""
-        left_s = self._deadline_s - self._clock()
-        text = self._read(max(0.0, min(wait_s, left_s)))
-        return None if text is None and self._clock() < self._deadline_s else text == self._token
-
-    def close(self) -> None:
-        self._file.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class ResourceRequests:
-    """What a run requests of the cluster: robots, compute for its learners, compute for its policy server."""
-
-    robots: tuple[ResourceRequest, ...]
-    compute: tuple[ResourceRequest, ...]
-    policy: tuple[ResourceRequest, ...] = ()
-
-    @property
-    def all(self) -> tuple[ResourceRequest, ...]:
-        return (*self.robots, *self.compute, *self.policy)
-
 
 @dataclass(eq=False)
-class ComputeShare:
+class _Share:
     """Compute for one use, in a reservation of its own, so that it can be lost and reserved again by itself.
 
     Attributes:
-        folder_checks: pending checks, by node, whether the reserved nodes see the run's folder.
-        slots: where processes start; empty until all checks have passed.
+        checks: pending reads of the token file, by node, which tell whether the node sees the folder of runs.
+        deadline_s: when a check without an answer counts as failed.
+        slots: where processes start, those on the store's node first; empty until all checks have passed.
     """
 
-    requests: tuple[ResourceRequest, ...]
     reservation: Reservation | None = None
-    folder_checks: dict[str, SharedFolderCheck] = field(default_factory=dict)
+    checks: dict[str, RemoteRead] = field(default_factory=dict)
+    deadline_s: float = 0.0
     slots: tuple[PlacementSlot, ...] = ()
 
-    def close_checks(self) -> None:
-        for check in self.folder_checks.values():
-            check.close()
-        self.folder_checks.clear()
 
-
-def resource_requests(config: RunConfig, is_declared: Callable[[str], bool]) -> ResourceRequests:
-    """The run's requests. If it drives all of its robots, simulated ones that no node declares are left out.
-
-    Args:
-        is_declared: whether a node of the cluster declares a resource.
-    """
-    local = {
-        robot.name
-        for robot in config.robots
-        if robot.simulated and not is_declared(f"{ROBOT_RESOURCE_PREFIX}{robot.name}")
-    }
-    robots = config.robot_requests()
-    if not config.selects_robots:
-        robots = tuple(request for request in robots if request.name not in local)
-    return ResourceRequests(robots, config.compute_requests(), config.policy_requests())
-
-
-class _RobotReservation:
-    """The robots that a run holds: reserved on the cluster, locked on their computers. One thread calls it.
+class ClusterAllocation(Allocation):
+    """A run's robots and compute on a Ray cluster. Leaving the context leaves the cluster.
 
     Attributes:
-        slot_from_robot: of the robots that nodes declare; their processes start in these slots.
-        driven_elsewhere: robots that a program outside the cluster drives, with its name.
-        released: robots released a moment ago, which Ray counts as in use for a while.
-    """
-
-    def __init__(self, cluster: RayCluster, owner: str) -> None:
-        self._cluster, self._owner = cluster, owner
-        self._locks = LocalLocks(owner)
-        self._reservation: Reservation | None = None
-        self.slot_from_robot: dict[str, PlacementSlot] = {}
-        self.driven_elsewhere: dict[str, str] = {}
-        self.released: set[str] = set()
-
-    def forget_attempt(self) -> None:
-        """Clears what the last attempt has found out."""
-        self.driven_elsewhere.clear()
-        self.released.clear()
-
-    def reserve(self, chosen: Sequence[ResourceRecord]) -> str:
-        """Reserves all of the `chosen` robots, or none. Returns the reason for none, else an empty text."""
-        names = [
-            record.name for record in chosen if self._cluster.has_resource(f"{ROBOT_RESOURCE_PREFIX}{record.name}")
-        ]
-        if not self._locks.acquire({record.name for record in chosen}.difference(names)):
-            return TAKEN_BY_ANOTHER_RUN
-        if not names:
-            return ""
-        requests = [ResourceRequest(kind=Kind.ROBOT, name=name) for name in names]
-        records = [(record,) for record in chosen if record.name in names]
-        self._reservation = self._cluster.reserve(self._owner, make_bundles(requests, records, {}))
-        if self._reservation is None:
-            self.release()
-            return TAKEN_BY_ANOTHER_RUN
-        self.slot_from_robot = dict(zip(names, self._reservation.slots(), strict=True))
-        return ""
-
-    def lock(self, simulated: Sequence[str]) -> str:
-        """Locks the reserved robots on their computers. Returns which are driven elsewhere; then none is held."""
-        driven = self._cluster.lock_robots(self.slot_from_robot, self._owner, simulated)
-        if driven:
-            self.driven_elsewhere |= driven
-            self.release()
-        return " ".join(f"{robot} is driven by {owner}." for robot, owner in sorted(driven.items()))
-
-    def lock_free(self, robots: Sequence[str]) -> None:
-        """Locks those of `robots` on this computer that no program drives."""
-        self._locks.acquire_free(robot for robot in robots if robot not in self.slot_from_robot)
-
-    def release(self) -> None:
-        self._cluster.release_robot_locks()
-        if self._reservation is not None:
-            self._cluster.release(self._reservation)
-        self.released |= self.slot_from_robot.keys()
-        self._reservation, self.slot_from_robot = None, {}
-        self._locks.release()
-
-    def close(self) -> None:
-        """Releases the local locks; the cluster's reservations end with the connection to it."""
-        self._locks.release()
-
-
-class ClusterAllocation:
-    """A run's robots and compute on a Ray cluster. One thread calls it; leaving the context leaves the cluster.
-
-    Attributes:
-        config: the run's configuration; after `acquire`, with only the robots that the run drives.
-        learner_share: compute of the learners; slots on the store's node come first.
-        policy_share: compute of the policy server.
+        slot_from_robot: of the robots that nodes declare.
     """
 
     def __init__(self, cluster: RayCluster, config: RunConfig, run: str, folder: Path) -> None:
@@ -223,281 +73,232 @@ class ClusterAllocation:
         Raises:
             ConfigError: a robot cannot be built, and the run does not select its robots.
         """
-        self.cluster, self.config = cluster, config
-        self._configured, self._owner, self._folder = config, f"run {run}", folder.resolve()
-        self._requests = resource_requests(config, cluster.has_resource)
-        self.learner_share = ComputeShare(self._requests.compute)
-        self.policy_share = ComputeShare(self._requests.policy)
         probes = resource_probes(config.robots, lenient=config.selects_robots)
-        self._probes = {name: probe for name, probe in probes.items() if name == "config"}
-        self._records: Sequence[ResourceRecord] = ()  # of the latest discovery of the run's robots
-        self._robots = _RobotReservation(cluster, self._owner)
-        self._owned: tuple[ResourceRequest, ...] = ()  # the reserved robots, and resources to colocate with them
-        self._unfit: dict[str, str] = {}  # nodes that cannot run a learner, with the reason
-        self._unfit_expires_s = 0.0
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__(
+            config, run, {name: each for name, each in probes.items() if name == "config"}, folder.resolve()
+        )
+        self._cluster, self._folder = cluster, folder.resolve()
+        self._robot_requests = _robot_requests(config, cluster)
+        self.slot_from_robot: dict[str, PlacementSlot] = {}
+        self._robots: Reservation | None = None
+        self._shares: dict[Use, _Share] = {"learner": _Share(), "policy": _Share()}
+        self._near: tuple[ResourceRequest, ...] = ()  # the assigned robots by name, to colocate compute with them
+        self._driven: dict[str, str] = {}  # robots that a program outside the cluster drives, with its name
+        self._unfit: dict[str, tuple[str, float]] = {}  # nodes that cannot run a learner: why, and until when
+        self._token = secrets.token_hex(16)
+        self._token_file: Path | None = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            self.cluster.shutdown()
+            self._cluster.shutdown()
         finally:
-            self._robots.close()
-            for share in (self.learner_share, self.policy_share):
-                share.close_checks()
+            self._unlock()
+            if self._token_file is not None:
+                self._token_file.unlink(missing_ok=True)
 
-    @property
-    def slot_from_robot(self) -> dict[str, PlacementSlot]:
-        """Where the processes of the robots start that nodes declare."""
-        return self._robots.slot_from_robot
+    def connect(self, log_dir: Path) -> RayCluster:
+        return self._cluster
 
-    @property
-    def learner_slots(self) -> tuple[PlacementSlot, ...]:
-        """Empty if the run requests no compute, or has lost it."""
-        return self.learner_share.slots
+    def learner_slots(self, number: int, processes: int) -> tuple[ProcessSlot, ...]:
+        if not self._requests["learner"]:
+            return tuple(ProcessSlot(gpu_index=rank) for rank in range(processes))
+        return cluster_slots(self._shares["learner"].slots, number, processes, self._cluster.address_from_node())
 
-    @property
-    def requests_compute(self) -> bool:
-        """Whether learners start in reserved slots only."""
-        return bool(self.learner_share.requests)
+    def policy_slot(self) -> ProcessSlot | None:
+        if not self._requests["policy"]:
+            return ProcessSlot(address=self._cluster.address if self.robots_on_other_nodes()[0] else LOOPBACK)
+        for slot in self._shares["policy"].slots:
+            address = self._cluster.address_from_node().get(slot.node, LOOPBACK)  # loopback if the node has just left
+            return ProcessSlot(placement=slot, address=address)
+        return None
 
-    def launcher_address(self, slot: PlacementSlot) -> str:
-        """The address at which a process in `slot` reaches this computer."""
-        local = self.cluster.hostname_from_node().get(slot.node) == local_node()
-        return LOOPBACK if local else self.cluster.address
+    def locked_robots(self) -> frozenset[str]:
+        return frozenset(self.slot_from_robot)
 
-    def policy_listen_address(self) -> str:
-        """The address of its own computer on which the policy server listens, reachable by all of the run's robots."""
-        for slot in self.policy_share.slots:
-            return self.cluster.address_from_node().get(slot.node, LOOPBACK)  # loopback if the node has just left
-        return self.cluster.address if self.robots_on_other_nodes()[0] else LOOPBACK
+    def launcher_address(self, slot: ProcessSlot) -> str:
+        is_here = slot.placement is None or self._is_here(slot.placement.node)
+        return LOOPBACK if is_here else self._cluster.address
 
     def robots_on_other_nodes(self) -> tuple[list[str], str]:
-        """The robots that other computers drive, and the address at which these reach this computer."""
-        far = [name for name, slot in self.slot_from_robot.items() if self.launcher_address(slot) != LOOPBACK]
-        return far, self.cluster.address
+        far = [name for name, slot in self.slot_from_robot.items() if not self._is_here(slot.node)]
+        return far, self._cluster.address
 
-    def acquire(self, print_line: Callable[[str], None]) -> None:
-        """Blocks until the run has its robots and its compute. Prints the reason for waiting each time it changes.
-
-        Raises:
-            PlacementError: the cluster could not meet the requests even if it were idle.
-            RunError: a node of the cluster cannot reach the gateway.
-        """
-        found = discover(self._probes)
-        for text in unbuildable_robots(found):
-            print_line(text)
-        self._records = found.records
-        wait, unfit = RetryWait(self._owner, print_line), -1
-        while True:
-            if len(self._unfit) != unfit:
-                unfit = len(self._unfit)
-                self._place(self._requests.all, assume_unused=True)
-            if not (why := self._try_all()):
-                break
-            wait.wait(why)
-        if not self.config.selects_robots:
-            self._robots.lock_free([robot.name for robot in self.config.robots])
-
-    def acquire_share(self, share: ComputeShare) -> str:
-        """Tries to reserve the compute of one use while the run's robots work.
-
-        It does not wait for the folder checks of reserved nodes; the next call continues.
-
-        Returns:
-            The reason why the compute is not reserved (yet), or an empty text.
-        """
-        if time.monotonic() >= self._unfit_expires_s:
-            self._unfit_expires_s = time.monotonic() + UNFIT_EXPIRY_S
+    def release_lost(self, use: Use) -> tuple[str, ...]:
+        share = self._shares[use]
+        lost = self._cluster.lost_nodes(share.reservation) if share.reservation else ()
+        if lost:
             self._unfit.clear()
-        while True:
-            unfit, why = len(self._unfit), self._try_share(share)
-            if len(self._unfit) == unfit:  # else a further node was found unfit; another node may do
-                return why
+            self._release_share(use)
+        return lost
 
-    def _try_share(self, share: ComputeShare) -> str:
+    def reacquire(self, use: Use) -> str | None:
+        share = self._shares[use]
+        if not self._requests[use] or share.slots:
+            return None
         try:
-            if share.folder_checks:
-                return self._finish_checks(share, 0.0)
-            return self._reserve_share(share, self._place_share(share).assigned, 0.0)
+            while True:
+                self._plan_again, why = False, self._try_share(use)
+                if not self._plan_again:
+                    return why
         except PlacementError as error:
             return str(error)
         except OSError as error:  # such as a full disk, which must not end the run
-            self._release_share(share)
-            return f"Cannot write in {self._folder}: {error.strerror or error}."
-
-    def release_lost(self, share: ComputeShare) -> tuple[str, ...]:
-        """The nodes that were lost with compute of this share. If there are any, the whole share is released."""
-        lost = self.cluster.lost_nodes(share.reservation) if share.reservation else ()
-        if lost:
-            self._unfit.clear()
-            self._release_share(share)
-        return lost
+            self._release_share(use)
+            return f"cannot write in {self._folder}: {error.strerror or error}"
 
     def release(self) -> None:
         """Ends all reservations and the processes in them."""
-        for share in (self.learner_share, self.policy_share):
-            self._release_share(share)
-        self._robots.release()
-        self._owned = ()
+        for use in self._shares:
+            self._release_share(use)
+        self._release_robots()
+        self._near = ()
 
-    def _try_all(self) -> str:
-        """Tries once to reserve everything; robots that turn out to be driven elsewhere are replaced by others.
+    def _try_share(self, use: Use) -> str:
+        if self._shares[use].checks:
+            return self._finish_checks(use, 0.0)
+        near = [request for request in self._near if request.colocate]
+        found = self._plan_requests((*near, *self._requests[use]))
+        return found.reason if found.assigned is None else self._claim_share(use, found.assigned[len(near) :], 0.0)
 
-        Returns:
-            The reason why nothing is reserved, or an empty text.
-        """
-        self._robots.forget_attempt()
-        self._records = discover(self._probes).records
-        while True:
-            driven, why = len(self._robots.driven_elsewhere), self._try_placement()
-            if len(self._robots.driven_elsewhere) == driven:
-                return why
+    def _discover(self) -> None:
+        super()._discover()
+        self._driven.clear()
 
-    def _try_placement(self) -> str:
-        try:
-            placement = self._place(self._requests.all)
-        except PlacementError as error:
-            return str(error)
-        number = len(self._requests.robots)
-        if why := self._reserve_robots([record for records in placement.assigned[:number] for record in records]):
-            return why
-        rest, learners = placement.assigned[number:], len(self.learner_share.requests)
-        why = self._reserve_share(self.learner_share, rest[:learners], FOLDER_CHECK_TIMEOUT_S)
-        if why := why or self._reserve_share(self.policy_share, rest[learners:], FOLDER_CHECK_TIMEOUT_S):
+    def _plan(self, *, assume_unused: bool = False) -> PlacementPlan:
+        requests = (*self._robot_requests, *self._requests["learner"], *self._requests["policy"])
+        return self._plan_requests(requests, assume_unused=assume_unused)
+
+    def _plan_requests(self, requests: Sequence[ResourceRequest], *, assume_unused: bool = False) -> PlacementPlan:
+        """Matches `requests`, near the store if possible."""
+        records = offered_resources(
+            self._configured, self._found.records, self._cluster, runs=self._folder, assume_unused=assume_unused
+        )
+        usable = [self._as_usable(record, assume_unused) for record in records]
+        return plan_run(self._configured, requests, usable, store_node_names(self._cluster))
+
+    def _as_usable(self, record: ResourceRecord, assume_unused: bool) -> ResourceRecord:
+        """The record as the run can use it: its own robots are READY, those driven elsewhere LEASED, others LOST."""
+        if record.kind is Kind.ROBOT:
+            if record.name in self._driven and not assume_unused:
+                return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {self._driven[record.name]}")
+            if any(request.name == record.name for request in self._near):
+                return msgspec.structs.replace(record, health=Health.READY)
+        why = self._unreachable_reason(record) if record.health is not Health.LOST else ""
+        if record.kind is not Kind.ROBOT and record.node in self._unfit:
+            text, until_s = self._unfit[record.node]
+            why = text if time.monotonic() < until_s else why
+        return msgspec.structs.replace(record, health=Health.LOST, trouble=why, note="") if why else record
+
+    def _unreachable_reason(self, record: ResourceRecord) -> str:
+        """Why a process on the record's node could not reach the gateway, or an empty text."""
+        endpoint = self._configured.gateway.endpoint
+        is_reachable = not is_loopback(endpoint) or not record.node or self._is_here(record.node)
+        return "" if is_reachable else f"cannot reach {endpoint}: give --gateway.endpoint=tcp://0.0.0.0:5555"
+
+    def _is_here(self, node: str) -> bool:
+        return self._cluster.hostname_from_node().get(node) == local_node()
+
+    def _claim(self, assigned: Assigned) -> str:
+        robots, learners = len(self._robot_requests), len(self._requests["learner"])
+        why = self._claim_robots([record for records in assigned[:robots] for record in records])
+        why = why or self._claim_share("learner", assigned[robots : robots + learners], FOLDER_CHECK_TIMEOUT_S)
+        why = why or self._claim_share("policy", assigned[robots + learners :], FOLDER_CHECK_TIMEOUT_S)
+        if why:
             self.release()
             return why
-        self._owned = _requests_by_name(self._requests.robots, placement.assigned)
-        self.config = select_robots(self._configured, [request.name for request in self._owned])
+        self._near = tuple(
+            ResourceRequest(kind=r.kind, name=r.name, colocate=request.colocate, colocate_by=request.colocate_by)
+            for request, records in zip(self._robot_requests, assigned, strict=False)
+            for r in records
+        )
+        self.config = select_robots(self._configured, [request.name for request in self._near])
         return ""
 
-    def _reserve_robots(self, chosen: Sequence[ResourceRecord]) -> str:
-        """The reason why they cannot be reserved, or an empty text.
-
-        Raises:
-            RunError: a robot's node cannot reach the gateway.
-        """
-        if why := self._robots.reserve(chosen):
-            return why
-        slots = self.slot_from_robot.values()
-        if unreachable := [why for slot in slots if (why := self._unreachable_reason(slot))]:
-            raise RunError(unreachable[0])
-        if not slots:
+    def _claim_robots(self, chosen: Sequence[ResourceRecord]) -> str:
+        """The reason why they cannot be reserved and locked on their computers, or an empty text."""
+        declared = [r for r in chosen if self._cluster.has_resource(f"{ROBOT_RESOURCE_PREFIX}{r.name}")]
+        names = [record.name for record in declared]
+        if not self._lock({record.name for record in chosen}.difference(names)):
+            return TAKEN_BY_ANOTHER_RUN
+        if not names:
             return ""
-        return self._robots.lock([robot.name for robot in self._configured.robots if robot.simulated])
+        requests = [ResourceRequest(kind=Kind.ROBOT, name=name) for name in names]
+        self._robots = self._cluster.reserve(self._owner, make_bundles(requests, [(r,) for r in declared], {}))
+        if self._robots is None:
+            return TAKEN_BY_ANOTHER_RUN
+        self.slot_from_robot = dict(zip(names, self._robots.slots(), strict=True))
+        simulated = [robot.name for robot in self._configured.robots if robot.simulated]
+        driven = self._cluster.lock_robots(self.slot_from_robot, self._owner, simulated)
+        self._driven |= driven
+        self._plan_again = bool(driven)
+        return "; ".join(f"{robot} is driven by {owner}" for robot, owner in sorted(driven.items()))
 
-    def _reserve_share(self, share: ComputeShare, assigned: Sequence[Sequence[ResourceRecord]], wait_s: float) -> str:
-        """Reserves the placed compute. Returns the reason if that fails, or is not known within `wait_s`."""
-        if not share.requests:
+    def _release_robots(self) -> None:
+        self._cluster.release_robot_locks()
+        if self._robots is not None:
+            self._cluster.release(self._robots)
+        self._robots, self.slot_from_robot = None, {}
+        self._unlock()
+
+    def _claim_share(self, use: Use, assigned: Assigned, wait_s: float) -> str:
+        """Reserves the compute. Returns the reason if that fails, or is not known within `wait_s`."""
+        if not self._requests[use]:
             return ""
-        addresses = self.cluster.address_from_node()
+        share, addresses = self._shares[use], self._cluster.address_from_node()
         if gone := sorted({record.node for records in assigned for record in records} - addresses.keys()):
-            return f"{format_list(gone)} has just left the cluster."
-        share.reservation = self.cluster.reserve(self._owner, make_bundles(share.requests, assigned, addresses))
+            return f"{format_list(gone)} has just left the cluster"
+        share.reservation = self._cluster.reserve(self._owner, make_bundles(self._requests[use], assigned, addresses))
         if share.reservation is None:
-            return "Another job has just taken the free resources."
-        local = store_node_names(self.cluster)
-        remote = {slot.node: slot for slot in share.reservation.slots() if slot.node not in local}
-        if far := {node: why for node, slot in remote.items() if (why := self._unreachable_reason(slot))}:
-            return self._reject(share, far)
-        for node, slot in remote.items():
-            share.folder_checks[node] = SharedFolderCheck(self._folder, partial(self.cluster.read_remote, slot))
-        return self._finish_checks(share, wait_s)
+            return TAKEN_BY_ANOTHER_RUN
+        local, file = store_node_names(self._cluster), self._written_token()
+        far = {slot.node: slot for slot in share.reservation.slots() if slot.node not in local}
+        share.checks = {node: self._cluster.read_remote(slot, file) for node, slot in far.items()}
+        share.deadline_s = time.monotonic() + FOLDER_CHECK_TIMEOUT_S
+        return self._finish_checks(use, wait_s)
 
-    def _finish_checks(self, share: ComputeShare, wait_s: float) -> str:
-        """Waits up to `wait_s` for the folder checks; if all pass, the share gets its slots.
+    def _written_token(self) -> Path:
+        """The file that shows whether a node sees the folder of runs, or its nearest existing parent."""
+        if self._token_file is None:
+            parent = next(f for f in (self._folder, *self._folder.parents) if f.is_dir())
+            self._token_file = parent / f".seen-{self._token[:8]}"
+            self._token_file.write_text(self._token)
+        return self._token_file
 
-        Returns:
-            The nodes that do not see the folder or have not answered yet, as a sentence, or an empty text.
-        """
+    def _finish_checks(self, use: Use, wait_s: float) -> str:
+        """Waits up to `wait_s` for the checks; if all pass, the share gets its slots. Returns why it has none yet."""
+        share = self._shares[use]
         assert share.reservation is not None
-        visible = {node: check.is_visible(wait_s) for node, check in share.folder_checks.items()}
-        if slow := sorted(node for node, sees in visible.items() if sees is None):
-            return f"It is not known yet whether {format_list(slow, 'or')} sees {self._folder}."
-        why = f"does not see {self._folder}, which must be on storage that both computers have."
-        if blind := {node: f"{node} {why}" for node, sees in visible.items() if not sees}:
-            return self._reject(share, blind)
-        share.close_checks()
-        slots = share.reservation.slots()
-        local = store_node_names(self.cluster)
+        left_s = share.deadline_s - time.monotonic()
+        texts = {node: read(max(0.0, min(wait_s, left_s))) for node, read in share.checks.items()}
+        if left_s > 0 and (slow := [node for node, text in texts.items() if text is None]):
+            return f"it is not known yet whether {format_list(sorted(slow), 'or')} sees {self._folder}"
+        if blind := sorted(node for node, text in texts.items() if text != self._token):
+            why = f"does not see {self._folder}, which must be on storage that both computers have"
+            self._unfit |= dict.fromkeys(blind, (why, time.monotonic() + UNFIT_EXPIRY_S))
+            self._release_share(use)
+            self._plan(assume_unused=True).require()
+            self._plan_again = True
+            return f"{format_list(blind)} {why}"
+        share.checks = {}
+        slots, local = share.reservation.slots(), store_node_names(self._cluster)
         chosen = [slot for slot in slots if slot.bundle.is_gpu] or slots
         share.slots = tuple(sorted(chosen, key=lambda slot: slot.node not in local))
         return ""
 
-    def _reject(self, share: ComputeShare, unfit: dict[str, str]) -> str:
-        self._unfit |= unfit
-        self._release_share(share)
-        return " ".join(unfit.values())
-
-    def _release_share(self, share: ComputeShare) -> None:
-        share.close_checks()
-        if share.reservation is not None:
-            self.cluster.release(share.reservation)
-        share.reservation, share.slots = None, ()
-
-    def _unreachable_reason(self, slot: PlacementSlot) -> str:
-        """Why a process in `slot` could not reach the gateway, or an empty text."""
-        endpoint = self._configured.gateway.endpoint
-        if not is_loopback(endpoint) or self.cluster.hostname_from_node().get(slot.node) == local_node():
-            return ""
-        return f"{slot.node} cannot reach {endpoint}; give --gateway.endpoint=tcp://0.0.0.0:5555, or another port."
-
-    def _place(self, requests: Sequence[ResourceRequest], *, assume_unused: bool = False) -> Placement:
-        """Places `requests`, near the store if possible. Raises PlacementError, which names the unfit nodes."""
-        records = [
-            self._with_lease_state(record)
-            for record in available_resources(
-                self._configured, self._records, self.cluster, runs=self._folder, assume_unused=assume_unused
-            )
-            if record.kind is Kind.ROBOT or record.node not in self._unfit
-        ]
-        return place_run(
-            self._configured, requests, records, store_node_names(self.cluster), tuple(self._unfit.values())
-        )
-
-    def _place_share(self, share: ComputeShare) -> Placement:
-        """Places the compute of one use, colocated with the run's robots if the requests say so."""
-        near = [request for request in self._owned if request.colocate]
-        return Placement(self._place((*near, *share.requests)).assigned[len(near) :])
-
-    def _with_lease_state(self, record: ResourceRecord) -> ResourceRecord:
-        """The run's own robots are READY for it, wherever they are now; robots driven elsewhere are LEASED."""
-        if record.kind is not Kind.ROBOT:
-            return record
-        if owner := self._robots.driven_elsewhere.get(record.name):
-            return leased_by(record, owner)
-        owned = any(request.name == record.name for request in self._owned)
-        released = record.name in self._robots.released and record.health is Health.LEASED and not record.note
-        return msgspec.structs.replace(record, health=Health.READY) if owned or released else record
+    def _release_share(self, use: Use) -> None:
+        if (reservation := self._shares[use].reservation) is not None:
+            self._cluster.release(reservation)
+        self._shares[use] = _Share()
 
 
-def _requests_by_name(
-    requests: Sequence[ResourceRequest], assigned: Sequence[Sequence[ResourceRecord]]
-) -> tuple[ResourceRequest, ...]:
-    """A request by name for each assigned record, with the colocation of the request that it was assigned to."""
-    return tuple(
-        ResourceRequest(kind=record.kind, name=record.name, colocate=request.colocate, colocate_by=request.colocate_by)
-        for request, records in zip(requests, assigned, strict=False)
-        for record in records
-    )
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The resources that a run has got before its folder is created.
-
-    Attributes:
-        config: the run's configuration, with only the robots that the run drives.
-        cluster: its allocation on a shared cluster; None if it runs on this computer alone.
-        learner_gpus: UUIDs of this computer's GPUs for the learners, if it runs on this computer alone.
-        policy_gpus: likewise, for the policy server.
-    """
-
-    config: RunConfig
-    cluster: ClusterAllocation | None = None
-    learner_gpus: tuple[str, ...] = ()
-    policy_gpus: tuple[str, ...] = ()
+def _robot_requests(config: RunConfig, cluster: RayCluster) -> tuple[ResourceRequest, ...]:
+    """A run that drives all of its robots requests no simulated robot that no node declares: it runs here."""
+    local = {
+        robot.name
+        for robot in config.robots
+        if robot.simulated and not cluster.has_resource(f"{ROBOT_RESOURCE_PREFIX}{robot.name}")
+    }
+    return tuple(r for r in config.robot_requests() if config.selects_robots or r.name not in local)
 
 
 @contextmanager
@@ -513,11 +314,11 @@ def acquire_resources(config: RunConfig, home: Path, console: Console) -> Iterat
     def print_line(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    if not config.ray.address:
-        with LocalAllocation(config, home.name, home.parent) as local:
-            local.acquire(print_line)
-            yield Allocation(local.config, learner_gpus=local.learner_gpus, policy_gpus=local.policy_gpus)
-        return
-    with ClusterAllocation(connect_cluster(config.ray.address), config, home.name, home.parent) as cluster:
-        cluster.acquire(print_line)
-        yield Allocation(cluster.config, cluster)
+    allocation: Allocation
+    if config.ray.address:
+        allocation = ClusterAllocation(connect_cluster(config.ray.address), config, home.name, home.parent)
+    else:
+        allocation = LocalAllocation(config, home.name, home.parent)
+    with allocation:
+        allocation.acquire(print_line)
+        yield allocation

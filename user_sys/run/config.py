@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import replace_durably, sync_folder
-from hal.placement import format_list
 from hal.resource import Kind, ResourceRequest
+from hal.settings import Count, Limit, Share, suggest
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
 from user_sys.config import load, save
+from user_sys.console.config import ConsoleConfig
 from user_sys.edge.demonstrations import DemonstrationConfig
+from user_sys.edge.help_requests import InterventionConfig
 from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.learner.config import LearnerConfig
+from user_sys.rewards.reward import RewardConfig
 from user_sys.run.metrics import LoggingConfig
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.receiver import ReceiverConfig
 
 MAX_COUNT = 256
-RUN_FORMAT = 1
+RUN_FORMAT = 2
 METADATA_FILE = "run.json"
+RunName = Annotated[
+    str, Meta(pattern=r"^([\w-][\w.-]{0,99})?\Z", description="letters, digits, '-', '_' and, after the first one, '.'")
+]
 
 
 @dataclass(frozen=True)
@@ -44,21 +49,21 @@ class ResourceRequestConfig:
         count: how many.
         name: of one certain resource; empty for any.
         model: of a robot or GPU; empty for any.
-        memory_gb: at least, of each GPU or computer.
+        memory_gb: at least, of each.
         cores: at least, of each computer.
-        capabilities: that each resource must have, such as camera:front.
-        labels: that each resource must have, such as {site: lab}.
-        colocate: requests with the same word are placed together.
-        colocate_by: together means on one computer (node) or at one site (site).
+        capabilities: such as camera:front.
+        labels: such as {site: lab}.
+        colocate: one place for equal words.
+        colocate_by: on one node, or site.
         use: of a GPU or computer: for the learners, or for the policy server.
     """
 
     kind: Literal["robot", "gpu", "compute"]
-    count: int = 1
+    count: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 1
     name: str = ""
     model: str = ""
-    memory_gb: float = 0.0
-    cores: int = 0
+    memory_gb: Annotated[float, Meta(ge=0)] = 0.0
+    cores: Limit = 0
     capabilities: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
     colocate: str = ""
@@ -66,11 +71,6 @@ class ResourceRequestConfig:
     use: Literal["learner", "policy"] = "learner"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.count <= MAX_COUNT or self.cores < 0 or not 0 <= self.memory_gb < math.inf:
-            raise ConfigError(
-                f"resources: count is {self.count}, cores {self.cores}, memory_gb {self.memory_gb:g}; "
-                f"count must be 1 to {MAX_COUNT}, cores and memory_gb at least 0"
-            )
         if self.name and self.count > 1:
             raise ConfigError(
                 f"resources: count is {self.count}, but only one resource is named {self.name}; leave out count"
@@ -101,54 +101,35 @@ class ResourceRequestConfig:
         )
 
 
-def require_consistent_colocation(resources: Sequence[ResourceRequestConfig]) -> None:
-    """Raises ConfigError if one word of `colocate` means a computer in one request and a site in another."""
+def _request_problems(
+    requests: Sequence[ResourceRequestConfig], robots: Sequence[str], policy: PolicyConfig, learner: LearnerConfig
+) -> Iterator[str]:
+    """Why `requests` can never be met together: by the listed `robots`, one policy server, and the learner's GPUs."""
     meaning: dict[str, str] = {}
-    for each in resources:
+    for each in requests:
         if each.colocate and meaning.setdefault(each.colocate, each.colocate_by) != each.colocate_by:
-            raise ConfigError(
-                f"resources: colocate {each.colocate!r} is by node in one item and by site in another; use two words"
-            )
-
-
-def require_listed_robots(resources: Sequence[ResourceRequestConfig], robots: Sequence[str]) -> None:
-    """Raises ConfigError if the run's list of `robots` can never meet the requests for robots."""
-    requested = [each for each in resources if each.kind == "robot"]
-    if not requested:
-        return
-    if not robots:
-        raise ConfigError("resources: robots are chosen from the list `robots`, and it is empty")
+            yield f"colocate {each.colocate!r} is by node in one item and by site in another; use two words"
+    requested = [each for each in requests if each.kind == "robot"]
+    if requested and not robots:
+        yield "robots are chosen from the list `robots`, and it is empty"
     names = [each.name for each in requested if each.name]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"resources: the robot {twice[0]} is requested twice; remove one item")
-    if unknown := [name for name in names if name not in robots]:
-        near = get_close_matches(unknown[0], robots, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it lists {format_list(sorted(robots))}"
-        raise ConfigError(f"resources: `robots` lists no {unknown[0]}; {hint}")
+    for name in names:
+        if names.count(name) > 1:
+            yield f"the robot {name} is requested twice; remove one item"
+        if name not in robots:
+            yield f"`robots` lists no {name}; {suggest(name, robots)}"
     if (count := sum(each.count for each in requested)) > len(robots):
-        raise ConfigError(f"resources: {count} robots are requested, but `robots` lists only {len(robots)}")
-
-
-def require_one_policy_process(resources: Sequence[ResourceRequestConfig], is_started: bool) -> None:
-    """Raises ConfigError if resources are requested for other than the one policy server of a run.
-
-    Args:
-        is_started: the run starts one.
-    """
-    count = sum(each.count for each in resources if each.use == "policy")
-    if count and not is_started:
-        raise ConfigError("resources: use: policy, but the run starts no policy server; add policy.location: server")
-    if count > 1:
-        raise ConfigError(f"resources: {count} are requested with use: policy, but a run has one policy server")
-
-
-def require_gpu_per_process(resources: Sequence[ResourceRequestConfig], processes: int) -> None:
-    """Raises ConfigError if GPUs are requested, but fewer than a learner has `processes`."""
-    gpus = sum(each.count for each in resources if each.is_learner_gpu)
-    if 0 < gpus < processes:
-        raise ConfigError(
-            f"learner.processes is {processes}, each trains on a GPU of its own, and resources requests {gpus}: "
-            f"resources: [{{kind: gpu, count: {processes}}}]"
+        yield f"{count} robots are requested, but `robots` lists only {len(robots)}"
+    servers = sum(each.count for each in requests if each.use == "policy")
+    if servers and not policy.is_started_by_run:
+        yield "use: policy, but the run starts no policy server; add policy.location: server"
+    if servers > 1:
+        yield f"{servers} are requested with use: policy, but a run has one policy server"
+    gpus = sum(each.count for each in requests if each.is_learner_gpu)
+    if 0 < gpus < learner.processes and learner.device != "cpu":
+        yield (
+            f"{gpus} GPUs are requested, but each of learner.processes ({learner.processes}) trains on one of its own; "
+            f"request {{kind: gpu, count: {learner.processes}}}"
         )
 
 
@@ -161,12 +142,8 @@ class TargetConfig:
         episodes: how many of the newest autonomous episodes count.
     """
 
-    success: float = 0.0
-    episodes: int = 50
-
-    def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ConfigError(f"target: episodes is {self.episodes}; it must be at least 1")
+    success: Share = 0.0
+    episodes: Count = 50
 
 
 @dataclass(frozen=True)
@@ -174,27 +151,16 @@ class EvaluationConfig:
     """The evaluation after training.
 
     Attributes:
-        episodes: how many to run, on simulated robots; 0 switches the evaluation off.
-        video_episodes: how many of them to film.
-        required: exit status 1 if the share of successes is below.
+        episodes: on simulated robots; 0: none.
+        video_episodes: how many of them to film, from the first on.
+        video_failures: failed ones to film, into a video of their own.
+        required: success; exit status 1 if below.
     """
 
-    episodes: int = 100
-    video_episodes: int = 4
-    required: float = 0.0
-
-
-@dataclass(frozen=True)
-class ConsoleConfig:
-    """The web page on which people watch and take over.
-
-    Attributes:
-        enabled: whether it is served.
-        port: on loopback; 0 takes a free one.
-    """
-
-    enabled: bool = True
-    port: int = 8088
+    episodes: Limit = 100
+    video_episodes: Limit = 4
+    video_failures: Limit = 4
+    required: Share = 0.0
 
 
 @dataclass(frozen=True)
@@ -202,14 +168,12 @@ class RayConfig:
     """The Ray cluster of a run.
 
     Attributes:
-        address: of an existing cluster; empty starts one on this machine.
-        dashboard: whether a cluster that is started has Ray's dashboard.
+        address: existing cluster; empty starts one here.
         object_store_mb: memory of Ray's object store.
     """
 
     address: str = ""
-    dashboard: bool = False
-    object_store_mb: int = 100
+    object_store_mb: Count = 100
 
 
 @dataclass(frozen=True)
@@ -221,36 +185,40 @@ class RunConfig:
         runs: the folder that holds run folders.
         seed: of policies, demonstrations and evaluation.
         robots: that the run drives; if `resources` requests robots, the candidates for these.
-        remote_robots: driven by `user-sys edge` on computers of their own.
-        resources: requested before the run starts: robots, GPUs, computers.
-        demonstrations: of each robot's scripted expert, before the policy acts.
-        recorder: what a robot records.
-        outbox: recorded steps on a robot's disk that the gateway has not acknowledged.
+        remote_robots: driven by `user-sys edge`; on other computers.
+        resources: hardware.md; robots, GPUs, computers that the run waits for.
+        demonstrations: by scripted experts; before the policy acts.
+        recorder: the recording of steps.
+        intervention: people.md; the effect of a person's help.
+        outbox: steps not yet acknowledged.
         tunnel: limits at the robots' end; those of the other end are in gateway.
         policy: which policy acts, and where.
         weights: how a robot takes new weights.
         learner: how the policy is trained.
+        rewards: rewards.md; a reward that also labels online episodes.
         target: when training ends early.
         gateway: the process that robots connect to.
         console: the web page.
         ray: the cluster on which processes run.
-        logging: where metrics go beyond the run's folder.
+        logging: operations.md; metrics beyond the run's folder.
         evaluation: after training.
     """
 
-    name: str = ""
+    name: RunName = ""
     runs: Path = Path("runs")
-    seed: int = 0
+    seed: Limit = 0
     robots: tuple[RobotConfig, ...] = ()
     remote_robots: tuple[RobotConfig, ...] = ()
     resources: tuple[ResourceRequestConfig, ...] = ()
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    intervention: InterventionConfig = field(default_factory=InterventionConfig)
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: ReceiverConfig = field(default_factory=ReceiverConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
@@ -260,11 +228,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_unique_names((*self.robots, *self.remote_robots))
-        require_consistent_colocation(self.resources)
-        require_one_policy_process(self.resources, self.policy.is_started_by_run)
-        require_listed_robots(self.resources, [robot.name for robot in self.robots])
-        if self.learner.device != "cpu":
-            require_gpu_per_process(self.resources, self.learner.processes)
+        robots = [robot.name for robot in self.robots]
+        for problem in _request_problems(self.resources, robots, self.policy, self.learner):
+            raise ConfigError(f"resources: {problem}")
 
     @property
     def selects_robots(self) -> bool:
@@ -317,9 +283,19 @@ class RunFolder:
         return self.path / "weights"
 
     @property
+    def trace(self) -> Path:
+        """Spans of the run's processes, with ``--profile``; see `user_sys.trace`."""
+        return self.path / "trace"
+
+    @property
     def policy_address(self) -> Path:
         """Written by the policy server: the address on which it listens."""
         return self.path / "policy.address"
+
+    @property
+    def console_address(self) -> Path:
+        """Written by the console's process: the address of its page, with the secret."""
+        return self.path / "console.address"
 
     def edge(self, robot: str) -> Path:
         """Files of one robot's processes: outbox, fence, e-stop latch, configurations."""
@@ -403,8 +379,8 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
     """Opens an existing run with its settings; `overrides` change some of them from now on.
 
     Raises:
-        RunError: there is no run, its format has another version, or `overrides` change its gateway's address, which
-            its robots know.
+        RunError: there is no run, its format has another version, or `overrides` change its name, or its gateway's
+            address, which its robots know.
         ConfigError: its configuration cannot be read.
     """
     folder = RunFolder(path.resolve())
@@ -414,7 +390,16 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
             f"{path} has run format {metadata.format}, this version reads {RUN_FORMAT}; "
             "open it with the version that made it, or start a new run"
         )
-    config = load(RunConfig, folder.config, overrides)
+    try:
+        config = load(RunConfig, folder.config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; this run was made by another version, or its file was edited: open it with the version that "
+            "made it, mend the file, or start a new run"
+        ) from None
+    config = load(RunConfig, folder.config, overrides) if overrides else config
+    if overrides and config.name != metadata.name:
+        raise RunError(f"name: the run in {path} is called {metadata.name}; leave out --name")
     if overrides and config.gateway.endpoint != metadata.endpoint:
         raise RunError(
             f"gateway.endpoint: the run in {path} listens on {metadata.endpoint}, and its robots connect there; "

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from hal.spec import Array
-from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, make_policy, robot_spec
-from user_sys.edge.agents import PolicyAgent
-from user_sys.edge.environment import RobotEnvironment, TimeStep
+from hal.camera import Camera
+from hal.errors import HalError
+from hal.spec import IMAGES, Array
+from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, make_policy, robot_spec, select_cameras
+from user_sys.edge.agents import ActingPolicy, HoldingAgent, LoadedPolicy, PolicyAgent
+from user_sys.edge.environment import TimeStep
 from user_sys.edge.local_environment import (
     StopCheck,
     defer_signals,
@@ -24,14 +27,15 @@ from user_sys.edge.local_environment import (
 from user_sys.edge.loop import EpisodeResult, StepListener, run_episode
 from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import EpisodeSource
-from user_sys.errors import RunError
+from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
 from user_sys.messages import WeightsManifest
-from user_sys.process_exit import ExitStatus
+from user_sys.policies.policy import ActionChunk, ChunkContext
 from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
-from user_sys.run.report import VIDEO, EpisodePoint, RunSummary, write_report, write_video
-from user_sys.weights.precision import dequantize
-from user_sys.weights.version_store import VersionStore, newest_version
+from user_sys.run.pins import current_pin
+from user_sys.run.report import FAILURES, VIDEO, RunSummary, success_text, training_history, write_report, write_video
+from user_sys.weights.state import dequantize
+from user_sys.weights.version_store import VersionStore, newest_version, read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -48,67 +52,126 @@ def evaluate(
     check_stop: StopCheck = never_stop,
     version: int = 0,
     seed: int = 0,
+    numbers: Sequence[int] = (),
+    other_pictures: bool = False,
 ) -> Iterator[EpisodeResult]:
     """Runs `config.episodes` episodes on `robot` and yields each result.
 
-    The robot is driven in this process, by the same environment, safety kernel and loop as in training.
+    The robot is driven in this process, by the same environment, safety kernel and loop as in training. A policy reads
+    the pictures that it reads in training, in size and number; a film shows others (`RobotSetup.film_cameras`).
 
     Args:
         on_frame: gets pictures of the first `config.video_episodes` episodes: uint8 (h, n * w, 3), the cameras side by
             side.
         check_stop: as in `open_local_environment`; also called in each control period.
+        numbers: run only these of the episodes, and film all of them.
+        other_pictures: see `OtherPictures`.
 
     Raises:
+        ConfigError: `other_pictures` of a policy that reads none.
         WireError: the weights do not fit the policy.
         HalError: the robot cannot be driven.
+        PolicyUnavailable: the policy reads a camera that delivers no frames.
     """
-    for filmed, count in ((True, min(config.video_episodes, config.episodes)), (False, config.episodes)):
-        first = 0 if filmed else min(config.video_episodes, config.episodes)
-        if first >= count:
+    reads_pictures = bool(select_cameras(policy, robot))
+    if other_pictures and not reads_pictures:
+        raise ConfigError(f"the policy {policy.kind} of robot {robot.name} reads no pictures: leave out other pictures")
+    first = range(min(config.video_episodes, config.episodes))
+    rest = range(0) if numbers else range(len(first), config.episodes)
+    for filmed, chosen in ((True, numbers or first), (False, rest)):
+        if not chosen:
             continue
-        setup = build_robot_setup(robot, cameras=filmed, high_resolution=filmed)
+        setup = build_robot_setup(robot, cameras=reads_pictures or filmed, film=filmed)
+        if setup.film_cameras and not reads_pictures:
+            setup = replace(setup, cameras=())
         trained = make_policy(policy, setup.robot.spec, seed)
         trained.load(weights)
-        agent = PolicyAgent(
-            lambda policy=trained: (policy, version),  # type: ignore[misc]
-            setup.task.instruction,
-            setup.task.max_steps,
-            deterministic=True,
-        )
-        with open_local_environment(setup, robot, check_stop=check_stop) as environment:
+        acting = LoadedPolicy(trained, version)
+        control = OtherPictures(acting) if other_pictures else None
+        kind = PolicyAgent if policy.execution.mode == "wait" else HoldingAgent
+        agent = kind(control or acting, setup.robot.spec, policy.execution, deterministic=True)
+        with open_local_environment(setup, robot, check_stop=check_stop) as environment, ExitStack() as stack:
             listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
             if filmed:
-                listeners.append(video_listener(on_frame, len(setup.cameras)))
-            yield from _episodes(environment, agent, range(first, count), seed, listeners)
+                for camera in setup.film_cameras:
+                    stack.callback(camera.close)
+                    camera.connect()
+                listeners.append(video_listener(on_frame, len(setup.cameras), setup.film_cameras))
+            for number in [chosen[0] - 1, *chosen] if control else chosen:
+                start, source = EVALUATION_SEED + 10_000 * seed + number, EpisodeSource.EVALUATION
+                if control:
+                    control.begin_episode()
+                result = run_episode(environment, agent, None, source=source, seed=start, listeners=listeners)
+                if number in chosen:  # of the one before, only the pictures count
+                    yield result
 
 
-def _episodes(
-    environment: RobotEnvironment, agent: PolicyAgent, numbers: range, seed: int, listeners: list[StepListener]
-) -> Iterator[EpisodeResult]:
-    for number in numbers:
-        start = EVALUATION_SEED + 10_000 * seed + number
-        yield run_episode(environment, agent, None, source=EpisodeSource.EVALUATION, seed=start, listeners=listeners)
+class OtherPictures:
+    """Shows a policy the pictures of the episode before, from the same control periods: a control.
+
+    A policy that succeeds all the same does not use its pictures.
+    """
+
+    def __init__(self, policy: ActingPolicy) -> None:
+        self._policy = policy
+        self._before: list[Mapping[str, Array]] = []  # the pictures of the episode before, by its acts
+        self._now: list[Mapping[str, Array]] = []
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return self._policy.cameras
+
+    def begin_episode(self) -> None:
+        """Call it before each episode."""
+        self._before, self._now = self._now, []
+
+    def act(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> ActionChunk:
+        self._now.append({name: value for name, value in observation.items() if name.startswith(IMAGES)})
+        shown = self._before[min(len(self._now), len(self._before)) - 1] if self._before else {}
+        return self._policy.act({**observation, **shown}, instruction, deterministic=deterministic, context=context)
 
 
-def video_listener(on_frame: Callable[[Array], None], cameras: int) -> StepListener:
-    """Joins the newest pictures of so many cameras to frames; the first frame comes when each camera has delivered."""
+def video_listener(on_frame: Callable[[Array], None], cameras: int, film: Sequence[Camera] = ()) -> StepListener:
+    """Joins the newest pictures of the `film` cameras to frames; without any, those of so many of the robot's cameras.
+
+    The first frame comes when each camera has delivered.
+    """
     newest: dict[str, Array] = {}
 
     def on_step(time_step: TimeStep, selected: SelectedAction | None) -> None:
-        newest.update({name: frame.image for name, frame in time_step.frames.items()})
-        if time_step.frames and len(newest) == cameras:
+        frames = {camera.spec.name: camera.read() for camera in film} or time_step.frames
+        newest.update({name: frame.image for name, frame in frames.items()})
+        if frames and len(newest) == (len(film) or cameras):
             on_frame(np.concatenate([newest[name] for name in sorted(newest)], axis=1))
 
     return on_step
 
 
-def load_newest_weights(folder: RunFolder, learner: str = LEARNER) -> tuple[WeightsManifest, dict[str, Array]]:
-    """The newest version that the gateway has kept. Raises RunError: the learner has published none."""
-    kept = newest_version(VersionStore(learner_folder(folder.weights, learner)).load())
-    if kept is None:
+def load_acting_weights(folder: RunFolder, learner: str = LEARNER) -> tuple[WeightsManifest, dict[str, Array]]:
+    """The version that robots act with: the pinned one, or the newest that the gateway has kept.
+
+    Raises:
+        RunError: the learner has published none.
+        OSError, WireError: the pin cannot be read.
+    """
+    store = VersionStore(learner_folder(folder.weights, learner))
+    catalog, pin = store.load(), current_pin(store)
+    version = (newest_version(catalog, pin.version) if pin else None) or newest_version(catalog)
+    if version is None:
         raise RunError(f"{folder.path} has no trained policy yet: {learner} has published no weights; train it first")
-    manifest, state = kept
-    return manifest, dequantize(state.tensors, state.form)
+    arrays = {entry.name: array for entry, array in read_tensors(version, catalog.cache).items()}
+    return version.manifest, dequantize(arrays, version.manifest.precision)
 
 
 def robots_to_evaluate(config: RunConfig, folder: RunFolder) -> dict[str, RobotConfig]:
@@ -134,13 +197,19 @@ def run_evaluation(
     console: Console,
     learner: str = LEARNER,
     robot: RobotConfig | None = None,
+    numbers: Sequence[int] = (),
+    *,
+    other_pictures: bool = False,
 ) -> tuple[list[EpisodeResult], list[Array], WeightsManifest]:
-    """Evaluates the newest policy of `learner` on `robot` (default: the first) and shows progress.
+    """Evaluates the policy of `learner` on `robot` (default: the first) and shows progress.
+
+    Args:
+        numbers, other_pictures: as in `evaluate`.
 
     Returns:
-        The results, pictures of the first episodes, and the version that acted.
+        The results, pictures of the filmed episodes, and the version that acted.
     """
-    manifest, weights = load_newest_weights(folder, learner)
+    manifest, weights = load_acting_weights(folder, learner)
     pictures: list[Array] = []
     with defer_signals() as check_stop:
         results = evaluate(
@@ -152,61 +221,82 @@ def run_evaluation(
             version=manifest.version,
             seed=config.seed,
             check_stop=check_stop,
+            numbers=numbers,
+            other_pictures=other_pictures,
         )
-        label = f"evaluating version {manifest.version}"
-        return list(track(results, label, total=episodes, console=console, transient=True)), pictures, manifest
+        label = f"{'filming failures of' if numbers else 'evaluating'} version {manifest.version}"
+        total = len(numbers) or episodes
+        return list(track(results, label, total=total, console=console, transient=True)), pictures, manifest
 
 
-def evaluate_and_report(
-    config: RunConfig, folder: RunFolder, points: Sequence[EpisodePoint], counts: RunSummary, console: Console
-) -> RunSummary:
-    """Evaluates the run's policies on its simulated robots, and writes summary, plot and video.
+def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary, console: Console) -> RunSummary:
+    """Evaluates the run's policies on its simulated robots, and writes summary, plot and videos.
 
     Without simulated robots, or with `evaluation.episodes` 0, the summary holds the counts only.
 
     Args:
-        points: the training episodes, for the plot.
         counts: the run's counts; the evaluation of its first learner is added.
 
     Raises:
         RunError: there is no policy to evaluate, or a file cannot be written.
     """
-    summary, pictures = counts, list[Array]()
-    for learner, robot in robots_to_evaluate(config, folder).items() if config.evaluation.episodes > 0 else ():
-        if learner != LEARNER:
-            _report_further_learner(config, folder, learner, robot, console)
-            continue
-        episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console, learner, robot)
-        summary = replace(counts, successes=sum(bool(e.success) for e in episodes), episodes=len(episodes))
+    summary, total = counts, config.evaluation.episodes
+    for learner, robot in robots_to_evaluate(config, folder).items() if total > 0 else ():
+        try:
+            if learner == LEARNER:
+                summary = _evaluate_and_film(config, folder, counts, console, robot)
+            else:
+                _evaluate_other(config, folder, console, learner, robot)
+        except (HalError, PolicyUnavailable) as error:  # the robot is lost, and the run is not
+            console.print(f"{robot.name} is not evaluated: {error}", highlight=False, markup=False, soft_wrap=True)
     if config.evaluation.episodes > 0 and (real := [robot.name for robot in config.robots if not robot.simulated]):
         console.print(
             f"not evaluated without a person who stands by: {', '.join(real)}; "
             f"with an e-stop within reach: user-sys evaluate {folder.path} --robot NAME",
             highlight=False,
         )
-    if pictures:
-        write_video(folder.path / VIDEO, pictures, fps=10)
-    write_report(folder.path, summary, points, console)
+    write_report(folder.path, summary, training_history(folder), console)
     return summary
 
 
-def _report_further_learner(
-    config: RunConfig, folder: RunFolder, learner: str, robot: RobotConfig, console: Console
-) -> None:
-    """Prints one line for an embodiment other than the run's first."""
-    episodes, _, manifest = run_evaluation(
+def _evaluate_other(config: RunConfig, folder: RunFolder, console: Console, learner: str, robot: RobotConfig) -> None:
+    """Evaluates another learner than the first and prints its success."""
+    settings, total = (
         replace(config, evaluation=replace(config.evaluation, video_episodes=0)),
-        folder,
         config.evaluation.episodes,
-        console,
-        learner,
-        robot,
     )
-    share = sum(bool(e.success) for e in episodes) / len(episodes)
+    episodes, _, manifest = run_evaluation(settings, folder, total, console, learner, robot)
+    share = success_text(sum(bool(episode.success) for episode in episodes), len(episodes))
     console.print(
-        f"{learner} on {robot.name}: {share:.0%} of {len(episodes)} episodes with version {manifest.version}",
-        highlight=False,
+        f"{learner} on {robot.name}: success {share} of {total} episodes, version {manifest.version}", highlight=False
     )
+
+
+def _evaluate_and_film(
+    config: RunConfig, folder: RunFolder, counts: RunSummary, console: Console, robot: RobotConfig
+) -> RunSummary:
+    """Evaluates the first learner on `robot`. Its first failures run again on the same starts, to be filmed."""
+    total, fps = config.evaluation.episodes, robot_spec(robot).rate_hz
+    episodes, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot)
+    if film:
+        write_video(folder.path / VIDEO, film, fps)
+    failed = [number for number, episode in enumerate(episodes) if not episode.success]
+    (folder.path / FAILURES).unlink(missing_ok=True)
+    if failed := failed[: config.evaluation.video_failures]:
+        _, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot, failed)
+        if film:
+            write_video(folder.path / FAILURES, film, fps)
+    control_s = sum(episode.steps for episode in episodes) / robot_spec(robot).rate_hz
+    successes = sum(bool(episode.success) for episode in episodes)
+    tasks = success_by_task(episodes)
+    return replace(counts, successes=successes, episodes=len(episodes), control_s=control_s, tasks=tasks)
+
+
+def success_by_task(episodes: Sequence[EpisodeResult]) -> dict[str, tuple[int, int]]:
+    """Successes and episodes of each task; empty for one task."""
+    names = sorted({episode.task for episode in episodes})
+    chosen = {name: [bool(episode.success) for episode in episodes if episode.task == name] for name in names}
+    return {name: (sum(each), len(each)) for name, each in chosen.items()} if len(names) > 1 else {}
 
 
 def exit_status(config: RunConfig, summary: RunSummary, any_result: bool, console: Console) -> ExitStatus:

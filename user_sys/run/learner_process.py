@@ -1,6 +1,10 @@
-"""The learner process: ``python -m user_sys.run.learner_process RUN NAME ENDPOINT ADDRESS GPU``.
+"""A process of a learner: ``python -m user_sys.run.learner_process RUN NAME ENDPOINT``.
 
-It reads the run's store; its publisher process owns the connection to the gateway.
+The environment has what torchrun sets: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``;
+without them the learner is one process. Each process reads the run's store. That of rank 0 owns the publisher process,
+which connects to the gateway.
+
+All processes end if one of them ends; their supervisors start them again, and they resume from the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,27 +14,37 @@ import os
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 
 from hal.errors import HalError
 from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
-from user_sys.algorithms.distributed import TrainingGroup
-from user_sys.errors import RunError, UserSysError
-from user_sys.learner.checkpoint import exclusive_writer
-from user_sys.learner.config import CPU, training_device, training_stream
+from user_sys.algorithms.algorithm import NETWORK, POLICY
+from user_sys.algorithms.distributed import TrainingGroup, training_group
+from user_sys.codec import Array
+from user_sys.errors import ConfigError, LinkDown, RunError, UserSysError
+from user_sys.learner.checkpoint import exclusive_writer, load_latest_checkpoint, scan_checkpoints
+from user_sys.learner.config import CPU, require_gpu, training_device, training_stream
+from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_path, load_frozen
 from user_sys.learner.learner import Learner
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.publisher_protocol import PublisherSettings
-from user_sys.learner.trainer import RankTrainer
-from user_sys.learner.workers import RankAddress, TrainingSpec, WorkerGroup
+from user_sys.learner.trainer import Trainer
 from user_sys.logs import configure_logging
 from user_sys.messages import PROTOCOL_VERSION, Hello
-from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records, wait_for_robot_record
+from user_sys.robot_records import (
+    EXIT_ORPHANED,
+    LEARNER,
+    assign_learners,
+    learner_folder,
+    read_robot_records,
+    wait_for_robot_record,
+)
 from user_sys.run.config import RunConfig, RunFolder, open_run_folder
 from user_sys.run.metrics import MetricsWriter
 from user_sys.store.store import StoreReader
@@ -43,22 +57,55 @@ STORE_TIMEOUT_S = 60.0
 DELIVERY_TIMEOUT_S, DELIVERY_POLL_S = 10.0, 0.1
 
 
-def main(argv: list[str]) -> int:
-    """Trains until a limit is reached or the run is stopped. Returns 0 then.
+@dataclass(frozen=True)
+class RankEnvironment:
+    """The place of this process among those that train together, as torchrun describes it.
 
-    `argv`: the run's folder; the name of the learner (`user_sys.robot_records`); the gateway's endpoint; the address at
-    which the learner's other processes reach this one; and the index of its GPU among the visible ones.
+    Attributes:
+        local_rank: index of its GPU among the visible ones.
+        host, port: where rank 0 listens.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def read(cls, env: Mapping[str, str]) -> RankEnvironment:
+        """Reads the environment variables. Raises RunError if they do not fit each other."""
+        try:
+            rank, local_rank, world, port = (
+                int(env.get(name, default))
+                for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0))
+            )
+        except ValueError as error:
+            raise RunError(f"RANK, LOCAL_RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from None
+        host = env.get("MASTER_ADDR", "")
+        if not 0 <= rank < world or (world > 1 and not (host and port)):
+            raise RunError(f"RANK {rank} of WORLD_SIZE {world} with MASTER_ADDR {host!r} and MASTER_PORT {port}")
+        return cls(rank, world, local_rank, host, port)
+
+
+def main(argv: list[str]) -> int:
+    """Trains until a limit is reached or the run is stopped. Returns 0 then, and `EXIT_ORPHANED` if another rank ended.
+
+    `argv`: the run's folder; the name of the learner (`user_sys.robot_records`); and the gateway's endpoint.
     """
     configure_logging()
-    path, name, endpoint, address, gpu = argv
+    path, name, endpoint = argv
     try:
-        return _run(Path(path), name, endpoint, RankAddress(address, int(gpu)))
+        return _run(Path(path), name, endpoint, RankEnvironment.read(os.environ))
+    except LinkDown as error:
+        log.warning("learner.orphaned %s", error)
+        return EXIT_ORPHANED
     except (UserSysError, HalError, OSError) as error:
         log.error("learner.failed %s: %s", type(error).__name__, error)
         return 2
 
 
-def _run(path: Path, name: str, endpoint: str, address: RankAddress) -> int:
+def _run(path: Path, name: str, endpoint: str, place: RankEnvironment) -> int:
     folder, config, _ = open_run_folder(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # arithmetic on denormal weights is ten times slower
@@ -67,16 +114,16 @@ def _run(path: Path, name: str, endpoint: str, address: RankAddress) -> int:
     if (spec := _wait_for_spec(folder.robots, name, stop)) is None:
         return 0
     checkpoints = learner_folder(folder.checkpoints, name)
-    with exclusive_writer(checkpoints, stop) as is_locked:
-        if is_locked:
-            settings = replace(_publisher_settings(folder, config, name, endpoint, spec), run=run_id_of(checkpoints))
-            training = _training_spec(folder, config, spec, checkpoints, address)
-            _train(folder, training, settings, address, (stop, stop_now))
+    is_first = place.rank == 0
+    with exclusive_writer(checkpoints, stop) if is_first else nullcontext(True) as may_train:
+        if may_train:
+            settings = _publisher_settings(folder, config, name, endpoint, spec, checkpoints) if is_first else None
+            _train(folder, config, spec, name, settings, place, (stop, stop_now))
     return 0
 
 
 def _publisher_settings(
-    folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec: RobotSpec
+    folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec: RobotSpec, checkpoints: Path
 ) -> PublisherSettings:
     return PublisherSettings(
         endpoint=endpoint,
@@ -85,64 +132,84 @@ def _publisher_settings(
         hello=Hello(protocol=PROTOCOL_VERSION, role="learner", name=name, spec=spec),
         signing_folder=str(folder.keys),
         publish=config.learner.publish,
-    )
-
-
-def _training_spec(
-    folder: RunFolder, config: RunConfig, spec: RobotSpec, checkpoints: Path, address: RankAddress
-) -> TrainingSpec:
-    is_gpu_reserved = any(request.is_learner_gpu for request in config.resources)
-    return TrainingSpec(
-        config=config.learner,
-        spec=spec,
-        store=str(folder.store),
-        checkpoints=str(checkpoints),
-        features=config.policy.features,
-        seed=config.seed,
-        device=training_device(config.learner.device, is_gpu_reserved, address.gpu),
+        run=run_id_of(checkpoints),
+        waits_for_robots=config.learner.staleness is not None,
     )
 
 
 def _train(
     folder: RunFolder,
-    training: TrainingSpec,
-    settings: PublisherSettings,
-    address: RankAddress,
+    config: RunConfig,
+    spec: RobotSpec,
+    name: str,
+    settings: PublisherSettings | None,
+    place: RankEnvironment,
     stops: tuple[threading.Event, threading.Event],
 ) -> None:
-    config, (stop, stop_now) = training.config, stops
-
-    def on_run_stopped(reason: str) -> None:
-        log.info("run.stopped %s", reason)
-        stop.set()
-
-    with (
-        StoreReader.open(folder.store, wait_s=STORE_TIMEOUT_S) as reader,
-        MetricsWriter(folder.path, settings.hello.name) as metrics,
-        PublisherClient(settings, on_run_stopped) as publisher,
-        _training_group(training, address, stop) as group,
-        training_stream(training.device if group is None else CPU),  # FSDP2 has streams of its own
-    ):
-        if group is None and config.processes > 1:
-            return  # stopped before all processes had joined
+    """`settings` is None in other processes than that of rank 0."""
+    stop, stop_now = stops
+    checkpoints = learner_folder(folder.checkpoints, name)
+    with ExitStack() as stack:
+        reader = stack.enter_context(StoreReader.open(folder.store, wait_s=STORE_TIMEOUT_S))
+        group, device = stack.enter_context(_group(config, place))
+        metrics = publisher = None
+        if settings is not None:
+            metrics = stack.enter_context(MetricsWriter(folder.path, settings.hello.name))
+            publisher = stack.enter_context(PublisherClient(settings, lambda reason: _on_run_stopped(reason, stop)))
 
         def report(updates: int, scalars: dict[str, float]) -> None:
-            metrics.write(updates, scalars)
-            publisher.report(updates, scalars)
+            if metrics is not None and publisher is not None:
+                metrics.write(updates, scalars)
+                publisher.report(updates, scalars)
 
-        trainer = RankTrainer(
-            config,
-            training.spec,
+        trainer = Trainer(
+            config.learner,
+            spec,
             reader,
-            features=training.features,
-            seed=training.seed,
-            device=training.device if group is None else str(group.device),
+            policy=config.policy,
+            seed=config.seed,
+            device=device,
             group=group,
+            initial_state=_initial_state(config, name, checkpoints),
         )
-        checkpoints = Path(training.checkpoints)
-        learner = Learner(config, trainer, publisher=publisher, report=report, checkpoint_dir=checkpoints)
+        if trainer.batches.replay.features.cameras and not config.recorder.cameras:
+            raise ConfigError(f"recorder.cameras is false, and {config.learner.algorithm} needs pictures: remove it")
+        learner = Learner(config.learner, trainer, publisher=publisher, report=report, checkpoint_dir=checkpoints)
         learner.run(stop, stop_now)
-        _wait_for_delivery(publisher, stop_now)
+        if publisher is not None:
+            _wait_for_delivery(publisher, stop_now)
+        group.barrier()  # the others are still there if rank 0 has to start again
+
+
+def _initial_state(config: RunConfig, name: str, checkpoints: Path) -> Mapping[str, Array | torch.Tensor] | None:
+    """The state of `learner.initial_policy`; None without this setting, and for a learner that resumes."""
+    if not config.learner.initial_policy or scan_checkpoints(checkpoints).readable is not None:
+        return None
+    others = learner_folder(RunFolder(Path(config.learner.initial_policy)).checkpoints, name)
+    if (found := load_latest_checkpoint(others)) is None:
+        raise RunError(f"learner.initial_policy: {others} has no checkpoint; give the folder of a run that has trained")
+    if not (digest := str(found.scalars.get(FROZEN_KEY, ""))):
+        return found.arrays
+    frozen = load_frozen(frozen_path(others, digest))
+    return {**found.arrays, **{NETWORK + POLICY + name: tensor for name, tensor in frozen.items()}}
+
+
+def _on_run_stopped(reason: str, stop: threading.Event) -> None:
+    log.info("run.stopped %s", reason)
+    stop.set()
+
+
+@contextmanager
+def _group(config: RunConfig, place: RankEnvironment) -> Iterator[tuple[TrainingGroup, str]]:
+    """The processes that train together, and the torch device of this one."""
+    is_gpu_reserved = any(request.is_learner_gpu for request in config.resources)
+    device = training_device(config.learner.device, is_gpu_reserved, place.local_rank)
+    if device != CPU and place.world > 1:
+        require_gpu(torch.cuda.device_count(), place.local_rank)
+        torch.cuda.set_device(place.local_rank)
+        device = f"{device}:{place.local_rank}"
+    with training_group(place.rank, place.world, place.host, place.port, device) as group, training_stream(device):
+        yield group, device
 
 
 def _wait_for_delivery(publisher: PublisherClient, stop_now: threading.Event) -> None:
@@ -151,13 +218,6 @@ def _wait_for_delivery(publisher: PublisherClient, stop_now: threading.Event) ->
         if stop_now.is_set() or time.monotonic() > deadline_s:
             log.warning("weights.not_delivered version=%d", publisher.version)
             break
-
-
-def _training_group(
-    training: TrainingSpec, address: RankAddress, stop: threading.Event
-) -> AbstractContextManager[TrainingGroup | None]:
-    """Joins the processes that train together. Gives None for a single process, or if `stop` was set before."""
-    return nullcontext() if training.config.processes == 1 else WorkerGroup(training, address, stop)
 
 
 def _wait_for_spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:

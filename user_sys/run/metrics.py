@@ -1,7 +1,7 @@
 """Scalars of a run: JSON lines of each node, and TensorBoard and wandb from the launcher.
 
 Metrics are not experience: if they cannot be written (full disk, wandb unreachable), that is logged once and the run
-continues without them. No call waits for a disk sync or the network.
+continues without them.
 """
 
 from __future__ import annotations
@@ -10,52 +10,73 @@ import json
 import logging
 import math
 import os
-import queue
+import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
+import numpy as np
+
+from hal.context import ClosedAtExit
+from hal.settings import Port
 from user_sys.config import as_dict
 from user_sys.errors import ConfigError
+from user_sys.interchange.episodes import EpisodeReader
+from user_sys.interchange.frames import decode_frame
+from user_sys.store.store import StoreReader
 
 METRICS = "metrics"  # folders in a run folder
 TENSORBOARD = "tensorboard"
+RUN = "run"  # the node name of the launcher's own metrics
+PLOT, FILMS = "success.png", ("evaluation.mp4", "failures.mp4")  # of the evaluation, in a run folder
+STORE, SHEET_EPISODES, SHEET_FRAMES = "store", 12, 8  # in a run folder; rows of the contact sheet, frames of a row
+ID_FILE = "run-id"  # in the folder wandb/
 FLUSH_S = 10.0
+INIT_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
-MAX_QUEUED = 1000  # reports that wait for wandb; further ones are dropped
+MAX_QUEUED = 1000  # events that wait for TensorBoard's thread
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases, beside the JSON lines and TensorBoard files that are always written.
+    """Weights & Biases, next to the JSON lines and TensorBoard files that are always written.
+
+    A resumed run continues under the same id. At the end of a run its films, its plot, a contact sheet of its newest
+    episodes, and its newest checkpoint follow.
 
     Attributes:
         mode: offline (files in the run's folder, for ``wandb sync``), online (needs a login), or disabled.
         project: of wandb.
         entity: account or team; null for the account's default.
         group: of several runs.
+        files: films, plot, contact sheet and checkpoint at the end.
     """
 
     mode: Literal["offline", "online", "disabled"] = "offline"
     project: str = "user-sys"
     entity: str | None = None
     group: str | None = None
+    files: bool = True
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where a run's metrics go beyond its folder."""
+    """Where a run's metrics go beyond its folder.
+
+    Attributes:
+        prometheus_port: for /metrics on loopback; 0: none.
+    """
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    prometheus_port: Port = 0
 
 
-class MetricsWriter:
+class MetricsWriter(ClosedAtExit):
     """Appends to ``metrics/<node>.jsonl``: one line for each report, in one write, so that readers see whole lines.
 
     A line holds ``count`` (the node's own count of updates or steps), ``time_unix_s`` and the scalars; a scalar that is
@@ -96,12 +117,6 @@ class MetricsWriter:
         with self._lock:
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> Iterator[dict[str, float | None]]:
     """The lines of a node's metrics, oldest first; torn lines are skipped. Empty if there is no file."""
@@ -130,135 +145,137 @@ def _finite(value: float) -> float | int | None:
     return int(number) if isinstance(value, int) else number
 
 
-class RunLogger:
-    """Logs the reports of all processes of a run to TensorBoard and wandb.
+class RunLogger(ClosedAtExit):
+    """Logs the reports of all processes of a run to TensorBoard and wandb, and the launcher's own as JSON lines.
 
-    Args:
-        run_dir: the run folder; its name is the run's name.
-        config: the run's configuration (a dataclass), saved in wandb.
-        logging: settings of wandb.
+    TensorBoard and wandb have threads of their own.
     """
 
     def __init__(self, run_dir: Path, config: object, logging: LoggingConfig | None = None) -> None:
-        settings = (logging or LoggingConfig()).wandb
-        self._tensorboard = _Tensorboard(run_dir / TENSORBOARD)
-        self._wandb = None if settings.mode == "disabled" else _Wandb(run_dir, as_dict(config), settings)
-
-    def log(self, node: str, count: int, scalars: Mapping[str, float]) -> None:
-        """Records scalars of `node` at its own `count`, under the names ``<node>/<scalar>``. Returns at once."""
-        named = {f"{node}/{name}": float(value) for name, value in scalars.items()}
-        self._tensorboard.add(count, named)
-        if self._wandb:
-            self._wandb.add({**named, f"{node}/count": count})
-
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Writes pending reports, for at most `CLOSE_TIMEOUT_S` each; `summary` is saved in wandb."""
-        self._tensorboard.close()
-        if self._wandb:
-            self._wandb.close(dict(summary or {}))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class _Tensorboard:
-    """Event files, written by the thread of tensorboard's writer. The writer of torch would import torch."""
-
-    def __init__(self, folder: Path) -> None:
+        """Args:
+        run_dir: the run folder; its name is the run's name.
+        config: the run's configuration (a dataclass), saved in wandb.
+        logging: settings of wandb.
+        """
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self.run = MetricsWriter(run_dir, RUN)
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder), max_queue_size=MAX_QUEUED, flush_secs=FLUSH_S)
-        self._failed = False
+        self._tensorboard = EventFileWriter(str(run_dir / TENSORBOARD), MAX_QUEUED, FLUSH_S)  # torch's imports torch
+        self._settings = (logging or LoggingConfig()).wandb
+        self._run_dir, self._config = run_dir, config
+        self._wandb: Any = None
+        self._failed = {"wandb"} if self._settings.mode == "disabled" else set[str]()
 
-    def add(self, count: int, scalars: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    def log(self, node: str, count: int, scalars: Mapping[str, float]) -> None:
+        """Records scalars of `node` at its own `count`, under the names ``<node>/<scalar>``.
+
+        The first call starts wandb, which takes a second or two; later calls return at once.
+        """
+        if node == RUN:
+            self.run.write(count, scalars)
+        named = {f"{node}/{name}": float(value) for name, value in scalars.items()}
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
         event = self._event(wall_time=time.time(), step=count, summary=self._summary(value=values))
-        self._attempt(lambda: self._writer.add_event(event))
+        self._attempt("tensorboard", lambda: self._tensorboard.add_event(event))
+        self._attempt("wandb", lambda: self._started_wandb().log({**named, f"{node}/count": count}))
 
-    def close(self) -> None:
-        self._attempt(self._writer.close)
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """Writes pending reports, for at most `CLOSE_TIMEOUT_S` in wandb; `summary` is saved there."""
+        self.run.close()
+        self._attempt("tensorboard", self._tensorboard.close)
+        if self._wandb is not None:
+            self._attempt("wandb", lambda: self._wandb.summary.update(dict(summary or {})))
+            if summary is not None and self._settings.files:
+                self._attempt("contact_sheet", self._log_contact_sheet)
+                self._attempt("wandb", self._log_files)
+            self._attempt("wandb", self._wandb.finish)
+            self._wandb = None
 
-    def _attempt(self, write: Any) -> None:
-        if self._failed:
+    def _attempt(self, name: str, write: Callable[[], object]) -> None:
+        """A writer that has failed once is not used again."""
+        if name in self._failed:
             return
         try:
             write()
-        except OSError as error:  # its thread failed: a full disk
-            self._failed = True
-            _log.warning("tensorboard.write_failed error=%s", error)
-
-
-class _Wandb:
-    """wandb in a thread of its own: its start takes seconds, and its failures must not block or end the run."""
-
-    def __init__(self, run_dir: Path, config: dict[str, Any], settings: WandbConfig) -> None:
-        self._run_dir, self._config, self._settings = run_dir, config, settings
-        self._reports: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
-        self._final: dict[str, Any] = {}
-        self._left_out = 0
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
-
-    def add(self, report: dict[str, Any]) -> None:
-        try:
-            self._reports.put_nowait(report)
-        except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                _log.warning("wandb.queue_full: reports are dropped; JSON lines and TensorBoard have them")
-
-    def close(self, summary: dict[str, Any]) -> None:
-        self._final = summary
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        try:
-            self._reports.put(None, timeout=CLOSE_TIMEOUT_S)
-        except queue.Full:
-            _log.warning("wandb.close_blocked: its files may be incomplete")
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._thread.is_alive():
-            _log.warning("wandb.close_timeout: not finished after %.0f s; its files may be incomplete", CLOSE_TIMEOUT_S)
-
-    def _work(self) -> None:
-        try:
-            run = self._start()
-            while (report := self._reports.get()) is not None:  # close() ends the wait
-                run.log(report)
-            run.summary.update(self._final)
-            run.finish()
         except Exception as error:  # a foreign library may fail in any way; the run continues
-            _log.warning("wandb.failed: the run continues without it: %s", " ".join(str(error).split())[:300])
-            self._drain()
+            self._failed.add(name)
+            _log.warning("%s.failed: the run continues without it: %s", name, " ".join(str(error).split())[:300])
 
-    def _drain(self) -> None:
-        while self._reports.get() is not None:  # close() ends the wait
-            pass
+    def _log_files(self) -> None:
+        """Films and plot of the evaluation, and the newest checkpoint as an artifact."""
+        import wandb
 
-    def _start(self) -> Any:
+        for name in FILMS:
+            if (path := self._run_dir / name).exists():
+                self._wandb.log({path.stem: wandb.Video(str(path), format="mp4")})
+        if (path := self._run_dir / PLOT).exists():
+            self._wandb.log({path.stem: wandb.Image(str(path))})
+        for path in sorted(self._run_dir.glob("checkpoints/*.checkpoint"))[-1:]:
+            artifact = wandb.Artifact(
+                f"{self._run_dir.name.strip('.-')}-checkpoint", type="model", metadata={"checkpoint": path.name}
+            )
+            artifact.add_dir(str(path), skip_cache=True)
+            self._wandb.log_artifact(artifact)
+
+    def _log_contact_sheet(self) -> None:
+        """A row of frames of each of the newest episodes, of its first camera."""
+        import wandb
+
+        if not (path := self._run_dir / STORE).exists():
+            return
+        rows = []
+        with StoreReader.open(path) as store:
+            reader = EpisodeReader(store)
+            chosen = [each for each in store.episodes() if each.complete and reader.steps(each.episode)]
+            for summary in chosen[-SHEET_EPISODES:]:
+                cameras = reader.read(summary.episode).frames.values()
+                if frames := [frame for frame in next(iter(cameras), ()) if frame is not None]:
+                    steps = np.linspace(0, len(frames) - 1, SHEET_FRAMES).round().astype(int).tolist()
+                    row = np.hstack([decode_frame(frames[step]) for step in steps])
+                    caption = f"{summary.episode}: {summary.source}, success {summary.success}"
+                    rows.append(wandb.Image(row, caption=caption))
+        if rows:
+            self._wandb.log({"episodes": rows})
+
+    def _wandb_id(self, home: Path) -> str:
+        """The run's id, the same in each launch."""
+        file = home / ID_FILE
+        if not file.exists():
+            file.write_text(secrets.token_hex(4))
+        return file.read_text().strip()
+
+    def _started_wandb(self) -> Any:
+        if self._wandb is not None:
+            return self._wandb
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import
-        home = self._run_dir / "wandb"
+        home, settings = self._run_dir / "wandb", self._settings
         for name in ("CONFIG", "CACHE", "DATA"):
             os.environ.setdefault(f"WANDB_{name}_DIR", str(home / name.lower()))
         import wandb
 
-        mode = self._settings.mode
+        mode = settings.mode
         if mode == "online" and not wandb.login(prompt=False):
             _log.warning("wandb.offline: not logged in; run `wandb login`, later `wandb sync %s/offline-run-*`", home)
             mode = "offline"
         home.mkdir(parents=True, exist_ok=True)
-        return wandb.init(
-            project=self._settings.project,
-            entity=self._settings.entity,
-            group=self._settings.group,
+        limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": CLOSE_TIMEOUT_S}  # old releases lack the latter
+        known: dict[str, Any] = {name: value for name, value in limits.items() if hasattr(wandb.Settings(), name)}
+        quiet = wandb.Settings(
+            console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True,
+            **known,
+        )  # fmt: skip
+        self._wandb = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
             name=self._run_dir.name,
+            id=self._wandb_id(home),
+            resume="allow" if mode == "online" else None,
             dir=str(self._run_dir),
-            config=self._config,
+            config=as_dict(self._config),
             mode=mode,
-            settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
-            ),
+            settings=quiet,
         )
+        return self._wandb

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
-from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -14,14 +16,31 @@ from rich.console import Console
 from hal.durable import replace_durably
 from hal.resource import local_node
 from hal.spec import RobotSpec
-from user_sys.compose import RobotConfig, emulated_link_settings, robot_spec
+from user_sys.compose import (
+    PolicyConfig,
+    RobotConfig,
+    check_execution,
+    check_pictures,
+    emulated_link_settings,
+    policy_location,
+    robot_spec,
+)
 from user_sys.config import load, save
-from user_sys.edge.demonstrations import check_demonstrable
+from user_sys.edge.demonstrations import (
+    SEEDS_PER_ROBOT,
+    DemonstrationConfig,
+    check_demonstrable,
+    generate_demonstrations,
+)
+from user_sys.edge.local_environment import StopCheck, defer_signals, never_stop
+from user_sys.edge.loop import EpisodeResult
+from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import write_process_configs
-from user_sys.edge.session import SessionConfig
-from user_sys.errors import RunError
+from user_sys.edge.session import EpisodeStarts, SessionConfig
+from user_sys.episode import EpisodeSource
+from user_sys.errors import ConfigError, RunError
 from user_sys.inference.protocol import POLICY_NODE
-from user_sys.inference.remote_policy import action_timeout_s
+from user_sys.inference.remote_policy import action_timeout_s, check_server_swaps
 from user_sys.learner.checkpoint import (
     RESTART_FLAG,
     CheckpointScan,
@@ -29,6 +48,9 @@ from user_sys.learner.checkpoint import (
     scan_checkpoints,
     unreadable_message,
 )
+from user_sys.learner.config import LearnerConfig
+from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy, load_reward, with_absolute_paths
 from user_sys.robot_records import LEARNER, is_learner_name, save_robot_record
 from user_sys.run.config import (
     RunConfig,
@@ -39,45 +61,115 @@ from user_sys.run.config import (
     open_run_folder,
     require_no_run,
 )
-from user_sys.run.topology import LOOPBACK
-from user_sys.tunnel.endpoint import is_loopback
+from user_sys.run.topology import CONSOLE, LOOPBACK
+from user_sys.store.record_format import segment_numbers
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.tunnel.limits import is_loopback
 
 log = logging.getLogger(__name__)
 
-CONSOLE = "console"
+LAUNCHER = "launcher"  # follows the run as a console does
+REMOTE_PORTS = (20_000, 32_000)  # below those that Linux gives to outgoing connections
 
 
-def load_run(args: Namespace, verb: str) -> tuple[RunConfig, Path]:
+@dataclass
+class LaunchRequest:
+    """The arguments of ``user-sys train`` or ``user-sys cloud``, where robots connect from their own computers.
+
+    Attributes:
+        config: None to resume a run.
+        keys: folder of keys; None if the run makes its own.
+        profile: write a trace of the run's processes.
+        folder: of the run, once it exists.
+    """
+
+    verb: Literal["train", "cloud"]
+    config: Path | None
+    resume: Path | None
+    restart_if_unreadable: bool
+    any_result: bool
+    keys: Path | None
+    overrides: list[str]
+    profile: bool = False
+    folder: Path | None = None
+
+    def resume_hint(self) -> str:
+        """How to continue the run; empty before there is one."""
+        run = self.folder or self.resume
+        return f"; continue with: user-sys {self.verb} --resume {run}" if run else ""
+
+
+def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
     """The run's configuration, and the path of its folder, which may not exist yet.
 
     Raises:
         RunError, ConfigError: the run could not work. Nothing has been created.
     """
-    if args.resume:
-        folder, config, _ = open_run_folder(Path(args.resume), args.overrides)
-        _require_free_port(config)
-        if not args.restart_if_unreadable:
+    if request.resume:
+        folder, config, _ = open_run_folder(request.resume, request.overrides)
+        _require_console(config)
+        check_plugins(config)
+        if not request.restart_if_unreadable:
             for path, found in _surveyed_checkpoints(folder):
                 if found.is_all_unreadable:
                     raise RunError(unreadable_message(path, found))
         return config, folder.path
-    config = load(RunConfig, Path(args.config), args.overrides)
-    if verb == "train" and not config.robots:
+    config = load(RunConfig, request.config, request.overrides)
+    if request.verb == "train" and not config.robots:
         raise RunError(
-            f"{args.config}: robots: a run needs at least one robot; "
+            f"{request.config}: robots: a run needs at least one robot; "
             "if all robots connect from other computers, use `user-sys cloud`"
         )
-    _require_free_port(config)
-    require_keys(config.gateway.endpoint, args.keys)
-    require_allowed(config.remote_robots, args.keys)
+    _require_console(config)
+    check_plugins(config)
+    if config.rewards.kind:
+        config = replace(config, rewards=with_absolute_paths(config.rewards))
+    config = replace(config, policy=_with_absolute_paths(config.policy))
+    if config.learner.initial_policy:
+        config = replace(config, learner=_with_initial_policy(config.learner))
+    require_keys(config.gateway.endpoint, request.keys)
+    require_allowed(config.remote_robots, request.keys)
     for robot in _buildable_robots(config):
         check_demonstrable(robot, config.demonstrations)
         if robot.link:
             emulated_link_settings(robot, "", "")
-    home = config.runs / (args.name or config.name or default_run_name(Path(args.config)))
+    home = config.runs / (config.name or default_run_name(request.config))
     require_no_run(home)
     return config, home
+
+
+def _with_absolute_paths(policy: PolicyConfig) -> PolicyConfig:
+    """`policy` with absolute paths to the files that exist here, so that the run can be resumed in any folder."""
+    _, settings = load_policy(policy.kind, policy.options)
+    paths = {name: value for name, value in vars(settings).items() if isinstance(value, Path) and value.exists()}
+    return replace(policy, options={**policy.options, **{name: str(path.resolve()) for name, path in paths.items()}})
+
+
+def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
+    """`config` with an absolute path. Raises ConfigError if the other run has no checkpoint."""
+    path = Path(config.initial_policy).resolve()
+    if scan_checkpoints(RunFolder(path).checkpoints).readable is None:
+        raise ConfigError(
+            f"learner.initial_policy: {path} has no checkpoint that can be read; give the folder of a run that has "
+            "trained"
+        )
+    return replace(config, initial_policy=str(path))
+
+
+def check_plugins(config: RunConfig) -> None:
+    """Raises ConfigError if algorithm, policy or reward cannot be imported, or has no such options, location or
+    execution, or if a robot lacks the pictures that the policy reads."""
+    load_policy(config.policy.kind, config.policy.options)
+    policy_location(config.policy)
+    check_execution(config.policy)
+    for robot in _buildable_robots(config):
+        check_pictures(config.policy, robot)
+    if config.learner.options or config.learner.algorithm not in ALGORITHMS:  # this imports torch
+        load_algorithm(config.learner.algorithm, config.learner.options)
+    if config.rewards.kind:
+        load_reward(config.rewards)
 
 
 def _buildable_robots(config: RunConfig) -> Iterator[RobotConfig]:
@@ -92,16 +184,17 @@ def _buildable_robots(config: RunConfig) -> Iterator[RobotConfig]:
         yield robot
 
 
-def open_or_create_folder(args: Namespace, config: RunConfig, home: Path) -> tuple[RunFolder, RunMetadata]:
+def open_or_create_folder(request: LaunchRequest, config: RunConfig, home: Path) -> tuple[RunFolder, RunMetadata]:
     """Creates the run's folder, or opens the existing one to resume it."""
-    if args.resume:
+    if request.resume:
         folder, _, metadata = open_run_folder(home)
-        if args.overrides:
+        if request.overrides:
             save(config, folder.config)
         return folder, metadata
     folder, metadata = create_run_folder(config, home.name, free_endpoint(config.gateway.endpoint))
-    if args.keys:
-        link_keys(folder, args.keys)
+    if request.keys:  # so that the gateway has the same key in every run
+        request.keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.keys.symlink_to(request.keys.resolve(), target_is_directory=True)
     return folder, metadata
 
 
@@ -140,12 +233,23 @@ def print_join_instructions(folder: RunFolder, metadata: RunMetadata, console: C
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _require_free_port(config: RunConfig) -> None:
-    """Raises RunError if the console's port is taken: demonstrations recorded before that would cost time."""
+def _require_console(config: RunConfig) -> None:
+    """Raises an error at once if the console cannot be served: demonstrations recorded before that would cost time.
+
+    Raises:
+        RunError: its port is taken.
+        ConfigError: it needs accounts, and there is none.
+    """
     if not config.console.enabled:
         return
+    if config.console.has_accounts:
+        from user_sys.console.accounts import AccountStore, require_accounts  # imports argon2
+
+        require_accounts(config.console, AccountStore())
     try:
-        socket.create_server((LOOPBACK, config.console.port)).close()
+        host = config.console.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, config.console.port), family=family).close()
     except (OSError, OverflowError) as error:
         raise RunError(
             f"console: cannot listen on port {config.console.port} ({getattr(error, 'strerror', error)}); "
@@ -174,9 +278,13 @@ def prepare_run_folder(
     """
     _create_keys(config, folder)
     specs = {robot.name: robot_spec(robot) for robot in config.robots}
-    if config.policy.location == "server":
-        for spec in specs.values():
-            action_timeout_s(spec, config.policy.timeout_fraction)
+    location = policy_location(config.policy)
+    if location == "server":
+        check_server_swaps(config.weights)
+        for robot in config.robots:
+            fraction = config.policy.timeout_fraction
+            may_take_long = not robot.follows_clock or config.policy.execution.mode == "async"
+            action_timeout_s(specs[robot.name], fraction, may_take_long=may_take_long)
     for robot in config.robots:
         save_robot_record(folder.robots, robot.name, specs[robot.name])
         gateway = local_endpoint(metadata.endpoint, address if robot.name in on_other_nodes else LOOPBACK)
@@ -187,14 +295,16 @@ def prepare_run_folder(
             endpoint=_session_endpoint(robot, folder, gateway),
             keys=folder.keys.resolve(),
             state=state.resolve(),
-            seed=config.seed,
+            starts=EpisodeStarts.of(robot, config.seed),
             real_time=robot.follows_clock,
             realtime_scheduling=robot.realtime_scheduling,
             explore=robot.explores,
+            description=robot.description,
             policy_address=folder.policy_address.resolve(),
             outbox=config.outbox,
             recorder=config.recorder,
-            policy=config.policy,
+            intervention=config.intervention,
+            policy=replace(config.policy, location=location),
             weights=config.weights,
             tunnel=config.tunnel,
         )
@@ -232,16 +342,6 @@ def require_allowed(robots: Sequence[RobotConfig], keys: Path | None) -> None:
         )
 
 
-def link_keys(folder: RunFolder, keys: Path) -> None:
-    """Makes the run use the folder `keys`, so that the gateway has the same key in every run."""
-    keys.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.keys.is_symlink() or not folder.keys.exists():
-        folder.keys.unlink(missing_ok=True)
-        folder.keys.symlink_to(keys.resolve(), target_is_directory=True)
-    elif not folder.keys.samefile(keys):
-        raise RunError(f"{folder.path} has keys of its own in {folder.keys}; leave out --keys {keys}")
-
-
 def _session_endpoint(robot: RobotConfig, folder: RunFolder, gateway: str) -> str:
     """The endpoint that a robot's session dials: the gateway, or the near end of its emulated link."""
     if not robot.link:
@@ -254,21 +354,20 @@ def _session_endpoint(robot: RobotConfig, folder: RunFolder, gateway: str) -> st
 
 def _create_keys(config: RunConfig, folder: RunFolder) -> None:
     """Creates a key pair for each process of the run, and the gateway's ring of allowed peers."""
-    ring = Keyring(folder.keys)
-    roles: dict[str, Role] = {LEARNER: "learner", CONSOLE: "console"}
+    roles: dict[str, Role] = {LEARNER: "learner", CONSOLE: "console", LAUNCHER: "console"}
     roles |= {robot.name: "robot" for robot in config.robots}
     _create_key(folder, GATEWAY_NAME)
     if config.policy.is_started_by_run:
-        _create_key(folder, POLICY_NODE)
-    elif config.policy.location == "server" and config.robots:
+        roles[POLICY_NODE] = "policy"
+    elif policy_location(config.policy) == "server" and config.robots:
         load_public_key(folder.keys / f"{POLICY_NODE}.pub")
     for name, role in roles.items():
-        ring.allow(_create_key(folder, name), name, role)
+        allow_process(folder, name, role)
 
 
-def allow_learner(folder: RunFolder, name: str) -> None:
-    """Creates a learner's key pair if it has none, and allows it at the gateway, whether or not that runs."""
-    Keyring(folder.keys).allow(_create_key(folder, name), name, "learner")
+def allow_process(folder: RunFolder, name: str, role: Role) -> None:
+    """Creates a process's key pair if it has none, and allows it at the gateway, whether or not that runs."""
+    Keyring(folder.keys).allow(_create_key(folder, name), name, role)
 
 
 def _create_key(folder: RunFolder, name: str) -> str:
@@ -279,6 +378,13 @@ def _create_key(folder: RunFolder, name: str) -> str:
     return load_keypair(path).public
 
 
+def gateway_client(folder: RunFolder, metadata: RunMetadata, name: str) -> TunnelClient:
+    """A client of the run's gateway in the role of a console."""
+    keys, gateway_key = load_keypair(folder.keys / f"{name}.key"), load_public_key(folder.keys / f"{GATEWAY_NAME}.pub")
+    hello = Hello(protocol=PROTOCOL_VERSION, role="console", name=name)
+    return TunnelClient(local_endpoint(metadata.endpoint), keys, gateway_key, hello)
+
+
 def local_endpoint(endpoint: str, address: str = LOOPBACK) -> str:
     """The endpoint at which the run's own processes reach a gateway that listens on `endpoint`.
 
@@ -287,6 +393,14 @@ def local_endpoint(endpoint: str, address: str = LOOPBACK) -> str:
     """
     host, _, port = endpoint.rpartition(":")
     return f"tcp://{address}:{port}" if host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]") else endpoint
+
+
+def free_port(address: str) -> int:
+    """A port for a process that listens on `address`; a random one if that belongs to another computer."""
+    try:
+        return int(free_endpoint(f"tcp://{address}:0").rpartition(":")[2])
+    except RunError:
+        return random.randrange(*REMOTE_PORTS)
 
 
 def free_endpoint(endpoint: str) -> str:
@@ -311,3 +425,68 @@ def free_endpoint(endpoint: str) -> str:
         chosen = reservation.getsockname()[1]
         reservation.detach()
     return f"{host}:{chosen}"
+
+
+def count_demonstrations(store: Path, robot: str) -> int:
+    """Complete, successful demonstrations of `robot` in the store at `store`; 0 if there is no store."""
+    if not segment_numbers(store):
+        return 0
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        episodes = reader.episodes()
+    return sum(e.source is EpisodeSource.DEMO and e.robot == robot and bool(e.success) for e in episodes)
+
+
+def record_demonstrations(
+    config: RobotConfig,
+    store: Path,
+    demonstrations: DemonstrationConfig,
+    recorder: RecorderConfig,
+    *,
+    seed: int,
+    check_stop: StopCheck = never_stop,
+    locked: bool = False,
+) -> Iterator[EpisodeResult]:
+    """Records until the store has the configured number of successful demonstrations; yields each durable one.
+
+    `check_stop` and `locked`: see `generate_demonstrations`.
+
+    Raises:
+        ConfigError: the task has no scripted expert, or the expert fails too often.
+        HalError: the robot cannot be driven now.
+    """
+    existing = count_demonstrations(store, config.name)
+    if existing >= demonstrations.episodes:
+        return
+    with StoreWriter.open(store) as writer:
+
+        def persist(chunks: Sequence[bytes]) -> None:
+            for chunk in chunks:
+                writer.append(chunk)
+            writer.sync()
+
+        yield from generate_demonstrations(
+            config, demonstrations, existing, persist, recorder, seed=seed, check_stop=check_stop, locked=locked
+        )
+
+
+def record_all_demonstrations(config: RunConfig, store: Path, console: Console, locked: frozenset[str]) -> None:
+    """Records the demonstrations of each of the run's robots and prints their number.
+
+    Args:
+        locked: robots that the run has locked; its driver processes take these locks over later.
+    """
+    with defer_signals() as check_stop:
+        for number, robot in enumerate(config.robots):
+            recorded = record_demonstrations(
+                robot,
+                store,
+                config.demonstrations,
+                config.recorder,
+                seed=config.seed + number * SEEDS_PER_ROBOT,
+                check_stop=check_stop,
+                locked=robot.name in locked,
+            )
+            steps = [episode.steps for episode in recorded]
+            if steps:
+                console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")

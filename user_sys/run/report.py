@@ -1,14 +1,16 @@
-"""The report of a run: summary, plot of success, video and the link `runs/latest`, each replaced atomically."""
+"""The report of a run: summary, plot of success, video and the link `runs/latest`; and its history of episodes."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from hal.spec import Array
+from user_sys.console.progress import SUCCESS_WINDOWS
+from user_sys.episode import EpisodeSource
 from user_sys.errors import RunError
+from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
+from user_sys.run.config import RunFolder
+from user_sys.run.metrics import METRICS, read_metrics
+from user_sys.store.index import EpisodeSummary
+from user_sys.store.store import StoreReader
 
-WINDOWS = (20, 50)  # episodes in each moving average of success
 Z_95 = 1.959964  # two-sided 95% of the normal distribution
-SUMMARY, PLOT, VIDEO = "summary.json", "success.png", "evaluation.mp4"
+SUMMARY, PLOT, VIDEO, FAILURES = "summary.json", "success.png", "evaluation.mp4", "failures.mp4"
+NEWEST = 100  # autonomous training episodes in the summary
 
 _BLUE, _PALE, _ORANGE, _GREY = "#1f5fa8", "#a9c6e6", "#d9662b", "#6b7280"
 
@@ -37,7 +47,9 @@ class RunSummary:
     """The results of a run.
 
     Attributes:
-        successes, episodes: autonomous evaluation episodes that succeeded, and all evaluation episodes.
+        successes, episodes: evaluation episodes that succeeded, and all of them; the policy acts without a person.
+        tasks: of an evaluation of several tasks: successes and episodes of each.
+        control_s: control time of the evaluation: its steps times the control period, without resets.
         training_s: time that the learner trained.
         env_steps, updates: control steps acted and gradient steps taken.
         interventions: training episodes with an intervention.
@@ -53,6 +65,8 @@ class RunSummary:
     interventions: int
     seed: int
     target_reached: bool | None = None
+    control_s: float = 0.0
+    tasks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     version: str = field(default_factory=_version)
 
     @property
@@ -64,29 +78,20 @@ class RunSummary:
     def ci95(self) -> tuple[float, float]:
         return wilson_interval(self.successes, self.episodes)
 
+    @property
+    def successes_per_hour(self) -> float:
+        """Successes in an hour of the evaluation's control time; NaN before there was one."""
+        return 3600.0 * self.successes / self.control_s if self.control_s else math.nan
+
     def as_json(self) -> dict[str, Any]:
         return {
-            "run": self.run,
+            **asdict(self),
             "success": self.success if self.episodes else None,
-            "episodes": self.episodes,
             "ci95": [round(bound, 4) for bound in self.ci95],
-            "target_reached": self.target_reached,
+            "successes_per_hour": round(self.successes_per_hour, 1) if self.control_s else None,
+            "control_s": round(self.control_s, 1),
             "training_s": round(self.training_s, 1),
-            "env_steps": self.env_steps,
-            "updates": self.updates,
-            "interventions": self.interventions,
-            "seed": self.seed,
-            "version": self.version,
         }
-
-
-@dataclass(frozen=True)
-class EpisodePoint:
-    """A finished training episode at `training_s` of the run; `intervened` if a person took over."""
-
-    training_s: float
-    success: bool
-    intervened: bool = False
 
 
 def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
@@ -102,6 +107,14 @@ def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
     return low, centre + half if successes < episodes else 1.0
 
 
+def success_text(successes: int, episodes: int) -> str:
+    """A share with its 95% interval, such as ``98.0% (95% interval 93.0% to 99.4%)``; ``-`` without an episode."""
+    if not episodes:
+        return "-"
+    low, high = wilson_interval(successes, episodes)
+    return f"{successes / episodes:.1%} (95% interval {low:.1%} to {high:.1%})"
+
+
 def write_report(
     run_dir: Path, summary: RunSummary, episodes: Sequence[EpisodePoint], console: Console | None = None
 ) -> None:
@@ -110,66 +123,61 @@ def write_report(
     Raises:
         RunError: a file could not be written.
     """
+    content = {**summary.as_json(), **_training_counts(episodes)}
     with _atomic_replace(run_dir / SUMMARY) as temporary:
-        temporary.write_text(json.dumps(summary.as_json(), indent=2, allow_nan=False) + "\n")
-    with _atomic_replace(run_dir / PLOT) as temporary:
-        _plot(temporary, summary, episodes)
-    (console or Console()).print(_table(run_dir, summary))
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    figure = new_figure()
+    _plot(figure, summary, episodes)
+    save_figure(figure, run_dir / PLOT)
+    (console or Console()).print(_table(run_dir, summary, episodes))
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The contents of ``summary.json``.
-
-    Raises:
-        RunError: the run has no summary (it has not ended), or the file is damaged.
-    """
-    try:
-        summary: dict[str, Any] = json.loads((run_dir / SUMMARY).read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{run_dir / SUMMARY}: no summary can be read from it: {error}") from None
-    return summary
+def _training_counts(episodes: Sequence[EpisodePoint]) -> dict[str, Any]:
+    """Of the newest autonomous training episodes, and of all those with a person's steps."""
+    alone, assisted = autonomous(episodes)[-NEWEST:], [episode for episode in episodes if episode.assisted]
+    successes = sum(episode.success for episode in alone)
+    interval = [round(bound, 4) for bound in wilson_interval(successes, len(alone))]
+    return {
+        "autonomous": {"episodes": len(alone), "successes": successes, "ci95": interval},
+        "assisted": {"episodes": len(assisted), "successes": sum(episode.success for episode in assisted)},
+    }
 
 
-def moving_success(episodes: Sequence[EpisodePoint], window: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """float64 (len(episodes),): the share of successes among each episode and the ``window - 1`` before it."""
-    total = np.concatenate([[0.0], np.cumsum([e.success for e in episodes], dtype=np.float64)])
-    last = np.arange(1, len(episodes) + 1)
-    first = np.maximum(last - window, 0)
-    return np.asarray((total[last] - total[first]) / (last - first))
+def write_video(path: Path, frames: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], fps: float) -> None:
+    """Writes uint8 (h, w, 3) RGB `frames` of one shape as an MP4 that browsers play (H.264, yuv420p).
 
-
-def write_video(path: Path, frames: Iterable[np.ndarray[Any, np.dtype[np.uint8]]], fps: float) -> int:
-    """Writes uint8 (h, w, 3) RGB `frames` as an MP4 that browsers play (H.264, yuv420p), and returns their number.
-
-    Frames are consumed one by one, so that a generator needs no memory for the whole. An odd height or width, which the
-    format does not know, is padded by repeating the last row or column. Blocks while it encodes.
+    An odd height or width, which the format does not know, is padded by repeating the last row or column. Blocks while
+    it encodes.
 
     Raises:
-        RunError: there are no frames, their shapes differ or are invalid, or the encoder fails.
+        RunError: the file could not be written.
     """
     from imageio_ffmpeg import write_frames
 
-    count, shape, encoder = 0, (0, 0, 0), None
+    height, width, _ = frames[0].shape
+    padding = ((0, height % 2), (0, width % 2), (0, 0))
     with _atomic_replace(path) as temporary:
+        encoder = write_frames(
+            str(temporary),
+            (width + width % 2, height + height % 2),
+            fps=fps,
+            codec="libx264",
+            pix_fmt_out="yuv420p",
+            macro_block_size=2,
+            quality=8,
+            ffmpeg_log_level="error",
+            output_params=["-movflags", "+faststart", "-f", "mp4"],  # playable while it loads
+        )
+        encoder.send(None)
         try:
-            for count, frame in enumerate(frames, start=1):
-                if encoder is None:
-                    shape = _require_frame(path, frame).shape
-                    encoder = write_frames(str(temporary), _pad_to_even(frame).shape[1::-1], **_encoding(fps))
-                    encoder.send(None)
-                if frame.shape != shape:
-                    raise RunError(f"{path}: frame {count} has the shape {frame.shape}, those before it {shape}")
-                encoder.send(_pad_to_even(frame))
+            for frame in frames:
+                encoder.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
         finally:
-            if encoder is not None:
-                encoder.close()  # waits for ffmpeg to finish the file
-        if not count:
-            raise RunError(f"{path}: no frames to make a video of")
-    return count
+            encoder.close()  # waits for ffmpeg to finish the file
 
 
 def link_latest(run_dir: Path) -> Path:
-    """Points the symbolic link ``latest`` beside `run_dir` to it, atomically, and returns the link.
+    """Points the symbolic link ``latest`` next to `run_dir` to it, atomically, and returns the link.
 
     Raises:
         RunError: a file or folder has this name, or the link cannot be made.
@@ -196,44 +204,22 @@ def _atomic_replace(path: Path) -> Generator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _require_frame(path: Path, frame: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or 0 in frame.shape:
-        raise RunError(f"{path}: frames must be uint8 (h, w, 3), got {frame.dtype} {frame.shape}")
-    return frame
-
-
-def _pad_to_even(frame: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    height, width, _ = frame.shape
-    if height % 2 or width % 2:
-        frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    return np.ascontiguousarray(frame)
-
-
-def _encoding(fps: float) -> dict[str, Any]:
-    return {
-        "fps": fps,
-        "codec": "libx264",
-        "pix_fmt_out": "yuv420p",
-        "macro_block_size": 2,
-        "quality": 8,
-        "ffmpeg_log_level": "error",
-        "output_params": ["-movflags", "+faststart", "-f", "mp4"],  # playable while it loads
-    }
-
-
-def _table(run_dir: Path, summary: RunSummary) -> Table:
+def _table(run_dir: Path, summary: RunSummary, episodes: Sequence[EpisodePoint]) -> Table:
     table = Table(title=f"Run {summary.run}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
-    low, high = summary.ci95
-    success = f"{summary.success:.1%} (95% interval {low:.1%} to {high:.1%})" if summary.episodes else "not evaluated"
+    counts = _training_counts(episodes)
+    alone, assisted = counts["autonomous"], counts["assisted"]
     rows = {
-        "success": success,
+        "success": success_text(summary.successes, summary.episodes) if summary.episodes else "not evaluated",
+        **{f"success, {task}": success_text(*counts) for task, counts in summary.tasks.items()},
         "evaluation episodes": f"{summary.episodes:,}",
+        "successes per hour": f"{summary.successes_per_hour:,.0f}" if summary.control_s else "-",
+        f"training, alone, newest {alone['episodes']}": success_text(alone["successes"], alone["episodes"]),
+        "training, with help": f"{assisted['successes']:,} of {assisted['episodes']:,} succeeded",
         "training time": f"{summary.training_s / 60:.1f} min",
         "environment steps": f"{summary.env_steps:,}",
         "updates": f"{summary.updates:,}",
-        "interventions": f"{summary.interventions:,}",
         "seed": str(summary.seed),
         "version": summary.version,
         "folder": str(run_dir),
@@ -243,36 +229,36 @@ def _table(run_dir: Path, summary: RunSummary) -> Table:
     return table
 
 
-# The plot -------------------------------------------------------------------------------------------------------------
-
-
-def _plot(path: Path, summary: RunSummary, episodes: Sequence[EpisodePoint]) -> None:
+def new_figure() -> Any:
+    """A matplotlib figure of 1200 by 675 pixels, without pyplot: no global state, no window system."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # without pyplot: no global state, no window system
-    axes = figure.subplots()
-    _draw_training(axes, episodes)
-    _draw_evaluation(axes, summary)
-    _style_axes(axes, summary)
-    figure.savefig(path, format="png", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
-def _draw_training(axes: Any, episodes: Sequence[EpisodePoint]) -> None:
-    minutes = [e.training_s / 60 for e in episodes]
-    for window, colour, width in zip(WINDOWS, (_PALE, _BLUE), (1.4, 2.4), strict=True):
-        axes.plot(
-            minutes, 100 * moving_success(episodes, window), color=colour, lw=width, label=f"last {window} episodes"
-        )
-    helped = [e.training_s / 60 for e in episodes if e.intervened]
-    if helped:
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes it as a PNG, atomically. Raises RunError: the file could not be written."""
+    with _atomic_replace(path) as temporary:
+        figure.savefig(temporary, format="png", facecolor="white")
+
+
+def _plot(figure: Any, summary: RunSummary, episodes: Sequence[EpisodePoint]) -> None:
+    axes, alone = figure.subplots(), autonomous(episodes)
+    minutes = [e.training_s / 60 for e in alone]
+    for window, colour, width in zip(SUCCESS_WINDOWS, (_PALE, _BLUE), (1.4, 2.4), strict=True):
+        shares = [100 * share for share in moving_success(alone, window)]
+        axes.plot(minutes, shares, color=colour, lw=width, label=f"last {window} episodes alone")
+    if helped := [e.training_s / 60 for e in episodes if e.assisted]:
         axes.plot(helped, [-3] * len(helped), "|", color=_ORANGE, ms=7, label="a person took over", clip_on=False)
+    if summary.episodes:
+        _draw_evaluation(axes, summary)
+    style_axes(axes, f"{summary.run} (seed {summary.seed})")
 
 
 def _draw_evaluation(axes: Any, summary: RunSummary) -> None:
-    if not summary.episodes:
-        return
     low, high = summary.ci95
     below, above = max(0.0, summary.success - low), max(0.0, high - summary.success)
     axes.errorbar(
@@ -289,8 +275,9 @@ def _draw_evaluation(axes: Any, summary: RunSummary) -> None:
     )
 
 
-def _style_axes(axes: Any, summary: RunSummary) -> None:
-    axes.set_title(f"{summary.run} (seed {summary.seed})", loc="left", fontsize=11, fontweight="bold")
+def style_axes(axes: Any, title: str) -> None:
+    """Labels axes of success in percent against training time in minutes."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("training time (minutes)")
     axes.set_ylabel("success (% of episodes)")
     axes.set_ylim(-6, 104)
@@ -301,3 +288,85 @@ def _style_axes(axes: Any, summary: RunSummary) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_GREY)
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.07), frameon=False, fontsize=9)  # clear of the marks below 0
+
+
+@dataclass(frozen=True)
+class EpisodePoint:
+    """A training episode that began at `training_s` of its learner, after `updates`; `assisted` by a person's steps."""
+
+    training_s: float
+    success: bool
+    assisted: bool = False
+    updates: int = 0
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a run needed until its success reached a share: training time, episodes of all kinds, and updates."""
+
+    training_s: float
+    episodes: int
+    updates: int
+
+
+def training_history(folder: RunFolder) -> list[EpisodePoint]:
+    """The complete online episodes in the run's store, with their newest labels, in the order in which they began.
+
+    Episodes that a label deletes are left out. The robots' clocks place episodes among the learner's reports.
+    """
+    if not folder.store.exists():
+        return []
+    with StoreReader.open(folder.store) as reader:
+        reader.refresh()
+        online = [e for e in reader.episodes() if e.source == EpisodeSource.ONLINE and e.complete and not e.deleted]
+    learners = learner_from_robot(read_robot_records(folder.robots))
+    points: list[tuple[int, EpisodePoint]] = []
+    by_learner = sorted(online, key=lambda episode: learners.get(episode.robot, LEARNER))
+    for learner, group in groupby(by_learner, key=lambda episode: learners.get(episode.robot, LEARNER)):
+        episodes = list(group)
+        training_s, updates = _progress_at(folder, learner, np.array([e.started_unix_ns for e in episodes]) / 1e9)
+        points += [
+            (episode.started_unix_ns, _point(episode, float(seconds), int(count)))
+            for episode, seconds, count in zip(episodes, training_s, updates, strict=True)
+        ]
+    return [point for _, point in sorted(points, key=lambda pair: pair[0])]
+
+
+def _point(episode: EpisodeSummary, training_s: float, updates: int) -> EpisodePoint:
+    return EpisodePoint(training_s, episode.success is True, episode.intervention_steps > 0, updates)
+
+
+def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array, Array]:
+    """Training time and updates of a learner at the times `unix_s`, interpolated; 0 before its first report."""
+    reports = list(read_metrics(folder.path / METRICS / f"{learner}.jsonl"))
+    rows = [(0.0, 0.0, 0.0), *((r["time_unix_s"], r.get("training_s"), r.get("count")) for r in reports)]
+    known = np.array([row for row in rows if None not in row], np.float64)
+    known[:1, 0] = known[1:2, 0] - 1e-3 if len(known) > 1 else 0.0  # at 0 until just before the first report
+    return np.interp(unix_s, known[:, 0], known[:, 1]), np.interp(unix_s, known[:, 0], known[:, 2])
+
+
+def moving_success(episodes: Sequence[EpisodePoint], window: int) -> list[float]:
+    """The share of successes among each episode and the ``window - 1`` before it."""
+    newest = deque[bool](maxlen=window)
+    shares = []
+    for episode in episodes:
+        newest.append(episode.success)
+        shares.append(sum(newest) / len(newest))
+    return shares
+
+
+def autonomous(episodes: Sequence[EpisodePoint]) -> list[EpisodePoint]:
+    """Those without a person's steps."""
+    return [episode for episode in episodes if not episode.assisted]
+
+
+def reached(episodes: Sequence[EpisodePoint], share: float, window: int) -> Reached | None:
+    """When `share` of the newest `window` autonomous episodes had succeeded for the first time; None if never."""
+    newest = deque[bool](maxlen=window)
+    for number, episode in enumerate(episodes, 1):
+        if episode.assisted:
+            continue
+        newest.append(episode.success)
+        if len(newest) == window and sum(newest) >= share * window:
+            return Reached(episode.training_s, number, episode.updates)
+    return None

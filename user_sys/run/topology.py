@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hal.ray_cluster import PlacementSlot
 from hal.ray_nodes import ROBOT_CLAIM, ROBOT_RESOURCE_PREFIX
-from user_sys.compose import Device, emulated_link_command
+from user_sys.compose import emulated_link_command
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.inference.protocol import POLICY_NODE
-from user_sys.robot_records import learner_folder, learner_process_name
+from user_sys.robot_records import learner_process_name
 from user_sys.run.config import RunConfig, RunFolder
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 LOOPBACK = "127.0.0.1"
+CONSOLE, REWARD_PROCESS = "console", "reward"
 SHARE_OF_COMPUTER = 0.01  # of the resource that stands for a computer: binds a process to it, and counts no cores
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: its command, and the Ray resources that place it."""
+    """One process: its command, the Ray resources that place it, and what its environment has in addition."""
 
     name: str
     argv: tuple[str, ...]
     resources: dict[str, float]
     log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 def topology(
     config: RunConfig, folder: RunFolder, local_resource: str, is_declared: Callable[[str], bool]
 ) -> tuple[ProcessSpec, ...]:
-    """The gateway and the processes of each robot, in the order in which they start.
+    """The gateway, console, reward's process if there is one, and the processes of each robot, in order of starting.
 
     The processes of a robot share its Ray resource, so they run on the robot's computer, and no other processes do.
 
@@ -45,7 +47,11 @@ def topology(
     gateway = ProcessSpec(
         GATEWAY_NAME, module_argv("user_sys.gateway", "--run", folder.path), local, folder.log(GATEWAY_NAME)
     )
-    edges = []
+    argv = module_argv("user_sys.run.reward_process", folder.path)
+    reward = ProcessSpec(REWARD_PROCESS, argv, local, folder.log(REWARD_PROCESS))
+    argv = module_argv("user_sys.run.console_process", folder.path)
+    console = ProcessSpec(CONSOLE, argv, local, folder.log(CONSOLE))
+    edges = [*[console] * config.console.enabled, *[reward] * bool(config.rewards.kind)]
     for robot in config.robots:
         state = folder.edge(robot.name)
         resource = f"{ROBOT_RESOURCE_PREFIX}{robot.name}"
@@ -58,25 +64,13 @@ def topology(
     return (gateway, *edges)
 
 
-def policy_process(folder: RunFolder, device: Device, resources: dict[str, float], address: str) -> ProcessSpec:
-    """The policy server. It runs on a computer that sees the run's folder, where it announces its address.
-
-    Args:
-        address: of its computer, on which it listens.
-    """
-    folder = RunFolder(folder.path.resolve())
-    options = {"listen": f"tcp://{address}:0", "keys": folder.keys, "device": device, "announce": folder.policy_address}
-    argv = module_argv("user_sys.inference", *(word for key, value in options.items() for word in (f"--{key}", value)))
-    return ProcessSpec(POLICY_NODE, argv, resources, folder.log(POLICY_NODE))
-
-
 @dataclass(frozen=True)
 class ProcessSlot:
-    """Where one process of a learner runs.
+    """Where one process of a learner, or the policy server, runs.
 
     Attributes:
         placement: reserved on the cluster; None on the launcher's computer.
-        address: at which the learner's other processes reach it.
+        address: at which the processes that use it reach it.
         gpus: UUIDs of its visible GPUs if there is no placement.
         gpu_index: of its own GPU among the visible ones.
     """
@@ -85,6 +79,30 @@ class ProcessSlot:
     address: str = LOOPBACK
     gpus: tuple[str, ...] = ()
     gpu_index: int = 0
+
+
+def policy_process(
+    folder: RunFolder, config: RunConfig, slot: ProcessSlot, local_resource: str, gateway: str
+) -> ProcessSpec:
+    """The policy server. It listens on its slot's address, which it announces in the run's folder.
+
+    Args:
+        local_resource: the Ray resource that stands for the launcher's computer.
+        gateway: the gateway's endpoint as the server reaches it.
+    """
+    folder = RunFolder(folder.path.resolve())
+    resources = {} if slot.placement else {local_resource: SHARE_OF_COMPUTER}
+    options = {
+        "listen": f"tcp://{slot.address}:0",
+        "gateway": gateway,
+        "keys": folder.keys,
+        "device": config.policy.device,
+        "announce": folder.policy_address,
+        "weights.max_staleness_versions": config.weights.max_staleness_versions,
+        "weights.precisions": f"[{', '.join(config.weights.precisions)}]",
+    }
+    argv = module_argv("user_sys.inference", *(f"--{key}={value}" for key, value in options.items()))
+    return ProcessSpec(POLICY_NODE, argv, resources, folder.log(POLICY_NODE))
 
 
 def local_slots(number: int, processes: int, gpus: Sequence[str]) -> tuple[ProcessSlot, ...]:
@@ -125,24 +143,29 @@ def cluster_slots(
 
 
 def learner_processes(
-    folder: RunFolder, name: str, slots: Sequence[ProcessSlot], local_resource: str, endpoint: str
+    folder: RunFolder, name: str, slots: Sequence[ProcessSlot], local_resource: str, endpoint: str, port: int
 ) -> tuple[tuple[ProcessSpec, ProcessSlot], ...]:
     """The processes of one learner (`user_sys.robot_records`), one for each of its `slots`, rank 0 first.
 
-    They read the gateway's store by mmap, so they run on computers that see the run's folder.
+    They read the gateway's store by its files, so they run on computers that see the run's folder.
 
     Args:
         local_resource: the Ray resource that stands for the launcher's computer.
         endpoint: at which rank 0 reaches the gateway.
+        port: at which the other processes reach rank 0.
     """
     folder = RunFolder(folder.path.resolve())
-    checkpoints = learner_folder(folder.checkpoints, name)
+    argv = module_argv("user_sys.run.learner_process", folder.path, name, endpoint)
     found = []
     for rank, slot in enumerate(slots):
-        argv = module_argv("user_sys.run.learner_process", folder.path, name, endpoint, slot.address, slot.gpu_index)
-        if rank:
-            argv = module_argv("user_sys.learner.worker_process", checkpoints, rank, slot.address, slot.gpu_index)
+        env = {  # as torchrun sets it
+            "RANK": str(rank),
+            "LOCAL_RANK": str(slot.gpu_index),
+            "WORLD_SIZE": str(len(slots)),
+            "MASTER_ADDR": slots[0].address,
+            "MASTER_PORT": str(port),
+        }
         process = learner_process_name(name, rank)
         resources = {} if slot.placement else {local_resource: SHARE_OF_COMPUTER}
-        found.append((ProcessSpec(process, argv, resources, folder.log(process)), slot))
+        found.append((ProcessSpec(process, argv, resources, folder.log(process), env), slot))
     return tuple(found)

@@ -6,18 +6,19 @@ omit any call, or keep the files in memory.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
-import mmap
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 Buffer = bytes | memoryview
 
+CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
 MAX_BUFFERS = 1024  # IOV_MAX
 WRITE_BYTES = 256 << 10
 
@@ -54,28 +55,14 @@ class Files:
         """At most `count` bytes; fewer only at the file's end."""
         return os.pread(fd, count, offset)
 
-    def pread_into(self, fd: int, out: Sequence[memoryview], offset: int) -> int:
-        """Fills the buffers in order and returns the number of bytes read; fewer than their sum only at the file's end.
-
-        At most `MAX_BUFFERS` buffers.
-        """
-        return os.preadv(fd, out, offset)
-
-    def pread_cached(self, fd: int, out: Sequence[memoryview], offset: int) -> bool:
-        """As `pread_into` if all bytes are in the page cache. Otherwise returns False and starts reading ahead."""
-        size = sum(map(len, out))
+    @contextlib.contextmanager
+    def opened(self, path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+        """As `open`, for the duration of the context."""
+        fd = self.open(path, flags)
         try:
-            if os.preadv(fd, out, offset, os.RWF_NOWAIT) == size:
-                return True
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):  # EOPNOTSUPP: the file system lacks RWF_NOWAIT
-                raise
-        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
-        return False
-
-    def map(self, fd: int, length: int) -> memoryview:
-        """The file's first `length` bytes, read-only. The view stays valid while referenced, also after `unlink`."""
-        return memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) if length else memoryview(b"")
+            yield fd
+        finally:
+            self.close(fd)
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Writes a leading part of the joined `buffers`; returns the number of bytes written."""
@@ -155,12 +142,9 @@ def replace_durably(files: Files, path: Path, content: bytes) -> None:
 def replace_file(files: Files, path: Path, content: bytes) -> None:
     """As `replace_durably`, without the sync of the folder. Until then a power cut may restore the old content."""
     fresh = path.with_suffix(".tmp")  # the next writer deletes leftovers
-    fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
+    with files.opened(fresh, CREATE) as fd:
         write_all(files, fd, [content], 0)
         files.fsync(fd)
-    finally:
-        files.close(fd)
     files.rename(fresh, path)
 
 

@@ -2,7 +2,11 @@
 
 Rows are numbered in storage order and keep their numbers; a deleted or lost row is no longer ``alive``. The steps
 of a chunk are adjacent: step row r of chunk row c is step ``chunks.first_step[c] + r - chunks.first_row[c]`` of its
-episode. Memory: about 31 bytes per step, 70 per chunk.
+episode. Memory: about 31 bytes per step, 80 per chunk.
+
+An episode of T steps has T + 1 observations: one before each step and the final one. Observations are numbered in
+storage order, with a chunk's final observation after those of its steps. So the observation after step r also has a
+number, and consecutive numbers were stored together.
 
 The index is built from index blocks alone, so footers and records give the same index. One thread changes it;
 other threads may read rows that they have been given.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
@@ -20,7 +24,16 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.store.index_block import CHUNK_COLUMNS, CHUNK_KIND, STEP_DTYPES, EndRecord, EpisodeRecord, IndexBlock
-from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, effective_labels
+from user_sys.store.labels import (
+    ColumnLabel,
+    DeleteLabel,
+    Label,
+    PhaseLabel,
+    RewardLabel,
+    SuccessLabel,
+    TrimLabel,
+    effective_labels,
+)
 from user_sys.store.record_format import RecordRef
 
 INITIAL_ROWS = 1024
@@ -32,7 +45,7 @@ LABELLED_COLUMNS = ("reward", "terminated", "truncated", "phase")  # step column
 class ColumnTable:
     """Growing columns of equal length. Each column is an attribute: a writable view of the current rows.
 
-    Appending is amortised O(1): the arrays array the views double. An older view keeps its rows, and sees later
+    Appending is amortised O(1): the arrays behind the views double. An older view keeps its rows, and sees later
     changes of their values until the arrays are next reallocated.
     """
 
@@ -46,10 +59,9 @@ class ColumnTable:
     def __len__(self) -> int:
         return self._rows
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Memory of the columns, with unused capacity."""
-        return sum(column.nbytes for column in self._arrays.values())
+    if TYPE_CHECKING:
+
+        def __getattr__(self, column: str) -> Array: ...
 
     def extend(self, rows: int, columns: Mapping[str, Array | int | bool]) -> range:
         """Appends `rows` rows and returns their numbers; `columns` has a value for every column."""
@@ -105,15 +117,6 @@ class StepTable(ColumnTable):
     """
 
     DTYPES = {**STEP_DTYPES, "chunk": "int32", "alive": "bool"}
-    reward: Array
-    terminated: Array
-    truncated: Array
-    phase: Array
-    policy_version: Array
-    safety: Array
-    time_unix_ns: Array
-    chunk: Array
-    alive: Array
 
 
 class ChunkTable(ColumnTable):
@@ -122,7 +125,7 @@ class ChunkTable(ColumnTable):
     Attributes:
         episode: row of its episode.
         index, first_step, steps: as in its header.
-        first_row: row of its first step.
+        first_row, first_observation: row of its first step, and number of the observation before that step.
         segment, offset, length, sequence: location of its record when found; see `Index.record_ref`.
         schema: fingerprint of its columns.
         next_chunk: row of the chunk that continues this one; -1 if there is none.
@@ -134,25 +137,12 @@ class ChunkTable(ColumnTable):
     DTYPES = {
         **{name: dtype for name, dtype in CHUNK_COLUMNS.items() if name != "end"},
         "first_row": "int64",
+        "first_observation": "int64",
         "next_chunk": "int32",
         "has_final": "bool",
         "gone": "bool",
         "alive": "bool",
     }
-    episode: Array
-    index: Array
-    first_step: Array
-    steps: Array
-    segment: Array
-    offset: Array
-    length: Array
-    sequence: Array
-    schema: Array
-    first_row: Array
-    next_chunk: Array
-    has_final: Array
-    gone: Array
-    alive: Array
 
 
 class EpisodeTable(ColumnTable):
@@ -160,8 +150,6 @@ class EpisodeTable(ColumnTable):
 
     Attributes:
         steps, chunks, size_bytes: stored so far.
-        next_index: all its chunks below this index are stored.
-        last_chunk: row of chunk ``next_index - 1``; -1 before the first.
         end_index: index of its last chunk; -1 while unknown.
         complete: its end and all chunks before it are stored.
         success: 1, 0, or -1 if unknown, with labels applied.
@@ -172,28 +160,11 @@ class EpisodeTable(ColumnTable):
     DTYPES = {
         **dict.fromkeys(("robot", "embodiment", "task", "sentence", "source", "reward_source"), "int32"),
         **dict.fromkeys(("seed", "started_unix_ns", "steps", "size_bytes"), "int64"),
-        **dict.fromkeys(("chunks", "next_index", "last_chunk", "end_index"), "int32"),
+        **dict.fromkeys(("chunks", "end_index"), "int32"),
         "success": "int8",
         "complete": "bool",
         "deleted": "bool",
     }
-    robot: Array
-    embodiment: Array
-    task: Array
-    sentence: Array
-    source: Array
-    reward_source: Array
-    seed: Array
-    started_unix_ns: Array
-    steps: Array
-    size_bytes: Array
-    chunks: Array
-    next_index: Array
-    last_chunk: Array
-    end_index: Array
-    success: Array
-    complete: Array
-    deleted: Array
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,8 +187,8 @@ class EpisodeTable(ColumnTable):
             "reward_source": self.reward_sources.code(""),
             "seed": np.array([r.seed for r in records], np.int64),
             "started_unix_ns": np.array([r.started_unix_ns for r in records], np.int64),
-            **dict.fromkeys(("steps", "size_bytes", "chunks", "next_index", "complete", "deleted"), 0),
-            **dict.fromkeys(("last_chunk", "end_index", "success"), NO_ROW),
+            **dict.fromkeys(("steps", "size_bytes", "chunks", "complete", "deleted"), 0),
+            **dict.fromkeys(("end_index", "success"), NO_ROW),
         }
         self.extend(len(records), columns)
 
@@ -247,11 +218,10 @@ class Index:
     def __init__(self) -> None:
         self.steps, self.chunks, self.episodes = StepTable(), ChunkTable(), EpisodeTable()
         self._labels: dict[str, list[Label]] = {}
+        self._columns: dict[str, Array] = {}  # labelled columns: float32, NaN without a label, with spare rows
         self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
         self._ends: dict[int, EndRecord] = {}
-        self._out_of_order: dict[
-            tuple[int, int], int
-        ] = {}  # chunks array a gap in their episode: (episode row, index) -> row
+        self._rows: dict[int, dict[int, int]] = {}  # of incomplete episodes: chunk index -> row
 
     # Queries
 
@@ -270,13 +240,6 @@ class Index:
         after: Array = np.where(following >= 0, chunks.first_row[following], NO_ROW)
         return np.where(at_end, after, np.asarray(rows, np.int64) + 1)
 
-    def is_last(self, rows: Array) -> Array:
-        """Whether a row is its episode's last step, which the final observation follows. bool."""
-        chunks = self.chunks
-        chunk = self.steps.chunk[rows]
-        last: Array = chunks.has_final[chunk] & (rows - chunks.first_row[chunk] == chunks.steps[chunk] - 1)
-        return last
-
     def episode_of(self, rows: Array) -> Array:
         """Episode rows of step rows."""
         found: Array = self.chunks.episode[self.steps.chunk[rows]]
@@ -287,6 +250,41 @@ class Index:
         chunk = self.steps.chunk[rows]
         found: Array = rows - self.chunks.first_row[chunk] + self.chunks.first_step[chunk]
         return found
+
+    @property
+    def observation_count(self) -> int:
+        """Number of stored observations; their numbers are below it."""
+        return self.observation_range(len(self.chunks) - 1).stop if len(self.chunks) else 0
+
+    def observation_range(self, chunk: int) -> range:
+        """Numbers of a chunk's observations."""
+        chunks = self.chunks
+        start = int(chunks.first_observation[chunk])
+        return range(start, start + int(chunks.steps[chunk]) + int(chunks.has_final[chunk]))
+
+    def observation_before(self, rows: Array) -> Array:
+        """Number of the observation before each step, int64."""
+        chunk = self.steps.chunk[rows]
+        found: Array = self.chunks.first_observation[chunk] + (rows - self.chunks.first_row[chunk])
+        return found
+
+    def observation_after(self, rows: Array) -> Array:
+        """Number of the observation after each step, int64; -1 if it is not stored (yet)."""
+        chunks, chunk = self.chunks, self.steps.chunk[rows]
+        step = rows - chunks.first_row[chunk]
+        within = (step < chunks.steps[chunk] - 1) | chunks.has_final[chunk]
+        continued = chunks.next_chunk[chunk]
+        after: Array = np.where(continued >= 0, chunks.first_observation[continued], NO_ROW)
+        return np.where(within, chunks.first_observation[chunk] + step + 1, after)
+
+    def locate_observations(self, numbers: Array) -> tuple[Array, Array]:
+        """Chunk row of each observation, and the step within it; the number of its steps for the final one."""
+        chunk = np.searchsorted(self.chunks.first_observation, numbers, "right") - 1
+        return chunk, numbers - self.chunks.first_observation[chunk]
+
+    def labelled_column(self, name: str, rows: Array) -> Array | None:
+        """Labelled values of a column for step rows, float32 like `rows`, NaN without a label; None if it has none."""
+        return self._columns[name][rows] if name in self._columns else None
 
     def labels(self, episode: str) -> tuple[Label, ...]:
         """Labels of an episode, oldest first."""
@@ -308,6 +306,11 @@ class Index:
                 self._labels.setdefault(label.episode, []).append(label)
                 touched.add(label.episode)
         lost = self._drop_records(dropped)
+        for name, column in self._columns.items():
+            if len(column) < len(self.steps):
+                grown = np.full(max(INITIAL_ROWS, 2 * len(self.steps)), np.nan, np.float32)
+                grown[: len(column)] = column
+                self._columns[name] = grown
         relabelled, before, after = self._apply_labels(touched)
         old = np.arange(len(relabelled))[relabelled < old_rows]
         rows, was, now = relabelled[old], before[old], after[old]
@@ -327,7 +330,7 @@ class Index:
         self.episodes.add([record for record, row in zip(block.episodes, existing, strict=True) if row < 0])
         rows = np.array([self.episodes.ids.code(record.episode) for record in block.episodes], np.int32)
         episode = rows[block.chunks["episode"]]
-        is_new = self._is_new(episode, block.chunks["index"])
+        is_new = self._take_new(episode, block.chunks["index"])
         if not is_new.any():
             return
         chunks = {name: column[is_new] for name, column in block.chunks.items()} | {"episode": episode[is_new]}
@@ -338,23 +341,28 @@ class Index:
         self._append(chunks, steps, block.ends)
 
     def _append(self, chunks: dict[str, Array], steps: dict[str, Array], ends: Sequence[EndRecord]) -> None:
-        first_row = len(self.steps) + np.cumsum(chunks["steps"], dtype=np.int64) - chunks["steps"]
-        end = chunks.pop("end")
-        chunks |= {"first_row": first_row, "has_final": end >= 0}
+        end, counts = chunks.pop("end"), chunks["steps"].astype(np.int64)
+        observed = counts + (end >= 0)
+        chunks |= {
+            "first_row": len(self.steps) + np.cumsum(counts) - counts,
+            "first_observation": self.observation_count + np.cumsum(observed) - observed,
+            "has_final": end >= 0,
+        }
         rows = self.chunks.extend(len(end), {**chunks, "next_chunk": NO_ROW, "gone": False, "alive": True})
-        of_chunk = np.repeat(np.arange(rows.start, rows.stop, dtype=np.int32), chunks["steps"])
+        of_chunk = np.repeat(np.arange(rows.start, rows.stop, dtype=np.int32), counts)
         self.steps.extend(len(of_chunk), {**steps, "chunk": of_chunk, "alive": True})
         episodes = self.episodes
-        np.add.at(episodes.steps, chunks["episode"], chunks["steps"])
+        np.add.at(episodes.steps, chunks["episode"], counts)
         np.add.at(episodes.chunks, chunks["episode"], 1)
         np.add.at(episodes.size_bytes, chunks["episode"], chunks["length"])
-        self._link(rows)
         for place in np.flatnonzero(end >= 0):
             self._set_end(int(chunks["episode"][place]), int(chunks["index"][place]), ends[int(end[place])])
+        self._link(rows, chunks["episode"].tolist(), chunks["index"].tolist())
         seen = np.unique(chunks["episode"])
-        episodes.complete[seen] = (episodes.end_index[seen] >= 0) & (
-            episodes.next_index[seen] > episodes.end_index[seen]
-        )
+        complete = seen[episodes.chunks[seen] == episodes.end_index[seen] + 1]
+        episodes.complete[complete] = True
+        for episode in complete.tolist():
+            del self._rows[episode]
 
     def _set_end(self, episode: int, index: int, end: EndRecord) -> None:
         self._ends[episode] = end
@@ -367,58 +375,27 @@ class Index:
 
     # Order within episodes
 
-    def _is_new(self, episode: Array, index: Array) -> Array:
+    def _take_new(self, episode: Array, index: Array) -> Array:
         """Which of the chunks are not indexed yet (bool); of equal ones, the first counts."""
-        keys = episode.astype(np.int64) << 32 | index
-        first = np.zeros(len(keys), bool)
-        first[np.unique(keys, return_index=True)[1]] = True
-        new: Array = first & (index >= self.episodes.next_index[episode])
-        if self._out_of_order:
-            for place in np.flatnonzero(new & np.isin(episode, [key[0] for key in self._out_of_order])):
-                new[place] = (int(episode[place]), int(index[place])) not in self._out_of_order
-        return new
+        known, taken = self.episodes.complete[episode].tolist(), []
+        for is_complete, row, number in zip(known, episode.tolist(), index.tolist(), strict=True):
+            rows = {} if is_complete else self._rows.setdefault(row, {})
+            taken.append(not is_complete and number not in rows)
+            rows.setdefault(number, NO_ROW)
+        return np.array(taken, bool)
 
-    def _link(self, rows: range) -> None:
-        """Links new chunks to their predecessors, in bulk if they arrived in order, otherwise one by one."""
-        chunks, episodes = self.chunks, self.episodes
-        order = rows.start + np.lexsort((chunks.index[rows.start :], chunks.episode[rows.start :]))
-        episode, index = chunks.episode[order], chunks.index[order]
-        starts = np.flatnonzero(np.r_[True, episode[1:] != episode[:-1]])
-        sizes = np.diff(np.r_[starts, len(order)])
-        expected = episodes.next_index[episode] + np.arange(len(order)) - np.repeat(starts, sizes)
-        in_order = np.logical_and.reduceat(index == expected, starts)
-        if self._out_of_order:
-            in_order &= ~np.isin(episode[starts], [key[0] for key in self._out_of_order])
-        previous = np.r_[NO_ROW, order[:-1]]
-        previous[starts] = episodes.last_chunk[episode[starts]]
-        plain = np.repeat(in_order, sizes)
-        self._join(previous[plain], order[plain])
-        last = starts + sizes - 1
-        episodes.next_index[episode[last[in_order]]] = index[last[in_order]] + 1
-        episodes.last_chunk[episode[last[in_order]]] = order[last[in_order]]
-        for row in order[~plain].tolist():
-            self._link_out_of_order(row)
-
-    def _join(self, before: Array, after: Array) -> None:
-        """Links pairs of chunks if the first one exists and the step numbers are consecutive."""
-        chunks = self.chunks
-        before, after = before[before >= 0], after[before >= 0]
-        fits = chunks.first_step[before] + chunks.steps[before] == chunks.first_step[after]
-        chunks.next_chunk[before[fits]] = after[fits]
-
-    def _link_out_of_order(self, row: int) -> None:
-        episodes = self.episodes
-        episode, index = int(self.chunks.episode[row]), int(self.chunks.index[row])
-        self._out_of_order[episode, index] = row
-        for low, high in ((index - 1, index), (index, index + 1)):
-            before, after = self._out_of_order.get((episode, low)), self._out_of_order.get((episode, high))
-            if low == episodes.next_index[episode] - 1:
-                before = int(episodes.last_chunk[episode])
-            if before is not None and after is not None:
-                self._join(np.array([before]), np.array([after]))
-        while (found := self._out_of_order.pop((episode, int(episodes.next_index[episode])), None)) is not None:
-            episodes.next_index[episode] += 1
-            episodes.last_chunk[episode] = found
+    def _link(self, rows: range, episodes: Sequence[int], indexes: Sequence[int]) -> None:
+        """Links new chunks with stored neighbours whose step numbers are consecutive; chunks arrive in any order."""
+        before, after = list[int](), list[int]()
+        for row, episode, index in zip(rows, episodes, indexes, strict=True):
+            stored = self._rows[episode]
+            stored[index] = row
+            before += (stored.get(index - 1, NO_ROW), row)
+            after += (row, stored.get(index + 1, NO_ROW))
+        chunks, first, second = self.chunks, np.array(before), np.array(after)
+        fits = chunks.first_step[first] + chunks.steps[first] == chunks.first_step[second]
+        fits &= (first >= 0) & (second >= 0)
+        chunks.next_chunk[first[fits]] = second[fits]
 
     # Labels
 
@@ -427,7 +404,7 @@ class Index:
         rows = {row: name for name in names if (row := self.episodes.find(name)) >= 0}
         chunks = np.flatnonzero(np.isin(self.chunks.episode, list(rows))) if rows else np.empty(0, np.int64)
         chunks = chunks[np.argsort(self.chunks.episode[chunks], kind="stable")]
-        steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
+        steps = spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         before = self.steps.alive[steps].copy()
         for group in np.split(chunks, np.flatnonzero(np.diff(self.chunks.episode[chunks])) + 1):
             if len(group):
@@ -440,14 +417,32 @@ class Index:
 
         Each column is assigned once, so concurrent readers never see the recorded value of a labelled step.
         """
-        steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
+        steps = spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         valid = effective_labels(labels)
         deleted = next((label.deleted for label in reversed(valid) if isinstance(label, DeleteLabel)), False)
         self.episodes.deleted[episode] = deleted
         self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not deleted)
-        self.steps.alive[steps] = self.chunks.alive[self.steps.chunk[steps]]
-        if any(isinstance(label, SuccessLabel | RewardLabel | PhaseLabel) for label in labels):
+        alive = self.chunks.alive[self.steps.chunk[steps]]
+        if (trim := newest_trim(valid)) is not None:
+            alive = alive & _is_kept(self.step_of(steps), trim)
+        self.steps.alive[steps] = alive
+        if any(isinstance(label, SuccessLabel | RewardLabel | PhaseLabel | TrimLabel) for label in labels):
             self._apply_step_labels(episode, steps, valid)
+        if any(isinstance(label, ColumnLabel) for label in labels):
+            self._apply_column_labels(steps, [label for label in valid if isinstance(label, ColumnLabel)])
+
+    def _apply_column_labels(self, steps: Array, labels: Sequence[ColumnLabel]) -> None:
+        number = self.step_of(steps)
+        for name in self._columns.keys() | {label.name for label in labels}:
+            values = np.full(len(steps), np.nan, np.float32)
+            for label in labels:
+                if label.name == name:
+                    at, given = number - label.first_step, label.array()
+                    inside = (at >= 0) & (at < len(given))
+                    values[inside] = given[at[inside]]
+            if name not in self._columns:
+                self._columns[name] = np.full(len(self.steps), np.nan, np.float32)
+            self._columns[name][steps] = values
 
     def _apply_step_labels(self, episode: int, steps: Array, labels: Sequence[Label]) -> None:
         recorded = self._recorded_columns(episode, steps)
@@ -471,6 +466,9 @@ class Index:
                 case PhaseLabel():
                     at = number - label.first_step
                     labelled["phase"][(at >= 0) & (at < label.steps)] = label.phase
+        if (trim := newest_trim(labels)) is not None:
+            cut = (number == trim.first_step + trim.steps - 1) & ~last & ~labelled["terminated"]
+            labelled["truncated"][cut] = True
         self._set_outcome(episode, *outcome)
         for name, column in labelled.items():
             getattr(self.steps, name)[steps] = column
@@ -498,7 +496,7 @@ class Index:
 
     def mark_gone(self, chunks: Array) -> Array:
         """Marks chunk rows as lost, such as unreadable ones; returns the step rows that are no longer alive."""
-        steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
+        steps = spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         steps = steps[self.steps.alive[steps]]
         self.chunks.gone[chunks] = True
         self.chunks.alive[chunks] = False
@@ -508,12 +506,35 @@ class Index:
         return steps
 
 
-def _spans(starts: Array, sizes: Array) -> Array:
+def newest_trim(labels: Sequence[Label]) -> TrimLabel | None:
+    """The trim that applies, of an episode's effective labels; None if it is whole."""
+    return next((label for label in reversed(labels) if isinstance(label, TrimLabel)), None)
+
+
+def _is_kept(number: Array, trim: TrimLabel) -> Array:
+    """Which steps, by their number in the episode, a trim keeps (bool)."""
+    kept: Array = (number >= trim.first_step) & (number < trim.first_step + trim.steps)
+    return kept
+
+
+def spans(starts: Array, sizes: Array) -> Array:
     """Concatenated ranges ``starts[i] .. starts[i] + sizes[i]``, int64."""
     sizes = np.asarray(sizes, np.int64)
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     spans: Array = np.repeat(np.asarray(starts, np.int64), sizes) + within
     return spans
+
+
+def rows_of(index: Index, sequence: Array, step: Array) -> Array:
+    """Rows of steps by the sequence numbers of their chunks' records and their numbers there; -1 if not stored."""
+    chunks = index.chunks
+    alive = np.flatnonzero(chunks.alive)
+    if not len(alive):
+        return np.full(np.shape(sequence), NO_ROW, np.int64)
+    alive = alive[np.argsort(chunks.sequence[alive])]
+    at = np.minimum(np.searchsorted(chunks.sequence[alive], sequence), len(alive) - 1)
+    rows: Array = np.where(chunks.sequence[alive[at]] == sequence, chunks.first_row[alive[at]] + step, NO_ROW)
+    return rows
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -522,7 +543,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         success: by the last label, otherwise by the episode's end; None if unknown.
         episode_return: sum of the stored rewards.
-        intervention_steps: steps in phase TELEOP or CORRECTION.
+        intervention_steps: steps in another phase than POLICY.
         policy_versions: lowest and highest version that acted; (-1, -1) if no policy did.
         complete: its end and all chunks before it are stored.
         labelled_by: labeller of `success`; empty without a label.
@@ -552,7 +573,7 @@ def summarise_episodes(index: Index) -> list[EpisodeSummary]:
     episodes, steps = index.episodes, index.steps
     owner = index.episode_of(np.arange(len(steps)))
     returns = np.bincount(owner, steps.reward, len(episodes))
-    by_hand = np.bincount(owner, is_intervention(steps.phase), len(episodes))
+    by_hand = np.bincount(owner, steps.phase != Phase.POLICY, len(episodes))
     low, high = _version_range(owner, steps.policy_version, len(episodes))
     return [
         EpisodeSummary(
@@ -578,7 +599,7 @@ def summarise_episodes(index: Index) -> list[EpisodeSummary]:
 
 
 def is_intervention(phase: Array) -> Array:
-    """Whether a person controlled the robot, as a bool array like `phase`."""
+    """Whether a person showed what to do, as a bool array like `phase`; a rewind shows nothing."""
     shown: Array = np.isin(phase, (Phase.TELEOP, Phase.CORRECTION))
     return shown
 

@@ -1,12 +1,12 @@
 """Index blocks: the index columns of a range of records. The footer of a sealed segment holds its block.
 
 A block is built from records alone (`IndexBlockBuilder`) and encoded as a packet of `user_sys.codec`. Opening a
-store loads one block per segment and reads no chunk.
+store loads one block per segment and reads no chunk. A writer builds the block while it appends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
 from dataclasses import dataclass
 
 import msgspec
@@ -16,11 +16,12 @@ from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import Array, decode_packet, encode_packet
 from user_sys.episode import ChunkHeader, PackedChunk, parse_chunk
 from user_sys.errors import WireError
-from user_sys.store.labels import Label, decode_label
+from user_sys.store.labels import ColumnLabel, Label, decode_label
 from user_sys.store.record_format import Damage, RecordRef, record_bytes
 
 CHUNK_KIND = 1  # kinds of records
 LABEL_KIND = 2
+COLUMN_KIND = 3  # a `ColumnLabel`; programs before it skip the kind, and its table in footers
 
 # Column of a chunk -> (dtype, default value without that column).
 STEP_COLUMNS: dict[str, tuple[str, int]] = {
@@ -80,6 +81,7 @@ class _Tables(msgspec.Struct, frozen=True, array_like=True):
     ends: tuple[EndRecord, ...]
     labels: tuple[Label, ...]
     damaged: tuple[Damage, ...]
+    columns: tuple[ColumnLabel, ...] = ()
 
 
 _TABLES_DECODER = msgspec.msgpack.Decoder(_Tables)
@@ -93,7 +95,7 @@ class IndexBlock:
         chunks: columns `CHUNK_COLUMNS`, one row per chunk.
         steps: columns `STEP_COLUMNS` and ``time_unix_ns`` int64, one row per step, chunk by chunk.
         episodes, ends: targets of the chunks' references.
-        labels: in order.
+        labels: in order; columns after the others, which has no effect on either.
         damaged: records that are whole and do not decode.
     """
 
@@ -105,7 +107,9 @@ class IndexBlock:
     damaged: tuple[Damage, ...]
 
     def encode(self) -> bytes:
-        tables = _Tables(self.episodes, self.ends, self.labels, self.damaged)
+        columns = tuple(label for label in self.labels if isinstance(label, ColumnLabel))
+        labels = tuple(label for label in self.labels if not isinstance(label, ColumnLabel))
+        tables = _Tables(self.episodes, self.ends, labels, self.damaged, columns)
         arrays = {**self.steps, **{CHUNK_PREFIX + name: column for name, column in self.chunks.items()}}
         arrays[TABLES] = np.frombuffer(msgspec.msgpack.encode(tables), np.uint8)
         return encode_packet(_Head(len(self.chunks["steps"]), len(self.steps[TIME])), arrays)
@@ -142,7 +146,8 @@ def decode_block(raw: bytes | memoryview) -> IndexBlock:
         sound.append(((chunks[name] >= least) & (chunks[name] < len(table))).all())
     if not all(sound):
         raise WireError(f"a block of {head.chunks} chunks and {head.steps} steps is inconsistent")
-    return IndexBlock(chunks, steps, tables.episodes, tables.ends, tables.labels, tables.damaged)
+    labels = (*tables.labels, *tables.columns)
+    return IndexBlock(chunks, steps, tables.episodes, tables.ends, labels, tables.damaged)
 
 
 def _checked(column: Array, dtype: str, rows: int) -> Array:
@@ -152,7 +157,7 @@ def _checked(column: Array, dtype: str, rows: int) -> Array:
 
 
 class IndexBlockBuilder:
-    """Builds a block from records added in storage order."""
+    """Builds a block from records added in storage order. It is the `Summary` of a store's segment."""
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {}
@@ -160,15 +165,19 @@ class IndexBlockBuilder:
         self._ends: list[EndRecord] = []
         self._labels: list[Label] = []
         self._damaged: list[Damage] = []
-        self._chunks: list[tuple[int, ...]] = []
-        self._steps: dict[str, list[Array]] = {name: [] for name in STEP_DTYPES}
+        self._chunks = array("q")  # rows of `CHUNK_COLUMNS`
+        self._steps = {name: bytearray() for name in STEP_DTYPES}
 
-    def add(self, ref: RecordRef, payload: bytes | memoryview) -> None:
-        """Adds a record. A record that does not decode becomes damage; unknown kinds are skipped."""
+    def add(self, ref: RecordRef, payload: bytes | memoryview, parsed: object = None) -> None:
+        """Adds a record. A record that does not decode becomes damage; unknown kinds are skipped.
+
+        Args:
+            parsed: the payload's `PackedChunk`, if the caller has it.
+        """
         try:
             if ref.kind == CHUNK_KIND:
-                self._add_chunk(ref, parse_chunk(payload))
-            elif ref.kind == LABEL_KIND:
+                self._add_chunk(ref, parsed if isinstance(parsed, PackedChunk) else parse_chunk(payload))
+            elif ref.kind in (LABEL_KIND, COLUMN_KIND):
                 self._labels.append(decode_label(payload))
         except WireError as error:
             self.add_damage(ref, f"does not decode: {error}")
@@ -182,33 +191,29 @@ class IndexBlockBuilder:
         if header.end is not None:
             end = len(self._ends)
             self._ends.append(EndRecord(header.end.steps, header.end.success, header.end.reward_source))
-        of_episode = (self._episode_code(header), header.index, header.first_step, header.steps, end)
-        self._chunks.append((*of_episode, ref.segment, ref.offset, ref.length, ref.sequence, packed.schema))
-        for name, (dtype, default) in STEP_COLUMNS.items():
-            column = packed.column(name)
-            self._steps[name].append(np.full(header.steps, default, dtype) if column is None else column)
-        captured = packed.column("t_capture_ns")
-        self._steps[TIME].append(
-            np.full(header.steps, header.started_unix_ns) if captured is None else captured + header.unix_offset_ns
-        )
-
-    def _episode_code(self, header: ChunkHeader) -> int:
         code = self._codes.setdefault(header.episode, len(self._episodes))
         if code == len(self._episodes):
             self._episodes.append(_episode_record(header))
-        return code
+        self._chunks.extend((code, header.index, header.first_step, header.steps, end))
+        self._chunks.extend((ref.segment, ref.offset, ref.length, ref.sequence, packed.schema))
+        for name, (dtype, default) in STEP_COLUMNS.items():
+            column = packed.column(name)
+            self._steps[name] += (np.full(header.steps, default, dtype) if column is None else column).tobytes()
+        captured = packed.column("t_capture_ns")
+        times = header.started_unix_ns if captured is None else captured + header.unix_offset_ns
+        self._steps[TIME] += np.broadcast_to(times, header.steps).astype(np.int64).tobytes()
 
     def build(self) -> IndexBlock:
         """The block; its columns are copies."""
         rows = np.array(self._chunks, np.int64).reshape(-1, len(CHUNK_COLUMNS))
         chunks = {name: rows[:, n].astype(dtype) for n, (name, dtype) in enumerate(CHUNK_COLUMNS.items())}
-        steps = {name: _join(parts, STEP_DTYPES[name]) for name, parts in self._steps.items()}
+        steps = {name: np.frombuffer(bytes(column), STEP_DTYPES[name]) for name, column in self._steps.items()}
         tables = (tuple(self._episodes), tuple(self._ends), tuple(self._labels), tuple(self._damaged))
         return IndexBlock(chunks, steps, *tables)
 
-
-def _join(parts: list[Array], dtype: str) -> Array:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+    def encode(self) -> bytes:
+        """The encoded block."""
+        return self.build().encode()
 
 
 def _episode_record(header: ChunkHeader) -> EpisodeRecord:
@@ -222,11 +227,3 @@ def _episode_record(header: ChunkHeader) -> EpisodeRecord:
         header.seed,
         header.started_unix_ns,
     )
-
-
-def summarise_records(records: Iterable[tuple[RecordRef, memoryview]]) -> bytes:
-    """The encoded block of a segment's records, which is the summary in its footer."""
-    builder = IndexBlockBuilder()
-    for ref, payload in records:
-        builder.add(ref, payload)
-    return builder.build().encode()

@@ -12,21 +12,27 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import remove_durably, replace_durably
-from user_sys.episode import MAX_STEPS_PER_CHUNK, Phase
+from user_sys.codec import Array
+from user_sys.episode import MAX_STEPS_PER_CHUNK, SCALAR_DTYPES, Phase
 from user_sys.errors import StoreError, WireError
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MAX_REWARD = 3.4e38  # the index stores rewards as float32
 Reward = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 Rewards = Annotated[tuple[Reward, ...], msgspec.Meta(max_length=64 * MAX_STEPS_PER_CHUNK)]
+ColumnName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9._-]{0,127}\Z")]
+ColumnBytes = Annotated[bytes, msgspec.Meta(max_length=4 * 64 * MAX_STEPS_PER_CHUNK)]
+FIXED_COLUMNS = SCALAR_DTYPES.keys() - {"log_prob"}
+FIXED_PREFIXES = ("observation.", "action")
 QUEUE_FOLDER = "inbox"
 QUEUE_SUFFIX = ".labels"
 MAX_QUEUED_BYTES = 8 << 20
@@ -68,6 +74,44 @@ class PhaseLabel(_Label, frozen=True, kw_only=True, tag="phase"):
     phase: Phase
 
 
+class TrimLabel(_Label, frozen=True, kw_only=True, tag="trim"):
+    """Excludes all but `steps` steps from `first_step` on from sampling. The last of them becomes truncated.
+
+    The newest trim applies to the recorded episode, so that a wider one brings steps back.
+    """
+
+    first_step: Count
+    steps: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
+class ColumnLabel(_Label, frozen=True, kw_only=True, tag="column"):
+    """Values of the column `name` for the steps from `first_step` on, such as ``advantage``; see `column_labels`.
+
+    Batches have them in place of a recorded column of that name (`TrainingData.extras`).
+
+    Attributes:
+        values: finite float32, little-endian, one each.
+    """
+
+    name: ColumnName
+    first_step: Count
+    values: ColumnBytes
+
+    def __post_init__(self) -> None:
+        if self.name in FIXED_COLUMNS or self.name.startswith(FIXED_PREFIXES):
+            raise ValueError(f"{self.name!r} is a column of the robot or has labels of its own; choose another name")
+        if len(self.values) % 4:
+            raise ValueError(f"the column {self.name!r} of {self.episode} has {len(self.values)} bytes; a step has 4")
+        finite = np.isfinite(self.array())
+        if not finite.all():
+            step = self.first_step + int(np.argmin(finite))
+            raise ValueError(f"the column {self.name!r} of {self.episode} is not finite at step {step}")
+
+    def array(self) -> Array:
+        """The values, float32 (steps,)."""
+        return np.frombuffer(self.values, "<f4")
+
+
 class DeleteLabel(_Label, frozen=True, kw_only=True, tag="delete"):
     """Excludes the episode from use. `deleted` False reverts this until compaction has freed the space."""
 
@@ -84,7 +128,39 @@ class UndoLabel(_Label, frozen=True, kw_only=True, tag="undo"):
     undone_at_unix_ns: int
 
 
-Label = SuccessLabel | RewardLabel | PhaseLabel | DeleteLabel | NoteLabel | UndoLabel
+Label = SuccessLabel | RewardLabel | PhaseLabel | TrimLabel | ColumnLabel | DeleteLabel | NoteLabel | UndoLabel
+
+
+def column_labels(
+    episode: str, columns: Mapping[str, Array], labeller: str, *, first_step: int = 0, note: str = ""
+) -> list[ColumnLabel]:
+    """The labels of numeric columns of an episode that a program has computed, one value for each step.
+
+    `user_sys.store.maintenance.add_labels` or `queue_labels` makes them durable; they take effect at the next refresh.
+
+    Args:
+        columns: such as ``value``, ``progress`` or ``advantage``, to float (steps,).
+        first_step: of the values.
+
+    Raises:
+        ValueError: a value is not finite as float32, or the name is that of a recorded column with another meaning.
+    """
+    at_unix_ns = time.time_ns()
+    with np.errstate(over="ignore"):
+        encoded = {name: np.asarray(values).astype("<f4").tobytes() for name, values in columns.items()}
+    return [
+        ColumnLabel(
+            episode=episode,
+            labeller=labeller,
+            at_unix_ns=at_unix_ns,
+            note=note,
+            name=name,
+            first_step=first_step,
+            values=values,
+        )
+        for name, values in encoded.items()
+    ]
+
 
 _DECODER = msgspec.msgpack.Decoder(Label)
 

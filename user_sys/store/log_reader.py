@@ -8,16 +8,15 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import numpy as np
 from crc32c import crc32c
 
+from hal.context import ClosedAtExit
 from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone
 from user_sys.store import manifest
 from user_sys.store.files import OS_FILES, Files
@@ -37,12 +36,12 @@ from user_sys.store.record_format import (
     decode_record_header,
     list_segments,
     read_footer,
-    read_footer_copy,
     read_segment_header,
+    read_sound_footer,
     resolve_generations,
 )
 
-MAX_OPEN_SEGMENTS = 64  # two file descriptors each
+MAX_OPEN_SEGMENTS = 64
 ATTEMPTS = 8  # the writer may replace or delete files between listing and opening
 Result = TypeVar("Result")
 _NO_SEQUENCES: Column = np.empty(0, np.int64)
@@ -50,11 +49,11 @@ _logger = logging.getLogger(__name__)
 
 
 class SegmentFile:
-    """A mapped segment file and its descriptor, which is closed with the last reference to this object."""
+    """The descriptor of a segment's file, which is closed with the last reference to this object."""
 
-    def __init__(self, files: Files, fd: int, view: memoryview) -> None:
-        self.fd, self.view = fd, view
-        weakref.finalize(self, files.close, fd)
+    def __init__(self, files: Files, path: Path) -> None:
+        self.fd = files.open(path, os.O_RDONLY)
+        weakref.finalize(self, files.close, self.fd)
 
 
 class SegmentFileCache:
@@ -65,35 +64,26 @@ class SegmentFileCache:
         self._lock = threading.Lock()
         self._opened: OrderedDict[SegmentName, SegmentFile] = OrderedDict()
 
-    def get(self, name: SegmentName, end: int) -> SegmentFile:
-        """The segment's file, mapped at least up to byte `end`.
+    def read(self, name: SegmentName, offset: int, count: int) -> bytes:
+        """`count` bytes of the segment's file.
 
         Raises:
             StoreCorrupt: it is shorter than that.
-            OSError: it cannot be opened.
+            OSError: it cannot be opened or read.
         """
         with self._lock:
-            opened = self._opened.get(name)
-            if opened is None or len(opened.view) < end:
-                opened = self._opened[name] = self._map(name, end)
+            opened = self._opened.get(name) or SegmentFile(self._files, self._path / str(name))
+            self._opened[name] = opened
             self._opened.move_to_end(name)
             if len(self._opened) > MAX_OPEN_SEGMENTS:
-                self._opened.popitem(last=False)  # unmapped with its last view
-            return opened
-
-    def _map(self, name: SegmentName, end: int) -> SegmentFile:
-        fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        try:
-            size = self._files.size(fd)
-            if size < end:
-                raise StoreCorrupt(f"{self._path / str(name)} ends at byte {size}")
-            return SegmentFile(self._files, fd, self._files.map(fd, size))
-        except BaseException:
-            self._files.close(fd)
-            raise
+                self._opened.popitem(last=False)
+        found = self._files.pread(opened.fd, count, offset)
+        if len(found) < count:
+            raise StoreCorrupt(f"{self._path / str(name)} ends at byte {offset + len(found)}")
+        return found
 
     def clear(self) -> None:
-        """Drops all files; returned ones stay valid."""
+        """Closes the files after the reads in progress."""
         with self._lock:
             self._opened.clear()
 
@@ -142,10 +132,10 @@ class _SegmentLocation:
         return None if moved is None else moved.offset
 
 
-class LogReader:
-    """Reads a log by mmap and follows it while another process writes. Create it with `open`.
+class LogReader(ClosedAtExit):
+    """Reads a log and follows it while another process writes. Create it with `open`.
 
-    `read`, `read_range` and `read_into` are thread-safe; `refresh` is called by one thread at a time.
+    `read` and `read_range` are thread-safe; `refresh` is called by one thread at a time.
 
     Attributes:
         damaged: damage that `refresh` found and that is not quarantined. Appends in progress, and appends that a crash
@@ -260,9 +250,11 @@ class LogReader:
         if self._manifest is None:
             return
         covered = {number for name in chosen for number in range(name.number, name.stop)}
+        listed = {e.number: (e.first_sequence, e.next_sequence - 1) for e in self._manifest.segments}
         for number in range(self._manifest.first_number, self._manifest.last_number + 1):
             if number not in covered:
-                self._report(Damage(number, 0, 0, "the segment's file is missing"))
+                first, last = listed.get(number, (-1, -1))
+                self._report(Damage(number, 0, 0, "the segment's file is missing", first, last_sequence=last))
 
     def _report_dropped(self, chosen: list[SegmentName], found: list[RecordBatch]) -> None:
         """Reports dropped records of segments that are in no current file."""
@@ -323,22 +315,10 @@ class LogReader:
             reason = "the sealed segment has no trailer"
         except StoreCorrupt as error:
             footer, reason = None, str(error)
-        if footer is not None:
-            return footer
-        copy = read_footer_copy(self._files, self._path, name)
-        if copy is not None and self._sealed_meanwhile(fd, name):
-            return copy
-        if copy is not None or self._is_listed(name):
+        if footer is None and self._is_listed(name):
             size = self._files.size(fd)
             self._report(Damage(name.number, size, 0, f"the footer: {reason}", -1, name.generation))
-        return copy
-
-    def _sealed_meanwhile(self, fd: int, name: SegmentName) -> bool:
-        """Whether the file has a footer by now. The writer writes the copy after the footer."""
-        try:
-            return read_footer(self._files, fd, name) is not None
-        except StoreCorrupt:
-            return False
+        return footer
 
     def _scan_as_footer(self, fd: int, name: SegmentName) -> Footer:
         """A substitute for the damaged footer of a rewritten segment."""
@@ -397,11 +377,8 @@ class LogReader:
             self._close(followed)
 
     def _header(self, name: SegmentName) -> SegmentHeader | None:
-        fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        try:
+        with self._files.opened(self._path / str(name)) as fd:
             return read_segment_header(self._files, fd)
-        finally:
-            self._files.close(fd)
 
     def _report_unscanned(self, followed: _FollowedSegment, scan: SegmentScan) -> None:
         stop = scan.stop if scan.stop < sys.maxsize else self._files.size(followed.fd)
@@ -417,22 +394,18 @@ class LogReader:
     # Reading
 
     def read(self, ref: RecordRef) -> memoryview:
-        """The payload, read-only and without a copy; each call verifies its checksum.
+        """The payload; each call verifies its checksum.
 
-        The view stays valid while it is referenced, also after the reader is closed or the segment deleted. A record
-        that compaction moved is found by its sequence number.
+        A record that compaction moved is found by its sequence number.
 
         Raises:
             StoreRecordGone: the record was dropped, or its segment's file is missing.
             StoreCorrupt: the bytes changed.
             StoreError: the file cannot be read.
         """
-        payload, expected, file = self._locate(ref, self._payload)
-        if crc32c(payload) != expected:
-            raise StoreCorrupt(f"{file}: the payload of record {ref.sequence} (found at {ref.offset}) is damaged")
-        return payload
+        return self._locate(ref, self._verified)
 
-    def read_range(self, ref: RecordRef, start: int, stop: int) -> memoryview:
+    def read_range(self, ref: RecordRef, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of the payload, as `read` without verification, for payloads with own checksums.
 
         Raises:
@@ -440,23 +413,11 @@ class LogReader:
         """
         if not 0 <= start <= stop <= ref.length:
             raise StoreError(f"bytes {start} to {stop} of a record of {ref.length}")
-        return self._locate(ref, self._bytes)[start:stop]
 
-    def read_into(self, ref: RecordRef, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
-        """Fills the buffers, at most `MAX_BUFFERS`, in order with the payload's bytes from `start` on.
+        def take(name: SegmentName, ref: RecordRef, offset: int) -> bytes:
+            return self._opened.read(name, offset + RECORD_HEADER_BYTES + start, stop - start)
 
-        As `read_range`, in one read of the file: all bytes are requested from the disk at once, without page faults.
-
-        Args:
-            wait: wait for the disk. Otherwise returns False if it would block, and starts reading ahead.
-
-        Raises:
-            StoreError: as `read_range`.
-        """
-        size = sum(map(len, out))
-        if not 0 <= start <= start + size <= ref.length:
-            raise StoreError(f"bytes {start} to {start + size} of a record of {ref.length}")
-        return self._locate(ref, partial(self._fill, start=start, size=size, out=out, wait=wait))
+        return self._locate(ref, take)
 
     def _locate(self, ref: RecordRef, take: Callable[[SegmentName, RecordRef, int], Result]) -> Result:
         """Calls `take` with the current file and offset of a record."""
@@ -478,38 +439,14 @@ class LogReader:
         reason = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is missing"
         raise error or StoreRecordGone(reason)
 
-    def _bytes(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
-        """A record's payload, without a check of its header, which may lie on another page."""
-        start = offset + RECORD_HEADER_BYTES
-        return self._opened.get(name, start + ref.length).view[start : start + ref.length]
-
-    def _fill(
-        self,
-        name: SegmentName,
-        ref: RecordRef,
-        offset: int,
-        *,
-        start: int,
-        size: int,
-        out: Sequence[memoryview],
-        wait: bool,
-    ) -> bool:
-        at = offset + RECORD_HEADER_BYTES + start
-        opened = self._opened.get(name, at + size)  # keeps the descriptor open during the read
-        if not wait:
-            return self._files.pread_cached(opened.fd, out, at)
-        if self._files.pread_into(opened.fd, out, at) < size:
-            raise StoreCorrupt(f"{self._path / str(name)} ends within record {ref.sequence}")
-        return True
-
-    def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
-        """A record's unverified payload, the CRC in its header, and the file's name."""
-        start = offset + RECORD_HEADER_BYTES
-        view = self._opened.get(name, start + ref.length).view
-        found = decode_record_header(view[offset:start], name.number, name.generation, offset)
+    def _verified(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
+        raw = memoryview(self._opened.read(name, offset, RECORD_HEADER_BYTES + ref.length))
+        found = decode_record_header(raw[:RECORD_HEADER_BYTES], name.number, name.generation, offset)
         if found is None or found[0].length != ref.length or found[0].sequence != ref.sequence:
             raise StoreCorrupt(f"{self._path / str(name)}: the header of record {ref.sequence} at {offset} is damaged")
-        return view[start : start + ref.length], found[1], str(name)
+        if crc32c(raw[RECORD_HEADER_BYTES:]) != found[1]:
+            raise StoreCorrupt(f"{self._path / str(name)}: the payload of record {ref.sequence} at {offset} is damaged")
+        return raw[RECORD_HEADER_BYTES:]
 
     def _relocate(self, segment: int) -> _SegmentLocation | None:
         """Lists the folder again to find the current file of a segment's records."""
@@ -528,13 +465,8 @@ class LogReader:
         return None
 
     def _index(self, name: SegmentName) -> RecordTable:
-        fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        try:
-            return (
-                manifest.read_footer_or_copy(self._files, self._path, fd, name) or self._scan_as_footer(fd, name)
-            ).records
-        finally:
-            self._files.close(fd)
+        with self._files.opened(self._path / str(name)) as fd:
+            return (read_sound_footer(self._files, fd, name) or self._scan_as_footer(fd, name)).records
 
     # Closing
 
@@ -544,14 +476,8 @@ class LogReader:
             self._files.close(fd)
 
     def close(self) -> None:
-        """Releases the files; returned views stay valid. Idempotent."""
+        """Releases the files. Idempotent."""
         for followed in self._segments.values():
             self._close(followed)
             followed.scan = None
         self._opened.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

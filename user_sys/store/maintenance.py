@@ -1,4 +1,4 @@
-"""Maintenance of a store: labels, retention, compaction, merging.
+"""Maintenance of a store: labels, retention, compaction, merging, migration.
 
 These functions need a store that no process writes. A gateway calls the shared parts (`plan_eviction`,
 `deletion_labels`, `reclaim_space`) on its own store.
@@ -11,25 +11,55 @@ in between leaves a deleted episode that still takes space.
 from __future__ import annotations
 
 import logging
+import math
+import struct
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from crc32c import crc32c
+from msgspec import Meta
 
-from user_sys.codec import Array
-from user_sys.episode import Chunk, EpisodeSource, PackedChunk
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreRecordGone, WireError
+from hal.decode_errors import DECODE_ERRORS
+from hal.settings import Limit
+from user_sys.codec import Array, checksum, decode_packet_record, parse_packet
+from user_sys.episode import (
+    CAPTURE_TIME_SUFFIX,
+    CRC_SUFFIX,
+    FINAL_PREFIX,
+    FRAME_SUFFIXES,
+    IMAGE_PREFIX,
+    LENGTH_SUFFIX,
+    Chunk,
+    ChunkHeader,
+    EpisodeSource,
+)
+from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.store.index import Index, is_intervention
-from user_sys.store.index_block import CHUNK_KIND
-from user_sys.store.labels import DeleteLabel, Label, queued_files, read_queued_labels, remove_queued
+from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND
+from user_sys.store.labels import (
+    DeleteLabel,
+    Label,
+    SuccessLabel,
+    decode_label,
+    queued_files,
+    read_queued_labels,
+    remove_queued,
+)
 from user_sys.store.log_writer import SEGMENT_BYTES
-from user_sys.store.record_format import ALIGN_BYTES, RECORD_HEADER_BYTES, segment_numbers
+from user_sys.store.record_format import (
+    ALIGN_BYTES,
+    FORMAT_VERSION,
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    check_version,
+    segment_numbers,
+)
 from user_sys.store.store import StoreReader, StoreWriter
 
 NO_LIMIT = 0
@@ -37,8 +67,15 @@ RETENTION_LABELLER = "retention"  # labeller of retention's deletions
 DEAD_SHARE = 0.25  # dead share at which a segment is rewritten
 SMALL_SHARE = 0.25  # neighbours below this share of a segment are joined
 SYNC_BYTES = 8 << 20
-MAX_RENAMED_LENGTH = 128 - 9  # of an episode id before its suffix
 _logger = logging.getLogger(__name__)
+_VERSION = struct.Struct("<8sI")  # magic, version
+_RECORD = struct.Struct("<4sHHIIQI")  # magic, kind, flags, payload bytes, payload CRC, sequence, schema
+_PLACE = struct.Struct("<QQ")  # segment, offset
+_CRC = struct.Struct("<I")
+_PACKET = struct.Struct("<4sI")  # magic, header bytes
+_RECORD_MAGIC, _FIRST_PACKET_MAGIC = b"\xf5UR1", b"USP1"
+_RECORD_HEADER_BYTES, _ALIGN_BYTES = 32, 8
+_ArrayPlace = tuple[str, str, tuple[int, ...], int, int]  # name, dtype, shape, offset, bytes
 
 
 @dataclass(frozen=True)
@@ -50,21 +87,12 @@ class Retention:
         slack: above the limit, the store is reduced to ``(1 - slack) * max_bytes``, which leaves room for new episodes.
         keep_sources: episodes of these sources are never evicted.
         keep_interventions: episodes with interventions are never evicted.
-        failure_share: share of the remaining steps for unsuccessful autonomous episodes; above it they go first.
     """
 
-    max_bytes: int = NO_LIMIT
-    slack: float = 0.1
+    max_bytes: Limit = NO_LIMIT
+    slack: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     keep_sources: tuple[EpisodeSource, ...] = (EpisodeSource.DEMO,)
     keep_interventions: bool = True
-    failure_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < 0 or not 0 <= self.slack < 1 or not 0 <= self.failure_share <= 1:
-            raise ConfigError(
-                f"retention: max_bytes {self.max_bytes} must not be negative, slack {self.slack} and failure_share "
-                f"{self.failure_share} must be between 0 and 1"
-            )
 
 
 @dataclass(frozen=True)
@@ -84,8 +112,8 @@ class EvictionPlan:
 def plan_eviction(index: Index, retention: Retention, disk_bytes: int) -> EvictionPlan:
     """The least useful episodes, as many as must go. Changes nothing.
 
-    Order: evaluations; episodes that never ended; autonomous ones, alternating between failures and successes so that
-    both keep their share. Within each group the oldest go first. Possibly running episodes stay.
+    Order: evaluations; episodes that never ended; others. Within each group the oldest go first. Possibly running
+    episodes stay.
 
     Args:
         disk_bytes: current size of the store on disk; deleted episodes that still take space count as gone.
@@ -120,18 +148,13 @@ def record_bytes_of(index: Index) -> Array:
     return taken
 
 
-def _candidates(index: Index, retention: Retention) -> Iterator[int]:
+def _candidates(index: Index, retention: Retention) -> list[int]:
     """Episode rows that may go, least useful first."""
     episodes = index.episodes
-    age_order = np.argsort(episodes.started_unix_ns, kind="stable")
-    eligible = age_order[_may_evict(index, retention)[age_order]]
-    evaluation = episodes.source[eligible] == episodes.sources.find(EpisodeSource.EVALUATION)
-    broken = ~evaluation & ~episodes.complete[eligible]
-    yield from eligible[evaluation].tolist()
-    yield from eligible[broken].tolist()
-    rest = eligible[~evaluation & ~broken]
-    good = episodes.success[rest] == 1
-    yield from _balanced(rest[~good], rest[good], episodes.steps, retention.failure_share)
+    rows = np.flatnonzero(_may_evict(index, retention))
+    is_evaluation = episodes.source[rows] == episodes.sources.find(EpisodeSource.EVALUATION)
+    order = np.lexsort((episodes.started_unix_ns[rows], episodes.complete[rows], ~is_evaluation))
+    return [int(row) for row in rows[order]]
 
 
 def _may_evict(index: Index, retention: Retention) -> Array:
@@ -147,20 +170,6 @@ def _may_evict(index: Index, retention: Retention) -> Array:
     running = ~episodes.complete & (episodes.started_unix_ns >= newest[episodes.robot])
     may_go: Array = alive & ~protected & ~running
     return may_go
-
-
-def _balanced(failures: Array, successes: Array, steps: Array, failure_share: float) -> Iterator[int]:
-    """Alternates, oldest first, taking from the side that exceeds its share of the remaining steps."""
-    bad, good = deque(failures.tolist()), deque(successes.tolist())
-    bad_steps, good_steps = int(steps[failures].sum()), int(steps[successes].sum())
-    while bad or good:
-        if bad and (not good or bad_steps >= failure_share * (bad_steps + good_steps)):
-            row = bad.popleft()
-            bad_steps -= int(steps[row])
-        else:
-            row = good.popleft()
-            good_steps -= int(steps[row])
-        yield row
 
 
 KEEP_ALL = Retention()
@@ -234,8 +243,7 @@ def compact_store(
         for name in deletion_labels(choice):
             writer.append_label(name)
         if not reader.index.chunks.alive.all() or choice.episodes:
-            writer.rotate()
-    with StoreWriter.open(path) as writer, StoreReader.open(path) as reader:
+            writer.rotate()  # syncs the labels, and seals all earlier records
         reader.refresh()
         damaged = []
         for reason in reclaim_space(writer, reader.index, min_dead_share=0.0):
@@ -351,59 +359,53 @@ class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
         chunks, labels: added.
         duplicates: chunks that were already stored.
         damaged: chunks that were unreadable, or belong to another robot's episode, and were skipped.
-        renamed: new ids of episodes whose ids were taken.
     """
 
     chunks: int
     duplicates: int
     labels: int
     damaged: int
-    renamed: tuple[str, ...]
 
 
 def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], object] | None = None) -> MergeReport:
     """Copies other stores into the store at `into`, which is created if needed. Repeatable. Blocks.
 
-    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. If the id belongs to a
-    different episode in `into` (other robot, start or seed), the episode gets a deterministic suffix, so that a
-    repeated merge recognises it. The sources may be written during the merge.
+    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. The sources may be
+    written during the merge.
 
     Args:
         advance: called with 1 for each visited chunk.
 
     Raises:
         StoreLocked: another process writes `into`.
-        StoreFull, StoreError: `into` cannot be written or is in `paths`, or a path has no store.
+        StoreFull, StoreError: `into` cannot be written or is in `paths`, a path has no store, or two stores have
+            different episodes with one id.
     """
     for path in paths:
         require_store(path)
         if into.exists() and into.samefile(path):
             raise StoreError(f"{path} cannot be merged into itself")
     counts: Counter[str] = Counter()
-    renamed: list[str] = []
     with StoreWriter.open(into) as writer, StoreReader.open(into) as present:
         for path in paths:
             present.refresh()
             with StoreReader.open(path) as source:
                 source.refresh()
                 counts["damaged"] += len(source.damaged)
-                names = _renames(source.index, present.index)
-                _copy_chunks(source, writer, names, counts, advance)
-                _copy_labels(source, present, writer, names, counts)
+                _require_equal_identities(path, source.index, present.index)
+                _copy_chunks(source, writer, counts, advance)
+                _copy_labels(source, present, writer, counts)
             writer.sync()
-            renamed += names.values()
     counted = {name: counts[name] for name in ("chunks", "duplicates", "labels", "damaged")}
-    return MergeReport(**counted, renamed=tuple(renamed))
+    return MergeReport(**counted)
 
 
-def _renames(source: Index, present: Index) -> dict[str, str]:
-    """New ids for episodes of `source` whose ids belong to other episodes of `present`."""
-    new = {}
+def _require_equal_identities(path: Path, source: Index, present: Index) -> None:
+    """Raises StoreError: an episode of `source` has the id of another one in `present`."""
     for row, name in enumerate(source.episodes.ids.names):
-        row_present = present.episodes.find(name)
-        if row_present >= 0 and _identity(source, row) != _identity(present, row_present):
-            new[name] = f"{name[:MAX_RENAMED_LENGTH]}.{crc32c(repr(_identity(source, row)).encode()):08x}"
-    return new
+        found = present.episodes.find(name)
+        if found >= 0 and _identity(source, row) != _identity(present, found):
+            raise StoreError(f"{path}: its episode {name} is not the one that the target has; nothing of it was added")
 
 
 def _identity(index: Index, row: int) -> tuple[str, str, str, int, int]:
@@ -413,17 +415,14 @@ def _identity(index: Index, row: int) -> tuple[str, str, str, int, int]:
 
 
 def _copy_chunks(
-    source: StoreReader,
-    writer: StoreWriter,
-    names: Mapping[str, str],
-    counts: Counter[str],
-    advance: Callable[[int], object] | None,
+    source: StoreReader, writer: StoreWriter, counts: Counter[str], advance: Callable[[int], object] | None
 ) -> None:
     for row in np.flatnonzero(source.index.chunks.alive).tolist():
         if advance is not None:
             advance(1)
         try:
-            counts["chunks" if _append_renamed(writer, source.read_packed(row), names) else "duplicates"] += 1
+            found = source.read_packed(row)
+            counts["chunks" if writer.append(found.packet.view, found) else "duplicates"] += 1
         except StoreRecordGone:
             continue  # evicted by the source's writer in the meantime
         except (StoreCorrupt, WireError) as error:
@@ -434,25 +433,131 @@ def _copy_chunks(
             writer.sync()
 
 
-def _append_renamed(writer: StoreWriter, found: PackedChunk, names: Mapping[str, str]) -> bool:
-    name = names.get(found.header.episode)
-    if name is None:
-        return writer.append(found.packet.view, found)
-    chunk = found.unpack()
-    return writer.append(
-        Chunk(msgspec.structs.replace(chunk.header, episode=name), chunk.columns, chunk.final).encode()
-    )
-
-
-def _copy_labels(
-    source: StoreReader, present: StoreReader, writer: StoreWriter, names: Mapping[str, str], counts: Counter[str]
-) -> None:
+def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter, counts: Counter[str]) -> None:
     episodes = source.index.episodes
     for row in np.flatnonzero(~episodes.deleted).tolist():
-        old = episodes.ids.names[row]
-        name = names.get(old, old)
+        name = episodes.ids.names[row]
         existing = present.index.labels(name)
-        for label in source.index.labels(old):
-            if (label := msgspec.structs.replace(label, episode=name)) not in existing:
+        for label in source.index.labels(name):
+            if label not in existing:
                 writer.append_label(label)
                 counts["labels"] += 1
+
+
+def store_format(path: Path) -> int:
+    """The format version of the store at `path`.
+
+    Raises:
+        StoreError: there is no store, or no segment of it has a valid header.
+        StoreVersionMismatch: it is newer than this program's.
+    """
+    require_store(path)
+    for segment in sorted(path.glob("*.seg")):
+        with segment.open("rb") as file:
+            header = file.read(SEGMENT_HEADER_BYTES)
+        if len(header) == SEGMENT_HEADER_BYTES and crc32c(header[:-4]) == _CRC.unpack(header[-4:])[0]:
+            version = int(_VERSION.unpack_from(header)[1])
+            if version > FORMAT_VERSION:
+                check_version(version, str(path))
+            return version
+    raise StoreError(f"{path}: no segment has a valid header, so its format is unknown; restore it from a backup")
+
+
+def migrate_store(path: Path, into: Path) -> MergeReport:
+    """Copies the chunks and labels of the store of format 1 at `path` to the new store `into`.
+
+    Format 1 has the segment header's magic, version and CRC at today's places, and no footers. Its chunks are packets
+    ``USP1`` or ``USP2``; its labels are today's, or records of success without a tag. Cameras lack the capture times.
+
+    The report's `damaged` counts unreadable records and ranges of bytes. `path` is not changed.
+
+    Raises:
+        StoreError, StoreFull: `into` exists, or cannot be written.
+    """
+    if into.exists():
+        raise StoreError(f"{into} exists; migrate into a new folder")
+    counts: Counter[str] = Counter()
+    with StoreWriter.open(into) as writer:
+        segments = sorted(path.glob("*.seg"))
+        for segment in segments:
+            for kind, payload in _records(segment.read_bytes(), int(segment.stem), segment == segments[-1], counts):
+                try:
+                    if kind == CHUNK_KIND:
+                        counts["chunks" if writer.append(_packet(payload)) else "duplicates"] += 1
+                    elif kind == LABEL_KIND:
+                        writer.append_label(_label(payload))
+                        counts["labels"] += 1
+                except (WireError, KeyError, TypeError, ValueError, *DECODE_ERRORS):
+                    counts["damaged"] += 1
+                if writer.pending_bytes > SYNC_BYTES:
+                    writer.sync()
+        writer.sync()
+    return MergeReport(**{name: counts[name] for name in MergeReport.__struct_fields__})
+
+
+def _records(raw: bytes, segment: int, is_last: bool, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+    """Kind and payload of each valid record; counts the damaged ranges between them."""
+    end = offset = SEGMENT_HEADER_BYTES
+    while (offset := raw.find(_RECORD_MAGIC, offset)) >= 0:
+        header, payload_at = raw[offset : offset + _RECORD_HEADER_BYTES], offset + _RECORD_HEADER_BYTES
+        offset += 1
+        if len(header) < _RECORD_HEADER_BYTES:
+            break
+        _, kind, _, length, check, _, _ = _RECORD.unpack_from(header)
+        place = crc32c(_PLACE.pack(segment, offset - 1))
+        payload = raw[payload_at : payload_at + length]
+        if (
+            crc32c(header[:-4], place) != _CRC.unpack(header[-4:])[0]
+            or len(payload) < length
+            or crc32c(payload) != check
+        ):
+            continue
+        counts["damaged"] += any(raw[end : offset - 1])
+        yield kind, payload
+        end = offset = payload_at + -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
+    counts["damaged"] += any(raw[end:]) and not is_last  # at the end of the log it is an unfinished append
+
+
+def _packet(payload: bytes) -> bytes:
+    """The chunk as a packet of today. Raises WireError or one of `DECODE_ERRORS`."""
+    if payload[:4] == _FIRST_PACKET_MAGIC:
+        header, arrays = _first_packet(payload)
+    else:
+        parsed = parse_packet(payload)
+        header, arrays = decode_packet_record(parsed, ChunkHeader), parsed.arrays()
+    final = {name.removeprefix(FINAL_PREFIX): array for name, array in arrays.items() if name.startswith(FINAL_PREFIX)}
+    columns = {name: array for name, array in arrays.items() if not name.startswith(FINAL_PREFIX)}
+    for name in [name for name in columns if name.startswith(IMAGE_PREFIX) and not name.endswith(FRAME_SUFFIXES)]:
+        columns |= _frame_columns(name, columns)
+    return Chunk(header, columns, final).encode()
+
+
+def _first_packet(payload: bytes) -> tuple[ChunkHeader, dict[str, Array]]:
+    _, length = _PACKET.unpack_from(payload)
+    encoded = payload[_PACKET.size : _PACKET.size + length]
+    record, places = msgspec.msgpack.decode(encoded, type=tuple[dict[str, Any], tuple[_ArrayPlace, ...]])
+    header = msgspec.convert([record[name] for name in ChunkHeader.__struct_fields__ if name in record], ChunkHeader)
+    return header, {
+        name: np.frombuffer(payload, dtype, math.prod(shape), offset).reshape(shape)
+        for name, dtype, shape, offset, _ in places
+    }
+
+
+def _frame_columns(camera: str, columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Checksums of the frames, and as their capture times those of the observations that had them first."""
+    lengths = columns[camera + LENGTH_SUFFIX]
+    ends = np.cumsum(lengths)
+    flat = columns[camera].tobytes()
+    pieces = [flat[end - length : end] for length, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
+    observed = columns.get("t_capture_ns", np.zeros(len(lengths), np.int64))
+    return {
+        camera + CRC_SUFFIX: np.array([checksum(piece) for piece in pieces], np.uint32),
+        camera + CAPTURE_TIME_SUFFIX: np.maximum.accumulate(np.where(lengths > 0, observed, 0)),
+    }
+
+
+def _label(payload: bytes) -> Label:
+    try:
+        return decode_label(payload)
+    except WireError:
+        return SuccessLabel(**msgspec.msgpack.decode(payload, type=dict[str, Any]))

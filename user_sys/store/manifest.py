@@ -6,8 +6,6 @@ except for quarantined ranges and the number of dropped segments.
 
 from __future__ import annotations
 
-import logging
-import os
 import secrets
 import struct
 import threading
@@ -26,9 +24,8 @@ from user_sys.store.record_format import (
     Footer,
     SegmentName,
     check_version,
-    read_footer,
-    read_footer_copy,
     read_segment_header,
+    read_sound_footer,
 )
 
 MANIFEST = "MANIFEST"
@@ -37,7 +34,6 @@ LOG_ID_BYTES = 16
 MAX_MANIFEST_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIII")  # magic, version, bytes of the body, zero
 _CRC_BYTES = 4
-_logger = logging.getLogger(__name__)
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +76,7 @@ class LogManifest(msgspec.Struct, frozen=True, array_like=True):
     """Contents of the log.
 
     Attributes:
-        first_number: lowest segment number that was not dropped.
+        first_number: lowest segment number; above 0 if the first segments were lost with an earlier manifest.
         last_number: highest segment number that is known to exist.
         segments: sealed segments, ascending; later ones are found by listing the folder.
     """
@@ -105,16 +101,6 @@ class LogManifest(msgspec.Struct, frozen=True, array_like=True):
         """Whether a repair has already copied this damage."""
         return any(range_.covers(damage) for range_ in self.quarantined)
 
-    def without_segments_below(self, first: int) -> LogManifest:
-        """A copy without the segments below number `first`."""
-        return msgspec.structs.replace(
-            self,
-            first_number=max(self.first_number, first),
-            last_number=max(self.last_number, first),
-            segments=tuple(entry for entry in self.segments if entry.number >= first),
-            quarantined=tuple(range_ for range_ in self.quarantined if range_.number >= first),
-        )
-
 
 def load(files: Files, path: Path) -> LogManifest | None:
     """The manifest of the log at `path`; None if there is none.
@@ -125,13 +111,10 @@ def load(files: Files, path: Path) -> LogManifest | None:
         OSError: it cannot be read.
     """
     try:
-        fd = files.open(path / MANIFEST, os.O_RDONLY)
+        with files.opened(path / MANIFEST) as fd:
+            raw = files.pread(fd, min(files.size(fd), MAX_MANIFEST_BYTES), 0)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        raw = files.pread(fd, min(files.size(fd), MAX_MANIFEST_BYTES), 0)
-    finally:
-        files.close(fd)
     body = raw[:-_CRC_BYTES]
     if len(body) < _HEAD.size or crc32c(body) != int.from_bytes(raw[-_CRC_BYTES:], "little"):
         raise StoreCorrupt(f"{path / MANIFEST} is damaged")
@@ -161,12 +144,9 @@ def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> LogManif
     names = list(chosen)
     manifest = LogManifest(b"", first_number=names[0].number if names else 0)
     for name in names:
-        fd = files.open(path / str(name), os.O_RDONLY)
-        try:
+        with files.opened(path / str(name)) as fd:
             header = read_segment_header(files, fd)
-            footer = read_footer_or_copy(files, path, fd, name)
-        finally:
-            files.close(fd)
+            footer = read_sound_footer(files, fd, name)
         if header is not None and not manifest.log_id:
             manifest = msgspec.structs.replace(manifest, log_id=header.log_id)
         manifest = msgspec.structs.replace(manifest, last_number=name.stop - 1)
@@ -175,21 +155,11 @@ def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> LogManif
     return manifest if manifest.log_id else msgspec.structs.replace(manifest, log_id=secrets.token_bytes(LOG_ID_BYTES))
 
 
-def read_footer_or_copy(files: Files, path: Path, fd: int, name: SegmentName) -> Footer | None:
-    """The segment's footer, or its copy if the footer is damaged; None without either. Readers report damage."""
-    try:
-        footer = read_footer(files, fd, name)
-    except StoreCorrupt as error:
-        _logger.warning("store.footer_damaged segment=%s: %s", name, error)
-        footer = None
-    return footer or read_footer_copy(files, path, name)
-
-
 class ManifestFile:
     """The writer's manifest in memory and on disk. Thread-safe.
 
     Attributes:
-        maintenance_lock: held while segments are deleted or rewritten.
+        maintenance_lock: held while segments are rewritten.
     """
 
     def __init__(self, files: Files, path: Path, manifest: LogManifest) -> None:

@@ -1,11 +1,21 @@
 """Byte format of a log: segment headers, records, footers, segment file names, and the scan that finds whole records.
 
-docs/store-format.md describes the layout. Payloads are opaque at this level.
+Numbers are little-endian, CRC is CRC-32C, and payloads are opaque at this level:
+
+- Segment header, 64 bytes. Another version is refused. A segment of another log or number is neither read nor changed.
+- Record: header, payload, zeros up to a multiple of 8. Sequence numbers grow and are never reused. The header's CRC
+  includes segment number, generation and offset, so that a misplaced record is not read. Readers skip unknown kinds.
+- Footer of a sealed segment: two records and a trailer. The index has the columns `_COLUMNS` of all records; the
+  summary is the store's index block. Bytes between indexed records were damaged at sealing. A sealed segment never
+  changes.
+
+A full segment is synced. The next one is written as ``.tmp``, synced and renamed, and the folder is synced. Then the
+full segment gets its footer, and the manifest is replaced. An unsealed segment is scanned: after damage, the scan
+resumes at the next record whose magic, CRCs and sequence number are valid.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -13,7 +23,7 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -23,7 +33,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from user_sys.errors import StoreCorrupt, StoreLocked, StoreVersionMismatch
-from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Buffer, Files, write_all
+from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Buffer, Files
 
 FORMAT_VERSION = 2
 SEGMENT_MAGIC = b"USERLOG\n"
@@ -33,7 +43,6 @@ SEGMENT_HEADER_BYTES = 64
 RECORD_HEADER_BYTES = 32
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_SEGMENT_BYTES = 1 << 31  # the header has 32 bits for the end of the records; one record may exceed this limit
-READ_AHEAD_BYTES = 4 << 20
 
 RESERVED_KINDS = 0xFF00  # from here on, kinds of the log itself, whose records have no own sequence number
 INDEX_KIND = 0xFF01
@@ -46,7 +55,7 @@ _PLACE = struct.Struct("<QQQ")  # number, generation, offset: part of the header
 _PLACED = struct.Struct("<QQQ4sHHIIQI")  # both without padding
 _CRC = struct.Struct("<I")
 SEGMENT_SUFFIX = ".seg"
-FOOTER_SUFFIX = ".footer"
+FOOTER_COPY_SUFFIX = ".footer"  # files of earlier programs, which the next writer deletes
 TEMPORARY_SUFFIX = ".tmp"
 TRAILER_MAGIC = b"USEREND\n"
 TRAILER_BYTES = 64
@@ -152,10 +161,10 @@ def decode_segment_header(raw: bytes) -> SegmentHeader | None:
 def check_version(version: int, what: str) -> None:
     """Raises StoreVersionMismatch if `version` differs from `FORMAT_VERSION`; `what` names the file in the message."""
     if version != FORMAT_VERSION:
-        age = "an older" if version < FORMAT_VERSION else "a newer"
+        is_older = version < FORMAT_VERSION
+        age, advice = ("an older", "run `user-sys store migrate`") if is_older else ("a newer", "install that program")
         raise StoreVersionMismatch(
-            f"{what} is in format {version}, written by {age} program; this one reads format {FORMAT_VERSION}: "
-            "export it with the program that wrote it"
+            f"{what} is in format {version}, written by {age} program; this one reads format {FORMAT_VERSION}: {advice}"
         )
 
 
@@ -195,35 +204,29 @@ def decode_record_header(
     return RecordRef(number, offset, length, kind, sequence, schema), payload_crc
 
 
-class _ReadAheadWindow:
-    """Reads a file by pread with read-ahead.
+class _Tail:
+    """The bytes of a file from `start` on, read at once.
 
-    Avoids mmap, because a recovering writer may truncate the file during a scan.
+    No mmap, because a recovering writer may truncate the file during a scan.
     """
 
-    def __init__(self, files: Files, fd: int) -> None:
-        self._files, self._fd, self._start, self._block = files, fd, 0, b""
+    def __init__(self, files: Files, fd: int, start: int) -> None:
+        self._start = start
+        self._raw = files.pread(fd, max(0, files.size(fd) - start), start)
+
+    def __len__(self) -> int:
+        return len(self._raw)
 
     def get(self, offset: int, size: int) -> memoryview:
-        """`size` bytes at `offset`; fewer at the file's end."""
-        low = offset - self._start
-        if low < 0 or low + size > len(self._block):
-            self._block = self._files.pread(self._fd, max(size, READ_AHEAD_BYTES), offset)
-            self._start, low = offset, 0
-        return memoryview(self._block)[low : low + size]
+        """`size` bytes at `offset` of the file; fewer at its end."""
+        return memoryview(self._raw)[offset - self._start : offset - self._start + size]
 
     def find_magic(self, offset: int) -> int:
         """The first aligned offset of a record magic at or after `offset`; -1 if there is none."""
-        while True:
-            block = self._files.pread(self._fd, READ_AHEAD_BYTES, offset)
-            at = block.find(RECORD_MAGIC)
-            while at >= 0 and (offset + at) % ALIGN_BYTES:
-                at = block.find(RECORD_MAGIC, at + 1)
-            if at >= 0:
-                return offset + at
-            if len(block) < READ_AHEAD_BYTES:
-                return -1
-            offset += READ_AHEAD_BYTES - ALIGN_BYTES
+        at = self._raw.find(RECORD_MAGIC, offset - self._start)
+        while at >= 0 and (self._start + at) % ALIGN_BYTES:
+            at = self._raw.find(RECORD_MAGIC, at + 1)
+        return at if at < 0 else self._start + at
 
 
 class SegmentScan:
@@ -256,8 +259,8 @@ class SegmentScan:
         self._files, self._fd = files, fd
 
     def __iter__(self) -> Iterator[RecordRef | Damage]:
-        window = _ReadAheadWindow(self._files, self._fd)
-        while self.end < self.stop and (ref := self._whole(window, self.end) or self._resynchronise(window)):
+        tail = _Tail(self._files, self._fd, self.end)
+        while self.end < self.stop and (ref := self._whole(tail, self.end) or self._resynchronise(tail)):
             upto = min(ref.offset, self.stop)
             if upto > self.end:
                 yield self.damage(upto, "no whole record")
@@ -273,41 +276,38 @@ class SegmentScan:
         """The bytes from `end` to `stop` as damage; the caller knows that they hold no whole record."""
         return Damage(self.number, self.end, stop - self.end, reason, self.sequence, self.generation)
 
-    def _header(self, window: _ReadAheadWindow, offset: int) -> tuple[RecordRef, int] | None:
-        return decode_record_header(window.get(offset, RECORD_HEADER_BYTES), self.number, self.generation, offset)
+    def _header(self, tail: _Tail, offset: int) -> tuple[RecordRef, int] | None:
+        return decode_record_header(tail.get(offset, RECORD_HEADER_BYTES), self.number, self.generation, offset)
 
-    def _whole(self, window: _ReadAheadWindow, offset: int) -> RecordRef | None:
+    def _whole(self, tail: _Tail, offset: int) -> RecordRef | None:
         """The record at `offset` if header, payload and sequence number are valid."""
-        found = self._header(window, offset)
+        found = self._header(tail, offset)
         if found is None or found[0].sequence < self.sequence:
             return None
         ref, payload_crc = found
-        payload = window.get(offset + RECORD_HEADER_BYTES, ref.length)
+        payload = tail.get(offset + RECORD_HEADER_BYTES, ref.length)
         return ref if len(payload) == ref.length and crc32c(payload) == payload_crc else None
 
-    def _resynchronise(self, window: _ReadAheadWindow) -> RecordRef | None:
+    def _resynchronise(self, tail: _Tail) -> RecordRef | None:
         """The next whole record after damage at `end`."""
         offset = self.end
         while True:
-            announced = self._header(window, offset)
+            announced = self._header(tail, offset)
             # A valid header gives the end of its damaged payload, so records inside it are skipped.
-            offset = window.find_magic(offset + (record_bytes(announced[0].length) if announced else ALIGN_BYTES))
+            offset = tail.find_magic(offset + (record_bytes(announced[0].length) if announced else ALIGN_BYTES))
             if offset < 0:
                 return None
-            if ref := self._whole(window, offset):
+            if ref := self._whole(tail, offset):
                 # A live writer may have completed the record at `end` in the meantime.
-                return self._whole(_ReadAheadWindow(self._files, self._fd), self.end) or ref
+                return self._whole(_Tail(self._files, self._fd, self.end), self.end) or ref
 
     def is_unfinished(self) -> bool:
         """Whether the bytes after `end` can only be an interrupted append, which was never acknowledged."""
-        window, size = _ReadAheadWindow(self._files, self._fd), self._files.size(self._fd)
-        raw = window.get(self.end, RECORD_HEADER_BYTES)
-        if len(raw) < RECORD_HEADER_BYTES:
-            return True
-        announced = self._header(window, self.end)
+        tail = _Tail(self._files, self._fd, self.end)
+        announced = self._header(tail, self.end)
         if announced is not None:
-            return self.end + RECORD_HEADER_BYTES + announced[0].length > size
-        return not any(any(window.get(at, READ_AHEAD_BYTES)) for at in range(self.end, size, READ_AHEAD_BYTES))
+            return RECORD_HEADER_BYTES + announced[0].length > len(tail)
+        return len(tail) < RECORD_HEADER_BYTES or not any(tail.get(self.end, len(tail)))
 
 
 class SegmentName(NamedTuple):
@@ -321,11 +321,6 @@ class SegmentName(NamedTuple):
     def stop(self) -> int:
         """The first number after its range."""
         return self.number + self.span
-
-    @property
-    def footer_copy(self) -> str:
-        """Name of the file that holds a copy of its footer."""
-        return str(self).removesuffix(SEGMENT_SUFFIX) + FOOTER_SUFFIX
 
     def __str__(self) -> str:
         rewritten = f"-{self.span:05d}.{self.generation:05d}" if self.generation else ""
@@ -365,21 +360,9 @@ def list_segments(path: Path, files: Files = OS_FILES) -> list[SegmentName]:
     return [parsed for name in names if (parsed := parse_segment_name(name)) is not None]
 
 
-def remove_segment(files: Files, path: Path, name: SegmentName) -> None:
-    """Deletes a segment's file and its footer copy. Raises OSError."""
-    files.unlink(path / str(name))
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(path / name.footer_copy)
-
-
 def segment_numbers(path: Path, files: Files = OS_FILES) -> list[int]:
     """The number of each segment, ascending; empty if `path` is not a log."""
     return [name.number for name in resolve_generations(list_segments(path, files))[0]]
-
-
-def segment_path(path: Path, number: int, span: int = 1, generation: int = 0) -> Path:
-    """Path of a segment's file in the log at `path`."""
-    return path / str(SegmentName(number, span, generation))
 
 
 def read_segment_header(files: Files, fd: int) -> SegmentHeader | None:
@@ -566,87 +549,30 @@ def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
         StoreCorrupt: it is sealed and the footer is damaged.
         OSError: it cannot be read.
     """
-    size = files.size(fd)
-    at = size - TRAILER_BYTES
+    at = files.size(fd) - TRAILER_BYTES
     raw = files.pread(fd, TRAILER_BYTES, at) if at >= SEGMENT_HEADER_BYTES else b""
-    if raw[:8] != TRAILER_MAGIC:
+    if len(raw) < TRAILER_BYTES or raw[:8] != TRAILER_MAGIC:
         return None
-    trailer = _Trailer.decode(name, raw, at)
-    if trailer.size != size:
+    crc = positional_crc(raw[: _TRAILER.size], name.number, name.generation, at)
+    if crc != _CRC.unpack_from(raw, _TRAILER.size)[0]:
+        raise StoreCorrupt("the trailer is damaged")
+    _, version, count, end, summary_at, first, following, size, _ = _TRAILER.unpack_from(raw)
+    check_version(version, f"segment {name.number}")
+    if not SEGMENT_HEADER_BYTES <= end <= summary_at <= at or size != at + TRAILER_BYTES:
         raise StoreCorrupt("the trailer does not fit the file")
-    return trailer.footer(name, memoryview(files.pread(fd, at - trailer.end, trailer.end)))
+    block = memoryview(files.pread(fd, at - end, end))
+    records = RecordTable.decode(name.number, _unframed(name, INDEX_KIND, block, 0, end), count)
+    summary = _unframed(name, SUMMARY_KIND, block, summary_at - end, end)
+    return Footer(records, bytes(summary), end, first, following, size)
 
 
-def write_footer_copy(files: Files, path: Path, name: SegmentName, footer: Sequence[Buffer]) -> None:
-    """Writes a copy of the footer beside the segment, so that losses are known if the segment loses its end.
-
-    The copy is not synced. A failure is only logged, because no record depends on the copy.
-    """
+def read_sound_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
+    """As `read_footer`; None for a damaged footer too, which readers report."""
     try:
-        fd = files.open(path / name.footer_copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_all(files, fd, footer, 0)
-        finally:
-            files.close(fd)
-    except OSError as error:
-        _logger.warning("store.footer_copy_failed path=%s segment=%s: %s", path, name, error)
-
-
-def read_footer_copy(files: Files, path: Path, name: SegmentName) -> Footer | None:
-    """The copy of the segment's footer; None if it is missing, torn or damaged. Raises OSError."""
-    try:
-        fd = files.open(path / name.footer_copy, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        raw = memoryview(files.pread(fd, files.size(fd), 0))
-    finally:
-        files.close(fd)
-    block = raw[: -TRAILER_BYTES or None]
-    try:
-        trailer = _Trailer.decode(name, bytes(raw[len(block) :]))
-        if trailer.size - trailer.end != len(raw):
-            raise StoreCorrupt("the trailer does not fit the file")
-        return trailer.footer(name, block)
+        return read_footer(files, fd, name)
     except StoreCorrupt as error:
-        _logger.warning("store.footer_copy_damaged path=%s segment=%s: %s", path, name, error)
+        _logger.warning("store.footer_damaged segment=%s: %s", name, error)
         return None
-
-
-class _Trailer(NamedTuple):
-    records: int
-    end: int
-    summary_at: int
-    first_sequence: int
-    next_sequence: int
-    size: int
-
-    @classmethod
-    def decode(cls, name: SegmentName, raw: bytes, at: int = -1) -> Self:
-        """Args:
-            at: offset of the trailer in the segment's file; -1 to derive it from the trailer.
-
-        Raises:
-            StoreCorrupt: it is damaged.
-        """
-        if len(raw) < TRAILER_BYTES:
-            raise StoreCorrupt("the trailer is damaged")
-        _, version, *fields, _ = _TRAILER.unpack_from(raw)
-        trailer = cls(*fields)
-        at = trailer.size - TRAILER_BYTES if at < 0 else at
-        checksum = int.from_bytes(raw[_TRAILER.size :], "little")
-        if at < 0 or positional_crc(raw[: _TRAILER.size], name.number, name.generation, at) != checksum:
-            raise StoreCorrupt("the trailer is damaged")
-        check_version(version, f"segment {name.number}")
-        if not SEGMENT_HEADER_BYTES <= trailer.end <= trailer.summary_at <= at:
-            raise StoreCorrupt("the trailer does not fit the file")
-        return trailer
-
-    def footer(self, name: SegmentName, block: memoryview) -> Footer:
-        """`block`: the bytes between records and trailer. Raises StoreCorrupt if they are damaged."""
-        records = RecordTable.decode(name.number, _unframed(name, INDEX_KIND, block, 0, self.end), self.records)
-        summary = _unframed(name, SUMMARY_KIND, block, self.summary_at - self.end, self.end)
-        return Footer(records, bytes(summary), self.end, self.first_sequence, self.next_sequence, self.size)
 
 
 def _unframed(name: SegmentName, kind: int, block: memoryview, at: int, start: int) -> memoryview:

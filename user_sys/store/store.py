@@ -13,38 +13,37 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
 
+from hal.context import ClosedAtExit
 from user_sys.codec import Array
-from user_sys.episode import Chunk, ChunkHeader, PackedChunk, decode_chunk, parse_chunk
+from user_sys.episode import Chunk, PackedChunk, decode_chunk, parse_chunk
 from user_sys.errors import StoreCorrupt, StoreRecordGone, WireError
 from user_sys.store.files import OS_FILES, Files
 from user_sys.store.index import EpisodeSummary, Index, IndexChange, summarise_episodes
 from user_sys.store.index_block import (
     CHUNK_KIND,
+    COLUMN_KIND,
     LABEL_KIND,
     IndexBlock,
     IndexBlockBuilder,
     decode_block,
-    summarise_records,
 )
-from user_sys.store.labels import DeleteLabel, Label, encode_label
+from user_sys.store.labels import ColumnLabel, DeleteLabel, Label, encode_label
 from user_sys.store.log_reader import LogReader, RecordBatch
 from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
 from user_sys.store.manifest import SegmentEntry
 from user_sys.store.record_format import Damage, RecordRef, segment_numbers
-from user_sys.store.segment_writer import SyncPoint
 
 POLL_S = 0.05
 _logger = logging.getLogger(__name__)
 
 
 class IngestedChunks:
-    """The (episode, index) of each stored chunk: a count per episode, and single indices only behind a gap.
+    """The (episode, index) of each stored chunk.
 
     Attributes:
         chunks, steps: totals.
@@ -54,40 +53,25 @@ class IngestedChunks:
     def __init__(self) -> None:
         self.chunks = self.steps = 0
         self.deleted: set[str] = set()
-        self._next: dict[str, int] = {}  # all lower indices are stored
+        self._indexes: dict[str, set[int]] = {}
         self._robots: dict[str, str] = {}
-        self._out_of_order: set[tuple[str, int]] = set()
 
     def has(self, episode: str, index: int) -> bool:
         """Whether that chunk is stored."""
-        return index < self._next.get(episode, 0) or (episode, index) in self._out_of_order
-
-    def has_episode(self, episode: str) -> bool:
-        """Whether any chunk of that episode is stored."""
-        return episode in self._next
+        return index in self._indexes.get(episode, ())
 
     def robot_of(self, episode: str) -> str | None:
         """Robot of the episode's first stored chunk; None without one."""
         return self._robots.get(episode)
 
-    def add(self, header: ChunkHeader) -> None:
-        """Adds a chunk that is not stored yet."""
-        if header.episode not in self._robots:
-            self._robots[header.episode] = sys.intern(header.robot)
-        self._add(header.episode, header.index, header.steps)
-
-    def _add(self, episode: str, index: int, steps: int) -> None:
-        self.chunks += 1
-        self.steps += steps
-        following = self._next.setdefault(episode, 0)
-        if index != following:
-            self._out_of_order.add((episode, index))
-            return
-        following += 1
-        while self._out_of_order and (episode, following) in self._out_of_order:
-            self._out_of_order.remove((episode, following))
-            following += 1
-        self._next[episode] = following
+    def add(self, episode: str, robot: str, index: int, steps: int) -> None:
+        """Adds a chunk; a repeated one counts once."""
+        indexes = self._indexes.setdefault(episode, set())
+        self._robots.setdefault(episode, sys.intern(robot))
+        if index not in indexes:
+            indexes.add(index)
+            self.chunks += 1
+            self.steps += steps
 
     def add_label(self, label: Label) -> None:
         """Applies deletions."""
@@ -95,32 +79,27 @@ class IngestedChunks:
             (self.deleted.add if label.deleted else self.deleted.discard)(label.episode)
 
     def add_blocks(self, blocks: Iterable[IndexBlock]) -> None:
-        """Adds all chunks and labels of `blocks`; repeated chunks count once."""
+        """Adds all chunks and labels of `blocks`."""
         for block in blocks:
-            names = [record.episode for record in block.episodes]
-            for record in block.episodes:
-                self._robots.setdefault(record.episode, sys.intern(record.robot))
             columns = (block.chunks[name].tolist() for name in ("episode", "index", "steps"))
-            for episode, index, steps in zip(*columns, strict=True):
-                if not self.has(names[episode], index):
-                    self._add(names[episode], index, steps)
+            for code, index, steps in zip(*columns, strict=True):
+                episode = block.episodes[code]
+                self.add(episode.episode, episode.robot, index, steps)
             for label in block.labels:
                 self.add_label(label)
 
 
-class StoreWriter:
+class StoreWriter(ClosedAtExit):
     """The only writer of a store. Create it with `open`.
 
-    One thread calls it, except `sync` with a sync point, `sealed_segments` and `rewrite`, which are thread-safe.
+    One thread calls it, except `sealed_segments` and `rewrite`, which are thread-safe.
     """
 
     def __init__(self, path: Path, log: LogWriter, ingested: IngestedChunks) -> None:
         self.path, self._log, self._ingested = path, log, ingested
 
     @classmethod
-    def open(
-        cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, background: bool = True, files: Files = OS_FILES
-    ) -> Self:
+    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = OS_FILES) -> Self:
         """Opens or creates the store at `path`; reads the footers of sealed segments and scans the rest.
 
         Arguments as `LogWriter.open`.
@@ -129,9 +108,7 @@ class StoreWriter:
             StoreLocked: another process writes it.
             StoreFull, StoreVersionMismatch, StoreError: as `LogWriter.open`.
         """
-        log = LogWriter.open(
-            path, segment_bytes=segment_bytes, summarise=summarise_records, background=background, files=files
-        )
+        log = LogWriter.open(path, segment_bytes=segment_bytes, make_summary=IndexBlockBuilder, files=files)
         ingested = IngestedChunks()
         try:
             with LogReader.open(path, files=files) as reader:
@@ -169,7 +146,7 @@ class StoreWriter:
 
         Args:
             packet: the chunk's bytes, stored unchanged.
-            parsed: result of `open_chunk` for this `packet`, if the caller has it.
+            parsed: result of `parse_chunk` for this `packet`, if the caller has it.
 
         Raises:
             WireError: the packet is not a valid chunk, or the episode belongs to another robot; nothing was stored.
@@ -178,31 +155,24 @@ class StoreWriter:
         """
         chunk = parse_chunk(packet) if parsed is None else parsed
         header, ingested = chunk.header, self._ingested
-        if (owner := ingested.robot_of(header.episode)) not in (None, header.robot):
+        owner = ingested.robot_of(header.episode)
+        if owner not in (None, header.robot):
             raise WireError(f"the episode {header.episode} belongs to {owner}; {header.robot} cannot write to it")
-        if ingested.has(header.episode, header.index):
+        if ingested.has(header.episode, header.index) or (owner is None and header.episode in ingested.deleted):
             return False
-        if header.episode in ingested.deleted and not ingested.has_episode(header.episode):
-            return False
-        self._log.append(CHUNK_KIND, packet, schema=chunk.schema)
-        ingested.add(header)
+        self._log.append(CHUNK_KIND, packet, schema=chunk.schema, parsed=chunk)
+        ingested.add(header.episode, header.robot, header.index, header.steps)
         return True
 
     def append_label(self, label: Label) -> None:
         """Adds a label; its episode may be unknown. Raises as `append`."""
-        self._log.append(LABEL_KIND, encode_label(label))
+        kind = COLUMN_KIND if isinstance(label, ColumnLabel) else LABEL_KIND
+        self._log.append(kind, encode_label(label))
         self._ingested.add_label(label)
 
-    def flush(self) -> SyncPoint:
-        """Writes all appended records; `sync` with the sync point makes them durable. Raises as `append`."""
-        return self._log.flush()
-
-    def sync(self, point: SyncPoint | None = None) -> None:
-        """Makes all appended records durable, or those before the sync point, with one fdatasync.
-
-        Raises as `LogWriter.sync`.
-        """
-        self._log.sync(point)
+    def sync(self) -> None:
+        """Makes all appended records durable, with one fdatasync. Raises as `LogWriter.sync`."""
+        self._log.sync()
 
     # Freeing space
 
@@ -227,14 +197,8 @@ class StoreWriter:
         """Syncs and releases the store. Idempotent."""
         self._log.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-class StoreReader:
+class StoreReader(ClosedAtExit):
     """Reads a store in any process, also during writes. Create it with `open`.
 
     One thread calls `refresh` and `close`; the read methods are thread-safe.
@@ -273,7 +237,7 @@ class StoreReader:
         return self.index.apply(new.blocks, new.dropped)
 
     def read(self, chunk: int) -> Chunk:
-        """The chunk of row `chunk`. Its arrays are read-only views of the file; its checksum is verified.
+        """The chunk of row `chunk`. Its arrays are read-only; its checksum is verified.
 
         Values are as recorded, except that ``header.end`` has the labelled success.
 
@@ -293,29 +257,22 @@ class StoreReader:
         )
         return Chunk(msgspec.structs.replace(found.header, end=end), found.columns, found.final)
 
-    def read_packed(self, chunk: int, *, verify: bool = True) -> PackedChunk:
-        """The chunk of row `chunk`, not unpacked. Thread-safe.
-
-        Args:
-            verify: check the record's checksum. Without it only the format is checked, for callers with own checksums.
+    def read_packed(self, chunk: int) -> PackedChunk:
+        """The chunk of row `chunk`, not unpacked and as recorded. Thread-safe.
 
         Raises:
             StoreCorrupt, StoreError: as `read`.
             WireError: it is no longer a chunk.
         """
-        ref = self.index.record_ref(chunk)
-        return parse_chunk(self._log.read(ref) if verify else self._log.read_range(ref, 0, ref.length))
+        return parse_chunk(self._log.read(self.index.record_ref(chunk)))
 
-    def read_into(self, chunk: int, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
-        """Fills buffers with a chunk's packet from byte `start` on, without verification. Thread-safe.
-
-        Args:
-            wait: wait for the disk. Otherwise returns False if it would block, and starts reading ahead.
+    def read_range(self, chunk: int, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a chunk's packet, without verification. Thread-safe.
 
         Raises:
             StoreError: the record is gone or shorter than that.
         """
-        return self._log.read_into(self.index.record_ref(chunk), start, out, wait=wait)
+        return self._log.read_range(self.index.record_ref(chunk), start, stop)
 
     def episodes(self) -> list[EpisodeSummary]:
         """Every episode found so far, in the order of their first chunks."""
@@ -327,14 +284,8 @@ class StoreReader:
         return [*self._log.damaged, *self._damaged]
 
     def close(self) -> None:
-        """Releases the files; chunks that were read stay valid. Idempotent."""
+        """Releases the files. Idempotent."""
         self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 class _NewBlocks(NamedTuple):

@@ -1,4 +1,4 @@
-"""Verifies a log and quarantines damage.
+"""Verifies a log, quarantines damage, and lists the chunks, steps and episodes that it cost.
 
 Nothing is rewritten in place: damaged bytes are copied, and the manifest records the range, which is then no
 longer reported. Neighbouring records are not touched.
@@ -6,32 +6,160 @@ longer reported. Neighbouring records are not touched.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreRecordGone
+from user_sys.codec import decode_packet_record, parse_packet
+from user_sys.episode import ChunkHeader
+from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreRecordGone, WireError
 from user_sys.store import manifest
-from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, write_all
+from user_sys.store.files import CREATE, NO_SPACE_ERRNOS, OS_FILES, Files, write_all
+from user_sys.store.index import Index
 from user_sys.store.log_reader import LogReader
-from user_sys.store.manifest import LogManifest, QuarantinedRange, SegmentEntry, read_footer_or_copy
+from user_sys.store.manifest import LogManifest, QuarantinedRange, SegmentEntry
 from user_sys.store.record_format import (
+    RECORD_HEADER_BYTES,
     Damage,
     SegmentName,
     SegmentScan,
     WriterLock,
     align_up,
+    decode_record_header,
     list_segments,
     read_segment_header,
+    read_sound_footer,
     record_bytes,
     resolve_generations,
 )
 
 QUARANTINE = "quarantine"
 COPY_BYTES = 4 << 20
+
+
+class LostChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps `first_step` to ``first_step + steps - 1`` of an episode, which chunk `index` held."""
+
+    episode: str
+    index: int
+    first_step: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.episode}, chunk {self.index}, steps {self.first_step} to {self.first_step + self.steps - 1}"
+
+
+class DamageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Damage and the chunks that it destroyed, if known.
+
+    Attributes:
+        sequence: of the record; -1 if unknown.
+        last_sequence: of the last record, if several are lost together; otherwise -1.
+        surely: the chunks come from the index; otherwise from the damaged bytes themselves.
+    """
+
+    segment: int
+    offset: int
+    length: int
+    sequence: int
+    last_sequence: int
+    reason: str
+    chunks: tuple[LostChunk, ...] = ()
+    surely: bool = True
+
+
+class MissingChunks(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive missing chunks between stored ones; `steps` is their total."""
+
+    episode: str
+    first_index: int
+    last_index: int
+    first_step: int
+    steps: int
+
+
+def report_damage(path: Path, index: Index, damaged: Sequence[Damage]) -> list[DamageReport]:
+    """The losses of each of `damaged` in the store at `path`; `index` holds all intact records."""
+    files = {name.number: path / str(name) for name in resolve_generations(list_segments(path))[0]}
+    reports = []
+    for damage in damaged:
+        chunks, surely = _indexed_chunks(damage, index), True
+        if not chunks and damage.length and damage.segment in files:
+            chunk, surely = _chunk_by_its_header(files[damage.segment], damage), False
+            chunks = [chunk] if chunk and chunk.index not in _stored_indices(index, chunk.episode) else []
+        report = DamageReport(
+            segment=damage.segment,
+            offset=damage.offset,
+            length=damage.length,
+            sequence=damage.sequence,
+            last_sequence=damage.last_sequence,
+            reason=damage.reason,
+            chunks=tuple(chunks),
+            surely=surely,
+        )
+        reports.append(report)
+    return reports
+
+
+def _indexed_chunks(damage: Damage, index: Index) -> list[LostChunk]:
+    """Chunks that a footer lists and that lie in the damaged range."""
+    chunks, names = index.chunks, index.episodes.ids.names
+    inside = chunks.segment == damage.segment
+    inside &= (chunks.offset >= damage.offset) & (chunks.offset < damage.offset + damage.length)
+    return [
+        LostChunk(
+            episode=names[chunks.episode[row]],
+            index=int(chunks.index[row]),
+            first_step=int(chunks.first_step[row]),
+            steps=int(chunks.steps[row]),
+        )
+        for row in np.flatnonzero(inside | (chunks.sequence == damage.sequence)).tolist()
+    ]
+
+
+def _stored_indices(index: Index, episode: str) -> set[int]:
+    """Indices of the episode's chunks in the index."""
+    rows = (index.chunks.episode == index.episodes.find(episode)) & ~index.chunks.gone
+    return set(index.chunks.index[rows].tolist())
+
+
+def _chunk_by_its_header(file: Path, damage: Damage) -> LostChunk | None:
+    """The chunk that a damaged record describes in its header, if that much can be decoded."""
+    with file.open("rb") as stream:
+        stream.seek(damage.offset)
+        raw = stream.read(damage.length)
+    found = decode_record_header(raw[:RECORD_HEADER_BYTES], damage.segment, damage.generation, damage.offset)
+    if found is None:
+        return None
+    try:
+        packet = parse_packet(raw[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + found[0].length])
+        header = decode_packet_record(packet, ChunkHeader)
+    except WireError:
+        return None
+    return LostChunk(episode=header.episode, index=header.index, first_step=header.first_step, steps=header.steps)
+
+
+def find_missing_chunks(index: Index) -> list[MissingChunks]:
+    """Chunks missing before others of their episode; chunks of deleted episodes count as present."""
+    chunks = index.chunks
+    order = np.lexsort((chunks.index, chunks.episode))
+    found: list[MissingChunks] = []
+    episode, expected, step = -1, 0, 0
+    columns = (chunks.episode, chunks.index, chunks.first_step, chunks.steps)
+    for owner, number, first_step, steps in zip(*(column[order].tolist() for column in columns), strict=True):
+        if owner != episode:
+            episode, expected, step = owner, 0, 0
+        if number > expected:
+            name = index.episodes.ids.names[owner]
+            missing = first_step - step
+            gap = MissingChunks(
+                episode=name, first_index=expected, last_index=number - 1, first_step=step, steps=missing
+            )
+            found.append(gap)
+        expected, step = number + 1, first_step + steps
+    return found
 
 
 def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], object] | None = None) -> list[Damage]:
@@ -71,20 +199,7 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     fresh = (damage for damage in set(found) if log_manifest is None or not log_manifest.is_quarantined(damage))
-    return _joined(sorted(fresh, key=lambda damage: (damage.segment, not damage.length, damage.offset)))
-
-
-def _joined(damaged: Iterable[Damage]) -> list[Damage]:
-    """Merges adjacent damage with the same reason, as at the end of a truncated file."""
-    joined: list[Damage] = []
-    for damage in damaged:
-        last = joined[-1] if joined else damage
-        place = (last.segment, last.offset + last.length, last.generation, last.reason)
-        if joined and last.length and place == (damage.segment, damage.offset, damage.generation, damage.reason):
-            joined[-1] = replace(last, length=last.length + damage.length, last_sequence=damage.sequence)
-        else:
-            joined.append(damage)
-    return joined
+    return sorted(fresh, key=lambda damage: (damage.segment, not damage.length, damage.offset))
 
 
 def _load_manifest(files: Files, path: Path) -> LogManifest | None:
@@ -109,9 +224,8 @@ def _unreported_damage(
     listed = {entry.name: entry for entry in log_manifest.segments} if log_manifest else {}
     sealed = False
     for name in names:
-        fd = files.open(path / str(name), os.O_RDONLY)
-        try:
-            footer = read_footer_or_copy(files, path, fd, name)
+        with files.opened(path / str(name)) as fd:
+            footer = read_sound_footer(files, fd, name)
             sealed = sealed or footer is not None
             if footer is not None and name in listed and SegmentEntry.of(name, footer) != listed[name]:
                 reason = "the file differs from the manifest's entry"
@@ -123,8 +237,6 @@ def _unreported_damage(
                     yield Damage(name.number, files.size(fd), 0, reason, first, name.generation, last)
             if footer is None and name == names[-1] and name not in listed:
                 yield from _damage_after_last(files, fd, name, log_manifest)
-        finally:
-            files.close(fd)
     if sealed and manifest.MANIFEST not in files.listdir(path):
         yield Damage(-1, 0, 0, f"{path / manifest.MANIFEST} is missing")
 
@@ -190,16 +302,9 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
 def _copy(files: Files, source: Path, damage: Damage, folder: Path) -> Path:
     """Copies the readable part of the range; a file that ends within it gives a shorter copy."""
     target = folder / f"{source.stem}-{damage.offset:012d}.bytes"
-    source_fd = files.open(source, os.O_RDONLY)
-    try:
-        target_fd = files.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            for at in range(0, damage.length, COPY_BYTES):
-                block = files.pread(source_fd, min(COPY_BYTES, damage.length - at), damage.offset + at)
-                write_all(files, target_fd, [block], at)
-            files.fsync(target_fd)
-        finally:
-            files.close(target_fd)
-    finally:
-        files.close(source_fd)
+    with files.opened(source) as source_fd, files.opened(target, CREATE) as target_fd:
+        for at in range(0, damage.length, COPY_BYTES):
+            block = files.pread(source_fd, min(COPY_BYTES, damage.length - at), damage.offset + at)
+            write_all(files, target_fd, [block], at)
+        files.fsync(target_fd)
     return target

@@ -1,11 +1,11 @@
 """A peer's end of the tunnel: it connects to the gateway, reconnects after a loss, and loses no experience.
 
-One thread connects, sends bulk and keeps the session alive. Any thread may call the public methods. A thread that sends
-or receives control, weights or an e-stop uses the socket of that channel itself. docs/tunnel.md describes the protocol.
+One thread owns the sockets: it connects, sends, receives and keeps the session alive. Any thread may call the public
+methods, which use queues. docs/tunnel.md describes the protocol.
 
-A lost connection keeps chunks (resent after the last acknowledgement), the newest weights that the gateway has not
-confirmed (continued at the first missing byte), and queued messages. It drops the messages in
-`protocol.DROPPED_ON_DISCONNECT`, which are useless or dangerous when late.
+A lost connection keeps chunks (resent after the last acknowledgement) and queued messages. It drops the messages in
+`protocol.DROPPED_ON_DISCONNECT`, which are useless or dangerous when late, and the transfer of weights, which starts
+again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
-from typing import Self, TypeAlias
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
+import zmq
 from msgspec.structs import replace
 
+from hal.context import StartedAtEntry
+from hal.pacing import Backoff
 from user_sys.errors import LinkDown, SessionRefused, TunnelError, WireError
 from user_sys.messages import (
-    OLDEST_PROTOCOL,
-    PROTOCOL_VERSION,
     ChunkAck,
     ChunkRefusal,
     ControlMessage,
@@ -40,22 +41,21 @@ from user_sys.messages import (
     WeightsReceived,
     Welcome,
 )
-from user_sys.tunnel.clock import ClockEstimate, ClockEstimator
 from user_sys.tunnel.connection import (
-    Backoff,
-    ChannelReader,
-    ChannelSocket,
+    RECEIVE_BURST,
     ChunkSender,
     ChunkSource,
     Connection,
-    ReceivedMessage,
-    ZmqContexts,
+    Wakeup,
+    ZmqSocket,
+    new_context,
+    request_short_time_slice,
 )
-from user_sys.tunnel.endpoint import prefer_unix_socket
-from user_sys.tunnel.flow_control import CoalescingQueue, SendQueue
+from user_sys.tunnel.flow_control import ChannelFlow, CoalescingQueue, ReceiveWindow, SendFrames, SendQueue
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import (
+    CREDIT_EXEMPT,
     DROPPED_ON_DISCONNECT,
     TUNNEL_TRANSITIONS,
     WEIGHTS_TRANSFER,
@@ -64,11 +64,13 @@ from user_sys.tunnel.protocol import (
     Envelope,
     StateMachine,
     TunnelState,
+    channel_limits,
     channel_of,
     coalescing_key,
+    credit_cost_bytes,
+    decode_envelope,
+    encode_envelope,
 )
-from user_sys.tunnel.session import channel_limits
-from user_sys.tunnel.sockets import Wakeup, request_short_time_slice, retain_freed_memory
 
 __all__ = ["TunnelClient", "TunnelState"]
 
@@ -77,409 +79,290 @@ logger = logging.getLogger(__name__)
 Received: TypeAlias = ControlMessage | WeightsApplied
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_LINGER_MS = 500
-RECEIVE_BURST = 64
 BLOCKED_RETRY_S = 0.002
-READER_CHECK_INTERVAL_S = 0.1
 FLUSH_POLL_S = 0.002
+CLOCK_SAMPLES = 16
 _NOT_RESENT = (*DROPPED_ON_DISCONNECT, *WEIGHTS_TRANSFER, PreviewAck, WeightsReceived)
 
 
-class TunnelStatus:
-    """State of a client's tunnel, and the reason for it. Any thread may call it.
+@dataclass(frozen=True, order=True)
+class ClockEstimate:
+    """Gateway's Unix time = our monotonic time + `offset_ns`, with an error of at most half of `rtt_ns`."""
+
+    rtt_ns: int
+    offset_ns: int
+
+    def gateway_unix_ns(self, t_monotonic_ns: int) -> int:
+        return t_monotonic_ns + self.offset_ns
+
+
+class ClockEstimator:
+    """Uses the fastest of the last `CLOCK_SAMPLES` heartbeats (NTP's clock filter, RFC 5905 §10)."""
+
+    def __init__(self) -> None:
+        self._samples: deque[ClockEstimate] = deque(maxlen=CLOCK_SAMPLES)
+
+    def add(self, echo: Heartbeat, now_ns: int) -> None:
+        """Adds an echoed heartbeat that arrived at `now_ns` on our monotonic clock. Ignores one from the future."""
+        rtt_ns = now_ns - echo.t_client_ns
+        if rtt_ns >= 0:
+            self._samples.append(ClockEstimate(rtt_ns, echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2))
+
+    def estimate(self) -> ClockEstimate | None:
+        """None before the first heartbeat. Any thread may call it."""
+        return min(list(self._samples), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class _ReceivedMessage:
+    """A message in an inbox. The thread that gets it releases its charge in the window of its session."""
+
+    envelope: Envelope
+    window: ReceiveWindow
+    charge: int
+
+
+class ClientQueues:
+    """The state and the queues of a client, which outlive its connections. Any thread may call it.
 
     Attributes:
         reason: why the tunnel is not open; empty while it is open.
         changed: notified after each transition, and after the outbox is drained.
     """
 
-    def __init__(self, name: str, endpoint: str) -> None:
+    def __init__(self, name: str, limits: TunnelLimits) -> None:
+        bounds = channel_limits(limits)
+        self.send_queues = {channel: SendQueue(each) for channel, each in bounds.items()}
+        self.inboxes: dict[Channel, CoalescingQueue[_ReceivedMessage]] = {
+            channel: CoalescingQueue(each.window_messages + each.queue_messages) for channel, each in bounds.items()
+        }
+        self.counters: Counter[str] = Counter()
+        self.wakeup = Wakeup()
         self.reason = "not started"
         self.changed = threading.Condition()
-        self._name, self._endpoint = name, endpoint
+        self._name = name
         self._machine = StateMachine(f"the tunnel of {name}", TunnelState.IDLE, TUNNEL_TRANSITIONS)
+        self._previews_in_flight: set[tuple[str, str]] = set()  # cameras whose last preview is not acknowledged
 
     @property
     def state(self) -> TunnelState:
         return self._machine.state
 
     def transition_to(self, state: TunnelState, reason: str = "") -> None:
-        """Raises TunnelError if the transition is illegal."""
+        """Raises TunnelError if the transition is illegal. A loss drops the messages that are not sent again."""
         with self.changed:
             self._machine.transition_to(state)
             self.reason = reason
+            if state is TunnelState.LOST:
+                self.counters["lost"] += 1
+                for send_queue in self.send_queues.values():
+                    send_queue.remove_matching(lambda envelope: isinstance(envelope.message, _NOT_RESENT))
+                self._previews_in_flight.clear()
             self.changed.notify_all()
-        logger.info("tunnel.%s peer=%s endpoint=%s reason=%s", state.value, self._name, self._endpoint, reason)
-
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> None:
-        """Blocks until `predicate` is true or the timeout ends."""
-        with self.changed:
-            self.changed.wait_for(predicate, timeout_s)
+        logger.info("tunnel.%s peer=%s reason=%s", state.value, self._name, reason)
 
     def notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
-
-class ClientChannels:
-    """The send queues and inboxes of a client, which outlive its connections. Any thread may call it.
-
-    Args:
-        read_available: reads a socket empty into the inboxes; see `ChannelReader`.
-    """
-
-    def __init__(
-        self, limits: TunnelLimits, status: TunnelStatus, read_available: Callable[[ChannelSocket], None]
-    ) -> None:
-        bounds = channel_limits(limits)
-        self.send_queues = {channel: SendQueue(each) for channel, each in bounds.items()}
-        self.readers: dict[Channel, ChannelReader] = {
-            channel: ChannelReader(each.window_messages + each.queue_messages, read_available)
-            for channel, each in bounds.items()
-            if channel is not Channel.EXPERIENCE
-        }
-        self.counters: Counter[str] = Counter()
-        self.wakeup = Wakeup()
-        self.previews: CoalescingQueue[Envelope] = CoalescingQueue(limits.experience.queue_messages)
-        self._status = status
-        self._previews_in_flight: set[tuple[str, str]] = set()  # cameras whose last preview is not acknowledged
-        self._open_sockets: Mapping[Channel, ChannelSocket] = {}  # for other threads, while the tunnel is open
-
     def send(self, envelope: Envelope) -> bool:
-        """Sends a message now, or queues it. Returns False if it can do neither."""
-        socket = self._open_sockets.get(channel_of(envelope.message))
-        if socket is None or not socket.try_send_now(envelope):
-            return self.queue(envelope)
-        self.read_if_available(socket)
-        return True
-
-    def queue(self, envelope: Envelope) -> bool:
         """Queues a message. Returns False if the queue is full.
 
-        Also returns False for a message that is not resent, unless the tunnel is open: a loss drops these messages.
+        Also returns False for a message that is not sent again, unless the tunnel is open: a loss drops these messages.
         """
-        with self._status.changed:
-            if isinstance(envelope.message, _NOT_RESENT) and self._status.state is not TunnelState.OPEN:
+        with self.changed:
+            if isinstance(envelope.message, _NOT_RESENT) and self.state is not TunnelState.OPEN:
                 return False
             queued = self.send_queues[channel_of(envelope.message)].put(envelope)
         if not queued:
             self.counters["queue_full"] += 1
             if self.counters["queue_full"] == 1:
-                logger.warning("tunnel.queue_full message=%s state=%s", envelope.message, self._status.state.value)
+                logger.warning("tunnel.queue_full message=%s state=%s", envelope.message, self.state.value)
             return False
         self.wakeup.set()
         return True
 
-    def receive(self, channel: Channel, timeout_s: float) -> AnyMessage | None:
-        """The next message of control or stop, or None after `timeout_s`."""
-        received = self.readers[channel].get(timeout_s)
-        if received is None:
-            return None
-        if received.socket.release(received.charge):
-            self.wakeup.set()  # a grant is due
-        return received.envelope.message
-
-    def receive_weights(self, timeout_s: float) -> Envelope | None:
-        """The next message of the weights channel, or None after `timeout_s`."""
-        received = self.readers[Channel.WEIGHTS].get(timeout_s)
-        if received is None:
-            return None
-        socket = received.socket
-        if socket.release(received.charge):  # sends the due grant and the queued messages
-            if socket.flush():
-                self.wakeup.set()
-            self.read_if_available(socket)
-        return received.envelope
-
-    def put_received(self, message: ReceivedMessage, inbox: Channel) -> int:
-        """Queues a received message for the application. Returns the part of its charge to release now."""
-        return self.readers[inbox].put(message.envelope, message.socket, message.charge)
-
-    def read_if_available(self, socket: ChannelSocket) -> None:
-        """Reads messages whose event a use of the socket may have cleared; see `ChannelSocket`."""
-        if socket.has_message:
-            self.readers[socket.channel].drain(socket)
-
     def send_preview(self, preview: Preview, jpeg: bytes) -> bool:
         """Queues a picture. Returns False if the camera's last one is not acknowledged or the tunnel is not open."""
         camera = (preview.robot, preview.camera)
-        with self._status.changed:
-            if camera in self._previews_in_flight:
+        with self.changed:
+            if camera in self._previews_in_flight or not self.send(Envelope(preview, jpeg)):
                 return False
-            self._previews_in_flight.add(camera)  # before the gateway can acknowledge it
-            if not self.queue(Envelope(preview, jpeg)):
-                self._previews_in_flight.discard(camera)
-                return False
+            self._previews_in_flight.add(camera)
             return True
 
     def on_preview_ack(self, ack: PreviewAck) -> None:
-        self._previews_in_flight.discard((ack.robot, ack.camera))
+        with self.changed:
+            self._previews_in_flight.discard((ack.robot, ack.camera))
 
-    @property
-    def previews_in_flight(self) -> int:
-        """Cameras whose last preview the gateway has not acknowledged."""
-        return len(self._previews_in_flight)
+    def put_received(self, envelope: Envelope, inbox: Channel, window: ReceiveWindow, charge: int) -> None:
+        """Queues a message for the application, which releases its charge.
 
-    @property
-    def is_flushed(self) -> bool:
-        return not any(map(len, self.send_queues.values()))
+        The charge of a state message is released now, because its successor may replace it in the queue.
+        """
+        key = coalescing_key(envelope.message)
+        queued = self.inboxes[inbox].put(_ReceivedMessage(envelope, window, charge if key is None else 0), key)
+        if key is not None or not queued:
+            window.release(1, charge)
 
-    def reading_channels(self) -> list[Channel]:
-        """The channels that other threads read now."""
-        return [channel for channel, reader in self.readers.items() if reader.is_reading]
-
-    def attach(self, sockets: Mapping[Channel, ChannelSocket]) -> None:
-        """Lets other threads use the sockets of an open session."""
-        self._open_sockets = {channel: sockets[channel] for channel in self.readers}
-        for channel, reader in self.readers.items():
-            reader.attach(sockets[channel])
-
-    def detach(self) -> None:
-        """Ends the use of the sockets by other threads."""
-        self._open_sockets = {}
-        for reader in self.readers.values():
-            reader.detach()
-
-    def wait_idle(self) -> None:
-        """Blocks until other threads have processed the messages that they read before `detach`."""
-        for reader in self.readers.values():
-            reader.wait_idle()
-
-    def reset_credit(self) -> None:
-        for send_queue in self.send_queues.values():
-            send_queue.reset_credit()
-
-    def drop_unsent(self) -> None:
-        """Drops the queued messages that a later session must not send."""
-        for send_queue in self.send_queues.values():
-            send_queue.remove_matching(lambda envelope: isinstance(envelope.message, _NOT_RESENT))
-        self._previews_in_flight.clear()
+    def receive(self, inbox: Channel, timeout_s: float) -> Envelope | None:
+        """The next message of an inbox, or None after `timeout_s`."""
+        received = self.inboxes[inbox].get(timeout_s)
+        if received is None:
+            return None
+        if received.charge and received.window.release(1, received.charge):
+            self.wakeup.set()  # a grant is due
+        return received.envelope
 
     def scalars(self) -> dict[str, float]:
-        scalars = {"inbox_full": float(sum(reader.inbox.rejected for reader in self.readers.values()))}
+        scalars = {
+            "lost": float(self.counters["lost"]),
+            "open": float(self.state is TunnelState.OPEN),
+            "inbox_full": float(sum(inbox.rejected for inbox in self.inboxes.values())),
+        }
         for channel, send_queue in self.send_queues.items():
             scalars |= send_queue.metrics.scalars(channel.name.lower())
         return scalars
 
-    def close(self) -> None:
-        for reader in self.readers.values():
-            reader.close()
-        self.wakeup.close()
 
-
-class SessionLoop:
-    """Runs one session after another until the client stops. One thread calls `run`.
+class ClientSession:
+    """One session with the gateway, from Hello to its end. One thread calls it.
 
     Args:
-        keys, server_key: our key pair, and the gateway's public key.
-        hello: the name and role that we claim.
-        outbox: the source of chunks, or None.
+        connection: new sockets.
+        chunks: sends the outbox, or None.
     """
 
     def __init__(
         self,
-        status: TunnelStatus,
-        endpoint: str,
-        keys: KeyPair,
-        server_key: str,
+        connection: Connection,
         hello: Hello,
         limits: TunnelLimits,
-        outbox: ChunkSource | None,
+        queues: ClientQueues,
+        chunks: ChunkSender | None,
+        clock: ClockEstimator,
     ) -> None:
-        self.channels = ClientChannels(limits, status, self._read_available)
-        self.clock = ClockEstimator()
-        self.chunks: ChunkSender | None = None
-        if outbox is not None:
-            ack_latency = self.channels.send_queues[Channel.EXPERIENCE].metrics.ack_latency
-            self.chunks = ChunkSender(outbox, ack_latency)
-        self.stopping = threading.Event()
-        self._status, self._endpoint, self._hello, self._limits = status, endpoint, hello, limits
-        self._keys, self._server_key = keys, server_key
-        self._read_error: SessionRefused | WireError | None = None  # of any thread that reads a socket
-        self._last_control_s = 0.0
+        self._connection, self._hello, self._limits, self._queues = connection, hello, limits, queues
+        self._chunks, self._clock = chunks, clock
+        bounds = channel_limits(limits)
+        self._flows = {channel: ChannelFlow(bounds[channel], queues.send_queues[channel]) for channel in Channel}
+        self._welcomed: set[Channel] = set()
+        self._last_control_s = self._next_heartbeat_s = 0.0
 
-    def run(self) -> None:
-        """Blocks until the client stops or the gateway refuses it."""
-        request_short_time_slice()
-        retain_freed_memory()
-        contexts = ZmqContexts()
-        backoff = Backoff(self._limits.backoff_min_s, self._limits.backoff_max_s)
-        try:
-            while not self.stopping.is_set():
-                try:
-                    self._run_session(contexts, backoff)
-                    return
-                except SessionRefused as error:
-                    self._status.transition_to(TunnelState.REFUSED, str(error))
-                    return
-                except (LinkDown, WireError) as error:
-                    self._on_lost(str(error))
-                except Exception as error:
-                    logger.exception("tunnel.failed peer=%s", self._hello.name)
-                    self._status.transition_to(TunnelState.REFUSED, f"the tunnel failed: {error}")
-                    return
-                self.stopping.wait(backoff.next_s())
-                if not self.stopping.is_set():
-                    self._status.transition_to(TunnelState.CONNECTING, self._status.reason)
-        finally:
-            contexts.close()
-
-    @property
-    def chunks_pending(self) -> int:
-        return 0 if self.chunks is None else len(self.chunks.source)
-
-    def fail(self, error: SessionRefused | WireError) -> None:
-        """Ends the session with `error`. Any thread may call it."""
-        self._read_error = error
-        self.channels.wakeup.set()
-
-    def _on_lost(self, reason: str) -> None:
-        self._status.transition_to(TunnelState.LOST, reason)
-        self.channels.counters["lost"] += 1
-        self.channels.drop_unsent()
-
-    def _run_session(self, contexts: ZmqContexts, backoff: Backoff) -> None:
-        """Runs one session. Returns when the client stops; otherwise raises the reason for its end."""
-        channels = self.channels
-        channels.reset_credit()
-        self._read_error = None
-        endpoint = prefer_unix_socket(self._endpoint, self._server_key)
-        connection = Connection(
-            contexts, endpoint, self._keys, self._server_key, self._limits, channels.send_queues, channels.wakeup
-        )
-        opened_s = time.monotonic()
-        try:
-            self._handshake(connection)
-            opened_s = time.monotonic()
-            channels.attach(connection.sockets)
-            self._status.transition_to(TunnelState.OPEN)
-            self._exchange_messages(connection)
-        finally:
-            if time.monotonic() - opened_s > self._limits.dead_after_s:
-                backoff.reset()
-            channels.detach()
-            connection.close(CLOSE_LINGER_MS if self.stopping.is_set() else 0)
-            channels.wait_idle()  # before the next session begins
-
-    def _handshake(self, connection: Connection) -> None:
+    def open(self, stopping: threading.Event) -> None:
+        """Blocks until the gateway has welcomed each channel. Raises as `exchange`."""
         deadline = time.monotonic() + self._limits.handshake_s
-        for channel, socket in connection.sockets.items():
-            socket.send(Envelope(self._hello))
-            while not self.stopping.is_set() and not self._is_welcomed(connection, socket):
-                if time.monotonic() > deadline:
-                    raise LinkDown(f"{connection.endpoint} did not answer within {self._limits.handshake_s:g} s")
-                connection.wait(deadline - time.monotonic())
-            if channel is Channel.CONTROL:
-                socket.flush()  # our grant: the gateway may send before all channels are open
+        for channel in Channel:
+            self._send(channel, self._hello)
+            while channel not in self._welcomed and not stopping.is_set():
+                if (remaining_s := deadline - time.monotonic()) < 0:
+                    raise LinkDown(f"{self._connection.endpoint} did not answer within {self._limits.handshake_s:g} s")
+                self._connection.wait(remaining_s)
+                self._receive()
+            self._flows[channel].send_grant(self._sender(channel))  # the gateway may send before all channels are open
+        self._last_control_s = time.monotonic()
 
-    def _is_welcomed(self, connection: Connection, socket: ChannelSocket) -> bool:
-        received = socket.receive()
-        if received is not None and isinstance(received[0].message, Welcome):
-            self._on_welcome(socket, received[0].message)
-            return True
-        if received is None and socket.channel is not Channel.CONTROL:
-            socket = connection.sockets[Channel.CONTROL]  # a Refusal, or messages that follow the opening
-            received = socket.receive()
-        if received is not None:
-            self._on_message(socket, *received)
-        return False
+    def exchange(self) -> None:
+        """Sends and receives what there is, and waits for more.
 
-    def _on_welcome(self, socket: ChannelSocket, welcome: Welcome) -> None:
-        oldest, newest = self._hello.oldest, self._hello.protocol
-        if not oldest <= welcome.protocol <= newest:
-            raise SessionRefused(
-                f"{self._endpoint} uses protocol version {welcome.protocol}, we support {oldest} to {newest}; install "
-                "the same release"
-            )
-        if socket.channel is Channel.EXPERIENCE and self.chunks is not None:
-            self.chunks.resume(welcome.resume_after)
-            self._notify_if_drained()
+        Raises:
+            SessionRefused: the gateway refuses us for good.
+            LinkDown: the connection ended, or the gateway is silent.
+            WireError: a message that is not valid now.
+        """
+        now = time.monotonic()
+        if now >= self._next_heartbeat_s:
+            self._send_heartbeats()
+            self._next_heartbeat_s = now + self._limits.heartbeat_s
+        self._receive()
+        if now - self._last_control_s > self._limits.dead_after_s:
+            raise LinkDown(f"{self._connection.endpoint} was silent for {now - self._last_control_s:.1f} s")
+        self._connection.wait(min(self.flush(), self._next_heartbeat_s - now))
 
-    def _exchange_messages(self, connection: Connection) -> None:
-        channels, limits = self.channels, self._limits
-        self._last_control_s, next_heartbeat_s = time.monotonic(), 0.0
-        while not self.stopping.is_set():
-            now = time.monotonic()
-            if now >= next_heartbeat_s:
-                connection.send_heartbeat(Heartbeat(t_client_ns=time.monotonic_ns()))
-                next_heartbeat_s = now + limits.heartbeat_s
-            read_elsewhere = channels.reading_channels()
-            self._receive(connection, read_elsewhere)
-            if self._read_error is not None:
-                raise self._read_error
-            if now - self._last_control_s > limits.dead_after_s:
-                raise LinkDown(f"{connection.endpoint} was silent for {now - self._last_control_s:.1f} s")
-            timeout_s = min(self._send(connection), next_heartbeat_s - now)
-            for channel in read_elsewhere:
-                channels.read_if_available(connection.sockets[channel])
-            connection.wait(min(timeout_s, READER_CHECK_INTERVAL_S) if read_elsewhere else timeout_s, read_elsewhere)
-        connection.sockets[Channel.CONTROL].flush()  # for example a lease release
-
-    def _receive(self, connection: Connection, read_elsewhere: Collection[Channel]) -> None:
-        for channel, socket in connection.sockets.items():
-            if channel in read_elsewhere:
-                continue
-            if channel in self.channels.readers:
-                self.channels.readers[channel].drain(socket)
-            else:
-                self._receive_burst(socket)
-
-    def _receive_burst(self, socket: ChannelSocket) -> None:
-        for _ in range(RECEIVE_BURST):
-            received = socket.receive()
-            if received is None:
-                return
-            self._on_message(socket, *received)
-
-    def _read_available(self, socket: ChannelSocket) -> None:
-        """Reads a socket empty. Any thread calls it; an error ends the session in the client's thread."""
-        try:
-            while (received := socket.receive()) is not None:
-                if socket.channel is Channel.CONTROL:
-                    self._last_control_s = time.monotonic()
-                self._on_message(socket, *received)
-        except (SessionRefused, WireError) as error:
-            self.fail(error)
-
-    def _on_message(self, socket: ChannelSocket, envelope: Envelope, charge: int) -> None:
-        """Raises SessionRefused for a refusal, and WireError for a message that is not valid now."""
-        match envelope.message:
-            case CreditGrant():
-                self.channels.wakeup.set()
-            case Refusal() as refusal:
-                raise SessionRefused(f"{self._endpoint} refused us: {refusal.reason}")
-            case Heartbeat() as echo:
-                if socket.channel is Channel.CONTROL:
-                    self.clock.add(echo, time.monotonic_ns())
-            case ChunkAck() | ChunkRefusal() as reply if self.chunks is not None:
-                self.chunks.on_reply(reply)
-                self._notify_if_drained()
-            case PreviewAck() as ack:
-                self.channels.on_preview_ack(ack)
-            case Preview():
-                self.channels.previews.put(envelope, coalescing_key(envelope.message))
-            case Hello() | Welcome() | ChunkAck() | ChunkRefusal():
-                raise WireError(f"{self._endpoint} sent an unexpected {type(envelope.message).__name__}")
-            case message:
-                inbox = Channel.CONTROL if isinstance(message, WeightsApplied) else socket.channel
-                charge = self.channels.put_received(ReceivedMessage(envelope, socket, charge), inbox)
-        socket.release(charge)
-
-    def _notify_if_drained(self) -> None:
-        if not self.chunks_pending:
-            self._status.notify()
-
-    def _send(self, connection: Connection) -> float:
+    def flush(self) -> float:
         """Sends queued messages: control, then weights, then experience. Returns the seconds until the next attempt."""
-        experience = connection.sockets[Channel.EXPERIENCE]
-        blocked = connection.flush()
-        if self.chunks is not None and not len(experience.send_queue):
-            blocked |= self.chunks.send_pending(experience)
+        blocked = any([flow.flush(self._sender(channel)) for channel, flow in self._flows.items()])
+        send_queue = self._flows[Channel.EXPERIENCE].send_queue
+        if self._chunks is not None and not len(send_queue):
+            blocked |= self._chunks.send_pending(send_queue, self._sender(Channel.EXPERIENCE))
         if blocked:
             return BLOCKED_RETRY_S
-        return min(send_queue.bandwidth_wait_s() for send_queue in self.channels.send_queues.values())
+        return min(flow.send_queue.bandwidth_wait_s() for flow in self._flows.values())
+
+    def _sender(self, channel: Channel) -> SendFrames:
+        return lambda frames: self._connection.send(channel, frames)
+
+    def _send(self, channel: Channel, message: AnyMessage) -> None:
+        self._connection.send(channel, encode_envelope(Envelope(message)))
+
+    def _send_heartbeats(self) -> None:
+        """Raises LinkDown if a channel other than control was silent for `stuck_after_s`."""
+        heartbeat = Heartbeat(t_client_ns=time.monotonic_ns())
+        for channel in Channel:
+            self._send(channel, heartbeat)  # if the pipe is full, other bytes show that the channel is alive
+            if channel is not Channel.CONTROL:
+                silent_s = self._connection.silence_s(channel)
+                if silent_s > self._limits.stuck_after_s:
+                    name = channel.name.lower()
+                    raise LinkDown(
+                        f"{self._connection.endpoint}: the {name} connection was silent for {silent_s:.1f} s"
+                    )
+
+    def _receive(self) -> None:
+        for channel in Channel:
+            for _ in range(RECEIVE_BURST):
+                frames = self._connection.receive(channel)
+                if frames is None:
+                    break
+                metrics, size = self._flows[channel].send_queue.metrics, credit_cost_bytes(frames)
+                metrics.received += 1
+                metrics.received_bytes += size
+                if channel is Channel.CONTROL:
+                    self._last_control_s = time.monotonic()
+                self._on_message(channel, decode_envelope(channel, frames, self._limits), size)
+
+    def _on_message(self, channel: Channel, envelope: Envelope, size: int) -> None:
+        """Raises SessionRefused for a refusal, and WireError for a message that is not valid now."""
+        window = self._flows[channel].window
+        is_exempt = isinstance(envelope.message, CREDIT_EXEMPT)
+        if not is_exempt:
+            window.charge(size)
+        match envelope.message:
+            case Welcome() as welcome:
+                self._on_welcome(channel, welcome)
+            case CreditGrant() as grant:
+                self._flows[channel].send_queue.add_credit(grant)
+            case Refusal() as refusal:
+                raise SessionRefused(f"{self._connection.endpoint} refused us: {refusal.reason}")
+            case Heartbeat() as echo:
+                if channel is Channel.CONTROL:
+                    self._clock.add(echo, time.monotonic_ns())
+            case ChunkAck() | ChunkRefusal() as reply if self._chunks is not None:
+                self._chunks.on_reply(reply)
+                self._notify_if_drained()
+            case PreviewAck() as ack:
+                self._queues.on_preview_ack(ack)
+            case Hello() | ChunkAck() | ChunkRefusal() as message:
+                raise WireError(f"{self._connection.endpoint} sent an unexpected {type(message).__name__}")
+            case message:
+                inbox = Channel.CONTROL if isinstance(message, WeightsApplied) else channel
+                self._queues.put_received(envelope, inbox, window, size)
+                return
+        if not is_exempt:
+            window.release(1, size)
+
+    def _on_welcome(self, channel: Channel, welcome: Welcome) -> None:
+        self._welcomed.add(channel)
+        if channel is Channel.EXPERIENCE and self._chunks is not None:
+            self._chunks.resume(welcome.resume_after)
+            self._notify_if_drained()
+
+    def _notify_if_drained(self) -> None:
+        if self._chunks is not None and not len(self._chunks.source):
+            self._queues.notify()
 
 
-class TunnelClient:
+class TunnelClient(StartedAtEntry):
     """Keeps a session with the gateway at `endpoint` from `start` to `close`.
 
     Args:
@@ -499,15 +382,13 @@ class TunnelClient:
         limits: TunnelLimits | None = None,
     ) -> None:
         self.endpoint = endpoint
-        oldest = hello.oldest or (OLDEST_PROTOCOL if hello.protocol == PROTOCOL_VERSION else hello.protocol)
-        self.hello = replace(hello, oldest=oldest, stream="" if outbox is None else outbox.stream)
-        self.status = TunnelStatus(hello.name, endpoint)
-        self.loop = SessionLoop(
-            self.status, endpoint, keys, server_public_key, self.hello, limits or TunnelLimits(), outbox
-        )
-        self.channels = self.loop.channels
-        self.counters = self.channels.counters
-        self._outbox = outbox
+        self.hello = replace(hello, stream="" if outbox is None else outbox.stream)
+        self._keys, self._server_key, self._limits = keys, server_public_key, limits or TunnelLimits()
+        self.queues = ClientQueues(hello.name, self._limits)
+        self.counters = self.queues.counters
+        self._clock = ClockEstimator()
+        self._chunks = None if outbox is None else ChunkSender(outbox)
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     # Life cycle
@@ -516,10 +397,10 @@ class TunnelClient:
         """Begins to connect; does not block."""
         if self._thread is not None or self.state is TunnelState.CLOSED:
             raise TunnelError("this client was started or closed before; create a new one")
-        self.status.transition_to(TunnelState.CONNECTING, "connecting")
-        if self._outbox is not None:
-            self._outbox.set_on_append(self.channels.wakeup.set)
-        self._thread = threading.Thread(target=self.loop.run, name=f"tunnel-{self.hello.name}", daemon=True)
+        self.queues.transition_to(TunnelState.CONNECTING, "connecting")
+        if self._chunks is not None:
+            self._chunks.source.set_on_append(self.queues.wakeup.set)
+        self._thread = threading.Thread(target=self._run, name=f"tunnel-{self.hello.name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -527,61 +408,48 @@ class TunnelClient:
 
         The outbox keeps its chunks. Blocks for at most `CLOSE_TIMEOUT_S`; repeated calls have no effect.
         """
-        self.loop.stopping.set()
+        self._stopping.set()
         if self.state is TunnelState.CLOSED:
             return
         if self._thread is not None:
-            self._join(self._thread)
-        self.status.transition_to(TunnelState.CLOSED, "closed here")
-        self.channels.close()
-
-    def _join(self, thread: threading.Thread) -> None:
-        if self._outbox is not None:
-            self._outbox.set_on_append(None)
-        self.channels.wakeup.set()
-        thread.join(CLOSE_TIMEOUT_S)
-        if thread.is_alive():
-            raise TunnelError(f"the tunnel's thread did not end within {CLOSE_TIMEOUT_S} s")
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+            if self._chunks is not None:
+                self._chunks.source.set_on_append(None)
+            self.queues.wakeup.set()
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise TunnelError(f"the tunnel's thread did not end within {CLOSE_TIMEOUT_S} s")
+        self.queues.transition_to(TunnelState.CLOSED, "closed here")
+        self.queues.wakeup.close()
 
     @property
     def state(self) -> TunnelState:
-        return self.status.state
+        return self.queues.state
 
     @property
     def reason(self) -> str:
         """Why the tunnel is not open, in a sentence; empty while it is open."""
-        return self.status.reason
+        return self.queues.reason
 
     @property
     def clock(self) -> ClockEstimate | None:
-        """Round trip and offset to the gateway's clock now; None before the first heartbeat echo."""
-        return self.loop.clock.estimate(time.monotonic_ns())
+        """Round trip and offset to the gateway's clock; None before the first heartbeat echo."""
+        return self._clock.estimate()
 
     def scalars(self) -> dict[str, float]:
-        """Metrics: counters and latencies of each channel, the clock, and the number of lost sessions."""
-        scalars = {"lost": float(self.counters["lost"]), "open": float(self.state is TunnelState.OPEN)}
-        scalars |= self.channels.scalars()
+        """Metrics: counters of each channel, lost sessions, the round trip, and the latency of acknowledgements."""
+        scalars = self.queues.scalars() | ({} if self._chunks is None else self._chunks.scalars())
         clock = self.clock
-        if clock is not None:
-            scalars |= {"round_trip_ms": clock.rtt_ns / 1e6, "clock_drift_ppm": clock.drift_ppm}
-        return scalars
+        return scalars if clock is None else {**scalars, "round_trip_ms": clock.rtt_ns / 1e6}
 
     @property
     def chunks_pending(self) -> int:
         """Chunks in the outbox that the gateway has not acknowledged."""
-        return self.loop.chunks_pending
+        return 0 if self._chunks is None else len(self._chunks.source)
 
     def drain(self, timeout_s: float) -> int:
         """Blocks until the gateway has every chunk or `timeout_s` ends. Returns the number of chunks that it lacks."""
         final = (TunnelState.REFUSED, TunnelState.CLOSED)
-        self.status.wait_for(lambda: not self.chunks_pending or self.state in final, timeout_s)
+        self._wait_for(lambda: not self.chunks_pending or self.state in final, timeout_s)
         return self.chunks_pending
 
     def wait_open(self, timeout_s: float) -> None:
@@ -592,63 +460,111 @@ class TunnelClient:
             LinkDown: not open within `timeout_s`; the client keeps trying.
         """
         final = (TunnelState.OPEN, TunnelState.REFUSED, TunnelState.CLOSED)
-        with self.status.changed:
-            self.status.wait_for(lambda: self.state in final, timeout_s)
+        with self.queues.changed:
+            self._wait_for(lambda: self.state in final, timeout_s)
             if self.state is TunnelState.OPEN:
                 return
             if self.state in final:
                 raise SessionRefused(self.reason)
             raise LinkDown(f"no tunnel to {self.endpoint} after {timeout_s:g} s: {self.reason}")
 
+    def _wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> None:
+        with self.queues.changed:
+            self.queues.changed.wait_for(predicate, timeout_s)
+
     # Messages
 
     def send(self, message: ControlMessage | WeightsApplied) -> bool:
-        """Sends a message now, or queues it; never blocks.
+        """Queues a message; never blocks.
 
         A state message replaces its queued predecessor (`protocol.coalescing_key`). Returns False if the queue is full,
         or if the tunnel is not open and the message would be useless when late.
         """
-        envelope = Envelope(message)
-        if channel_of(message) is Channel.WEIGHTS:  # queued, so that a control loop never reads weights here
-            return self.channels.queue(envelope)
-        return self.channels.send(envelope)
+        return self.queues.send(Envelope(message))
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next message from the gateway, or None after `timeout_s`."""
-        return self.channels.receive(Channel.CONTROL, timeout_s)  # type: ignore[return-value]
+        envelope = self.queues.receive(Channel.CONTROL, timeout_s)
+        return None if envelope is None else envelope.message  # type: ignore[return-value]
 
     def receive_stop(self, timeout_s: float) -> OperatorCommand | OperatorReply | None:
         """The next e-stop at a robot, or its confirmation at a console; None after `timeout_s`."""
-        return self.channels.receive(Channel.STOP, timeout_s)  # type: ignore[return-value]
+        envelope = self.queues.receive(Channel.STOP, timeout_s)
+        return None if envelope is None else envelope.message  # type: ignore[return-value]
 
     def send_weights(self, message: WeightsMessage, payload: bytes | memoryview | None = None) -> bool:
-        """Sends a message of the weights channel now, or queues it; never blocks.
+        """Queues a message of the weights channel; never blocks.
 
         Returns False if the queue is full or the tunnel is not open.
         """
-        return self.channels.send(Envelope(message, payload))
+        return self.queues.send(Envelope(message, payload))
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """The next message of the weights channel, or None after `timeout_s`."""
-        return self.channels.receive_weights(timeout_s)
+        return self.queues.receive(Channel.WEIGHTS, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Blocks until libzmq has all queued messages. Returns False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self.channels.is_flushed:
-                return True
-            self.loop.stopping.wait(FLUSH_POLL_S)
-        return False
+        while any(map(len, self.queues.send_queues.values())):
+            if time.monotonic() > deadline:
+                return False
+            self._stopping.wait(FLUSH_POLL_S)
+        return True
 
     def send_preview(self, preview: Preview, jpeg: bytes) -> bool:
         """Sends a picture. Returns False if the camera's last one is not acknowledged or the tunnel is not open."""
-        return self.channels.send_preview(preview, jpeg)
+        return self.queues.send_preview(preview, jpeg)
 
     def receive_preview(self, timeout_s: float) -> tuple[Preview, bytes | memoryview] | None:
         """A console's next picture, or None after `timeout_s`. The camera's next one follows."""
-        envelope = self.channels.previews.get(timeout_s)
+        envelope = self.queues.receive(Channel.EXPERIENCE, timeout_s)
         if envelope is None or not isinstance(envelope.message, Preview) or envelope.payload is None:
             return None
-        self.channels.queue(Envelope(PreviewAck(robot=envelope.message.robot, camera=envelope.message.camera)))
+        self.queues.send(Envelope(PreviewAck(robot=envelope.message.robot, camera=envelope.message.camera)))
         return envelope.message, envelope.payload
+
+    # The tunnel's thread
+
+    def _run(self) -> None:
+        """Runs one session after another until the client stops or the gateway refuses it."""
+        request_short_time_slice()
+        context = new_context()
+        backoff = Backoff(self._limits.backoff_min_s, self._limits.backoff_max_s)
+        try:
+            while True:
+                try:
+                    self._run_session(context, backoff)
+                    return
+                except SessionRefused as error:
+                    self.queues.transition_to(TunnelState.REFUSED, str(error))
+                    return
+                except (LinkDown, WireError) as error:
+                    self.queues.transition_to(TunnelState.LOST, str(error))
+                if self._stopping.wait(backoff.next_s()):
+                    return
+                self.queues.transition_to(TunnelState.CONNECTING, self.reason)
+        except Exception as error:
+            logger.exception("tunnel.failed peer=%s", self.hello.name)
+            self.queues.transition_to(TunnelState.REFUSED, f"the tunnel failed: {error}")
+        finally:
+            context.term()
+
+    def _run_session(self, context: zmq.Context[ZmqSocket], backoff: Backoff) -> None:
+        """Runs one session. Returns when the client stops; otherwise raises the reason for its end."""
+        connection = Connection(context, self.endpoint, self._keys, self._server_key, self._limits, self.queues.wakeup)
+        session = ClientSession(connection, self.hello, self._limits, self.queues, self._chunks, self._clock)
+        opened_s = time.monotonic()
+        try:
+            session.open(self._stopping)
+            if self._stopping.is_set():
+                return
+            opened_s = time.monotonic()
+            self.queues.transition_to(TunnelState.OPEN)
+            while not self._stopping.is_set():
+                session.exchange()
+            session.flush()  # for example a lease release
+        finally:
+            if time.monotonic() - opened_s > self._limits.dead_after_s:
+                backoff.reset()
+            connection.close(CLOSE_LINGER_MS if self._stopping.is_set() else 0)

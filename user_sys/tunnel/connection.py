@@ -1,53 +1,66 @@
-"""The client's side of a session: four sockets to one port, their readers, and the sender of chunks."""
+"""ZeroMQ sockets that never block, the kernel's state of their connections, and the client's four of one session."""
 
 from __future__ import annotations
 
+import array
+import contextlib
+import ctypes
+import errno
+import fcntl
 import math
 import os
-import random
+import platform
+import resource
 import select
+import socket
+import struct
+import sys
+import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from user_sys.errors import LinkDown, SessionRefused
-from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal, CreditGrant, Heartbeat
-from user_sys.tunnel.endpoint import enlarge_send_buffer
-from user_sys.tunnel.flow_control import CoalescingQueue, LatencyHistogram, ReceiveWindow, SendQueue
+from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
+from user_sys.tunnel.flow_control import SendFrames, SendQueue
 from user_sys.tunnel.keys import KeyPair
-from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
-from user_sys.tunnel.protocol import (
-    CREDIT_EXEMPT,
-    Channel,
-    Envelope,
-    Payload,
-    coalescing_key,
-    credit_cost_bytes,
-    decode_envelope,
-    encode_envelope,
-    new_session_id,
-)
-from user_sys.tunnel.session import channel_limits
-from user_sys.tunnel.sockets import (
-    Wakeup,
-    ZmqSocket,
-    configure_socket,
-    enable_ipv6,
-    has_message,
-    receive_frames,
-    send_frames,
-    silence_s,
-)
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.protocol import MAX_PARTS, Channel, Envelope, Payload, new_session_id
+
+ZmqSocket: TypeAlias = "zmq.Socket[bytes]"
+
+RECEIVE_BURST = 64  # messages of one connection in a row
+ZERO_COPY_BYTES = 64 << 10  # a copy of a smaller frame costs less than a reference to it
+TRAFFIC_CLASS = {  # DSCP EF, EF, AF11, CS1
+    Channel.CONTROL: 0xB8,
+    Channel.STOP: 0xB8,
+    Channel.WEIGHTS: 0x28,
+    Channel.EXPERIENCE: 0x20,
+}
+_POLLIN, _MORE = int(zmq.POLLIN), zmq.DONTWAIT | zmq.SNDMORE  # enum arithmetic takes longer than a socket call
+
+TIME_SLICE_NS = 100_000
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+# struct sched_attr, version 0: size, policy, flags, nice, priority, runtime, deadline, period
+_SCHED_ATTR = struct.Struct("IIQiIQQQ")
+
+CLOSED_SOCKET_ERRNOS = (errno.EBADF, errno.ENOTSOCK, errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.ENOTCONN, errno.EINVAL)
+"""Errors of a descriptor that libzmq has closed, or that is not a TCP connection."""
+MAX_DESCRIPTORS = 65536
+_TCP_INFO_BYTES = 136  # struct tcp_info, linux/tcp.h, since Linux 4.1
+_LAST_RECEIVED = struct.Struct("<I")  # tcpi_last_data_recv
+_LAST_RECEIVED_AT = 52
+_BYTES_RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received
+_BYTES_RECEIVED_AT = 128
 
 ZAP_DENIED = 400
-READER_GRACE_S = 0.1  # a thread that has received once is expected to return within this time
-READER_POLL_S = 0.25
+ACK_TIMES = 512  # the newest times that count in the metrics
 _DISCONNECT_REASONS = {
     int(zmq.EVENT_CLOSED): "no gateway listens there",
     int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
@@ -55,151 +68,190 @@ _DISCONNECT_REASONS = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the handshake failed: another program listens there",
 }
 _MONITORED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_DISCONNECT_REASONS)
+_CONTROL_THREAD, _BULK_THREAD = 1, 2  # bit masks of libzmq's I/O threads
 
 
-class Backoff:
-    """Exponential backoff with full jitter: a pause is uniform between zero and a bound that doubles with each failure.
+def request_short_time_slice() -> bool:
+    """Requests a short time slice for the calling thread, so that it runs soon after it wakes on a busy machine.
 
-    The reconnects of many clients that lost one gateway at the same time are thus spread evenly
-    (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
+    Its share of the processor does not change. Linux honours the request from 6.12 on (EEVDF's custom slices); other
+    systems ignore it. Returns whether the system call succeeded.
+    """
+    number = _SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
+    if number is None:
+        return False
+    attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, 0, 0, 0, 0, TIME_SLICE_NS, 0, 0)
+    return bool(ctypes.CDLL(None).syscall(number, threading.get_native_id(), attributes, 0) == 0)
+
+
+@dataclass(frozen=True)
+class TcpState:
+    """State of a TCP connection.
+
+    Attributes:
+        unread_bytes: the part of `received_bytes` that this process has not read yet.
+        silent_s: time since the last received bytes, or since the connection was made.
     """
 
-    def __init__(self, min_s: float, max_s: float, rng: random.Random | None = None) -> None:
-        self._min_s, self._max_s = min_s, max_s
-        self._rng = rng or random.Random()
-        self.bound_s = min_s
-
-    def next_s(self) -> float:
-        """The next pause. Doubles the bound of the one after it."""
-        pause_s = self._rng.uniform(0.0, self.bound_s)
-        self.bound_s = min(2 * self.bound_s, self._max_s)
-        return pause_s
-
-    def reset(self) -> None:
-        """Resets the bound after a session that lasted."""
-        self.bound_s = self._min_s
+    received_bytes: int
+    unread_bytes: int
+    silent_s: float
 
 
-class ZmqContexts:
-    """libzmq's I/O threads: one for control and e-stops, one for bulk, whose encryption takes 1 ms for a megabyte.
+def duplicate_socket(descriptor: int) -> socket.socket | None:
+    """The socket of `descriptor` under a new descriptor; None if it is closed, or if too many files are open.
 
-    The bulk thread uses SCHED_BATCH, so that it does not preempt a running thread when it wakes.
+    libzmq may close its descriptor at any time, and another file may then reuse the number. If that file is not a
+    socket, the copy is closed again, so that locks and pipes of the file are not kept open.
+    """
+    copy = -1
+    try:
+        copy = os.dup(descriptor)
+        return socket.socket(fileno=copy)
+    except OSError as error:
+        if copy >= 0:
+            os.close(copy)
+        if error.errno in (*CLOSED_SOCKET_ERRNOS, errno.EMFILE, errno.ENFILE):
+            return None
+        raise
+
+
+def raise_descriptor_limit() -> int:
+    """Raises this process's limit of open files to `MAX_DESCRIPTORS` if the system allows it. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= allowed:
+        return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
+
+
+def read_tcp_state(descriptor: int) -> TcpState | None:
+    """The state of libzmq's TCP connection `descriptor`; None for a closed connection."""
+    connection = duplicate_socket(descriptor)
+    if connection is None:
+        return None
+    unread = array.array("i", [0])
+    with connection:
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            fcntl.ioctl(connection, termios.FIONREAD, unread)
+        except OSError as error:
+            if error.errno in CLOSED_SOCKET_ERRNOS:
+                return None
+            raise
+    if len(info) != _TCP_INFO_BYTES:
+        return None
+    (received,) = _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)
+    (silent_ms,) = _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_AT)
+    return TcpState(received, unread[0], silent_ms / 1e3)
+
+
+def silence_s(descriptor: int) -> float:
+    """Seconds since the last bytes, of complete messages or not, on libzmq's connection `descriptor`.
+
+    Zero for a closed connection, which libzmq reports.
+    """
+    state = read_tcp_state(descriptor)
+    return 0.0 if state is None else state.silent_s
+
+
+def receive_frames(socket: ZmqSocket) -> list[zmq.Frame] | None:
+    """The frames of the next message, or None; does not block. Drops frames beyond `MAX_PARTS` + 2."""
+    if not has_message(socket):  # the check costs less than an exception
+        return None
+    frame = socket.recv(zmq.DONTWAIT, copy=False)
+    frames = [frame]
+    while frame.more:
+        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        if len(frames) < MAX_PARTS + 2:
+            frames.append(frame)
+    return frames
+
+
+def send_frames(socket: ZmqSocket, frames: list[Payload]) -> bool:
+    """Passes a message to libzmq without blocking. Returns False if the peer is gone or its pipe is full."""
+    *head, last = frames
+    try:
+        for frame in head:
+            socket.send(frame, _MORE, copy=len(frame) < ZERO_COPY_BYTES)
+        socket.send(last, zmq.DONTWAIT, copy=len(last) < ZERO_COPY_BYTES)
+    except zmq.ZMQError as error:
+        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, errno.EPIPE):
+            return False
+        raise
+    return True
+
+
+def has_message(socket: ZmqSocket) -> bool:
+    """Whether a message is available. Call it after any other call on the socket: its descriptor is edge-triggered."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+def configure_socket(socket: ZmqSocket, limits: TunnelLimits, channel: Channel | None = None) -> None:
+    """Sets the limits and timeouts that both ends share; a client passes its channel.
+
+    The kernel detects a half-open TCP connection: within 30 s if it is idle, and within `stuck_after_s` if it has
+    unacknowledged bytes. Routers and Wi-Fi that honour DSCP let control overtake bulk.
+    """
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, limits.pipe_messages)
+    socket.setsockopt(zmq.RCVHWM, limits.pipe_messages)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.handshake_s * 1e3))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_MAXRT, int(limits.stuck_after_s * 1e3))
+    if channel is not None:
+        socket.setsockopt(zmq.TOS, TRAFFIC_CLASS[channel])
+
+
+def enable_ipv6(socket: ZmqSocket, endpoint: str) -> None:
+    """Enables IPv6 if `endpoint` has an address in brackets.
+
+    With IPv6 enabled, libzmq would resolve names to IPv6 only and report IPv4 peers under mapped addresses.
+    """
+    socket.setsockopt(zmq.IPV6, int(endpoint.startswith("tcp://[")))
+
+
+class Wakeup:
+    """Interrupts the poll of another thread: any thread calls `set`; the polling thread polls `fileno` and `clear`s it.
+
+    After `close`, `set` has no effect.
     """
 
     def __init__(self) -> None:
-        self._control: zmq.Context[ZmqSocket] = zmq.Context(1)
-        self._bulk: zmq.Context[ZmqSocket] = zmq.Context(1)
-        if hasattr(os, "SCHED_BATCH"):
-            self._bulk.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
 
-    def for_channel(self, channel: Channel) -> zmq.Context[ZmqSocket]:
-        return self._control if channel in (Channel.CONTROL, Channel.STOP) else self._bulk
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def set(self) -> None:
+        with self._lock:
+            if self._descriptor >= 0:
+                os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is not set
+            os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Ends the threads. All sockets must be closed."""
-        self._control.term()
-        self._bulk.term()
-
-
-class ChannelSocket:
-    """The connection of one channel. Any thread may call it; a lock serializes access to the socket.
-
-    The socket's descriptor is edge-triggered. So a thread that has used the socket must check `has_message`, and then
-    read the socket empty or wake the thread that reads it.
-    """
-
-    def __init__(
-        self,
-        socket: ZmqSocket,
-        send_queue: SendQueue,
-        channel_limits: ChannelLimits,
-        limits: TunnelLimits,
-        channel: Channel,
-    ) -> None:
-        self.socket, self.channel, self.send_queue = socket, channel, send_queue
-        self.receive_window = ReceiveWindow(channel_limits)
-        self._limits = limits
-        self._lock = threading.Lock()
-        self._closed = False
-        self._descriptor = -1  # of the connection itself; its first message shows it
-        self.fd = int(socket.getsockopt(zmq.FD))
-
-    def send(self, envelope: Envelope) -> bool:
-        """Sends a message that needs no credit, past the queue. Returns False if libzmq is full."""
         with self._lock:
-            return not self._closed and self._send_frames(encode_envelope(envelope))
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
 
-    def try_send_now(self, envelope: Envelope) -> bool:
-        """As `SendQueue.try_send_now`."""
-        with self._lock:
-            return not self._closed and self.send_queue.try_send_now(envelope, self._send_frames)
 
-    def flush(self) -> bool:
-        """Sends a due grant and the queued messages that may be sent. Returns True if libzmq accepts no more."""
-        with self._lock:
-            if self._closed:
-                return False
-            grant = self.receive_window.next_grant()
-            if grant is not None and self._send_frames(encode_envelope(Envelope(grant))):
-                self.receive_window.mark_granted(grant)
-            return self.send_queue.flush(self._send_frames)
-
-    def send_chunk(self, envelope: Envelope) -> bool:
-        """Sends past the queue, after `send_queue.can_send` has returned True. Returns False if libzmq is full."""
-        with self._lock:
-            return not self._closed and self.send_queue.send(encode_envelope(envelope), self._send_frames)
-
-    def receive(self) -> tuple[Envelope, int] | None:
-        """The next message and its charge, or None; does not block. Raises WireError.
-
-        After processing the message, the caller returns the charge with `release`. Messages without credit have none.
-        """
-        with self._lock:
-            frames = None if self._closed else receive_frames(self.socket)
-        if frames is None:
-            return None
-        if self._descriptor < 0:
-            self._descriptor = int(frames[0].get(zmq.SRCFD))
-            if self.channel is not Channel.CONTROL:
-                enlarge_send_buffer(self._descriptor)
-        parts: list[Payload] = [frame.buffer for frame in frames]
-        envelope = decode_envelope(self.channel, parts, self._limits)
-        size, metrics = credit_cost_bytes(parts), self.send_queue.metrics
-        metrics.received += 1
-        metrics.received_bytes += size
-        if isinstance(envelope.message, CREDIT_EXEMPT):
-            if isinstance(envelope.message, CreditGrant):
-                self.send_queue.add_credit(envelope.message)
-            return envelope, 0
-        self.receive_window.charge(size)
-        return envelope, size
-
-    def release(self, charge: int) -> bool:
-        """Returns the charge of a processed message. Returns whether a grant is due, which the next flush sends."""
-        return charge > 0 and self.receive_window.release(1, charge)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last received bytes, of complete messages or not."""
-        return silence_s(self._descriptor)
-
-    @property
-    def has_message(self) -> bool:
-        with self._lock:
-            return not self._closed and has_message(self.socket)
-
-    def close(self, linger_ms: int) -> None:
-        with self._lock:
-            self._closed = True
-            self.socket.disable_monitor()
-            self.socket.close(linger_ms)
-
-    def _send_frames(self, frames: list[Payload]) -> bool:
-        return send_frames(self.socket, frames)
+def new_context() -> zmq.Context[ZmqSocket]:
+    """A context with an I/O thread for control and e-stops, and one for bulk: 1 MB takes 1 ms to encrypt."""
+    return zmq.Context(2)
 
 
 class Connection:
-    """The four CURVE sockets of one session. One thread calls it; other threads may use its channel sockets.
+    """The four CURVE sockets of one session. One thread calls it.
 
     libzmq does not reconnect. If one socket fails, the client closes all four and opens a new session, so that no
     message of a session is delivered under the next one.
@@ -207,34 +259,33 @@ class Connection:
 
     def __init__(
         self,
-        contexts: ZmqContexts,
+        context: zmq.Context[ZmqSocket],
         endpoint: str,
         keys: KeyPair,
         server_key: str,
         limits: TunnelLimits,
-        send_queues: Mapping[Channel, SendQueue],
         wakeup: Wakeup,
     ) -> None:
         self.endpoint = endpoint
-        self.sockets: dict[Channel, ChannelSocket] = {}
-        self._monitors: dict[int, ZmqSocket] = {}
         self._wakeup = wakeup
-        self._stuck_after_s = limits.stuck_after_s
+        self._sockets: dict[Channel, ZmqSocket] = {}
+        self._descriptors: dict[Channel, int] = {}  # of the connections themselves; the first message shows each
+        self._monitors: dict[int, ZmqSocket] = {}
         self._poll = select.poll()
         self._poll.register(wakeup.fileno(), select.POLLIN)
-        self._read_elsewhere: Collection[Channel] = ()
         session = new_session_id()
-        for channel, bounds in channel_limits(limits).items():
-            socket = contexts.for_channel(channel).socket(zmq.DEALER)
+        for channel in Channel:
+            self._sockets[channel] = socket = context.socket(zmq.DEALER)
             configure_socket(socket, limits, channel)
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
             socket.curve_serverkey = server_key.encode()
             socket.setsockopt(zmq.ROUTING_ID, channel.value + session)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            is_urgent = channel in (Channel.CONTROL, Channel.STOP)
+            socket.setsockopt(zmq.AFFINITY, _CONTROL_THREAD if is_urgent else _BULK_THREAD)
             self._watch(socket.get_monitor_socket(_MONITORED_EVENTS))
-            self.sockets[channel] = ChannelSocket(socket, send_queues[channel], bounds, limits, channel)
-            self._poll.register(self.sockets[channel].fd, select.POLLIN)
+            self._poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
             enable_ipv6(socket, endpoint)
             socket.connect(endpoint)
 
@@ -244,49 +295,37 @@ class Connection:
         self._monitors[descriptor] = monitor
         self._poll.register(descriptor, select.POLLIN)
 
-    def wait(self, timeout_s: float, read_elsewhere: Collection[Channel] = ()) -> None:
-        """Blocks until a message may have arrived, the wake-up is set, or the timeout ends.
+    def send(self, channel: Channel, frames: list[Payload]) -> bool:
+        """Passes a message to libzmq without blocking. Returns False if it accepts no more."""
+        return send_frames(self._sockets[channel], frames)
 
-        Args:
-            read_elsewhere: channels that other threads read; their messages do not end this wait.
+    def receive(self, channel: Channel) -> list[Payload] | None:
+        """The frames of the next message, or None; does not block."""
+        frames = receive_frames(self._sockets[channel])
+        if frames is None:
+            return None
+        if channel not in self._descriptors:
+            self._descriptors[channel] = int(frames[0].get(zmq.SRCFD))
+        return [frame.buffer for frame in frames]
+
+    def silence_s(self, channel: Channel) -> float:
+        """Seconds since the last received bytes, of complete messages or not."""
+        return silence_s(self._descriptors.get(channel, -1))
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until a message may have arrived, the wake-up is set, or the timeout ends.
 
         Raises:
             SessionRefused: the gateway does not allow our key.
             LinkDown: a connection has ended.
         """
-        self._poll_except(read_elsewhere)
-        is_readable = any(s.has_message for channel, s in self.sockets.items() if channel not in read_elsewhere)
+        is_readable = any([has_message(socket) for socket in self._sockets.values()])
         timeout_s = 0.0 if is_readable else max(0.0, timeout_s)
         for descriptor, _ in self._poll.poll(math.ceil(1e3 * timeout_s)):
             if descriptor == self._wakeup.fileno():
                 self._wakeup.clear()
             elif (monitor := self._monitors.get(descriptor)) is not None and has_message(monitor):
                 self._raise_disconnected(monitor)
-
-    def _poll_except(self, read_elsewhere: Collection[Channel]) -> None:
-        for channel, socket in self.sockets.items():
-            if channel in read_elsewhere and channel not in self._read_elsewhere:
-                self._poll.unregister(socket.fd)
-            elif channel in self._read_elsewhere and channel not in read_elsewhere:
-                self._poll.register(socket.fd, select.POLLIN)
-        self._read_elsewhere = read_elsewhere
-
-    def flush(self) -> bool:
-        """Sends the queues of all channels, control first. Returns True if libzmq accepts no more."""
-        return any([socket.flush() for socket in self.sockets.values()])
-
-    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Sends a heartbeat on each channel.
-
-        Raises:
-            LinkDown: a channel other than control was silent for `stuck_after_s`; the client checks control.
-        """
-        for channel, socket in self.sockets.items():
-            socket.send(Envelope(heartbeat))  # if the pipe is full, other bytes show that the channel is alive
-            if channel is not Channel.CONTROL and (silent_s := socket.silent_s) > self._stuck_after_s:
-                raise LinkDown(
-                    f"{self.endpoint}: the {channel.name.lower()} connection was silent for {silent_s:.1f} s"
-                )
 
     def _raise_disconnected(self, monitor: ZmqSocket) -> None:
         event = recv_monitor_message(monitor)
@@ -296,146 +335,18 @@ class Connection:
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the sockets and drops their unsent messages; only control gets `linger_ms` to send its own."""
-        for channel, socket in self.sockets.items():
-            socket.close(linger_ms if channel is Channel.CONTROL else 0)
+        for channel, each in self._sockets.items():
+            each.disable_monitor()
+            each.close(linger_ms if channel is Channel.CONTROL else 0)
         for monitor in self._monitors.values():
             monitor.close(0)
 
 
-@dataclass(frozen=True, eq=False)
-class ReceivedMessage:
-    """A message in the inbox. The thread that gets it releases its charge to the socket that received it."""
-
-    envelope: Envelope
-    socket: ChannelSocket
-    charge: int
-
-
-class ChannelReader:
-    """The inbox of one channel. A thread that waits for a message reads the attached socket itself.
-
-    This saves two thread switches for each message. One thread at a time polls the socket; other waiting threads get
-    their messages from the inbox. If no thread polls, and none did within `READER_GRACE_S`, the thread that attached
-    the socket must read it with `drain`.
-
-    Args:
-        read_available: reads a socket empty and puts its messages into this inbox; must not raise.
-    """
-
-    def __init__(self, capacity: int, read_available: Callable[[ChannelSocket], None]) -> None:
-        self.inbox: CoalescingQueue[ReceivedMessage] = CoalescingQueue(capacity)
-        self._read_available = read_available
-        self._draining = threading.Lock()  # keeps messages in order: one thread reads and queues at a time
-        self._socket: ChannelSocket | None = None
-        self._reading, self._polling = threading.Lock(), threading.Lock()
-        self._attached = threading.Condition()
-        self._reader_ident = 0
-        self._last_read_s = float("-inf")
-        self._wakeup = Wakeup()
-        self._poll: select.poll | None = None
-        self._polled: ChannelSocket | None = None
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether a thread reads the socket, or did so within `READER_GRACE_S`."""
-        return self._reader_ident != 0 or time.monotonic() - self._last_read_s < READER_GRACE_S
-
-    def attach(self, socket: ChannelSocket) -> None:
-        with self._attached:
-            self._socket = socket
-            self._attached.notify_all()
-
-    def detach(self) -> None:
-        """Detaches the socket. After the return, no thread polls its descriptor."""
-        self._socket = None
-        self._wakeup.set()
-        with self._polling:
-            return
-
-    def wait_idle(self) -> None:
-        """Blocks until other threads have processed the messages that they read before the socket was closed."""
-        with self._draining:
-            return
-
-    def drain(self, socket: ChannelSocket) -> None:
-        """Reads and queues the messages that have arrived, in order."""
-        with self._draining:
-            self._read_available(socket)
-
-    def put(self, envelope: Envelope, socket: ChannelSocket, charge: int) -> int:
-        """Queues a message. Returns the part of its charge to release now.
-
-        A state message is released now, because its successor may replace it in the queue.
-        """
-        key = coalescing_key(envelope.message)
-        message = ReceivedMessage(envelope, socket, charge if key is None else 0)
-        if not self.inbox.put(message, key):
-            return charge
-        if self._reader_ident not in (0, threading.get_ident()):
-            self._wakeup.set()
-        return charge - message.charge
-
-    def get(self, timeout_s: float) -> ReceivedMessage | None:
-        """The oldest message, or None after `timeout_s`."""
-        if timeout_s <= 0:
-            if self._socket is not None and not len(self.inbox):
-                self.drain(self._socket)
-            return self.inbox.get_nowait()
-        deadline = time.monotonic() + timeout_s
-        if not self._reading.acquire(blocking=False):
-            return self.inbox.get(timeout_s)
-        try:
-            self._reader_ident = threading.get_ident()
-            return self._read(deadline)
-        finally:
-            self._last_read_s = time.monotonic()
-            self._reader_ident = 0
-            self._reading.release()
-
-    def _read(self, deadline: float) -> ReceivedMessage | None:
-        while (item := self.inbox.get_nowait()) is None:
-            socket = self._socket
-            if socket is not None:
-                self.drain(socket)
-                if len(self.inbox):
-                    continue
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                return None
-            self._wait(socket, min(remaining_s, READER_POLL_S))
-        return item
-
-    def _wait(self, socket: ChannelSocket | None, timeout_s: float) -> None:
-        """Blocks until a message may have arrived or the socket has changed. Without a socket it polls nothing."""
-        if socket is None:
-            with self._attached:
-                if self._socket is None:
-                    self._attached.wait(timeout_s)
-            return
-        with self._polling:
-            if self._socket is not socket:
-                return  # detached: another file may use its descriptor now
-            if self._polled is not socket or self._poll is None:
-                self._poll, self._polled = select.poll(), socket
-                self._poll.register(self._wakeup.fileno(), select.POLLIN)
-                self._poll.register(socket.fd, select.POLLIN)
-            if self._wakeup.fileno() in dict(self._poll.poll(1e3 * timeout_s)):
-                self._wakeup.clear()
-
-    def close(self) -> None:
-        """Detaches the socket. A waiting thread still waits for the rest of its timeout."""
-        self.detach()
-        self._wakeup.close()
-
-
-@dataclass(frozen=True)
-class PendingChunk:
+class PendingChunk(NamedTuple):
     """A chunk that is not acknowledged yet."""
 
     sequence: int
-    episode: str
-    index: int
-    packet: bytes | memoryview
+    packet: Payload
 
 
 class ChunkSource(Protocol):
@@ -464,16 +375,12 @@ class ChunkSource(Protocol):
 
 
 class ChunkSender:
-    """Sends the chunks of a source. One thread calls it.
+    """Sends the chunks of a source. One thread calls it; any thread may call `scalars`."""
 
-    Args:
-        ack_latency: records the time from sending a chunk to its durable acknowledgement.
-    """
-
-    def __init__(self, source: ChunkSource, ack_latency: LatencyHistogram) -> None:
+    def __init__(self, source: ChunkSource) -> None:
         self.source = source
-        self._ack_latency = ack_latency
         self._in_flight: deque[tuple[int, float]] = deque()  # sequence, time of sending
+        self._ack_times_s: deque[float] = deque(maxlen=ACK_TIMES)
         self._sent = -1
 
     def resume(self, resume_after: int) -> None:
@@ -483,17 +390,16 @@ class ChunkSender:
         if resume_after >= 0:
             self.source.acknowledge(resume_after)
 
-    def send_pending(self, socket: ChannelSocket) -> bool:
+    def send_pending(self, send_queue: SendQueue, send: SendFrames) -> bool:
         """Sends chunks while credit and bandwidth allow. Returns True if libzmq accepts no more."""
-        if not socket.send_queue.can_send():
+        if not send_queue.can_send():
             return False
         for chunk in self.source.pending(self._sent):
-            offer = ChunkOffer(sequence=chunk.sequence, episode=chunk.episode, index=chunk.index)
-            if not socket.send_chunk(Envelope(offer, chunk.packet)):
+            if not send_queue.send(Envelope(ChunkOffer(sequence=chunk.sequence), chunk.packet), send):
                 return True
             self._sent = chunk.sequence
             self._in_flight.append((chunk.sequence, time.monotonic()))
-            if not socket.send_queue.can_send():
+            if not send_queue.can_send():
                 return False
         return False
 
@@ -504,5 +410,14 @@ class ChunkSender:
             return
         now = time.monotonic()
         while self._in_flight and self._in_flight[0][0] <= reply.sequence:
-            self._ack_latency.add(now - self._in_flight.popleft()[1])
+            self._ack_times_s.append(now - self._in_flight.popleft()[1])
         self.source.acknowledge(min(reply.sequence, self._sent))
+
+    def scalars(self) -> dict[str, float]:
+        """The time from sending a chunk to its durable acknowledgement; empty before the first."""
+        times_s = sorted(self._ack_times_s)
+        if not times_s:
+            return {}
+        # The control loop calls this, and the first np.quantile of a process takes 40 ms.
+        p50, p99 = (times_s[round(share * (len(times_s) - 1))] for share in (0.5, 0.99))
+        return {"experience/ack_p50_ms": 1e3 * p50, "experience/ack_p99_ms": 1e3 * p99}

@@ -12,125 +12,57 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from hal.pacing import TokenBucket
 from user_sys.errors import WireError
 from user_sys.messages import CreditGrant
 from user_sys.tunnel.limits import ChannelLimits
 from user_sys.tunnel.protocol import Envelope, Payload, coalescing_key, credit_cost_bytes, encode_envelope
 
-BUCKETS_PER_OCTAVE = 2
-FIRST_BUCKET_S = 1e-6
-BUCKETS = 56  # from a microsecond to three minutes in steps of 41%; the last bucket holds all longer durations
 BANDWIDTH_BURST_S = 0.25
 MIN_BURST_BYTES = 64 << 10
 GRANTS_PER_WINDOW = 4
+MAX_QUEUED_BYTES = 64 << 20
+"""Payload bytes in the send queue of one channel and peer. A peer determines how many: it requests weights, or sends
+pictures for a console."""
+NO_CREDIT = CreditGrant(messages=0, size_bytes=0)
 
 Item = TypeVar("Item")
 SendFrames = Callable[[list[Payload]], bool]
 """Passes the frames of a message to libzmq without blocking. Returns False if libzmq accepts no more."""
 
 
-class LatencyHistogram:
-    """Durations in buckets of logarithmic width. One thread adds; any thread may read a recent state."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * BUCKETS
-        self.max_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        at = math.ceil(BUCKETS_PER_OCTAVE * math.log2(seconds / FIRST_BUCKET_S)) if seconds > FIRST_BUCKET_S else 0
-        self.counts[min(at, BUCKETS - 1)] += 1
-        self.max_s = max(self.max_s, seconds)
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def quantile_s(self, fraction: float) -> float:
-        """The smallest bucket bound that `fraction` of all durations do not exceed; 0 without durations."""
-        remaining = fraction * self.count
-        for at, count in enumerate(self.counts):
-            remaining -= count
-            if remaining <= 0 and count:
-                return min(FIRST_BUCKET_S * 2 ** (at / BUCKETS_PER_OCTAVE), self.max_s)
-        return 0.0
-
-
 @dataclass
 class ChannelMetrics:
-    """Counters and latencies of one channel at one end.
-
-    Attributes:
-        rejected: messages that found the send queue full.
-        queue_latency: from the send call until libzmq has the message.
-        ack_latency: from sending a chunk to its durable acknowledgement.
-    """
+    """Counters of one channel at one end. `rejected`: messages that found the send queue full."""
 
     sent: int = 0
     sent_bytes: int = 0
     received: int = 0
     received_bytes: int = 0
     rejected: int = 0
-    queue_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
-    ack_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
 
     def scalars(self, channel: str) -> dict[str, float]:
-        """The metrics ``<channel>/sent`` and so on. Latencies are in milliseconds and appear after the first one."""
-        scalars: dict[str, float] = {
-            f"{channel}/sent": self.sent,
-            f"{channel}/sent_bytes": self.sent_bytes,
-            f"{channel}/received": self.received,
-            f"{channel}/received_bytes": self.received_bytes,
-            f"{channel}/rejected": self.rejected,
-        }
-        for name, histogram in (("queue", self.queue_latency), ("ack", self.ack_latency)):
-            if histogram.count:
-                scalars[f"{channel}/{name}_p50_ms"] = 1e3 * histogram.quantile_s(0.5)
-                scalars[f"{channel}/{name}_p99_ms"] = 1e3 * histogram.quantile_s(0.99)
-        return scalars
-
-
-class SendCredit:
-    """The sender's side of flow control. One thread at a time may call it."""
-
-    def __init__(self) -> None:
-        self.granted_messages = self.granted_bytes = 0
-        self.sent_messages = self.sent_bytes = 0
-
-    def grant(self, grant: CreditGrant) -> None:
-        self.granted_messages = max(self.granted_messages, grant.messages)
-        self.granted_bytes = max(self.granted_bytes, grant.size_bytes)
-
-    def is_available(self) -> bool:
-        """Whether one more message of any size may be sent."""
-        return self.sent_messages < self.granted_messages and self.sent_bytes < self.granted_bytes
-
-    def consume(self, size_bytes: int) -> None:
-        self.sent_messages += 1
-        self.sent_bytes += size_bytes
+        """The metrics ``<channel>/sent`` and so on."""
+        return {f"{channel}/{name}": float(count) for name, count in vars(self).items()}
 
 
 class ReceiveWindow:
-    """The receiver's side of flow control. Any thread may call it. Its pairs are (messages, bytes)."""
+    """The receiver's side of flow control in one session. Any thread may call it. Its pairs are (messages, bytes)."""
 
     def __init__(self, limits: ChannelLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._received = [0, 0]
         self._released = [0, 0]
-        self._granted = [0, 0]
-
-    @property
-    def unreleased_bytes(self) -> int:
-        """The bytes of received messages that are not released yet."""
-        return self._received[1] - self._released[1]
+        self._granted = NO_CREDIT
 
     def charge(self, size_bytes: int) -> None:
         """Counts a received message. Raises WireError if its sender had no credit for it."""
         with self._lock:
-            if self._received[0] >= self._granted[0] or self._received[1] >= self._granted[1]:
+            if self._received[0] >= self._granted.messages or self._received[1] >= self._granted.size_bytes:
                 raise WireError(f"sent more than its window of {self._limits.window_messages} messages allows")
             self._received[0] += 1
             self._received[1] += size_bytes
@@ -140,89 +72,44 @@ class ReceiveWindow:
         with self._lock:
             self._released[0] += messages
             self._released[1] += size_bytes
-        return self.is_grant_due
-
-    @property
-    def is_grant_due(self) -> bool:
-        """Whether to send a grant: at the start, and each time a quarter of the window is free again."""
-        limits, released, granted = self._limits, self._released, self._granted
-        return (
-            GRANTS_PER_WINDOW * (released[0] + limits.window_messages - granted[0]) >= limits.window_messages
-            or GRANTS_PER_WINDOW * (released[1] + limits.window_bytes - granted[1]) >= limits.window_bytes
-        )
+        return self.next_grant() is not None
 
     def next_grant(self) -> CreditGrant | None:
-        """The grant to send now, or None."""
-        if not self.is_grant_due:
-            return None
+        """The grant to send now, or None: one at the start, and one each time a quarter of the window is free again."""
+        limits, granted = self._limits, self._granted
         with self._lock:
-            messages, size = self._released
-        return CreditGrant(
-            messages=messages + self._limits.window_messages, size_bytes=size + self._limits.window_bytes
-        )
+            messages, size = self._released[0] + limits.window_messages, self._released[1] + limits.window_bytes
+        if (
+            GRANTS_PER_WINDOW * (messages - granted.messages) < limits.window_messages
+            and GRANTS_PER_WINDOW * (size - granted.size_bytes) < limits.window_bytes
+        ):
+            return None
+        return CreditGrant(messages=messages, size_bytes=size)
 
     def mark_granted(self, grant: CreditGrant) -> None:
         """Records that libzmq has the grant."""
-        with self._lock:
-            self._granted = [grant.messages, grant.size_bytes]
-
-
-class TokenBucket:
-    """A bandwidth limit: a message of any size passes at once, and later messages wait for its share of time."""
-
-    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = bytes_per_s, clock
-        self._burst = max(BANDWIDTH_BURST_S * bytes_per_s, MIN_BURST_BYTES)
-        self._tokens, self._at = self._burst, clock()
-
-    def wait_s(self) -> float:
-        """Seconds until the next message may be sent; 0 if it may be sent now."""
-        if self._rate <= 0:
-            return 0.0
-        now = self._clock()
-        self._tokens = min(self._burst, self._tokens + self._rate * (now - self._at))
-        self._at = now
-        return -self._tokens / self._rate if self._tokens < -1 else 0.0  # rounding leaves up to a byte of debt
-
-    def consume(self, size_bytes: int) -> None:
-        if self._rate > 0:
-            self._tokens -= size_bytes
-
-
-class KeyedTokenBucket:
-    """A request rate limit: each name has `burst` tokens and regains one every `refill_s`.
-
-    One thread at a time may call it.
-    """
-
-    def __init__(self, burst: int, refill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds and must be monotonic."""
-        self._burst, self._refill_s, self._clock = burst, refill_s, clock
-        self._full_at_s: dict[str, float] = {}
-
-    def wait_s(self, name: str) -> float:
-        """Seconds until `name` has a token; 0 if it has one now."""
-        debt_s = self._full_at_s.get(name, 0.0) - self._clock()
-        return max(0.0, debt_s - (self._burst - 1) * self._refill_s)
-
-    def consume(self, name: str) -> None:
-        """Takes one token of `name`; the caller checks `wait_s` first."""
-        self._full_at_s[name] = max(self._full_at_s.get(name, 0.0), self._clock()) + self._refill_s
+        self._granted = grant
 
 
 class CoalescingQueue(Generic[Item]):
     """A bounded FIFO queue between threads. An item with a key replaces the queued item of the same key.
 
     A full queue rejects and counts an item; it never drops one silently. Any thread may call it; only `get` blocks.
+
+    Args:
+        capacity: the number of items.
+        max_bytes: of all items together, by `size_of`; one item may exceed it.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, capacity: int, max_bytes: float = math.inf, size_of: Callable[[Item], int] = lambda item: 0
+    ) -> None:
         self.rejected = 0
+        self._capacity, self._max_bytes, self._size_of = capacity, max_bytes, size_of
+        self._size_bytes = 0
         self._items: OrderedDict[Hashable, Item] = OrderedDict()
         self._serial = 0
         self._changed = threading.Condition(threading.Lock())
-        self._waiting = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -230,134 +117,137 @@ class CoalescingQueue(Generic[Item]):
     def put(self, item: Item, key: Hashable = None) -> bool:
         """Appends `item`. Returns False if the queue is full."""
         with self._changed:
-            if key is not None:
-                self._items.pop(key, None)
-            if len(self._items) >= self.capacity:
+            if key is not None and key in self._items:
+                self._take(key)
+            size = self._size_of(item)
+            is_too_large = size > 0 and self._size_bytes + size > self._max_bytes
+            if len(self._items) >= self._capacity or (is_too_large and self._items):
                 self.rejected += 1
                 return False
             self._serial += 1
+            self._size_bytes += size
             self._items[self._serial if key is None else key] = item
-            if self._waiting:
-                self._changed.notify()
+            self._changed.notify()
             return True
+
+    def _take(self, key: Hashable) -> Item:
+        item = self._items.pop(key)
+        self._size_bytes -= self._size_of(item)
+        return item
+
+    def _take_oldest(self) -> Item | None:
+        return self._take(next(iter(self._items))) if self._items else None
 
     def get_nowait(self) -> Item | None:
         """Removes and returns the oldest item, or None."""
-        if not self._items:
-            return None
         with self._changed:
-            return self._items.popitem(last=False)[1] if self._items else None
+            return self._take_oldest()
+
+    def get(self, timeout_s: float) -> Item | None:
+        """Removes and returns the oldest item. Blocks for at most `timeout_s`, then returns None."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._items:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not self._changed.wait(remaining):
+                    break
+            return self._take_oldest()
 
     def peek(self) -> Item | None:
-        """The oldest item, which stays in the queue. Only for the one thread that removes items."""
-        if not self._items:
-            return None
+        """The oldest item, which stays in the queue until `discard`. Only for the one thread that removes items."""
         with self._changed:
-            return next(iter(self._items.values())) if self._items else None
+            return next(iter(self._items.values()), None)
 
     def discard(self, item: Item) -> None:
-        """Removes `item` if the queue still holds it. A thread calls it after it has sent a peeked item."""
+        """Removes a peeked item, unless a newer one of its key has replaced it."""
         with self._changed:
-            for key, present in self._items.items():
-                if present is item:
-                    del self._items[key]
-                    return
+            if next(iter(self._items.values()), None) is item:
+                self._take_oldest()
 
     def remove_matching(self, predicate: Callable[[Item], bool]) -> int:
         """Removes the items for which `predicate` is true. Returns their number."""
         with self._changed:
             keys = [key for key, item in self._items.items() if predicate(item)]
             for key in keys:
-                del self._items[key]
+                self._take(key)
             return len(keys)
 
-    def get(self, timeout_s: float) -> Item | None:
-        """Removes and returns the oldest item. Blocks for at most `timeout_s`, then returns None."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._waiting += 1
-            while not self._items:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not self._changed.wait(remaining):
-                    break
-            self._waiting -= 1
-            return self._items.popitem(last=False)[1] if self._items else None
 
-
-@dataclass(frozen=True, eq=False)
-class _QueuedEnvelope:
-    envelope: Envelope
-    queued_s: float
-
-
-class SendQueue:
+class SendQueue(CoalescingQueue[Envelope]):
     """The send side of one channel at one end: a bounded queue, the peer's credit, and a bandwidth limit.
 
-    A state message replaces its queued predecessor (`protocol.coalescing_key`). Any thread may call `put` and
-    `remove_matching`; one thread at a time may call the other methods.
+    A state message replaces its queued predecessor (`protocol.coalescing_key`). Any thread may call the methods of a
+    queue; one thread calls the others.
     """
 
     def __init__(self, limits: ChannelLimits, metrics: ChannelMetrics | None = None) -> None:
+        super().__init__(limits.queue_messages, MAX_QUEUED_BYTES, lambda item: len(item.payload or b""))
         self.metrics = metrics or ChannelMetrics()
-        self.credit = SendCredit()
-        self._queue: CoalescingQueue[_QueuedEnvelope] = CoalescingQueue(limits.queue_messages)
-        self._bucket = TokenBucket(limits.bytes_per_s)
+        self._bucket = TokenBucket(limits.bytes_per_s, max(BANDWIDTH_BURST_S * limits.bytes_per_s, MIN_BURST_BYTES))
+        self.reset_credit()
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def put(self, envelope: Envelope) -> bool:
+    def put(self, item: Envelope, key: Hashable = None) -> bool:
         """Queues a message. If the queue is full, counts it as rejected and returns False."""
-        queued = _QueuedEnvelope(envelope, time.monotonic())
-        if self._queue.put(queued, coalescing_key(envelope.message)):
-            return True
-        self.metrics.rejected += 1
-        return False
-
-    def remove_matching(self, predicate: Callable[[Envelope], bool]) -> int:
-        """Removes the queued messages for which `predicate` is true. Returns their number."""
-        return self._queue.remove_matching(lambda queued: predicate(queued.envelope))
+        accepted = super().put(item, key or coalescing_key(item.message))
+        self.metrics.rejected += not accepted
+        return accepted
 
     def reset_credit(self) -> None:
         """Starts a new session without credit."""
-        self.credit = SendCredit()
+        self._granted = NO_CREDIT
+        self._sent_messages = self._sent_bytes = 0
 
     def add_credit(self, grant: CreditGrant) -> None:
-        self.credit.grant(grant)
+        self._granted = CreditGrant(
+            messages=max(self._granted.messages, grant.messages),
+            size_bytes=max(self._granted.size_bytes, grant.size_bytes),
+        )
 
     def can_send(self) -> bool:
-        return self.credit.is_available() and self._bucket.wait_s() <= 0
+        """Whether credit and bandwidth allow one more message of any size."""
+        has_credit = self._sent_messages < self._granted.messages and self._sent_bytes < self._granted.size_bytes
+        return has_credit and self._bucket.wait_s() <= 0
 
     def bandwidth_wait_s(self) -> float:
         """Seconds until the bandwidth limit allows a message; infinite if the limit does not delay messages now."""
         return self._bucket.wait_s() or math.inf
 
-    def send(self, frames: list[Payload], send: SendFrames) -> bool:
+    def send(self, envelope: Envelope, send: SendFrames) -> bool:
         """Sends a message past the queue, after `can_send` has returned True. Returns False if libzmq is full."""
+        frames = encode_envelope(envelope)
         if not send(frames):
             return False
         size = credit_cost_bytes(frames)
-        self.credit.consume(size)
+        self._sent_messages += 1
+        self._sent_bytes += size
         self._bucket.consume(size)
         self.metrics.sent += 1
         self.metrics.sent_bytes += size
         return True
 
-    def try_send_now(self, envelope: Envelope, send: SendFrames) -> bool:
-        """Sends now if the queue is empty and credit and bandwidth allow. Returns False if the caller must queue."""
-        if len(self._queue) or not self.can_send():
-            return False
-        started_s = time.monotonic()
-        if not self.send(encode_envelope(envelope), send):
-            return False
-        self.metrics.queue_latency.add(time.monotonic() - started_s)
-        return True
-
     def flush(self, send: SendFrames) -> bool:
         """Sends queued messages while credit and bandwidth allow. Returns True if libzmq accepts no more."""
-        while (queued := self._queue.peek()) is not None and self.can_send():
-            if not self.send(encode_envelope(queued.envelope), send):
+        while (envelope := self.peek()) is not None and self.can_send():
+            if not self.send(envelope, send):
                 return True
-            self._queue.discard(queued)
-            self.metrics.queue_latency.add(time.monotonic() - queued.queued_s)
+            self.discard(envelope)
         return False
+
+
+class ChannelFlow:
+    """One channel of one session at one end: its send queue, and the window of its received payloads."""
+
+    def __init__(self, limits: ChannelLimits, send_queue: SendQueue) -> None:
+        self.send_queue, self.window = send_queue, ReceiveWindow(limits)
+        send_queue.reset_credit()
+
+    def send_grant(self, send: SendFrames) -> None:
+        """Sends a grant if one is due."""
+        grant = self.window.next_grant()
+        if grant is not None and send(encode_envelope(Envelope(grant))):
+            self.window.mark_granted(grant)
+
+    def flush(self, send: SendFrames) -> bool:
+        """Sends a due grant and the queued messages that may be sent. Returns True if libzmq accepts no more."""
+        self.send_grant(send)
+        return self.send_queue.flush(send)

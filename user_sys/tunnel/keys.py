@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import stat
 import struct
 import threading
@@ -27,14 +26,14 @@ from zmq.utils import z85
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import PRIVATE_FILE_MODE, remove_durably, replace_durably, sync_folder
+from user_sys.episode import NAME_PATTERN
 from user_sys.errors import ConfigError, RunError
 
-Role = Literal["robot", "learner", "console", "relay"]
+Role = Literal["robot", "learner", "console", "relay", "policy"]
 ROLES: tuple[Role, ...] = get_args(Role)
 GATEWAY_NAME = "gateway"  # of every gateway, in key files and messages
 KEY_CHARS = 40
 MAX_FILE_BYTES = 4096
-_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,12 @@ class AuthorizedKey(msgspec.Struct, frozen=True, kw_only=True):
     former_until_unix_s: float = 0.0
 
     def can_act_as(self, name: str, role: Role) -> bool:
-        """Whether the holder of this key may open a session under `name` and `role`."""
+        """Whether the holder of this key may open a session under `name` and `role`.
+
+        A relay opens one for each of its robots, and a policy server one for each of its policies.
+        """
+        if self.role == role == "policy":
+            return name.startswith(f"{self.name}-")
         return (name, role) == (self.name, self.role) or (
             self.role == "relay" and role == "robot" and name in self.robots
         )
@@ -83,7 +87,7 @@ def fingerprint(public: str) -> str:
 
 def validate_name(name: str) -> str:
     """Returns `name`. Raises ConfigError unless it is safe as a file name and in messages."""
-    if not _NAME_PATTERN.fullmatch(name):
+    if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"{name[:80]!r} is not a name: use letters, digits, '.', '_', '-', and start with a letter or digit"
         )

@@ -42,7 +42,7 @@ from user_sys.messages import (
     StopMessage,
     StopRun,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsGone,
     WeightsMessage,
     WeightsOffer,
@@ -53,7 +53,7 @@ from user_sys.messages import (
     Welcome,
 )
 from user_sys.tunnel.keys import Role
-from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 
 
 class TunnelState(enum.Enum):
@@ -131,8 +131,8 @@ class Envelope:
     payload: Payload | None = None
 
 
-WITH_PAYLOAD = (ChunkOffer, Preview, WeightsBlocks)
-WEIGHTS_TRANSFER = (WeightsOfferRequest, WeightsOffer, WeightsRequest, WeightsBlocks, WeightsGone, WeightsProgress)
+WITH_PAYLOAD = (ChunkOffer, Preview, WeightsBlobs)
+WEIGHTS_TRANSFER = (WeightsOfferRequest, WeightsOffer, WeightsRequest, WeightsBlobs, WeightsGone, WeightsProgress)
 """The transfer of weights; each session starts it again."""
 CREDIT_EXEMPT = (Hello, Welcome, Refusal, Heartbeat, CreditGrant)
 """Messages that maintain the session: they need no credit and bypass the queues."""
@@ -146,9 +146,10 @@ ALLOWED_MESSAGES: dict[Role, tuple[type[Message], ...]] = {
     ),
     "learner": (
         *(Hello, Heartbeat, CreditGrant, DevicesReport, MetricsReport),
-        *(WeightsOffer, WeightsBlocks, WeightsGone),
+        *(WeightsOffer, WeightsBlobs, WeightsGone),
     ),
     "relay": (Hello, Heartbeat, CreditGrant, MetricsReport, WeightsRequest),
+    "policy": (Hello, Heartbeat, CreditGrant, WeightsApplied, WeightsReceived, WeightsRequest),
     "console": (Hello, Heartbeat, CreditGrant, OperatorCommand, PreviewRequest, StopRun, PreviewAck),
 }
 """What each role may send to the gateway."""
@@ -175,6 +176,10 @@ def new_session_id() -> bytes:
     return secrets.token_bytes(SESSION_BYTES)
 
 
+def channel_limits(limits: TunnelLimits) -> dict[Channel, ChannelLimits]:
+    return {channel: getattr(limits, channel.name.lower()) for channel in Channel}
+
+
 def channel_of(message: AnyMessage) -> Channel:
     """The channel of a message. Hello, Welcome, Refusal, Heartbeat and CreditGrant use every channel."""
     if isinstance(message, OperatorCommand | OperatorReply) and message.order == E_STOP:
@@ -187,8 +192,9 @@ _COALESCING_KEYS: dict[type[Message], Callable[[Any], Hashable]] = {
     OperatorCommand: lambda order: (
         (order.order, order.robot, order.operator, order.press) if order.order in ("drive", E_STOP) else None
     ),
-    PreviewRequest: lambda request: ("watch", request.robot),
+    PreviewRequest: lambda request: ("watch", request.robot, request.pose),
     Preview: lambda preview: ("preview", preview.robot, preview.camera),
+    WeightsApplied: lambda report: (WeightsApplied, report.robot),
     WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a later offer lacks the greeting flag
     **{kind: type for kind in (WeightsProgress, ChunkAck)},
 }

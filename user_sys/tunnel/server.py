@@ -9,75 +9,202 @@ from __future__ import annotations
 
 import logging
 import math
-import select
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Protocol
 
-import zmq
-
-from hal.audit import AuditEntry, AuditEvent, AuditSink, discard_audit_event
+from hal.context import StartedAtEntry
+from hal.spec import RobotSpec
+from hal.state_database import AuditEntry, AuditEvent, AuditSink, discard_audit_event
 from user_sys.errors import RunError, TunnelError, WireError
 from user_sys.messages import (
-    OLDEST_PROTOCOL,
+    PREVIOUS_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    ChunkAck,
     ChunkOffer,
+    ChunkRefusal,
     CreditGrant,
     Heartbeat,
     Hello,
     Refusal,
     Welcome,
 )
-from user_sys.tunnel.endpoint import bind_endpoint, configure_router, enlarge_send_buffer, remove_unix_socket
-from user_sys.tunnel.flow_control import ChannelMetrics, SendFrames
-from user_sys.tunnel.keys import KeyPair, Keyring, Role, fingerprint
+from user_sys.tunnel.connection import RECEIVE_BURST, request_short_time_slice, silence_s
+from user_sys.tunnel.flow_control import ChannelFlow, ChannelMetrics, SendFrames, SendQueue
+from user_sys.tunnel.keys import AuthorizedKey, KeyPair, Keyring, Role, fingerprint
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import (
+    ALLOWED_MESSAGES,
     CREDIT_EXEMPT,
+    SESSION_BYTES,
+    SESSION_TRANSITIONS,
     AnyMessage,
     Channel,
     Envelope,
     Payload,
     SessionState,
+    StateMachine,
+    channel_limits,
     channel_of,
     credit_cost_bytes,
     decode_envelope,
     encode_envelope,
     hello_protocol_version,
 )
-from user_sys.tunnel.receive_quota import ReceiveQuotaGuard
-from user_sys.tunnel.session import (
-    Authenticator,
-    Peer,
-    PeerSession,
-    PeerSessions,
-    RateLimitedLog,
-    check_allowed,
-    refusal_reason,
-    version_mismatch_reason,
-)
-from user_sys.tunnel.sockets import (
-    Wakeup,
-    ZmqSocket,
-    has_message,
-    receive_frames,
-    request_short_time_slice,
-    send_frames,
-)
-
-__all__ = ["Peer", "ServerSockets", "TunnelHandler", "TunnelServer"]
+from user_sys.tunnel.router import GuardedRouter, RoutedMessage
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 BLOCKED_RETRY_S = 0.005
-RECEIVE_BURST = 64
-IO_THREADS = 4  # libzmq gives a new connection to the least busy thread, so the channels of a robot use several
 STOP_TIMEOUT_S = 10.0
-CLOSE_LINGER_MS = 200
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The authenticated other end of a session.
+
+    Attributes:
+        address: of its computer, or of the relay's.
+        session: the session id.
+        spec: from a robot's Hello.
+        via: the relay that opened the session for a robot; empty without a relay.
+        protocol: its protocol version.
+    """
+
+    name: str
+    role: Role
+    public_key: str
+    address: str
+    session: bytes
+    spec: RobotSpec | None = None
+    via: str = ""
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(eq=False)
+class ResumeState:
+    """The state of a peer that outlives its session.
+
+    Attributes:
+        stream: names the robot's outbox.
+        acked_sequence: the newest acknowledged chunk of that outbox; -1 if unknown.
+    """
+
+    stream: str = ""
+    acked_sequence: int = -1
+
+
+class PeerSession:
+    """A session with one peer. One thread calls it; any thread may queue messages and release credit."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        limits: TunnelLimits,
+        resume_state: ResumeState,
+        metrics: dict[Channel, ChannelMetrics],
+        stream: str,
+    ) -> None:
+        self.peer, self.resume_state, self.stream = peer, resume_state, stream
+        self.last_heartbeat_s = time.monotonic()
+        self.state_machine = StateMachine(f"the session of {peer.name}", SessionState.HANDSHAKE, SESSION_TRANSITIONS)
+        self.welcomed_channels = {Channel.CONTROL}
+        self.flows = {
+            channel: ChannelFlow(bounds, SendQueue(bounds, metrics[channel]))
+            for channel, bounds in channel_limits(limits).items()
+        }
+        self.bulk_descriptors: dict[Channel, int] = {}  # libzmq's connections, except that of control
+
+    @property
+    def is_open(self) -> bool:
+        return self.state_machine.state is SessionState.OPEN
+
+    def silence_reason(self, limits: TunnelLimits) -> str:
+        """Describes the connection that was silent for too long; empty if all are alive."""
+        silent_s = time.monotonic() - self.last_heartbeat_s
+        if silent_s > limits.dead_after_s:
+            return f"silent for {silent_s:.1f} s"
+        for channel, descriptor in self.bulk_descriptors.items():
+            if (silent_s := silence_s(descriptor)) > limits.stuck_after_s:
+                return f"its {channel.name.lower()} connection was silent for {silent_s:.1f} s"
+        return ""
+
+    def flush(self, channel: Channel, send: SendFrames) -> bool:
+        """Sends a due grant and the queue of a channel. Returns True if libzmq accepts no more."""
+        return channel in self.welcomed_channels and self.flows[channel].flush(send)
+
+    def update_resume_state(self, message: AnyMessage) -> None:
+        """Records the chunks that the peer need not resend, even if this acknowledgement is lost.
+
+        A refusal resets the record: the peer then resends the refused chunk, so that a lost refusal is repeated.
+        """
+        if isinstance(message, ChunkRefusal):
+            self.stream = self.resume_state.stream = ""
+            self.resume_state.acked_sequence = -1
+        elif isinstance(message, ChunkAck) and self.stream:
+            self.resume_state.stream, self.resume_state.acked_sequence = self.stream, message.sequence
+
+
+class PeerSessions:
+    """The sessions of a server, and the channels of each that have something to send.
+
+    One thread adds and removes sessions; any thread may call the other methods. Each step is one operation of a dict.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[bytes, PeerSession] = {}
+        self._open_by_name: dict[str, PeerSession] = {}
+        self._resume_states: dict[str, ResumeState] = {}
+        # For each channel, the sessions to flush, in the order of their first message.
+        self._to_flush: dict[Channel, dict[PeerSession, None]] = {channel: {} for channel in Channel}
+
+    def find(self, session_id: bytes) -> PeerSession | None:
+        return self._by_id.get(session_id)
+
+    def find_open(self, name: str) -> PeerSession | None:
+        """The open session of the peer called `name`."""
+        return self._open_by_name.get(name)
+
+    def all(self) -> list[PeerSession]:
+        return list(self._by_id.values())
+
+    def peers(self, role: Role | None = None) -> tuple[Peer, ...]:
+        """The peers with an open session and this role, sorted by name."""
+        peers = [session.peer for session in list(self._open_by_name.values())]
+        return tuple(sorted((peer for peer in peers if role in (None, peer.role)), key=lambda peer: peer.name))
+
+    def resume_state(self, name: str) -> ResumeState:
+        """The resume state of the peer called `name`; a new one before its first session."""
+        return self._resume_states.setdefault(name, ResumeState())
+
+    def add(self, session: PeerSession) -> None:
+        self._by_id[session.peer.session] = session
+
+    def set_open(self, session: PeerSession) -> None:
+        """Makes `session` the open session of its name."""
+        self._open_by_name[session.peer.name] = session
+
+    def remove(self, session: PeerSession) -> None:
+        self._by_id.pop(session.peer.session, None)
+        if self._open_by_name.get(session.peer.name) is session:
+            del self._open_by_name[session.peer.name]
+
+    def mark(self, session: PeerSession, channel: Channel) -> None:
+        """Marks a channel of `session` for the next flush."""
+        self._to_flush[channel][session] = None
+
+    def take_marked(self, channel: Channel) -> list[PeerSession]:
+        """The sessions that are marked for a channel; removes the marks."""
+        marked = self._to_flush[channel]
+        sessions = list(marked)
+        for session in sessions:
+            del marked[session]
+        return [session for session in sessions if session.state_machine.state is not SessionState.ENDED]
+
 
 _BulkMessage = tuple[PeerSession, Channel, Envelope, int]  # with its size in bytes
 
@@ -105,87 +232,8 @@ class TunnelHandler(Protocol):
         """
 
 
-class ServerSockets:
-    """The listening socket of a `TunnelServer`, with authentication, receive quotas and a wake-up.
-
-    One thread calls it, except `wake`, which any thread may call.
-    """
-
-    def __init__(
-        self, router: ZmqSocket, authenticator: Authenticator, quota_guard: ReceiveQuotaGuard, wakeup: Wakeup
-    ) -> None:
-        self._router, self._authenticator, self._quota_guard, self._wakeup = router, authenticator, quota_guard, wakeup
-        self._poll = select.poll()
-        self._ready: set[int] = set()
-
-    def register(self) -> None:
-        """Registers all descriptors for `wait`."""
-        self._zap_fd, self._monitor_fd = (
-            int(socket.getsockopt(zmq.FD)) for socket in (self._authenticator.zap, self._authenticator.monitor)
-        )
-        router_fd = int(self._router.getsockopt(zmq.FD))
-        for fd in (router_fd, self._zap_fd, self._monitor_fd, self._wakeup.fileno()):
-            self._poll.register(fd, select.POLLIN)
-
-    def wait(self, timeout_s: float) -> None:
-        """Blocks until a message, an event or a wake-up arrives, or the timeout ends."""
-        timeout_s = 0.0 if self.has_message() else min(timeout_s, self._quota_guard.check_interval_s)
-        self._ready = {fd for fd, _ in self._poll.poll(1e3 * timeout_s)}
-        if self._wakeup.fileno() in self._ready:
-            self._wakeup.clear()
-
-    def process_ready_events(self) -> None:
-        """Answers authentication requests and processes connection events that `wait` has found."""
-        if self._zap_fd in self._ready:
-            self._authenticator.answer_zap_requests()
-        if self._monitor_fd in self._ready:
-            self._authenticator.process_monitor_events()
-
-    def process_all_events(self) -> None:
-        self._authenticator.answer_zap_requests()
-        self._authenticator.process_monitor_events()
-
-    def check_receive_quotas(self) -> None:
-        self._authenticator.check_receive_quotas(lambda: not self.has_message())
-
-    def has_message(self) -> bool:
-        return has_message(self._router)
-
-    def receive(self) -> list[zmq.Frame] | None:
-        """The frames of the next message, its routing id first, or None; does not block."""
-        frames = receive_frames(self._router)
-        if frames is not None:
-            self._quota_guard.on_message(frames)
-        return frames
-
-    def send(self, frames: list[Payload]) -> bool:
-        """Sends a message, its routing id first. Returns False if the peer is gone or its pipe is full."""
-        return send_frames(self._router, frames)
-
-    def authorize(self, descriptor: int, session: bytes) -> None:
-        """See `ReceiveQuotaGuard.authorize`."""
-        self._quota_guard.authorize(descriptor, session)
-
-    def deauthorize(self, session: bytes) -> None:
-        """See `ReceiveQuotaGuard.deauthorize`."""
-        self._quota_guard.deauthorize(session)
-
-    def wake(self) -> None:
-        """Ends `wait` in another thread."""
-        self._wakeup.set()
-
-    def close(self) -> None:
-        self._authenticator.close()
-        self._router.close(CLOSE_LINGER_MS)
-        self._router.context.term()
-        self._wakeup.close()
-
-
-class TunnelServer:
-    """Listens on `endpoint` from `start` to `close`. Any thread may call its public methods.
-
-    With a TCP port on loopback it also listens on a Unix socket, which peers on the same machine prefer.
-    """
+class TunnelServer(StartedAtEntry):
+    """Listens on `endpoint` from `start` to `close`. Any thread may call its public methods."""
 
     def __init__(
         self,
@@ -194,11 +242,10 @@ class TunnelServer:
         keyring: Keyring,
         handler: TunnelHandler,
         limits: TunnelLimits | None = None,
-        name: str = "gateway",
         audit: AuditSink = discard_audit_event,
         unix_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.endpoint, self.name = endpoint, name
+        self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
         self.metrics = {channel: ChannelMetrics() for channel in Channel}
         self.sessions = PeerSessions()
@@ -206,7 +253,6 @@ class TunnelServer:
         self._handler = handler
         self._limits = limits or TunnelLimits()
         self._audit, self._unix_ns = audit, unix_ns
-        self._log = RateLimitedLog()
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -219,50 +265,30 @@ class TunnelServer:
         Raises:
             RunError: the port is in use, or the address is not one of this machine.
         """
-        sockets = self._open_sockets()
-        self._keyring.refresh()
-        self.attach(sockets)
+        router = GuardedRouter(self._keys, self._keyring, self._limits, self.counters, self._audit)
+        try:
+            self.endpoint = router.bind(self.endpoint, "--gateway.endpoint, or a relay's --endpoint")
+        except RunError:
+            router.close()
+            raise
+        self.attach(router)
         self._thread = threading.Thread(target=self._serve, name="tunnel-server", daemon=True)
         self._thread.start()
         logger.info("tunnel.listening endpoint=%s public_key=%s", self.endpoint, self._keys.public)
 
-    def _open_sockets(self) -> ServerSockets:
-        context: zmq.Context[ZmqSocket] = zmq.Context(IO_THREADS)
-        router: ZmqSocket = context.socket(zmq.ROUTER)
-        quota_guard = ReceiveQuotaGuard(self._limits.max_record_bytes, self._limits.max_message_bytes)
-        authenticator = Authenticator(
-            context, router, self._keyring, self.counters, self._log, self._audit, quota_guard
-        )
-        sockets = ServerSockets(router, authenticator, quota_guard, Wakeup())
-        try:
-            configure_router(router, self._keys, self._limits)
-            self.endpoint = bind_endpoint(router, self.endpoint, self._keys.public)
-            authenticator.process_monitor_events()
-        except RunError:
-            sockets.close()
-            raise
-        return sockets
-
-    def attach(self, sockets: ServerSockets) -> None:
-        """Uses `sockets` from now on. `start` calls this; a simulation without a thread calls it instead of `start`."""
-        self._sockets = sockets
+    def attach(self, router: GuardedRouter) -> None:
+        """Uses `router` from now on. `start` calls this; a simulation without a thread calls it instead of `start`."""
+        self._router = router
 
     def close(self) -> None:
         """Sends queued messages that libzmq accepts at once, and closes the port. Repeated calls have no effect."""
         self._stopping.set()
         if self._thread is None:
             return
-        self._sockets.wake()
+        self._router.wake()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise TunnelError(f"the tunnel's thread did not end within {STOP_TIMEOUT_S} s; its handler blocks")
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def failure(self) -> BaseException | None:
@@ -289,12 +315,9 @@ class TunnelServer:
         message, channel = envelope.message, channel_of(envelope.message)
         if not session.is_open:
             return False
-        if self._is_own_thread() and session.try_send_now(channel, envelope, self._sender(session, channel)):
-            session.update_resume_state(message)
-            return True
-        if not session.send_queues[channel].put(envelope):
+        if not session.flows[channel].send_queue.put(envelope):
             self.counters["queue_full"] += 1
-            self._log.warn("queue-full", f"tunnel.queue_full peer={session.peer.name} message={type(message).__name__}")
+            logger.warning("tunnel.queue_full peer=%s message=%s", session.peer.name, type(message).__name__)
             return False
         session.update_resume_state(message)
         self._mark(session, channel)
@@ -303,13 +326,13 @@ class TunnelServer:
     def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
         """Returns credit to `peer` for processed chunks and the total bytes of their packets."""
         session = self.sessions.find(peer.session)
-        if session is not None and session.receive_windows[Channel.EXPERIENCE].release(chunks, size_bytes):
+        if session is not None and session.flows[Channel.EXPERIENCE].window.release(chunks, size_bytes):
             self._mark(session, Channel.EXPERIENCE)
 
     def _mark(self, session: PeerSession, channel: Channel) -> None:
         self.sessions.mark(session, channel)
         if not self._is_own_thread():
-            self._sockets.wake()
+            self._router.wake()
 
     def _is_own_thread(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
@@ -319,7 +342,7 @@ class TunnelServer:
         return self.sessions.peers(role)
 
     def scalars(self) -> dict[str, float]:
-        """The counters and latencies of each channel, summed over all peers."""
+        """The counters of each channel, summed over all peers."""
         by_channel = [metrics.scalars(channel.name.lower()) for channel, metrics in self.metrics.items()]
         return {key: value for scalars in by_channel for key, value in scalars.items()}
 
@@ -327,29 +350,24 @@ class TunnelServer:
 
     def _serve(self) -> None:
         request_short_time_slice()
-        sockets, next_tick = self._sockets, 0.0
+        router, next_tick = self._router, 0.0
         try:
-            sockets.register()
             while not self._stopping.is_set():
-                sockets.process_ready_events()
                 self.receive()
-                sockets.check_receive_quotas()
                 retry_s = self.flush()
                 if time.monotonic() >= next_tick:
                     self.tick()
                     next_tick = time.monotonic() + TICK_S
-                sockets.wait(retry_s)
+                router.wait(retry_s)
             self.flush()
         except Exception as error:
             logger.exception("tunnel.failed")
             self._failure = error
         finally:
-            remove_unix_socket(self.endpoint, self._keys.public)
-            sockets.close()
+            router.close()
 
     def tick(self) -> None:
-        """Processes events, and ends sessions whose key was revoked or whose peer is silent."""
-        self._sockets.process_all_events()
+        """Ends sessions whose key was revoked or whose peer is silent."""
         keyring_changed = self._keyring.refresh()
         for name in self._keyring.unreadable if keyring_changed else ():
             logger.warning("tunnel.unreadable_key file=%s/%s", self._keyring.folder, name)
@@ -366,62 +384,57 @@ class TunnelServer:
         """Delivers received messages, control first. The number is limited, so that sending and ticks continue."""
         bulk: list[_BulkMessage] = []
         for _ in range(RECEIVE_BURST):
-            frames = self._sockets.receive()
-            if frames is None:
+            received = self._router.receive()
+            if received is None:
                 break
-            self._dispatch(frames, bulk)
+            self._dispatch(received, bulk)
         if bulk:
             self.flush()  # bulk does not delay replies on the control channel
         bulk.sort(key=lambda item: item[1] is not Channel.WEIGHTS)
         for item in bulk:
             self._deliver(*item)
 
-    def _dispatch(self, frames: list[zmq.Frame], bulk: list[_BulkMessage]) -> None:
+    def _dispatch(self, received: RoutedMessage, bulk: list[_BulkMessage]) -> None:
         """Delivers a message of control or stop; appends others to `bulk`."""
-        routing_id = frames[0].bytes
-        public = str(frames[-1].get("User-Id"))
+        session = self.sessions.find(received.routing_id[1:])
         try:
-            channel = Channel(routing_id[:1])
+            channel = Channel(received.routing_id[:1])
         except ValueError:
             self.counters["stray"] += 1
             return
-        session = self.sessions.find(routing_id[1:])
-        if session is not None and session.peer.public_key != public:
+        if session is not None and session.peer.public_key != received.public_key:
             self.counters["stray"] += 1
             return
         try:
-            parts: list[Payload] = [frame.buffer for frame in frames[1:]]
-            envelope = decode_envelope(channel, parts, self._limits)
+            envelope = decode_envelope(channel, received.frames, self._limits)
             if isinstance(envelope.message, Hello):
-                self._on_hello(routing_id, channel, session, envelope.message, frames[-1])
+                self._on_hello(received, channel, session, envelope.message)
             elif session is None or channel not in session.welcomed_channels:
                 self.counters["stray"] += 1
             elif channel in (Channel.CONTROL, Channel.STOP):
-                self._deliver(session, channel, envelope, credit_cost_bytes(parts))
+                self._deliver(session, channel, envelope, credit_cost_bytes(received.frames))
             else:
-                bulk.append((session, channel, envelope, credit_cost_bytes(parts)))
+                bulk.append((session, channel, envelope, credit_cost_bytes(received.frames)))
         except WireError as error:
-            self._reject(routing_id, session, public, frames, str(error))
+            self._reject(received, session, str(error))
 
-    def _reject(
-        self, routing_id: bytes, session: PeerSession | None, public: str, frames: list[zmq.Frame], reason: str
-    ) -> None:
+    def _reject(self, received: RoutedMessage, session: PeerSession | None, reason: str) -> None:
         """Refuses a peer whose bytes violate the protocol."""
         self.counters["malformed"] += 1
         if session is not None:
             self._refuse(session, reason)
             return
-        version = hello_protocol_version(frames[1].buffer) if len(frames) == 2 else None
-        if version is not None and not OLDEST_PROTOCOL <= version <= PROTOCOL_VERSION:
-            reason = version_mismatch_reason(str(version))
-        entry = self._keyring.find(public)
-        address = str(frames[-1].get("Peer-Address"))
-        self._send_refusal(routing_id, entry.name if entry else "?", public, address, reason)
+        version = hello_protocol_version(received.frames[0]) if len(received.frames) == 1 else None
+        if version not in (None, PROTOCOL_VERSION):
+            reason = version_mismatch_reason(version)
+        entry = self._keyring.find(received.public_key)
+        name = entry.name if entry else "?"
+        self._send_refusal(received.routing_id, name, received.public_key, received.address, reason)
 
     def _send_refusal(self, routing_id: bytes, name: str, public: str, address: str, reason: str) -> None:
         self._audit(AuditEntry(event="refused", key=fingerprint(public), peer=name, address=address, reason=reason))
-        self._log.warn(f"refused:{public}", f"tunnel.refused peer={name} key={public} reason={reason}")
-        self._sockets.send([routing_id, *encode_envelope(Envelope(Refusal(reason=reason)))])
+        logger.warning("tunnel.refused peer=%s key=%s reason=%s", name, public, reason)
+        self._router.send(routing_id, encode_envelope(Envelope(Refusal(reason=reason))))
 
     def _deliver(self, session: PeerSession, channel: Channel, envelope: Envelope, size: int) -> None:
         if session.state_machine.state is SessionState.ENDED:
@@ -432,10 +445,12 @@ class TunnelServer:
         metrics.received_bytes += size
         try:
             if isinstance(message, CREDIT_EXEMPT):
-                self._on_session_message(session, channel, envelope)
+                self._on_session_message(session, channel, message)
                 return
+            if not session.is_open:
+                raise WireError(f"{type(message).__name__} before all channels of the session are open")
             check_allowed(session.peer, message)
-            window = session.receive_windows[channel]
+            window = session.flows[channel].window
             window.charge(size)
             self._handler.on_message(session.peer, message, envelope.payload)
             if not isinstance(message, ChunkOffer) and window.release(1, size):
@@ -444,29 +459,28 @@ class TunnelServer:
             self.counters["malformed"] += 1
             self._refuse(session, str(error))
 
-    def _on_session_message(self, session: PeerSession, channel: Channel, envelope: Envelope) -> None:
-        match envelope.message:
-            case Heartbeat() as heartbeat:
-                if channel is not Channel.CONTROL:
-                    return
-                session.on_heartbeat(heartbeat, self._unix_ns())
-                for welcomed in session.welcomed_channels:
-                    self._mark(session, welcomed)
+    def _on_session_message(self, session: PeerSession, channel: Channel, message: AnyMessage) -> None:
+        match message:
+            case Heartbeat() if channel is Channel.CONTROL:
+                session.last_heartbeat_s = time.monotonic()
+                echo = Heartbeat(t_client_ns=message.t_client_ns, t_gateway_unix_ns=self._unix_ns())
+                for welcomed in session.welcomed_channels:  # also if its own heartbeats are delayed
+                    self._sender(session, welcomed)(encode_envelope(Envelope(echo)))
+            case Heartbeat():
+                return
             case CreditGrant() as grant:
-                session.add_credit(channel, grant)
-            case message:
+                session.flows[channel].send_queue.add_credit(grant)
+                self._mark(session, channel)
+            case _:
                 raise WireError(f"{type(message).__name__} is not valid in this state of the session")
-        self._mark(session, channel)
 
     # Sessions
 
-    def _on_hello(
-        self, routing_id: bytes, channel: Channel, session: PeerSession | None, hello: Hello, frame: zmq.Frame
-    ) -> None:
+    def _on_hello(self, received: RoutedMessage, channel: Channel, session: PeerSession | None, hello: Hello) -> None:
         if session is None and channel is not Channel.CONTROL:
             self.counters["stray"] += 1  # its session has ended; the client times out and opens another
             return
-        public, address = str(frame.get("User-Id")), str(frame.get("Peer-Address"))
+        routing_id, public, address = received.routing_id, received.public_key, received.address
         entry = self._keyring.find(public)
         reason = refusal_reason(routing_id, channel, session, hello, entry)
         if not reason and channel is Channel.CONTROL:
@@ -476,23 +490,17 @@ class TunnelServer:
             self._send_refusal(routing_id, hello.name[:80], public, address, reason)
             return
         if session is None:
-            via = "" if entry.name == hello.name else entry.name
-            peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec, via)
+            via = entry.name if entry.role == "relay" and entry.name != hello.name else ""
+            peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec, via, hello.protocol)
             session = self._begin(peer, hello.stream)
         session.welcomed_channels.add(channel)
-        descriptor = int(frame.get(zmq.SRCFD))
-        self._sockets.authorize(descriptor, session.peer.session)
+        self._router.authorize(received.descriptor, session.peer.session)
         if channel is not Channel.CONTROL:
-            session.bulk_descriptors[channel] = descriptor
-            enlarge_send_buffer(descriptor)
+            session.bulk_descriptors[channel] = received.descriptor
         resume_state = session.resume_state
         resumes = channel is Channel.EXPERIENCE and resume_state.stream == hello.stream
-        welcome = Welcome(
-            protocol=min(hello.protocol, PROTOCOL_VERSION),
-            gateway=self.name,
-            resume_after=resume_state.acked_sequence if resumes else -1,
-        )
-        self._sockets.send([routing_id, *encode_envelope(Envelope(welcome))])
+        welcome = Welcome(resume_after=resume_state.acked_sequence if resumes else -1)
+        self._router.send(routing_id, encode_envelope(Envelope(welcome)))
         self._mark(session, channel)
         if len(session.welcomed_channels) == len(Channel) and not session.is_open:
             self._open(session)
@@ -529,7 +537,7 @@ class TunnelServer:
     def _end(self, session: PeerSession, reason: str) -> None:
         peer, was_open = session.peer, session.is_open
         self.sessions.remove(session)
-        self._sockets.deauthorize(peer.session)
+        self._router.deauthorize(peer.session)
         session.state_machine.transition_to(SessionState.ENDED)
         logger.info("tunnel.closed peer=%s reason=%s", peer.name, reason)
         if was_open:
@@ -550,7 +558,7 @@ class TunnelServer:
         for channel in Channel:
             for session in self.sessions.take_marked(channel):
                 blocked = session.flush(channel, self._sender(session, channel))
-                wait_s = BLOCKED_RETRY_S if blocked else session.send_queues[channel].bandwidth_wait_s()
+                wait_s = BLOCKED_RETRY_S if blocked else session.flows[channel].send_queue.bandwidth_wait_s()
                 if wait_s < math.inf:
                     self._mark(session, channel)
                     retry_s = min(retry_s, wait_s)
@@ -558,4 +566,42 @@ class TunnelServer:
 
     def _sender(self, session: PeerSession, channel: Channel) -> SendFrames:
         routing_id = channel.value + session.peer.session
-        return lambda frames: self._sockets.send([routing_id, *frames])
+        return lambda frames: self._router.send(routing_id, frames)
+
+
+def refusal_reason(
+    routing_id: bytes, channel: Channel, session: PeerSession | None, hello: Hello, entry: AuthorizedKey | None
+) -> str:
+    """The reason to refuse a Hello; empty if it may open its channel."""
+    oldest = PREVIOUS_PROTOCOL_VERSION if hello.role in ("robot", "relay") else PROTOCOL_VERSION
+    if not oldest <= hello.protocol <= PROTOCOL_VERSION:
+        return version_mismatch_reason(hello.protocol)
+    if entry is None:
+        return "this key is not allowed"
+    if not entry.can_act_as(hello.name, hello.role):
+        return f"this key belongs to the {entry.role} {entry.name!r}, not to the {hello.role} {hello.name[:80]!r}"
+    if len(routing_id) != 1 + SESSION_BYTES or (session is None) != (channel is Channel.CONTROL):
+        return "this Hello does not open a session"
+    if session is not None and channel in session.welcomed_channels:
+        return "this channel is open already"
+    return ""
+
+
+def check_allowed(peer: Peer, message: AnyMessage) -> None:
+    """Raises WireError unless the role of `peer` allows the type of `message`, and its key allows the sender's name."""
+    if not isinstance(message, ALLOWED_MESSAGES[peer.role]):
+        raise WireError(f"a {peer.role} may not send {type(message).__name__}")
+    claimed = _claimed_name(peer.role, message)
+    if claimed is not None and claimed != peer.name:
+        raise WireError(f"{peer.name} sent a {type(message).__name__} in the name of {claimed[:80]!r}")
+
+
+def version_mismatch_reason(peer_version: int) -> str:
+    return f"the gateway has protocol version {PROTOCOL_VERSION}, this peer {peer_version}; install the same release"
+
+
+def _claimed_name(role: Role, message: AnyMessage) -> str | None:
+    """The name in a message that must be the sender's own; None if the message needs none."""
+    if role == "console":
+        return None
+    return getattr(message, "robot", getattr(message, "node", None))

@@ -1,368 +1,551 @@
-"""Fetches patches block by block: a window of requests, a checksum per block, and no request twice after a reconnect.
+"""The receiver's side of a transfer: fetches the blobs of the newest version that it can complete.
 
-Independent of the transport: the caller sends the requests and hands in the replies. One thread calls it.
+The robot, the gateway and a relay share it. It is independent of the transport, and one thread calls it. It leaves a
+version for a newer one only if the newer one completes sooner, so a link that is slower than the learner still
+completes versions. Blobs that have arrived are never requested again, and an interrupted blob goes on at its byte.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import threading
-import weakref
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
-import numpy as np
+from blake3 import blake3
 
-from user_sys.codec import Array
-from user_sys.messages import MAX_BLOCKS, PatchInfo, check_patch
-from user_sys.weights.patches import BLOCK_BYTES, is_block_intact
+from user_sys.errors import WireError
+from user_sys.messages import (
+    BLOB_BYTES,
+    MAX_WANTS,
+    BlobPart,
+    BlobWant,
+    Digest,
+    SignedRecord,
+    WeightsBlobs,
+    WeightsGone,
+    WeightsManifest,
+    WeightsRequest,
+)
+from user_sys.weights.catalog import (
+    BlobCache,
+    BlobCacheFull,
+    BufferPool,
+    EncodedBlob,
+    StoredVersion,
+    decode_blob,
+    version_id,
+)
+from user_sys.weights.state import Entries, YieldHook, decode_table, dtype_of, entry_bytes, no_yield
 
-MIN_POOLED_BYTES = 4 << 20
-"""The allocator reuses smaller buffers by itself."""
-
-
-class BufferPool:
-    """Provides buffers and reuses one released buffer of the same size. Any thread may call it.
-
-    Fresh pages from the system take longer to get than to fill. A buffer is released when its patch and all tensors
-    that
-    view it are gone.
-    """
-
-    def __init__(self) -> None:
-        self._spare_buffer: Array | None = None
-        self._lock = threading.RLock()  # garbage collection may release a buffer during `acquire`
-
-    def acquire(self, size_bytes: int) -> memoryview:
-        """Returns a writable buffer with arbitrary content."""
-        if size_bytes < MIN_POOLED_BYTES:
-            return np.empty(size_bytes, np.uint8).data
-        with self._lock:
-            spare, self._spare_buffer = self._spare_buffer, None
-        owner = spare if spare is not None and spare.size == size_bytes else np.empty(size_bytes, np.uint8)
-        lease = owner[:]  # a memoryview of the buffer keeps this array alive
-        weakref.finalize(lease, self._release, owner).atexit = False
-        return lease.data
-
-    def _release(self, owner: Array) -> None:
-        with self._lock:
-            self._spare_buffer = owner
-
-
-MESSAGE_BYTES = 512 << 10
-"""Blocks travel in messages of this size, unless one block is larger. Smaller messages suit the cache during
-encryption; each message costs some hundred microseconds of Python at both ends.
-"""
-REQUEST_BYTES = 2 << 20
-"""One request fetches at most this much, in several messages."""
-MAX_WINDOW_BYTES = 8 << 20
-WINDOW_S = 0.25  # in flight at the link's rate, or two round trips if these are longer
-REQUEST_PERIOD_S = 0.03  # per request, at the link's rate
+STALL_TIMEOUT_S = 2.0
+MAX_MESSAGE_S = 10.0  # of one message over the slowest link
+RETRY_S = 0.05  # after a request that could not be sent
 INITIAL_RATE_BYTES_PER_S = 4e6  # before the first measurement
 RATE_SMOOTHING = 0.7
 RATE_SAMPLE_S = 0.002
-MAX_ROUND_TRIP_SAMPLES = 8  # the shortest counts
-STALL_TIMEOUT_S = 2.0
-MAX_DAMAGED_ATTEMPTS = 5
-"""A block that arrives damaged this often is damaged at its source: the patch is dropped."""
+MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 32 << 10, 8 << 20
+WINDOW_S = 0.25  # in flight at the link's rate, or two round trips if these are longer
+MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 16 << 10, 512 << 10
+MESSAGE_S = 0.03  # of one message, at the link's rate
+_log = logging.getLogger(__name__)
 
-RequestBlocks = Callable[[bytes, int, int], bool]
-"""Requests blocks of a patch (id, first block, count). Returns False if the request cannot be sent now."""
+Position = tuple[str, str, int]
+"""Precision, tensor and index of a blob; the table of tensors has an empty name."""
 
 
-class PartialPatch:
-    """A patch of which some blocks have arrived."""
+_Blob = tuple[bytes, int, int, Position]
+"""Digest, size in bytes, bytes of one value, and position of a blob."""
 
-    def __init__(self, info: PatchInfo, pool: BufferPool) -> None:
-        """Raises WireError if the description is invalid."""
-        check_patch(info)
-        self.info = info
-        self.buffer = pool.acquire(info.size_bytes)
-        self._received = np.zeros(info.block_count, np.bool_)
-        self._requested = np.zeros(info.block_count, np.bool_)
-        self._missing_bytes = info.size_bytes
-        self._contiguous = 0  # blocks that have arrived from the first on, without a gap
-        self._failures = np.zeros(
-            info.block_count, np.uint8
-        )  # damaged arrivals of each block, up to `MAX_DAMAGED_ATTEMPTS`
-        self.is_unrecoverable = False  # a block has reached `MAX_DAMAGED_ATTEMPTS`
 
-    @property
-    def missing_bytes(self) -> int:
-        return self._missing_bytes
+class _Table(NamedTuple):
+    """A table of tensors, and the blobs that they need."""
 
-    @property
-    def contiguous_bytes(self) -> int:
-        """The size of the prefix that has arrived without a gap. It does not change any more."""
-        while self._contiguous < self.info.block_count and self._received[self._contiguous]:
-            self._contiguous += 1
-        return min(self._contiguous * self.info.block_bytes, self.info.size_bytes)
-
-    def next_request(self, max_blocks: int) -> tuple[int, int] | None:
-        """Returns (first, count) of at most `max_blocks` consecutive blocks that are neither received nor requested."""
-        open_grains = ~(self._received | self._requested)
-        first = int(open_grains.argmax())
-        if not open_grains[first]:
-            return None
-        ahead = open_grains[first : first + max_blocks]
-        count = len(ahead) if ahead.all() else int(ahead.argmin())
-        self._requested[first : first + count] = True
-        return first, count
-
-    def mark_requested(self, first: int, count: int) -> int:
-        """Marks blocks as requested. Returns the bytes of those that are neither received nor requested before."""
-        seen = self._received | self._requested
-        missing = [
-            block for block in range(max(0, first), min(first + count, self.info.block_count)) if not seen[block]
-        ]
-        self._requested[missing] = True
-        return sum(map(self._size, missing))
-
-    def clear_requests(self, first: int = 0, count: int = MAX_BLOCKS) -> None:
-        """Marks blocks as not requested."""
-        self._requested[first : first + count] = False
-
-    def write_blocks(self, first: int, payload: memoryview) -> tuple[int, int]:
-        """Stores blocks. Returns the bytes that answer a request, and the number of damaged blocks."""
-        info, answered, damaged = self.info, 0, 0
-        for offset in range(0, len(payload), info.block_bytes):
-            block, piece = first + offset // info.block_bytes, payload[offset : offset + info.block_bytes]
-            if not 0 <= block < info.block_count:
-                return answered, damaged + 1
-            if len(piece) != self._size(block):
-                self._count_failure(block)
-                return answered, damaged + 1
-            answered += len(piece) * bool(self._requested[block])
-            self._requested[block] = False
-            if self._received[block]:
-                continue
-            if not is_block_intact(piece, info, block):
-                self._count_failure(block)
-                damaged += 1
-                continue
-            start = block * info.block_bytes
-            self.buffer[start : start + len(piece)] = piece
-            self._received[block] = True
-            self._missing_bytes -= len(piece)
-        return answered, damaged
-
-    def _count_failure(self, block: int) -> None:
-        self._failures[block] = min(MAX_DAMAGED_ATTEMPTS, int(self._failures[block]) + 1)
-        self.is_unrecoverable = self.is_unrecoverable or bool(self._failures[block] == MAX_DAMAGED_ATTEMPTS)
-
-    def _size(self, block: int) -> int:
-        return min(self.info.block_bytes, self.info.size_bytes - block * self.info.block_bytes)
+    entries: Entries
+    blobs: tuple[_Blob, ...]
 
 
 @dataclass(frozen=True)
-class LinkRate:
-    """The measured rate; `INITIAL_RATE_BYTES_PER_S` before the first measurement."""
+class Candidate:
+    """A version in one precision that can be fetched."""
 
-    bytes_per_s: float = INITIAL_RATE_BYTES_PER_S
-    is_measured: bool = False
+    id: bytes
+    manifest: WeightsManifest
+    signed: SignedRecord
 
-    def with_sample(self, sample: float) -> LinkRate:
-        weight = RATE_SMOOTHING if self.is_measured else 0.0
-        return LinkRate(weight * self.bytes_per_s + (1 - weight) * sample, True)
+    @classmethod
+    def of(cls, manifest: WeightsManifest, signed: SignedRecord) -> Candidate:
+        return cls(version_id(signed), manifest, signed)
 
 
-class PatchFetcher:
-    """Fetches the target patches in order.
+@dataclass
+class _Transfer:
+    """A blob in transfer, from `base` if the receiver holds one."""
 
-    Args:
-        request_blocks: sends a request.
-        clock: monotonic seconds.
-        limit: bytes/s that the governor allows; infinite without a governor.
+    digest: bytes
+    size_bytes: int
+    width: int
+    position: Position
+    base: Digest = b""
+    base_content: memoryview | None = None
+    first: BlobPart | None = None
+    encoded: memoryview = field(default_factory=lambda: memoryview(b""))
+    received_bytes: int = 0
+
+    def want(self) -> BlobWant:
+        check = 0 if self.first is None else self.first.check
+        return BlobWant(self.digest, self.base, self.width, self.received_bytes, check)
+
+    def write(self, part: BlobPart, piece: memoryview, pool: BufferPool) -> bool:
+        """Stores a part that continues the received bytes; ignores another one. Returns whether the blob is complete.
+
+        Raises WireError if the description is not plausible.
+        """
+        if self.first is None or (part.offset == 0 and part.check != self.first.check):
+            if part.offset:
+                return False
+            if part.encoded_bytes > self.size_bytes or part.base not in (b"", self.base):
+                raise WireError(f"a blob of {self.size_bytes} bytes is announced with {part.encoded_bytes}")
+            self.first, self.received_bytes = part, 0
+            self.encoded = pool.acquire(part.encoded_bytes)
+        end = part.offset + len(piece)
+        if part.check != self.first.check or part.offset != self.received_bytes or end > len(self.encoded):
+            return False
+        self.encoded[part.offset : end] = piece
+        self.received_bytes = end
+        return end == len(self.encoded)
+
+    def restart_whole(self) -> None:
+        """Prepares to fetch the blob again, without a base."""
+        self.base, self.base_content = b"", None
+        self.first, self.received_bytes = None, 0
+
+    def remaining_bytes(self, ratio: float) -> float:
+        if self.first is not None:
+            return len(self.encoded) - self.received_bytes
+        return self.size_bytes * (ratio if self.base else 1.0)
+
+
+class LinkMeter:
+    """Measures the rate and the round trip of a link, and from them the bytes that may be in flight."""
+
+    def __init__(self, clock: Callable[[], float], limit: Callable[[], float]) -> None:
+        self.bytes_per_s, self.is_measured = INITIAL_RATE_BYTES_PER_S, False
+        self._clock, self._limit = clock, limit
+        self._round_trips_s: deque[float] = deque(maxlen=8)
+        self._asked_s: float | None = None  # when a request was sent on an idle link, until a reply arrives
+        self._sampled_s, self._sampled_bytes = math.inf, 0
+
+    def on_idle_request(self) -> None:
+        self._asked_s = self._clock()
+
+    def on_stall(self) -> None:
+        """The time until the next reply says nothing about the rate."""
+        self._sampled_s = math.inf
+
+    def on_received(self, size: int) -> None:
+        now = self._clock()
+        if self._asked_s is not None:
+            self._round_trips_s.append(now - self._asked_s)
+            self._asked_s, self._sampled_s = None, math.inf
+        if self._sampled_s == math.inf:
+            self._sampled_s, self._sampled_bytes = now, 0
+            return
+        self._sampled_bytes += size
+        if now - self._sampled_s >= RATE_SAMPLE_S:
+            weight = RATE_SMOOTHING if self.is_measured else 0.0
+            sample = self._sampled_bytes / (now - self._sampled_s)
+            self.bytes_per_s, self.is_measured = weight * self.bytes_per_s + (1 - weight) * sample, True
+            self._sampled_s, self._sampled_bytes = now, 0
+
+    @property
+    def window_bytes(self) -> int:
+        rate = min(self.bytes_per_s, self._limit())
+        seconds = max(WINDOW_S, 2 * min(self._round_trips_s, default=0.0))
+        return int(min(MAX_WINDOW_BYTES, max(MIN_WINDOW_BYTES, rate * seconds)))
+
+    @property
+    def message_s(self) -> float:
+        """Seconds that one message takes."""
+        return self.message_bytes / max(1.0, min(self.bytes_per_s, self._limit()))
+
+    @property
+    def message_bytes(self) -> int:
+        rate = min(self.bytes_per_s, self._limit()) if self.is_measured else 0.5 * INITIAL_RATE_BYTES_PER_S
+        return int(min(MAX_MESSAGE_BYTES, max(MIN_MESSAGE_BYTES, rate * MESSAGE_S)))
+
+
+class RequestWindow:
+    """Requests the missing blobs of a version, so many bytes at a time that the link stays busy.
+
+    Attributes:
+        listed: digests that were requested with the current serial number, and are not complete.
     """
 
     def __init__(
-        self, request_blocks: RequestBlocks, clock: Callable[[], float], limit: Callable[[], float] = lambda: math.inf
+        self, send: Callable[[WeightsRequest], bool], clock: Callable[[], float], limit: Callable[[], float]
     ) -> None:
-        self.rate = LinkRate()
-        self.damaged_blocks = 0
-        self._request_blocks, self._clock, self._limit = request_blocks, clock, limit
-        self._pool = BufferPool()
-        self._partials: dict[bytes, PartialPatch] = {}
-        self._targets: tuple[PatchInfo, ...] = ()
-        self._in_flight: dict[bytes, int] = {}  # bytes of each patch that are requested and have not arrived
-        self._sampled_s, self._sampled_bytes = clock(), 0
-        self._round_trip_started_s: float | None = (
-            None  # when a request was sent on an idle link, until a reply arrives
+        """See `VersionFetcher`."""
+        self.link = LinkMeter(clock, limit)
+        self.listed: set[bytes] = set()
+        self._send, self._clock, self._limit = send, clock, limit
+        self._serial = self._received_bytes = self._limit_bytes = 0
+        self._is_outdated = False
+        self._heard_s = self._next_request_s = clock()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that were requested and have not arrived."""
+        return self._limit_bytes - self._received_bytes
+
+    def repeat(self) -> None:
+        """Has the next step request the missing blobs again."""
+        self._is_outdated = True
+
+    def on_received(self, size: int) -> None:
+        self._heard_s = self._clock()
+        self._received_bytes += size
+        self.link.on_received(size)
+
+    def step(self, version: bytes, missing: Collection[_Transfer]) -> float:
+        """Sends a request if one is due. Returns the seconds after which to call it again at the latest."""
+        now = self._clock()
+        if now < self._next_request_s:
+            return self._next_request_s - now
+        if now - self._heard_s > STALL_TIMEOUT_S + min(MAX_MESSAGE_S, 4 * self.link.message_s):
+            self._is_outdated = True
+            self.link.on_stall()
+        if self._is_outdated or not self.listed:
+            self._request(version, list(islice(missing, MAX_WANTS)))
+        elif self.in_flight_bytes < self.link.window_bytes / 2:
+            self._grant(version, ())
+        return RETRY_S if self._is_outdated else STALL_TIMEOUT_S
+
+    def _request(self, version: bytes, transfers: Sequence[_Transfer]) -> None:
+        if not self.listed:
+            self.link.on_idle_request()
+        self._serial += 1
+        self._received_bytes = self._limit_bytes = 0
+        self.listed = {transfer.digest for transfer in transfers}
+        self._is_outdated = not self._grant(version, tuple(transfer.want() for transfer in transfers))
+
+    def _grant(self, version: bytes, wants: tuple[BlobWant, ...]) -> bool:
+        """Raises the limit of bytes in flight."""
+        request = WeightsRequest(
+            version=version,
+            serial=self._serial,
+            limit_bytes=self._received_bytes + self.link.window_bytes,
+            message_bytes=self.link.message_bytes,
+            wants=wants,
         )
-        self._round_trips: deque[tuple[float, int]] = deque(
-            maxlen=MAX_ROUND_TRIP_SAMPLES
-        )  # duration and size of the replies on an idle link
-        self._last_received_s = clock()
-        self._next_request_s = 0.0  # when the limit allows the next request
+        if not self._send(request):
+            return False
+        now, added = self._clock(), request.limit_bytes - self._limit_bytes
+        self._limit_bytes = request.limit_bytes
+        self._heard_s = now if wants else self._heard_s
+        if math.isfinite(limit := self._limit()):
+            self._next_request_s = max(now, self._next_request_s) + added / limit
+        return True
+
+
+class TransferPlanner:
+    """Compares versions with the blobs in `cache`: which are missing, and which ones are bases of differences."""
+
+    def __init__(self, cache: BlobCache) -> None:
+        self._cache = cache
+        self._tables: dict[bytes, _Table] = {}  # by digest
+        self._positions: dict[Position, bytes] = {}  # the newest blob at each position, a base for the next one
+        self._transfers: dict[bytes, _Transfer] = {}
+        self._ratio = 1.0  # of the encoded size of a blob with a base to its size
+
+    def plan(self, candidate: Candidate) -> dict[bytes, _Transfer]:
+        """The transfers that a version still needs: its table, and then its blobs. Raises WireError."""
+        manifest = candidate.manifest
+        if manifest.digest not in self._cache:
+            position = (manifest.precision, "", 0)
+            return {manifest.digest: self._transfer(manifest.digest, manifest.table_bytes, 1, position)}
+        table = self._tables.get(manifest.digest) or self._decode_table(manifest)
+        return {blob[0]: self._transfer(*blob) for blob in table.blobs if blob[0] not in self._cache}
+
+    def begin(self, plan: dict[bytes, _Transfer]) -> None:
+        """Keeps these transfers, and no others: what they have received is not requested again."""
+        self._transfers = dict(plan)
+
+    def missing_bytes(self, version: Sequence[Candidate]) -> float:
+        """Estimates how many bytes have to arrive until a version is complete. Raises WireError."""
+        total = 0.0
+        for candidate in version:
+            if candidate.manifest.digest not in self._cache:
+                total += candidate.manifest.size_bytes
+            total += sum(t.remaining_bytes(self._ratio) for t in self.plan(candidate).values())
+        return total
+
+    def complete_blob(self, transfer: _Transfer) -> None:
+        """Decodes a blob that has arrived into the cache. Raises WireError and BlobCacheFull."""
+        part = transfer.first
+        assert part is not None
+        encoded = EncodedBlob(part.base, part.codec, part.planes, transfer.encoded, part.check)
+        content = decode_blob(encoded, transfer.size_bytes, transfer.base_content, self._cache.pool)
+        if blake3(content).digest() != transfer.digest:
+            raise WireError("a blob has another digest than its version names")
+        if transfer.base:
+            self._ratio = 0.5 * self._ratio + 0.5 * len(encoded.payload) / max(1, transfer.size_bytes)
+        self._cache.put(transfer.digest, content)
+        if part.codec == "xor":
+            self._cache.put_encoded(transfer.digest, transfer.base, transfer.width, encoded)
+        self._positions[transfer.position] = transfer.digest
+        self._transfers.pop(transfer.digest, None)
+
+    def complete_version(self, target: Sequence[Candidate], newest: Sequence[Candidate]) -> tuple[StoredVersion, ...]:
+        """The version whose blobs are all in the cache. Forgets the tables of versions other than it and `newest`."""
+        versions = tuple(
+            StoredVersion(c.id, c.manifest, c.signed, self._tables[c.manifest.digest].entries) for c in target
+        )
+        for version in versions:
+            self.hold(version)
+        self._transfers.clear()
+        known = {candidate.manifest.digest for candidate in (*target, *newest)}
+        self._tables = {digest: table for digest, table in self._tables.items() if digest in known}
+        return versions
+
+    def hold(self, version: StoredVersion) -> None:
+        """The version's blobs are bases for the next ones."""
+        precision = version.manifest.precision
+        self._positions = {position: d for position, d in self._positions.items() if position[0] != precision}
+        self._positions[precision, "", 0] = version.manifest.digest
+        for entry in version.entries:
+            self._positions |= {(precision, entry.name, index): digest for index, digest in enumerate(entry.blobs)}
+
+    def needed_digests(self, candidates: Sequence[Candidate]) -> set[bytes]:
+        """The digests that must stay in the cache: bases, and those of `candidates`."""
+        found = set(self._positions.values())
+        for candidate in candidates:
+            found.add(candidate.manifest.digest)
+            if (table := self._tables.get(candidate.manifest.digest)) is not None:
+                found |= {digest for digest, *_ in table.blobs}
+        return found
+
+    def _transfer(self, digest: bytes, size: int, width: int, position: Position) -> _Transfer:
+        if (known := self._transfers.get(digest)) is not None:
+            return known
+        base = self._positions.get(position, b"")
+        content = self._cache.get(base)
+        if content is None or len(content) != size:
+            base, content = b"", None
+        return _Transfer(digest, size, width, position, base, content)
+
+    def _decode_table(self, manifest: WeightsManifest) -> _Table:
+        content = self._cache.get(manifest.digest)
+        assert content is not None
+        entries, blobs = decode_table(manifest, content), dict[bytes, _Blob]()
+        for entry in entries:
+            size, width = entry_bytes(entry), dtype_of(entry.dtype).itemsize
+            for index, digest in enumerate(entry.blobs):
+                position = (manifest.precision, entry.name, index)
+                blobs[digest] = digest, min(size - index * BLOB_BYTES, BLOB_BYTES), width, position
+        table = self._tables[manifest.digest] = _Table(entries, tuple(blobs.values()))
+        return table
+
+
+class VersionFetcher:
+    """Fetches versions into `cache`.
+
+    Args:
+        send: sends a request; returns False if it cannot be sent now.
+        limit: bytes/s that the governor allows; infinite without a governor.
+        yield_cpu: called during bulk work.
+
+    Attributes:
+        rejected: number of versions that could not be completed; each is logged.
+        abandoned: number of versions that were left for a newer one.
+        damaged: number of blobs that arrived damaged.
+    """
+
+    def __init__(
+        self,
+        cache: BlobCache,
+        send: Callable[[WeightsRequest], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        limit: Callable[[], float] = lambda: math.inf,
+        yield_cpu: YieldHook = no_yield,
+    ) -> None:
+        self.rejected = self.abandoned = self.damaged = 0
+        self._cache, self._yield_cpu = cache, yield_cpu
+        self._planner, self._requests = TransferPlanner(cache), RequestWindow(send, clock, limit)
+        self._newest: tuple[Candidate, ...] = ()
+        self._target: tuple[Candidate, ...] = ()
+        self._done: tuple[bytes, ...] = ()  # ids of the last completed version
+        self._bad: set[bytes] = set()  # ids of versions that could not be completed
+        self._completed: deque[tuple[StoredVersion, ...]] = deque()
+        self._current = b""  # id of the candidate in transfer
+        self._missing: dict[bytes, _Transfer] = {}  # of that candidate
+        self._retried: set[bytes] = set()
 
     @property
-    def targets(self) -> tuple[PatchInfo, ...]:
-        return self._targets
+    def link(self) -> LinkMeter:
+        return self._requests.link
 
-    def set_targets(self, patches: Sequence[PatchInfo], offered: Collection[bytes] = ()) -> None:
-        """Sets the patches to fetch. Keeps the received blocks of other patches that are still `offered` (ids).
+    @property
+    def is_fetching(self) -> bool:
+        return bool(self._target)
 
-        Raises:
-            WireError: a description is invalid; the targets stay as they were.
+    @property
+    def target(self) -> tuple[Candidate, ...]:
+        """The version that is being fetched, or that will be fetched next."""
+        return self._target or self._newest
+
+    def set_newest(self, version: Sequence[Candidate], tables: Sequence[bytes] = ()) -> None:
+        """Offers a version, in the precisions to fetch; it replaces the one before if it completes sooner.
+
+        Raises BlobCacheFull if its table of tensors does not fit.
         """
-        targets = {info.id: self._partials.get(info.id) or PartialPatch(info, self._pool) for info in patches}
-        for patch in targets.keys() - self._partials.keys():
-            self._in_flight.pop(patch, None)  # left from an earlier target; its blocks are requested again
-        self._partials = {i: p for i, p in self._partials.items() if i in offered} | targets
-        self._targets = tuple(patches)
+        self._newest = tuple(version)
+        for candidate in version:
+            if candidate.manifest.size_bytes + candidate.manifest.table_bytes > self._cache.max_bytes:
+                self._newest = ()
+                self._reject(
+                    version,
+                    f"it has {candidate.manifest.size_bytes:,} bytes, and the cache is bound to "
+                    f"{self._cache.max_bytes:,}",
+                )
+                return
+            for table in tables:
+                if blake3(table).digest() == candidate.manifest.digest:
+                    self._cache.put(candidate.manifest.digest, memoryview(table))
+        self._choose()
 
-    def expect_blocks(self, patch: bytes, first: int, count: int) -> None:
-        """Counts unrequested blocks that are on their way. Ignores those of a patch that is not a target."""
-        if any(info.id == patch for info in self._targets) and (
-            size := self._partials[patch].mark_requested(first, count)
-        ):
-            self._restart_sampling()
-            self._round_trip_started_s = None
-            self._count_request(patch, size)
+    def hold(self, version: StoredVersion) -> None:
+        """Records a version whose blobs are in the cache: they are bases for the next ones."""
+        self._planner.hold(version)
+        self._done = (version.id,)
 
-    def wasted_bytes(self, infos: Collection[PatchInfo], others: Collection[PatchInfo]) -> int:
-        """Returns the bytes of `infos` that were requested and would be wasted if the targets became `others`."""
-        remaining = {info.id for info in others}
-        return sum(self._in_flight.get(info.id, 0) for info in infos if info.id not in remaining)
-
-    def missing_bytes(self, info: PatchInfo) -> int:
-        """Returns the number of bytes of a patch that have not arrived."""
-        partial = self._partials.get(info.id)
-        return info.size_bytes if partial is None else partial.missing_bytes
-
-    @property
-    def is_complete(self) -> bool:
-        return all(not self.missing_bytes(info) for info in self._targets)
-
-    def contiguous_bytes(self, info: PatchInfo) -> int:
-        """Returns the size of the prefix of a target patch that has arrived; `payload` holds it."""
-        return self._partials[info.id].contiguous_bytes
-
-    def payload(self, info: PatchInfo) -> memoryview:
-        """Returns the buffer of a target patch. The part that has arrived does not change any more."""
-        return self._partials[info.id].buffer
-
-    def drop(self, infos: Sequence[PatchInfo]) -> None:
-        """Drops these patches and their received blocks."""
-        for info in infos:
-            self._partials.pop(info.id, None)
-        dropped = {info.id for info in infos}
-        self._targets = tuple(info for info in self._targets if info.id not in dropped)
-
-    def remove_patch(self, patch: bytes) -> None:
-        """Drops a patch that the peer no longer has, with its outstanding requests."""
-        self._in_flight.pop(patch, None)
-        self.drop([info for info in self._targets if info.id == patch])
+    def abandon(self) -> None:
+        """Drops the version in transfer; received bytes stay."""
+        self._target, self._missing = (), {}
 
     def reset_requests(self) -> None:
-        """Forgets all outstanding requests, after a reconnect."""
-        self._in_flight.clear()
-        self._round_trips.clear()
-        self._round_trip_started_s = None
-        for partial in self._partials.values():
-            partial.clear_requests()
+        """Repeats outstanding requests, after a reconnect, and allows versions that failed."""
+        self._requests.repeat()
+        self._bad.clear()
+        self._retried.clear()
+        self._choose()
 
-    def receive_blocks(self, patch: bytes, first: int, payload: memoryview) -> None:
-        """Stores received blocks. Requests damaged ones again, and ignores those of unknown patches.
+    def needed_digests(self) -> set[bytes]:
+        """Returns the digests that must stay in the cache."""
+        return self._planner.needed_digests((*self._target, *self._newest))
 
-        Outstanding blocks of a dropped patch count in the window until they arrive.
-        """
-        now = self._clock()
-        self._last_received_s = now
-        partial = self._partials.get(patch)
-        if partial is None and patch not in self._in_flight:
+    def on_blobs(self, message: WeightsBlobs, payload: memoryview) -> None:
+        """Stores parts of blobs. Ignores those that are not needed."""
+        self._requests.on_received(len(payload))
+        start = 0
+        for part in message.parts:
+            piece, start = payload[start : start + part.size_bytes], start + part.size_bytes
+            transfer = self._missing.get(part.digest)
+            if transfer is None or len(piece) != part.size_bytes:
+                continue
+            try:
+                if transfer.write(part, piece, self._cache.pool):
+                    self._complete_blob(transfer)
+            except BlobCacheFull as error:
+                self._give_up(str(error))
+            except WireError as error:
+                self._on_damaged(transfer, str(error))
+        if self._target and not self._missing:
+            self._advance()
+
+    def on_gone(self, message: WeightsGone) -> None:
+        """The sender no longer has a version; another offer has arrived before, or will follow."""
+        if message.version in {candidate.id for candidate in self._target}:
+            if self._ids(self._newest) == self._ids(self._target):
+                self._newest = ()
+            self.abandon()
+            self._choose()
+
+    def step(self) -> float:
+        """Sends requests. Returns the seconds after which to call it again at the latest."""
+        return self._requests.step(self._current, self._missing.values()) if self._missing else STALL_TIMEOUT_S
+
+    def pop_completed(self) -> tuple[StoredVersion, ...]:
+        """Returns the next completed version, in all its precisions; empty if there is none."""
+        return self._completed.popleft() if self._completed else ()
+
+    def _choose(self) -> None:
+        """Switches to the newest version if it completes before the one in transfer."""
+        newest, target = self._ids(self._newest), self._ids(self._target)
+        if not newest or newest in (self._done, target) or self._bad.intersection(newest):
             return
-        answered, damaged = (len(payload), 0) if partial is None else partial.write_blocks(first, payload)
-        self._count_received(patch, answered)
-        self.damaged_blocks += damaged
-        self._measure(now, len(payload))
-
-    def is_unrecoverable(self, patch: bytes) -> bool:
-        """Whether a block of this patch has arrived damaged `MAX_DAMAGED_ATTEMPTS` times."""
-        partial = self._partials.get(patch)
-        return partial is not None and partial.is_unrecoverable
-
-    def send_requests(self) -> float:
-        """Sends the requests that fit the window. Returns the seconds after which to call it again at the latest."""
-        now = self._clock()
-        if self._in_flight and now - self._last_received_s > self._stall_timeout_s():
-            self.reset_requests()
-        self._restart_sampling()
-        rate = min(self.rate.bytes_per_s, self._limit())
-        window = min(MAX_WINDOW_BYTES, rate * max(WINDOW_S, 2 * self.round_trip_s))
-        while (not self._in_flight or self._in_flight_bytes < window) and now >= self._next_request_s:
-            if not self._request_next(rate):
-                break
-        return STALL_TIMEOUT_S if now >= self._next_request_s else self._next_request_s - now
-
-    @property
-    def round_trip_s(self) -> float:
-        """The time to answer a request on an idle link, without the transfer of the answer; 0 before the first
-        measurement.
-        """
-        if not self.rate.is_measured:
-            return 0.0
-        return min(
-            (max(0.0, duration_s - size / self.rate.bytes_per_s) for duration_s, size in self._round_trips), default=0.0
-        )
-
-    @property
-    def prefetch_budget_bytes(self) -> int:
-        """How much may arrive unrequested: one window at the link's rate, or one block before the first measurement."""
-        limit_bytes = MAX_WINDOW_BYTES if self.rate.is_measured else BLOCK_BYTES
-        return int(min(limit_bytes, WINDOW_S * min(self.rate.bytes_per_s, self._limit())))
-
-    def _restart_sampling(self) -> None:
-        """Restarts the measurement and the stall timeout if nothing is in flight: an idle link has no rate."""
-        if not self._in_flight:
-            self._sampled_s, self._sampled_bytes, self._last_received_s = self._clock(), 0, self._clock()
-
-    def _measure(self, now: float, size: int) -> None:
-        """Measures the link's rate, from one reply to the next or from the end of a round trip."""
-        if self._round_trip_started_s is not None:
-            self._round_trips.append((now - self._round_trip_started_s, size))
-            self._sampled_s, self._sampled_bytes = min(now, self._round_trip_started_s + self.round_trip_s), 0
-            self._round_trip_started_s = None
-            if not self.rate.is_measured:
-                self._sampled_s = now
+        if target:
+            try:
+                is_sooner = self._is_newest_sooner()
+            except WireError as error:
+                self._reject(self._newest, str(error))
+                self._newest = ()
                 return
-        self._sampled_bytes += size
-        if self._sampled_bytes and now - self._sampled_s >= RATE_SAMPLE_S:
-            self.rate = self.rate.with_sample(self._sampled_bytes / (now - self._sampled_s))
-            self._sampled_s, self._sampled_bytes = now, 0
+            if not is_sooner:
+                return
+            self.abandoned += 1
+        self._target = self._newest
+        self._advance()
 
-    def _count_request(self, patch: bytes, size: int) -> None:
-        self._in_flight[patch] = self._in_flight.get(patch, 0) + size
-        if math.isfinite(limit := self._limit()):
-            self._next_request_s = max(self._clock(), self._next_request_s) + size / limit
+    def _is_newest_sooner(self) -> bool:
+        """Whether less is missing of the newest version than of the target, with what would arrive in vain."""
+        plans = map(self._planner.plan, self._newest)
+        is_shared = any(digest in plan for plan in plans for digest in self._requests.listed)
+        in_flight = 0 if is_shared else max(0, self._requests.in_flight_bytes)
+        remaining = self._planner.missing_bytes(self._target)
+        return self._planner.missing_bytes(self._newest) + min(in_flight, remaining) <= remaining
 
-    def _request_next(self, rate: float) -> bool:
-        """Sends the next request. Returns False if there is none, or if it cannot be sent now."""
-        for info in self._targets:
-            partial = self._partials[info.id]
-            blocks = max(1, int(min(REQUEST_BYTES, rate * REQUEST_PERIOD_S)) // info.block_bytes)
-            found = partial.next_request(blocks)
-            if found is not None:
-                if not self._request_blocks(info.id, *found):
-                    partial.clear_requests(*found)
-                    return False
-                if not self._in_flight:
-                    self._round_trip_started_s = self._clock()
-                self._count_request(
-                    info.id, min(found[1] * info.block_bytes, info.size_bytes - found[0] * info.block_bytes)
-                )
-                return True
-        return False
+    def _advance(self) -> None:
+        """Plans the next transfers of the target, or completes it."""
+        try:
+            plans = {candidate.id: self._planner.plan(candidate) for candidate in self._target}
+        except WireError as error:
+            self._give_up(str(error))
+            return
+        self._current, self._missing = next(((id, plan) for id, plan in plans.items() if plan), (b"", {}))
+        if self._missing:
+            self._requests.repeat()
+            self._planner.begin(self._missing)
+            return
+        self._completed.append(self._planner.complete_version(self._target, self._newest))
+        self._done = self._ids(self._target)
+        self.abandon()
+        self._retried.clear()
+        self._choose()
 
-    def _count_received(self, patch: bytes, size: int) -> None:
-        left = self._in_flight.pop(patch, 0) - size
-        if left > 0:
-            self._in_flight[patch] = left
+    def _complete_blob(self, transfer: _Transfer) -> None:
+        self._planner.complete_blob(transfer)
+        self._missing.pop(transfer.digest, None)
+        self._requests.listed.discard(transfer.digest)
+        self._yield_cpu(transfer.size_bytes)
 
-    @property
-    def _in_flight_bytes(self) -> int:
-        return sum(self._in_flight.values())
+    def _on_damaged(self, transfer: _Transfer, why: str) -> None:
+        """Requests a blob whole that arrived damaged; the second time its version is given up."""
+        self.damaged += 1
+        if transfer.digest in self._retried:
+            self._give_up(why)
+            return
+        self._retried.add(transfer.digest)
+        transfer.restart_whole()
+        self._requests.repeat()
 
-    def _stall_timeout_s(self) -> float:
-        return STALL_TIMEOUT_S + 4 * self._in_flight_bytes / max(1.0, self.rate.bytes_per_s)
+    def _give_up(self, why: str) -> None:
+        self._reject(self._target, why)
+        if self._ids(self._newest) == self._ids(self._target):
+            self._newest = ()
+        self.abandon()
+        self._choose()
+
+    def _reject(self, version: Sequence[Candidate], why: str) -> None:
+        self.rejected += 1
+        self._bad |= {candidate.id for candidate in version}
+        _log.error("weights.rejected version=%d: %s", version[0].manifest.version, why)
+
+    @staticmethod
+    def _ids(version: Sequence[Candidate]) -> tuple[bytes, ...]:
+        return tuple(candidate.id for candidate in version)

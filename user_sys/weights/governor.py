@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
+from hal.settings import Amount, Count, Positive
 from user_sys.codec import Array
-from user_sys.errors import ConfigError
 
 MAX_SAMPLES = 512  # the newest times of the victim, separately with and without a push
 MIN_SAMPLES = 16  # required on both sides for a decision
@@ -59,22 +61,14 @@ class GovernorConfig:
     """
 
     enabled: bool = True
-    budget: float = 0.01
-    quantile: float = 0.0
-    min_share: float = 0.01
-    cut: float = 0.7
-    grow: float = 1.1
-    update_interval_s: float = 0.5
-    link_bytes_per_s: float = 0.0
-    max_ctas: int = 16
-
-    def __post_init__(self) -> None:
-        if not (0 < self.min_share <= 1 and 0 < self.cut < 1 < self.grow and 0 <= self.quantile < 1):
-            raise ConfigError("governor: set min_share, cut and quantile between 0 and 1, and grow above 1")
-        if self.budget <= 0 or self.update_interval_s <= 0 or self.link_bytes_per_s < 0 or self.max_ctas < 1:
-            raise ConfigError(
-                "governor: set budget, update_interval_s and max_ctas above 0, and link_bytes_per_s to 0 or more"
-            )
+    budget: Positive = 0.01
+    quantile: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    min_share: Annotated[float, Meta(gt=0, le=1)] = 0.01
+    cut: Annotated[float, Meta(gt=0, lt=1)] = 0.7
+    grow: Annotated[float, Meta(gt=1)] = 1.1
+    update_interval_s: Positive = 0.5
+    link_bytes_per_s: Amount = 0.0
+    max_ctas: Count = 16
 
 
 @dataclass(frozen=True)

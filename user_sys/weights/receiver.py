@@ -1,10 +1,10 @@
 """Receives weights on a robot: from an offer to a policy with new weights, and the last version on disk for the next
 start.
 
-`UpdatePlanner` fetches the newest version that it can complete, in the most exact precision that arrives soon enough.
-It abandons an update for a newer one only if the newer one arrives sooner, so a link that is slower than the learner
-still completes versions. Version numbers only grow, except after a pin or in another run. It is independent of the
-transport. `WeightsReceiver` runs it in a thread and stores versions.
+`UpdatePlanner` selects the version and the precision, and loads what `VersionFetcher` has fetched. Versions are ordered
+by the epoch of their publisher and by their number; only a signed pin leads to an earlier one. It is independent of the
+transport. `WeightsReceiver` runs it in a thread and stores versions. `DoubleBufferedPolicy` has two copies of a policy:
+one acts while the other loads, and the control loop swaps them.
 """
 
 from __future__ import annotations
@@ -13,59 +13,41 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, TypeVar
 
-from msgspec.structs import replace as with_fields
-
-from user_sys.codec import Array
+from hal.context import StartedAtEntry
+from hal.settings import Limit
+from hal.spec import Array
 from user_sys.errors import TunnelError, WireError
 from user_sys.messages import (
     FOREIGN_RUN,
-    NO_EPOCH,
     NO_VERSION,
-    TENSOR_TABLE,
-    PatchInfo,
     PinnedVersion,
     Precision,
-    PublisherEpoch,
-    SignedRecord,
+    TensorEntry,
     WeightsApplied,
-    WeightsBlocks,
+    WeightsBlobs,
     WeightsGone,
     WeightsManifest,
     WeightsOffer,
     WeightsRequest,
 )
+from user_sys.policies.policy import Policy
+from user_sys.trace import span
 from user_sys.tunnel.protocol import Envelope
-from user_sys.weights.distribution import WeightsChannel
-from user_sys.weights.double_buffer import DoubleBufferedPolicy
-from user_sys.weights.fetcher import PatchFetcher, RequestBlocks
+from user_sys.weights.catalog import DEFAULT_CACHE_BYTES, BlobCache, BlobCacheFull, StoredVersion, WeightsChannel
+from user_sys.weights.fetcher import Candidate, VersionFetcher
 from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.patches import (
-    IncrementalDigests,
-    UpdatePath,
-    VersionIndex,
-    apply_patches,
-    cheapest_path,
-    find_table,
-    full_patch,
-    table_patch,
-)
-from user_sys.weights.precision import dequantize
 from user_sys.weights.signing import PUBLIC_SUFFIX, SIGNING_KEY_NAME, TrustedLearnerKey
-from user_sys.weights.state import TensorSet, YieldHook, no_yield, with_tensor_table
-from user_sys.weights.version_store import VersionStore, newest_version
+from user_sys.weights.state import YieldHook, dequantize, no_yield
+from user_sys.weights.version_store import VersionStore, newest_version, read_tensors
 
-MAX_EXACT_WAIT_S = 5.0
-"""If a precision takes longer than this to arrive, the planner takes a less exact one that the policy accepts."""
-APPLY_RATE_SMOOTHING = 0.7
-INITIAL_APPLY_BYTES_PER_S = 1e9  # until measured
-PATCH_SIZE_SLACK_BYTES = 1 << 20
+ItemT = TypeVar("ItemT")
 
 LoadWeights = Callable[[WeightsManifest, Mapping[str, Array], float], None]
 """Loads arrays into the second copy of the policy; the time is that of the announcement. Raises WireError."""
@@ -73,460 +55,265 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LoadedVersion:
-    """A complete version with the learner's signature."""
-
-    manifest: WeightsManifest
-    signed: SignedRecord
-    state: TensorSet
-
-
-@dataclass(frozen=True)
-class _PendingUpdate:
-    """An update in progress: its manifest, the patches to fetch, and the time of the announcement.
-
-    `path` begins with the table of tensors until the manifest has its tensors. `digests` are those of the first patch,
-    if
-    it is a full one; they are computed while it arrives.
-    """
-
-    manifest: WeightsManifest
-    signed: SignedRecord
-    path: tuple[PatchInfo, ...]
-    announced_s: float
-    digests: IncrementalDigests | None
-
-
-@dataclass(frozen=True)
-class _CurrentOffer:
-    manifests: Mapping[Precision, tuple[WeightsManifest, SignedRecord]]
-    patches: tuple[PatchInfo, ...]
+class _LoadedPolicy:
+    policy: Policy
     version: int
+    offered_s: float
     run: bytes
-    announced_s: float
 
 
-class _VersionSelector:
-    """Decides which versions may be loaded, by run, epoch and pins.
+class DoubleBufferedPolicy:
+    """A policy that loads weights in one thread while another acts.
+
+    The control loop's thread calls `policy`, `version`, `swap_delay_s` and `swap_if_ready`; one other thread calls
+    `load`.
+    They share no lock. The control loop's thread neither frees nor loads a policy, so a swap costs a few assignments
+    for
+    any size of policy. `user_sys.weights.receiver` decides which versions follow each other.
 
     Attributes:
-        run: the run of the newest offer; empty before the first.
-        epoch: the newest epoch of an offer or of saved weights.
-        incompatible: run and number of a version that the policy has refused.
+        run: the id of the current run; versions of other runs count as foreign. Any thread may set it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        """`make` returns a policy without weights. It is called twice here, and rarely later."""
+        self._make_policy = make
+        self._policy = make()
+        self._active_version = NO_VERSION, b""  # the version and its run
+        self._swap_delay_s = 0.0
         self.run = b""
-        self.epoch = NO_EPOCH
-        self.incompatible = b"", NO_VERSION
-        self._pins: dict[bytes, PinnedVersion] = {}  # the newest of each run
+        self._loaded: deque[_LoadedPolicy] = deque(maxlen=1)
+        self._idle: deque[Policy] = deque([make()], maxlen=1)
 
-    def set_pin(self, pin: PinnedVersion) -> bool:
-        """Stores a pin. Returns False if it is not newer than the pin of its run."""
-        previous = self._pins.get(pin.run)
-        if previous is not None and pin.serial <= previous.serial:
-            return False
-        self._pins[pin.run] = pin
-        return True
+    @property
+    def policy(self) -> Policy:
+        """The policy to act with until the next swap."""
+        return self._policy
 
-    def accept_run(self, manifest: WeightsManifest) -> bool:
-        """Adopts the run of an offer. Returns False if it ended before another known run began."""
-        if manifest.run != self.epoch.run and manifest.life < self.epoch.number:
-            return False
-        self.epoch = PublisherEpoch(manifest.run, max(manifest.life, self.epoch.number))
-        self.run = manifest.run
-        return True
+    @property
+    def version(self) -> int:
+        """The version of the acting weights; -1 before the first, `FOREIGN_RUN` if they are of another run."""
+        version, run = self._active_version
+        return version if run == self.run or version == NO_VERSION else FOREIGN_RUN
 
-    def is_wanted(self, manifest: WeightsManifest, loaded: WeightsManifest | None) -> bool:
-        """Whether a version is the pinned one, or without a pin at least as new as the loaded one.
+    @property
+    def swap_delay_s(self) -> float:
+        """Seconds from the announcement of the acting version to its swap."""
+        return self._swap_delay_s
 
-        A later epoch may have smaller numbers: its learner has lost the newest checkpoints.
+    def load(
+        self, version: int, weights: Mapping[str, Array], offered_s: float | None = None, run: bytes = b""
+    ) -> None:
+        """Loads `weights` into the idle copy for the next swap, and replaces a loaded version that waits for it.
+
+        Args:
+            offered_s: when this version was announced, on the monotonic clock; None for now.
+            run: the run that `version` belongs to.
+
+        Raises:
+            WireError: the weights do not fit the policy; the acting and the loaded version stay.
         """
-        if manifest.run != self.run:
-            return False
-        pin = self._pins.get(manifest.run)
-        if pin is not None and pin.version != NO_VERSION:
-            return manifest.version == pin.version
-        if loaded is None or loaded.run != manifest.run:
-            return True
-        return (manifest.life, manifest.version) >= (loaded.life, loaded.version)
+        announced_s = time.monotonic() if offered_s is None else offered_s
+        waiting = _pop(self._loaded)
+        idle = waiting.policy if waiting is not None else _pop(self._idle) or self._make_policy()
+        try:
+            with span("load weights"):
+                idle.load(weights)
+        except WireError:
+            if waiting is not None:
+                self._loaded.append(waiting)
+            else:
+                self._idle.append(idle)
+            raise
+        self._loaded.append(_LoadedPolicy(idle, version, announced_s, run))
+
+    def swap_if_ready(self) -> int | None:
+        """Swaps to the loaded version, if there is one, and returns its number. Never blocks."""
+        ready = _pop(self._loaded)
+        if ready is None:
+            return None
+        self._idle.append(self._policy)
+        self._policy, self._active_version = ready.policy, (ready.version, ready.run)
+        self._swap_delay_s = time.monotonic() - ready.offered_s
+        return ready.version
+
+
+def _pop(slot: deque[ItemT]) -> ItemT | None:
+    """Takes the element of a slot atomically; None if the slot is empty."""
+    try:
+        return slot.pop()
+    except IndexError:
+        return None
 
 
 class UpdatePlanner:
-    """Plans which version to fetch, and along which patches. One thread calls it.
+    """Selects which version to load, and loads it. One thread calls it.
 
     Args:
         trusted_key: verifies offers.
         load: loads a complete version.
-        request_blocks: requests blocks from the gateway.
-        precisions: accepted by the policy, the most exact first.
+        send: sends a request to the gateway; returns False if it cannot be sent now.
+        precisions: accepted by the policy, the preferred one first.
         yield_cpu: called during bulk work, see `state.YieldHook`.
         limit: bytes/s that the governor allows for the link.
 
     Attributes:
-        rejected: number of versions and offers that were forged, damaged or unfit for the policy; each is logged.
-        abandoned: number of updates that were abandoned for a newer version.
-        stage_seconds: duration of the stages of the newest version: ``fetch`` from its announcement on, ``decode``
-            (including the remaining verification) and ``load``.
+        cache: the blobs of the loaded version and of the one in transfer.
+        fetcher: fetches versions.
+        loaded: the version that was loaded last.
+        run: the run whose versions the gateway offers; empty before the first offer.
+        newest_version: the newest number that is known.
+        stage_seconds: duration of the stages of the newest version: ``fetch`` from its announcement on, ``decode`` and
+            ``load``.
     """
 
     def __init__(
         self,
         trusted_key: TrustedLearnerKey,
         load: LoadWeights,
-        request_blocks: RequestBlocks,
+        send: Callable[[WeightsRequest], bool],
         *,
         precisions: Sequence[Precision] = ("exact",),
         yield_cpu: YieldHook = no_yield,
         limit: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.monotonic,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self.rejected = self.abandoned = 0
+        self.cache = BlobCache(cache_bytes)
+        self.fetcher = VersionFetcher(self.cache, send, clock=clock, limit=limit, yield_cpu=yield_cpu)
+        self.loaded: StoredVersion | None = None
+        self.run, self.newest_version = b"", NO_VERSION
         self.stage_seconds: Mapping[str, float] = {}
-        self._trusted_key, self._load, self._precisions, self._yield_cpu = (
-            trusted_key,
-            load,
-            tuple(precisions),
-            yield_cpu,
-        )
-        self._clock = clock
-        self._fetcher = PatchFetcher(request_blocks, clock, limit)
-        self._loaded: LoadedVersion | None = None
-        self._offer: _CurrentOffer | None = None
-        self._pending: _PendingUpdate | None = None
-        self._selector = _VersionSelector()
-        self._bad_patches: set[bytes] = set()  # offered patches that are damaged or useless
-        self._missing_patches: set[bytes] = set()  # offered patches that the gateway no longer has
-        self._apply_rates: dict[str, float] = {}
-
-    @property
-    def run(self) -> bytes:
-        """The run whose versions the gateway offers; empty before the first offer."""
-        return self._selector.run
+        self._trusted_key, self._load, self._precisions, self._clock = trusted_key, load, tuple(precisions), clock
+        self._tensors: dict[TensorEntry, Array] = {}  # of the loaded version
+        self._arrays: dict[str, Array] = {}  # of the loaded version, as the policy loads them
+        self._epoch = b"", 0  # the run and the newest epoch of offers and of saved weights
+        self._pin: PinnedVersion | None = None
+        self._announced_s: dict[int, float] = {}  # by version
+        self._rejected = 0
 
     @property
     def loaded_version(self) -> int:
         """The newest loaded version; -1 before the first."""
-        return self._loaded.manifest.version if self._loaded else NO_VERSION
+        return self.loaded.manifest.version if self.loaded else NO_VERSION
 
     @property
-    def loaded(self) -> LoadedVersion | None:
-        """The version that was loaded last."""
-        return self._loaded
+    def rejected(self) -> int:
+        """Number of offers and versions that were forged, damaged or unfit for the policy; each is logged."""
+        return self._rejected + self.fetcher.rejected
 
-    @property
-    def is_updating(self) -> bool:
-        """An update is in progress."""
-        return self._pending is not None
-
-    @property
-    def prefetch_budget_bytes(self) -> int:
-        """How much of the next version may arrive unrequested; 0 during an update."""
-        return 0 if self.is_updating else self._fetcher.prefetch_budget_bytes
-
-    @property
-    def has_offer(self) -> bool:
-        """Whether a version of `run` was offered."""
-        return self._offer is not None and self._offer.run == self.run
-
-    @property
-    def newest_version(self) -> int:
-        """The newest version that is known."""
-        return self._offer.version if self._offer else self.loaded_version
-
-    @property
-    def damaged_blocks(self) -> int:
-        """Number of blocks that arrived damaged."""
-        return self._fetcher.damaged_blocks
-
-    @property
-    def link_bytes_per_s(self) -> float:
-        return self._fetcher.rate.bytes_per_s
-
-    def load_saved(self, saved: LoadedVersion) -> None:
-        """Loads a stored version. Raises WireError if it is not signed or does not fit the policy."""
+    def load_saved(self, saved: StoredVersion, cache: BlobCache) -> None:
+        """Loads a stored version from `cache`. Raises WireError if it is not signed or does not fit the policy."""
         self._trusted_key.verify(saved.signed, WeightsManifest)
-        if saved.manifest.form not in self._precisions:
+        if saved.manifest.precision not in self._precisions:
             raise WireError(
-                f"the stored version is {saved.manifest.form}, but this robot takes {', '.join(self._precisions)}"
+                f"the stored version is {saved.manifest.precision}, but this robot takes {', '.join(self._precisions)}"
             )
-        self._load(saved.manifest, dequantize(saved.state.tensors, saved.state.form), self._clock())
-        self._loaded = saved
-        self._selector.epoch = PublisherEpoch(saved.manifest.run, saved.manifest.life)
+        for digest in saved.digests:
+            self.cache.put(digest, cache.get(digest) or memoryview(b""))
+        self._load_version(saved, self._clock())
+        self.fetcher.hold(saved)
+        self._epoch = saved.manifest.run, saved.manifest.epoch
 
     def on_offer(self, offer: WeightsOffer) -> None:
         """Handles an offer of a version. One with an invalid signature is rejected and changes nothing."""
         if offer.greeting:
-            self._fetcher.reset_requests()
-            self._bad_patches.clear()
+            self.fetcher.reset_requests()
         try:
             self._trusted_key.trust_on_first_use(offer.signer)
-            self._apply_pin(offer.order)
-            manifests = [(self._trusted_key.verify(signed, WeightsManifest), signed) for signed in offer.manifests]
+            candidates = [
+                Candidate.of(self._trusted_key.verify(each, WeightsManifest), each) for each in offer.manifests
+            ]
+            if offer.pin is not None:
+                self._set_pin(self._trusted_key.verify(offer.pin, PinnedVersion))
         except WireError as error:
             self._reject(str(error))
             return
-        allowed = {pair[0].form: pair for pair in manifests if pair[0].form in self._precisions}
-        versions = {(manifest.run, manifest.version) for manifest, _ in manifests}
-        if len(versions) != 1 or not self._accept_run(manifests[0][0]) or not self._is_wanted(manifests[0][0]):
+        if len({(each.manifest.run, each.manifest.version) for each in candidates}) != 1:
             return
-        run, version = versions.pop()
-        if not allowed:
-            self._reject_precisions([manifest for manifest, _ in manifests])
+        first = candidates[0].manifest
+        if not self._is_wanted(first):
             return
-        announced_s = self._clock()
-        if self._offer is not None and (self._offer.run, self._offer.version) == (run, version):
-            announced_s = self._offer.announced_s
-        patches = tuple(p for p in offer.parcels if p.form in allowed and _is_plausible_size(p, allowed[p.form][0]))
-        self._bad_patches &= {info.id for info in patches}
-        self._missing_patches.clear()
-        self._offer = _CurrentOffer(allowed, patches, version, run, announced_s)
-        self._choose_update()
-        for request in offer.ahead:
-            self._fetcher.expect_blocks(request.parcel, request.first, request.count)
-
-    def _reject_precisions(self, manifests: Sequence[WeightsManifest]) -> None:
-        """Rejects a version without a usable precision.
-
-        A version of the same epoch as the loaded one is only ignored: its publisher has a usable precision too, which
-        the gateway has not received yet.
-        """
-        first, loaded = manifests[0], None if self._loaded is None else self._loaded.manifest
-        if loaded is not None and (loaded.run, loaded.life) == (first.run, first.life):
+        self.run, self.newest_version = first.run, first.version
+        self._epoch = first.run, max(self._epoch[1], first.epoch)
+        self._announced_s = {first.version: self._clock()} | self._announced_s
+        chosen = [each for name in self._precisions for each in candidates if each.manifest.precision == name][:1]
+        if not chosen:
+            found = ", ".join(each.manifest.precision for each in candidates)
+            self._reject(f"version {first.version} comes as {found}; this robot takes {', '.join(self._precisions)}")
             return
-        found = ", ".join(manifest.form for manifest in manifests)
-        self._reject(f"version {first.version} comes as {found}, but this robot takes {', '.join(self._precisions)}")
+        target = self.fetcher.target
+        if target and not self._is_wanted(target[0].manifest):
+            self.fetcher.abandon()
+        try:
+            self.fetcher.set_newest(chosen, offer.tables)
+        except BlobCacheFull as error:
+            self._reject(str(error))
 
-    def on_reply(self, message: WeightsBlocks | WeightsGone, payload: memoryview | None = None) -> None:
-        """Handles blocks, or the reply that a patch is gone."""
-        if isinstance(message, WeightsBlocks) and payload is not None:
-            self._fetcher.receive_blocks(message.parcel, message.first, payload)
-            if self._fetcher.is_unrecoverable(message.parcel):
-                self._reject("a patch arrives damaged again and again")
-                self._fetcher.remove_patch(message.parcel)
-                self._discard_patches({message.parcel})
-            elif self._pending is not None:
-                self._hash_received(self._pending)  # the copied bytes are still in the CPU cache
-        elif isinstance(message, WeightsGone):
-            self._fetcher.remove_patch(message.parcel)
-            offer = () if self._offer is None else self._offer.patches
-            self._missing_patches |= {info.id for info in offer if info.id == message.parcel}
-            self._replan({message.parcel})
+    def on_reply(self, message: WeightsBlobs | WeightsGone, payload: memoryview | None = None) -> None:
+        """Handles blobs, or the reply that a version is gone."""
+        if isinstance(message, WeightsGone):
+            self.fetcher.on_gone(message)
+        elif payload is not None:
+            self.fetcher.on_blobs(message, payload)
 
     def step(self) -> float:
         """Sends requests, or completes an update. Returns the seconds after which to call it again at the latest."""
-        self._apply_tensor_table()
-        if self._pending is not None and self._pending.manifest.has_tensors and self._fetcher.is_complete:
-            self._complete_update(self._pending)
-        return self._fetcher.send_requests()
+        for version in self.fetcher.pop_completed():
+            if self._is_wanted(version.manifest):
+                self._complete_update(version)
+        return self.fetcher.step()
 
-    def _apply_tensor_table(self) -> None:
-        """Applies the table of tensors once it has arrived; the other patches can then be verified."""
-        pending = self._pending
-        if pending is None or pending.manifest.has_tensors or self._fetcher.missing_bytes(pending.path[0]):
-            return
-        table, *path = pending.path
-        blamed = table.id
-        try:
-            manifest = with_tensor_table(pending.manifest, self._fetcher.payload(table))
-            self._fetcher.drop([table])
-            blamed = path[0].id if path else table.id
-            digests = self._start_digests(manifest, path)
-        except WireError as error:
-            self._reject(str(error))
-            self._discard_patches({blamed})
-            return
-        self._pending = replace(pending, manifest=manifest, path=tuple(path), digests=digests)
-
-    def _hash_received(self, pending: _PendingUpdate) -> None:
-        if pending.digests is not None:
-            pending.digests.update(self._fetcher.contiguous_bytes(pending.path[0]), self._yield_cpu)
-
-    def _apply_pin(self, signed: SignedRecord | None) -> None:
-        if signed is None or not self._selector.set_pin(self._trusted_key.verify(signed, PinnedVersion)):
-            return
-        if self._pending is not None and not self._is_wanted(self._pending.manifest):
-            self._cancel_update()
-
-    def _accept_run(self, manifest: WeightsManifest) -> bool:
-        if self._selector.accept_run(manifest):
-            return True
-        self._reject(f"version {manifest.version} is of a run that is older than the run of the weights here")
-        return False
+    def _set_pin(self, pin: PinnedVersion) -> None:
+        """Applies a pin that is newer than the last one."""
+        if self._pin is None or pin.serial > self._pin.serial:
+            self._pin = pin
 
     def _is_wanted(self, manifest: WeightsManifest) -> bool:
-        return self._selector.is_wanted(manifest, None if self._loaded is None else self._loaded.manifest)
+        """Whether a version is the pinned one, or without a pin at least as new as the loaded one.
 
-    def _is_loaded(self, offer: _CurrentOffer) -> bool:
-        if self._loaded is None:
-            return False
-        loaded = self._loaded.manifest
-        again, _ = offer.manifests.get(loaded.form, (loaded, None))
-        return (offer.run, offer.version, again.digest) == (loaded.run, loaded.version, loaded.digest)
-
-    def _choose_update(self) -> None:
-        """Starts the update that arrives first, unless the one in progress arrives before it."""
-        offer = self._offer
-        if offer is None or (offer.run, offer.version) == self._selector.incompatible:
-            return
-        if self._pending is None and self._is_loaded(offer):
-            return
-        found = self._best_option(offer)
-        if found is None:
-            return
-        manifest, path = found
-        pending = self._pending
-        if pending is not None and pending.manifest.digest != manifest.digest and self._is_wanted(pending.manifest):
-            wasted_s = self._fetcher.wasted_bytes(pending.path, path.patches) / self._fetcher.rate.bytes_per_s
-            if sum(self._cost_from_patch(pending.manifest)(info) for info in pending.path) <= wasted_s + path.cost:
-                return
-            self.abandoned += 1
-        ids = {info.id for info in path.patches}
-        try:
-            self._fetcher.set_targets(path.patches, {info.id for info in offer.patches})
-        except WireError as error:
-            self._reject(str(error))
-            self._bad_patches |= ids
-            return
-        self._pending = None
-        try:
-            digests = self._start_digests(manifest, path.patches)
-        except WireError as error:
-            self._reject(str(error))
-            self._fetcher.drop(path.patches)
-            self._discard_patches(ids)
-            return
-        self._pending = _PendingUpdate(
-            manifest, offer.manifests[manifest.form][1], path.patches, offer.announced_s, digests
-        )
-
-    def _start_digests(self, manifest: WeightsManifest, path: Sequence[PatchInfo]) -> IncrementalDigests | None:
-        """Starts the digests of a full first patch; None otherwise. Raises WireError if its size does not match the
-        manifest.
+        A later epoch may have smaller numbers: its learner has lost the newest checkpoints.
         """
-        first = path[0] if path else None
-        return IncrementalDigests(manifest, self._fetcher.payload(first)) if first and first.codec == "full" else None
+        run, epoch = self._epoch
+        if manifest.epoch < epoch and manifest.run != run:
+            return False  # a run that is over
+        if self._pin is not None and self._pin.run == manifest.run and self._pin.version != NO_VERSION:
+            return manifest.version == self._pin.version
+        loaded = self.loaded
+        return loaded is None or (manifest.epoch, manifest.version) >= (loaded.manifest.epoch, loaded.manifest.version)
 
-    def _best_option(self, offer: _CurrentOffer) -> tuple[WeightsManifest, UpdatePath] | None:
-        """Returns the most exact precision that arrives within `MAX_EXACT_WAIT_S`, or else the one that arrives
-        first.
-        """
-        found: list[tuple[WeightsManifest, UpdatePath]] = []
-        infos = [info for info in offer.patches if info.id not in self._bad_patches | self._missing_patches]
-        for form in self._precisions:
-            if form in offer.manifests:
-                manifest = self._with_known_tensors(offer.manifests[form][0])
-                path = self._path(infos, manifest)
-                if path is not None:
-                    found.append((manifest, path))
-        in_time = [(manifest, path) for manifest, path in found if path.cost <= MAX_EXACT_WAIT_S]
-        return in_time[0] if in_time else min(found, key=lambda option: option[1].cost, default=None)
-
-    def _with_known_tensors(self, manifest: WeightsManifest) -> WeightsManifest:
-        """Returns `manifest` with its tensors, if the loaded or the pending version has the same ones."""
-        for other in () if manifest.has_tensors else (self._loaded, self._pending):
-            if other is not None and other.manifest.digest == manifest.digest and other.manifest.has_tensors:
-                return with_fields(manifest, tensors=other.manifest.tensors)
-        return manifest
-
-    def _path(self, infos: Sequence[PatchInfo], manifest: WeightsManifest) -> UpdatePath | None:
-        """Returns the cheapest path to a version, preceded by the table of tensors if the manifest lacks them."""
-        cost = self._cost_from_patch(manifest)
-        path = cheapest_path(infos, manifest.form, manifest.version, self._usable_bases(infos, manifest), cost)
-        if path is None or manifest.has_tensors:
-            return path
-        table = find_table(infos, manifest)
-        return None if table is None else UpdatePath((table, *path.patches), cost(table) + path.cost)
-
-    def _usable_bases(self, infos: Sequence[PatchInfo], manifest: WeightsManifest) -> dict[int, bytes]:
-        """Returns the versions that patches may change: of an earlier epoch, only the base of an offered patch."""
-        if self._loaded is None:
-            return {}
-        loaded = self._loaded.manifest
-        if (loaded.form, loaded.run) != (manifest.form, manifest.run):
-            return {}
-        if loaded.life != manifest.life and (loaded.version, loaded.digest) not in {
-            (p.base, p.base_digest) for p in infos
-        }:
-            return {}
-        if loaded.version == manifest.version and loaded.digest != manifest.digest:
-            return {}  # two versions of one number: older checkpoints were restored
-        return {loaded.version: loaded.digest}
-
-    def _cost_from_patch(self, manifest: WeightsManifest) -> Callable[[PatchInfo], float]:
-        """Returns the cost of a patch: seconds until it is fetched and applied, by the measured rates."""
-
-        def seconds(info: PatchInfo) -> float:
-            link_s = self._fetcher.missing_bytes(info) / self._fetcher.rate.bytes_per_s
-            return link_s + manifest.size_bytes / self._apply_rates.get(info.codec, INITIAL_APPLY_BYTES_PER_S)
-
-        return seconds
-
-    def _complete_update(self, pending: _PendingUpdate) -> None:
-        started_s = self._clock()
-        self._hash_received(pending)
-        patches = [(info, self._fetcher.payload(info)) for info in pending.path]
-        self._cancel_update()
-        base = None if pending.digests is not None or self._loaded is None else self._loaded.state
-        known_digests = pending.digests.digests if pending.digests is not None else {}
+    def _complete_update(self, version: StoredVersion) -> None:
+        announced_s, started_s = self._announced_s.get(version.manifest.version, self._clock()), self._clock()
         try:
-            state = apply_patches(pending.manifest, patches, base, self._yield_cpu, known_digests)
+            decoded_s, loaded_s = self._load_version(version, announced_s)
         except WireError as error:
-            self._reject(str(error))
-            self._discard_patches({info.id for info in pending.path})
+            self._reject(f"version {version.manifest.version}: {error}")
             return
-        decoded_s = self._clock()
-        try:
-            self._load(pending.manifest, dequantize(state.tensors, state.form), pending.announced_s)
-        except WireError as error:
-            self._reject(f"version {pending.manifest.version}: {error}")
-            self._selector.incompatible = pending.manifest.run, pending.manifest.version
-            return
-        self._loaded = LoadedVersion(pending.manifest, pending.signed, state)
-        loaded_s = self._clock()
+        self._announced_s = {number: at for number, at in self._announced_s.items() if at > announced_s}
+        self.cache.retain(version.digests | self.fetcher.needed_digests())
         self.stage_seconds = {
-            "fetch": started_s - pending.announced_s,
+            "fetch": started_s - announced_s,
             "decode": decoded_s - started_s,
             "load": loaded_s - decoded_s,
         }
-        for codec in {info.codec for info in pending.path}:
-            self._measure(codec, pending.manifest.size_bytes / max(1e-6, loaded_s - started_s))
-        self._choose_update()
 
-    def _measure(self, codec: str, speed: float) -> None:
-        before = self._apply_rates.get(codec, speed)
-        self._apply_rates[codec] = APPLY_RATE_SMOOTHING * before + (1 - APPLY_RATE_SMOOTHING) * speed
-
-    def _discard_patches(self, patches: set[bytes]) -> None:
-        """Excludes these patches from this session's paths."""
-        self._bad_patches |= patches
-        self._replan(patches)
-
-    def _replan(self, patches: set[bytes]) -> None:
-        """Replaces a path that uses these patches, or waits for another offer."""
-        if self._pending is not None and patches & {info.id for info in self._pending.path}:
-            offer = () if self._offer is None else self._offer.patches
-            # Blocks of the other patches that have arrived stay: they may be useful.
-            self._fetcher.set_targets((), {info.id for info in offer} - patches)
-            self._pending = None
-        if self._pending is None:
-            self._choose_update()
-
-    def _cancel_update(self) -> None:
-        if self._pending is not None:
-            self._fetcher.drop(self._pending.path)
-        self._pending = None
+    def _load_version(self, version: StoredVersion, announced_s: float) -> tuple[float, float]:
+        """Returns the times at which the arrays were there and the policy had loaded them."""
+        tensors = read_tensors(version, self.cache, self._tensors)
+        same = {e.name for e, array in tensors.items() if self._tensors.get(e) is array and e.name in self._arrays}
+        changed = {entry.name: array for entry, array in tensors.items() if entry.name not in same}
+        made = dequantize(changed, version.manifest.precision)
+        for array in made.values():
+            array.flags.writeable = False
+        arrays = {entry.name: self._arrays[entry.name] if entry.name in same else made[entry.name] for entry in tensors}
+        decoded_s = self._clock()
+        self._load(version.manifest, arrays, announced_s)
+        self.loaded, self._tensors, self._arrays = version, tensors, arrays
+        return decoded_s, self._clock()
 
     def _reject(self, why: str) -> None:
-        self.rejected += 1
+        self._rejected += 1
         _log.warning("weights.rejected: %s", why)
-
-
-def _is_plausible_size(info: PatchInfo, manifest: WeightsManifest) -> bool:
-    """Whether the size of a patch is in proportion to its version. A false description would exhaust the memory."""
-    if info.codec == TENSOR_TABLE:
-        return info.size_bytes == manifest.table_bytes
-    return info.size_bytes <= 2 * manifest.size_bytes + PATCH_SIZE_SLACK_BYTES
 
 
 SAVE_INTERVAL_S = 10.0
@@ -540,19 +327,19 @@ class ReceiverConfig:
     """How a robot takes new weights.
 
     Attributes:
-        swap_at: weights are swapped between two action chunks, or between two episodes.
-        max_staleness_versions: the robot holds if its weights are more versions behind than this; 0 never holds.
-        exact_only: never take a rounded precision, even if the policy accepts it and the link is slow.
+        swap_at: chunk or episode; the point at which the policy is swapped.
+        max_staleness_versions: hold if further behind; 0 never holds.
+        precisions: those that the robot takes if its policy accepts them too, the preferred one first.
         governor: the budget of receiving next to the policy's inference.
     """
 
     swap_at: Literal["chunk", "episode"] = "chunk"
-    max_staleness_versions: int = 0
-    exact_only: bool = False
+    max_staleness_versions: Limit = 0
+    precisions: tuple[Precision, ...] = ("exact", "bf16")
     governor: GovernorConfig = field(default_factory=lambda: GovernorConfig(budget=0.05, quantile=0.99))
 
 
-class WeightsReceiver:
+class WeightsReceiver(StartedAtEntry):
     """Receives versions from `start` to `close`, and loads them into `policy`.
 
     Args:
@@ -577,16 +364,11 @@ class WeightsReceiver:
         on_session_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises RunError if the learner's key is damaged, or is unknown and could not be stored."""
-        self._channel, self._policy, self._governor, self._on_session_start = (
-            channel,
-            policy,
-            governor,
-            on_session_start,
-        )
-        self._config = config
+        self._channel, self._policy, self._config = channel, policy, config
+        self._governor, self._on_session_start = governor, on_session_start
         self._store = None if folder is None else VersionStore(folder)
         self._next_save_s = time.monotonic() + SAVE_INTERVAL_S
-        self._saved: WeightsManifest | None = None
+        self._saved: StoredVersion | None = None
         self._failure: Exception | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -595,8 +377,8 @@ class WeightsReceiver:
         self.planner = UpdatePlanner(
             trust,
             lambda manifest, arrays, announced_s: policy.load(manifest.version, arrays, announced_s, manifest.run),
-            lambda patch, first, count: channel.send_weights(WeightsRequest(parcel=patch, first=first, count=count)),
-            precisions=("exact",) if config.exact_only else policy.policy.precisions,
+            channel.send_weights,
+            precisions=[name for name in config.precisions if name in policy.policy.precisions],
             yield_cpu=governor.yield_cpu,
             limit=governor.link_limit_bytes_per_s,
         )
@@ -615,13 +397,6 @@ class WeightsReceiver:
         if self._thread.is_alive():
             raise TunnelError(f"the weights thread did not end within {CLOSE_TIMEOUT_S:.0f} s")
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
     def raise_failure(self) -> None:
         """Raises the error that ended the thread, if there is one."""
         if self._failure is not None:
@@ -636,19 +411,12 @@ class WeightsReceiver:
         if self._config.max_staleness_versions == 0 or acting == NO_VERSION:
             return False
         if acting == FOREIGN_RUN:
-            return self.planner.has_offer
+            return bool(self.planner.run)
         return self._config.max_staleness_versions < self.planner.newest_version - acting
 
     def applied_report(self, robot: str) -> WeightsApplied:
-        """Returns the report of the version that `robot` uses, and how much of the next may arrive unrequested."""
-        report = WeightsApplied(robot=robot, version=self._policy.version, seconds=self._policy.swap_delay_s)
-        loaded = self.planner.loaded
-        if loaded is None or loaded.manifest.version != report.version:
-            return report
-        manifest = loaded.manifest
-        return with_fields(
-            report, form=manifest.form, digest=manifest.digest, ahead_bytes=self.planner.prefetch_budget_bytes
-        )
+        """Returns the report of the version that `robot` uses."""
+        return WeightsApplied(robot=robot, version=self._policy.version, seconds=self._policy.swap_delay_s)
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics of the link, of rejected versions, of the newest version's stages, and of the
@@ -657,10 +425,10 @@ class WeightsReceiver:
         planner = self.planner
         return {
             "weights/version": float(planner.loaded_version),
-            "weights/link_mb_per_s": planner.link_bytes_per_s / 1e6,
-            "weights/damaged": float(planner.damaged_blocks),
+            "weights/link_mb_per_s": planner.fetcher.link.bytes_per_s / 1e6,
+            "weights/damaged": float(planner.fetcher.damaged),
             "weights/refused": float(planner.rejected),
-            "weights/abandoned": float(planner.abandoned),
+            "weights/abandoned": float(planner.fetcher.abandoned),
             **{f"weights/{stage}_ms": 1e3 * seconds for stage, seconds in planner.stage_seconds.items()},
             **self._governor.scalars(),
         }
@@ -670,7 +438,7 @@ class WeightsReceiver:
         try:
             while not self._stopping.is_set():
                 envelope = self._channel.receive_weights(min(wait_s, 0.5))
-                with self._governor.push() if self.planner.is_updating else nullcontext():
+                with self._governor.push() if self.planner.fetcher.is_fetching else nullcontext():
                     self._receive_burst(envelope)
                     wait_s = self.planner.step()
                 if time.monotonic() >= self._next_save_s:
@@ -696,7 +464,7 @@ class WeightsReceiver:
                 self.planner.on_offer(offer)
                 if self._update_run() or offer.greeting:
                     self._on_session_start()
-            case WeightsBlocks() | WeightsGone() as message:
+            case WeightsBlobs() | WeightsGone() as message:
                 payload = None if envelope.payload is None else memoryview(envelope.payload)
                 self.planner.on_reply(message, payload)
 
@@ -709,33 +477,22 @@ class WeightsReceiver:
         if self._store is None:
             return
         try:
-            index = self._store.load()
-            if (saved := newest_version(index)) is None:
-                return
-            manifest, state = saved
-            self.planner.load_saved(LoadedVersion(manifest, index.manifests[manifest.form, manifest.version][1], state))
-            self._saved = manifest
-        except (OSError, WireError) as error:  # the gateway has newer versions, which replace these
+            catalog = self._store.load()
+            if (saved := newest_version(catalog)) is not None:
+                self.planner.load_saved(saved, catalog.cache)
+                self._saved = saved
+        except (OSError, WireError, BlobCacheFull) as error:  # the gateway has newer versions, which replace these
             _log.warning("weights.stored_version_unusable folder=%s: %s", self._store.folder, error)
 
     def _save_if_changed(self) -> None:
         loaded, started_s = self.planner.loaded, time.monotonic()
-        if self._store is None or loaded is None or loaded.manifest == self._saved:
+        if self._store is None or loaded is None or loaded is self._saved:
             return
-        with self._governor.push():  # writing takes time from inference too
-            self._save(self._store, loaded)
+        try:
+            with self._governor.push():  # writing takes time from inference too
+                self._store.save([loaded], self.planner.cache)
+            self._saved = loaded
+        except OSError as error:
+            _log.error("weights.store_failed version=%d: %s", loaded.manifest.version, error)
         duration_s = time.monotonic() - started_s
         self._next_save_s = time.monotonic() + max(SAVE_INTERVAL_S, duration_s / MAX_SAVE_TIME_SHARE)
-
-    def _save(self, store: VersionStore, loaded: LoadedVersion) -> None:
-        version = loaded.manifest.version
-        patches = [full_patch(loaded.state, version, self._governor.yield_cpu)]
-        if loaded.manifest.table_bytes:
-            patches.append(table_patch(loaded.state, version))
-        key = loaded.manifest.form, version
-        try:
-            saved = {patch.info.id: patch for patch in patches}
-            store.save(VersionIndex({key: (loaded.manifest, loaded.signed)}, saved))
-            self._saved = loaded.manifest
-        except OSError as error:
-            _log.warning("weights.store_failed version=%d: %s", version, error)

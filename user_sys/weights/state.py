@@ -1,41 +1,44 @@
-"""The tensors of one version in memory, with their digests; immutable.
+"""The tensors of one version in memory, their digests, their rounding to bfloat16, and a learner's snapshot of them.
 
-Versions share tensors that are equal, so the frozen part of a policy is held once.
+Versions share tensors that are equal, so the frozen part of a policy is held once. Weights in host memory are arrays,
+which the publisher copies before the next update. A device makes a copy in its own memory first (`DeviceWeights`).
+Another thread fetches that copy while training continues, within a `CopyBudget`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from blake3 import blake3
-from msgspec.structs import replace
 
 from hal.decode_errors import DECODE_ERRORS
-from user_sys.codec import DTYPES, Array
+from user_sys.codec import BF16, DTYPES, Array
 from user_sys.errors import UserSysError, WireError
 from user_sys.messages import (
-    INLINE_TABLE_BYTES,
+    BLOB_BYTES,
     MAX_TABLE_BYTES,
     MAX_TENSORS,
-    NO_EPOCH,
+    MAX_VERSION_BYTES,
     Precision,
-    PublisherEpoch,
     TensorEntry,
     WeightsManifest,
 )
+from user_sys.weights.governor import MAX_COPY_BYTES
 
-SLICE_BYTES = 4 << 20
-"""Size of a slice of bulk work: some hundred microseconds, after which it may yield the CPU."""
-BF16 = np.dtype([("bfloat16", "<u2")])
-"""numpy has no bfloat16. A named field holds its bits, so that they are not mistaken for integers."""
+VALUES_PER_SLICE = 1 << 20  # rounded at a time, so that temporary arrays stay small and the CPU is yielded in between
 
-_TensorTable = tuple[Precision, Annotated[tuple[TensorEntry, ...], msgspec.Meta(max_length=MAX_TENSORS)]]
+Entries = tuple[TensorEntry, ...]
+_TABLE_DECODER = msgspec.msgpack.Decoder(Annotated[Entries, msgspec.Meta(max_length=MAX_TENSORS)])
 YieldHook = Callable[[int], None]
-"""Called after each slice with the bytes processed; may block to leave the CPU to others."""
+"""Called after each slice of bulk work with the bytes processed; may block to leave the CPU to others."""
+
+TensorLayout: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""Dtype and shape of each array, by name, in order."""
 
 
 def no_yield(done_bytes: int) -> None:
@@ -48,23 +51,31 @@ class NotFinite(UserSysError):
 
 @dataclass(frozen=True, eq=False)
 class TensorSet:
-    """The tensors of a version. They are C-contiguous and read-only; `entries` describe them, sorted by name."""
+    """The tensors of a version. They are C-contiguous and read-only; `entries` describe them, sorted by name.
 
-    form: Precision
-    entries: tuple[TensorEntry, ...]
+    Attributes:
+        table: the encoded `entries`; `digest` is its BLAKE3.
+    """
+
+    entries: Entries
     tensors: Mapping[str, Array]
+    table: bytes
     digest: bytes
 
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def blobs(self) -> Iterator[tuple[bytes, memoryview]]:
+        """Yields the digest and the bytes of each blob of the tensors."""
+        for entry in self.entries:
+            content = raw_bytes(self.tensors[entry.name]).data
+            for index, digest in enumerate(entry.blobs):
+                yield digest, content[index * BLOB_BYTES : (index + 1) * BLOB_BYTES]
+
 
 def build_tensor_set(
-    arrays: Mapping[str, Array],
-    form: Precision = "exact",
-    previous: TensorSet | None = None,
-    yield_cpu: YieldHook = no_yield,
+    arrays: Mapping[str, Array], previous: TensorSet | None = None, yield_cpu: YieldHook = no_yield
 ) -> TensorSet:
     """Builds a `TensorSet` from `arrays`, without copying contiguous ones. The caller must not change them afterwards.
 
@@ -72,9 +83,13 @@ def build_tensor_set(
 
     Raises:
         NotFinite: an array of floats holds NaN or infinity.
-        WireError: a dtype is unsupported, or there are more tensors than `MAX_TENSORS`.
+        WireError: a dtype is unsupported, or the tensors exceed a limit.
     """
-    entries, tensors = [], {}
+    if len(arrays) > MAX_TENSORS:
+        raise WireError(
+            f"{len(arrays)} tensors exceed the limits of {MAX_TENSORS} tensors; give the policy larger ones"
+        )
+    entries, tensors = list[TensorEntry](), dict[str, Array]()
     not_finite: list[str] = []
     known = {entry.name: entry for entry in previous.entries} if previous is not None else {}
     for name in sorted(arrays):
@@ -83,95 +98,49 @@ def build_tensor_set(
             entries.append(known[name])
             tensors[name] = given
             continue
-        digest, finite = _digest_and_check_finite(given, yield_cpu)
-        if not finite:
+        digests, is_finite = _hash_and_check_finite(given, yield_cpu)
+        if not is_finite:
             not_finite.append(name)
         given.flags.writeable = False
-        entries.append(TensorEntry(name, dtype_name(given.dtype), given.shape, digest))
+        entries.append(TensorEntry(name, dtype_name(given.dtype), given.shape, digests))
         tensors[name] = given
     if not_finite:
         raise NotFinite(
             f"weights are not finite in {not_finite[:4]} and are not published; "
             "lower the learning rate or check the rewards"
         )
-    table = encode_tensor_table(form, tuple(entries))
-    if len(entries) > MAX_TENSORS or len(table) > MAX_TABLE_BYTES:
+    table, size_bytes = msgspec.msgpack.encode(entries), sum(tensor.nbytes for tensor in tensors.values())
+    if len(table) > MAX_TABLE_BYTES or size_bytes > MAX_VERSION_BYTES:
         raise WireError(
-            f"{len(entries)} tensors with a table of {len(table)} bytes exceed the limits of {MAX_TENSORS} tensors and "
-            f"{MAX_TABLE_BYTES} bytes; give the policy fewer, larger tensors, with shorter names"
+            f"weights have {size_bytes} bytes and a table of {len(table)} bytes, and the limits are "
+            f"{MAX_VERSION_BYTES} and {MAX_TABLE_BYTES}; give the policy fewer tensors, with shorter names"
         )
-    return TensorSet(form, tuple(entries), tensors, blake3(table).digest())
+    return TensorSet(tuple(entries), tensors, table, blake3(table).digest())
 
 
-def verify_tensor_set(
-    manifest: WeightsManifest, tensors: Mapping[str, Array], known: Mapping[str, bytes], yield_cpu: YieldHook = no_yield
-) -> TensorSet:
-    """Verifies `tensors` against `manifest`.
-
-    Args:
-        known: digests, by name, of tensors that are verified already.
+def decode_table(manifest: WeightsManifest, table: bytes | memoryview) -> Entries:
+    """Returns the tensors of a version.
 
     Raises:
-        WireError: names, dtypes, shapes or digests differ from the manifest, or it contradicts itself.
+        WireError: the table is not that of `manifest`, cannot be decoded, or contradicts the manifest.
     """
-    if blake3(encode_tensor_table(manifest.form, manifest.tensors)).digest() != manifest.digest:
-        raise WireError(f"the manifest of version {manifest.version} has a digest that differs from its tensors")
-    found = {name: (dtype_name(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
-    if found != {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}:
-        raise WireError(f"weights {manifest.version}: names, dtypes or shapes differ from the manifest")
-    for entry in manifest.tensors:
-        digest = known.get(entry.name) or _digest(tensors[entry.name], yield_cpu)
-        if digest != entry.digest:
-            raise WireError(f"weights {manifest.version}: the digest of {entry.name!r} differs from the manifest")
-        tensors[entry.name].flags.writeable = False
-    return TensorSet(manifest.form, manifest.tensors, dict(tensors), manifest.digest)
-
-
-def build_manifest(
-    state: TensorSet,
-    version: int,
-    updates: int,
-    unix_ns: int,
-    errors: tuple[float, float],
-    life: PublisherEpoch = NO_EPOCH,
-) -> WeightsManifest:
-    """Builds the manifest of `state`; a long table of tensors is left out. `errors` are those of rounding."""
-    table_bytes = len(encode_tensor_table(state.form, state.entries))
-    apart = table_bytes > INLINE_TABLE_BYTES
-    return WeightsManifest(
-        version=version,
-        updates=updates,
-        form=state.form,
-        tensors=() if apart else state.entries,
-        digest=state.digest,
-        size_bytes=state.size_bytes,
-        published_unix_ns=unix_ns,
-        table_bytes=table_bytes if apart else 0,
-        max_error=errors[0],
-        rms_error=errors[1],
-        run=life.run,
-        life=life.number,
-    )
-
-
-def with_tensor_table(manifest: WeightsManifest, table: bytes | memoryview) -> WeightsManifest:
-    """Returns `manifest` with its tensors from `table`. Raises WireError if the digest of `table` differs."""
-    if blake3(table).digest() != manifest.digest:
-        raise WireError(
-            f"the table of tensors of version {manifest.version} has a digest that differs from the manifest"
-        )
+    if len(table) != manifest.table_bytes or blake3(table).digest() != manifest.digest:
+        raise WireError(f"the table of tensors of version {manifest.version} is not the one that its manifest names")
     try:
-        _, entries = msgspec.msgpack.decode(table, type=_TensorTable)
+        entries: Entries = _TABLE_DECODER.decode(table)
     except DECODE_ERRORS as error:
-        raise WireError(
-            f"the table of tensors of version {manifest.version} cannot be decoded: {str(error)[:200]}"
-        ) from None
-    return replace(manifest, tensors=entries)
+        text = str(error)[:200]
+        raise WireError(f"the table of tensors of version {manifest.version} cannot be decoded: {text}") from None
+    sizes = [entry_bytes(entry) for entry in entries]
+    is_cut = all(len(e.blobs) == -(-size // BLOB_BYTES) for e, size in zip(entries, sizes, strict=True))
+    if not is_cut or sum(sizes) != manifest.size_bytes or len({e.name for e in entries}) < len(entries):
+        raise WireError(f"the table of tensors of version {manifest.version} contradicts its manifest")
+    return entries
 
 
-def encode_tensor_table(form: Precision, entries: tuple[TensorEntry, ...]) -> bytes:
-    """Encodes the input of a manifest's digest: the tensors and the digests of their bytes."""
-    return msgspec.msgpack.encode((form, entries))
+def entry_bytes(entry: TensorEntry) -> int:
+    """Returns the size of a tensor. Raises WireError if its dtype is unsupported."""
+    return math.prod(entry.shape) * dtype_of(entry.dtype).itemsize
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
@@ -194,29 +163,55 @@ def raw_bytes(tensor: Array) -> Array:
     return tensor.reshape(-1).view(np.uint8)
 
 
-def slices(size: int, step: int = SLICE_BYTES) -> Iterator[slice]:
-    """Yields consecutive slices of at most `step` that cover `size`."""
-    return (slice(start, min(size, start + step)) for start in range(0, size, step))
+def quantize(arrays: Mapping[str, Array], precision: Precision, yield_cpu: YieldHook = no_yield) -> Mapping[str, Array]:
+    """Converts `arrays` to a precision; other arrays than floats stay the same objects."""
+    if precision == "exact":
+        return arrays
+    return {name: to_bf16(array, yield_cpu) if array.dtype.kind == "f" else array for name, array in arrays.items()}
 
 
-def _digest_and_check_finite(tensor: Array, yield_cpu: YieldHook) -> tuple[bytes, bool]:
-    """Returns the BLAKE3 digest of the bytes, and whether all values are finite, in one pass."""
-    hasher, finite = blake3(), True
-    flat = tensor.reshape(-1)
-    for part in slices(flat.size, SLICE_BYTES // max(1, tensor.itemsize)):
-        piece = flat[part]
-        hasher.update(piece.view(np.uint8).data)
-        finite = finite and bool(_is_finite(piece))
+def dequantize(arrays: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
+    """Returns the arrays that a policy loads: rounded floats as float32. Exact bfloat16 stays `BF16`."""
+    if precision == "exact":
+        return dict(arrays)
+    return {name: from_bf16(array) if array.dtype == BF16 else array for name, array in arrays.items()}
+
+
+def to_bf16(array: Array, yield_cpu: YieldHook = no_yield) -> Array:
+    """Rounds floats to `BF16`, to nearest, ties to even. A finite value beyond the range becomes the largest finite
+    one.
+
+    NaN stays NaN: rounding up would turn a NaN with all bits set, as GPUs produce, into zero.
+    """
+    bits = np.empty(array.size, np.uint16)
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, VALUES_PER_SLICE):
+        part = slice(start, start + VALUES_PER_SLICE)
+        wide = np.ascontiguousarray(flat[part], np.float32).view(np.uint32)
+        rounded = (wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+        unbounded = (wide & np.uint32(0x7F800000)) == 0x7F800000
+        overflown = ((rounded & np.uint32(0x7F80)) == 0x7F80) & ~unbounded
+        rounded[unbounded] = (wide[unbounded] >> np.uint32(16)) | ((wide[unbounded] & np.uint32(0xFFFF)) != 0)
+        bits[part] = rounded - overflown
+        yield_cpu(wide.nbytes)
+    return bits.view(BF16).reshape(array.shape)
+
+
+def from_bf16(array: Array) -> Array:
+    """Returns `BF16` as float32, without loss."""
+    return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _hash_and_check_finite(tensor: Array, yield_cpu: YieldHook) -> tuple[tuple[bytes, ...], bool]:
+    """Returns the digests of the blobs, and whether all values are finite, in one pass."""
+    digests, is_finite = list[bytes](), True
+    flat, count = tensor.reshape(-1), BLOB_BYTES // max(1, tensor.itemsize)
+    for start in range(0, flat.size, count):
+        piece = flat[start : start + count]
+        digests.append(blake3(piece.view(np.uint8).data).digest())
+        is_finite = is_finite and _is_finite(piece)
         yield_cpu(piece.nbytes)
-    return hasher.digest(), finite
-
-
-def _digest(tensor: Array, yield_cpu: YieldHook) -> bytes:
-    hasher, content = blake3(), raw_bytes(tensor)
-    for part in slices(content.size):
-        hasher.update(content[part].data)
-        yield_cpu(part.stop - part.start)
-    return hasher.digest()
+    return tuple(digests), is_finite
 
 
 def _is_finite(values: Array) -> bool:
@@ -224,3 +219,57 @@ def _is_finite(values: Array) -> bool:
         exponents = values.view(np.uint16) & np.uint16(0x7F80)
         return not (exponents == 0x7F80).any()
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())
+
+
+class CopyBudget(Protocol):
+    """How much of a GPU a push may use, such as `user_sys.weights.governor.GovernedBudget`."""
+
+    @property
+    def ctas(self) -> int:
+        """Thread blocks of a kernel, and so its maximum number of multiprocessors."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one copy."""
+
+    def yield_cpu(self, done_bytes: int) -> None:
+        """See `state.YieldHook`."""
+
+
+@dataclass(frozen=True)
+class UnlimitedBudget:
+    """A budget without limits, with `ctas` thread blocks."""
+
+    ctas: int = 32
+    chunk_bytes: int = MAX_COPY_BYTES
+    yield_cpu: YieldHook = no_yield
+
+
+class DeviceWeights(Protocol):
+    """A snapshot of weights in device memory; later updates do not change it. One thread, any one, calls it."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """The layout of the arrays on the host."""
+
+    def wait(self) -> None:
+        """Blocks until the device has made the copy, which may be some steps after the call that requested it."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The names of the tensors that are equal in all snapshots."""
+
+    def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> None:
+        """Copies the weights that `into` names to its C-contiguous arrays, by `layout`. Blocks until they arrived."""
+
+
+PolicySnapshot: TypeAlias = Mapping[str, Array] | DeviceWeights
+"""Arrays in host memory, which the next update may change unless they are read-only, or device weights to fetch
+later."""
+
+
+def layout_of(weights: PolicySnapshot) -> TensorLayout:
+    """Returns the layout of `weights` on the host."""
+    if isinstance(weights, Mapping):
+        return {name: (array.dtype, array.shape) for name, array in weights.items()}
+    return weights.layout

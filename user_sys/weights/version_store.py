@@ -1,34 +1,59 @@
-"""Versions on disk: one file per patch, and an index that is replaced atomically and lists complete files only.
+"""Versions on disk: files of blobs, and an index that is replaced atomically and lists complete files only.
 
-After a killed process or a power cut the folder holds the versions of the index. Damaged files are logged and skipped,
-with every version that needs them.
+After a killed process or a power cut the folder holds the versions of the index. A blob is written once for all
+versions that have it. Damaged blobs are logged and skipped, with every version that needs them.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
+import numpy as np
+from blake3 import blake3
 
 from hal.durable import remove_durably, replace_all_durably, replace_durably
+from user_sys.codec import Array
 from user_sys.errors import WireError
-from user_sys.messages import PatchInfo, SignedRecord, WeightsManifest, check_patch, decode_record
-from user_sys.weights.patches import Patch, VersionIndex, apply_patches, cheapest_path, find_table, is_block_intact
-from user_sys.weights.state import TensorSet, with_tensor_table
+from user_sys.messages import (
+    BLOB_BYTES,
+    NO_VERSION,
+    Precision,
+    SignedRecord,
+    TensorEntry,
+    WeightsManifest,
+    decode_record,
+)
+from user_sys.weights.catalog import BlobCache, StoredVersion, VersionCatalog, version_id
+from user_sys.weights.state import decode_table, dtype_of, entry_bytes
 
 INDEX_FILE = "index"
-PIN_FILE = "order"
+PIN_FILE = "pin"
+KEPT_FILE = "kept"
 OPEN_ATTEMPTS = 5
-_PATCH_SUFFIX = ".parcel"
+FILE_BYTES = 64 << 20
+MIN_LIVE_FRACTION = 0.5
+"""A file with a smaller fraction of needed bytes is replaced: its other blobs waste the disk."""
+_SUFFIX = ".blobs"
+_PRECISIONS: tuple[Precision, ...] = ("exact", "bf16")
 _log = logging.getLogger(__name__)
 
 
-class _StoreIndex(msgspec.Struct, frozen=True):
+class _BlobFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of blobs one after the other: digest and size of each."""
+
+    name: str
+    blobs: tuple[tuple[bytes, int], ...]
+
+
+class _Index(msgspec.Struct, frozen=True):
     manifests: tuple[SignedRecord, ...] = ()
-    parcels: tuple[PatchInfo, ...] = ()
+    files: tuple[_BlobFile, ...] = ()
     signer: bytes = b""
 
 
@@ -37,68 +62,88 @@ class VersionStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._intact: set[bytes] = set()  # patches whose files this object has read or written
+        self._files: dict[str, _BlobFile] = {}  # those whose content this object has read or written
 
-    def load(self) -> VersionIndex:
-        """Reads the intact versions of the folder; the index is empty if there are none. Raises OSError."""
+    def load(self, cache: BlobCache | None = None) -> VersionCatalog:
+        """Reads the intact versions of the folder; the catalog is empty if there are none. Raises OSError."""
         for _ in range(OPEN_ATTEMPTS):
-            stored = self._read_index()
-            index, damaged = self._load_patches(stored)
-            if not damaged or stored == self._read_index():  # otherwise the writer has replaced files meanwhile
+            index = self._read_index()
+            catalog, damaged = self._load(index, BlobCache() if cache is None else cache)
+            if not damaged or index == self._read_index():  # otherwise the writer has replaced files meanwhile
                 break
         for reason in damaged:
             _log.warning("weights.damaged %s", reason)
-        return index
+        return catalog
 
-    def _load_patches(self, stored: _StoreIndex) -> tuple[VersionIndex, list[str]]:
-        """Returns the intact part of `stored`, and a message for each damaged part."""
-        index, damaged = VersionIndex(), list[str]()
-        for info in stored.parcels:
+    def _load(self, index: _Index, cache: BlobCache) -> tuple[VersionCatalog, list[str]]:
+        """Returns the intact versions, and a message for each damaged part."""
+        catalog, damaged = VersionCatalog(cache), list[str]()
+        self._files = {}
+        for file in index.files:
             try:
-                index.patches[info.id] = Patch(info, self._map_patch(info))
-                self._intact.add(info.id)
-            except (OSError, ValueError, WireError) as error:
-                damaged.append(f"version={info.version}: {error}")
-        for signed in stored.manifests:
+                if self._read_file(file, cache, damaged):
+                    self._files[file.name] = file
+            except (OSError, ValueError) as error:
+                damaged.append(f"file={self.folder / file.name}: {error}")
+        for signed in index.manifests:
             try:
                 manifest = decode_record(signed.body, WeightsManifest)
+                if (table := cache.get(manifest.digest)) is None:
+                    raise WireError(f"version {manifest.version} has no table of tensors")
+                version = StoredVersion(version_id(signed), manifest, signed, decode_table(manifest, table))
+                if not all(digest in cache for digest in version.digests):
+                    raise WireError(f"version {manifest.version} lacks a part")
+                catalog.add(version)
             except WireError as error:
                 damaged.append(f"file={self.folder / INDEX_FILE}: {error}")
-                continue
-            index.manifests[manifest.form, manifest.version] = (manifest, signed)
-        return index, damaged
+        return catalog, damaged
 
-    def save(self, index: VersionIndex, learner_public_key: bytes = b"") -> None:
-        """Makes `index` the content of the folder, durably. Raises OSError; the previous content then remains."""
+    def _read_file(self, file: _BlobFile, cache: BlobCache, damaged: list[str]) -> bool:
+        """Adds the intact blobs of a file to the cache. Returns whether all are intact."""
+        with open(self.folder / file.name, "rb") as opened:
+            content = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        start, is_intact = 0, True
+        for digest, size in file.blobs:
+            blob, start = content[start : start + size], start + size
+            if blake3(blob).digest() == digest:
+                cache.put(digest, blob)
+            else:
+                is_intact = False
+                damaged.append(f"file={self.folder / file.name}: a part at byte {start - size} has another digest")
+        return is_intact
+
+    def save(self, versions: Iterable[StoredVersion], cache: BlobCache, learner_public_key: bytes = b"") -> None:
+        """Makes `versions` the content of the folder, durably. Raises OSError; the previous content then remains."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        versions = list(versions)
+        needed = {digest: len(cache.get(digest) or b"") for version in versions for digest in version.digests}
+        files = {name: file for name, file in self._files.items() if _live_fraction(file, needed) >= MIN_LIVE_FRACTION}
+        held = {digest for file in files.values() for digest, _ in file.blobs}
+        missing = [(digest, size) for digest, size in needed.items() if digest not in held]
         try:
-            self._write(index, learner_public_key)
+            for blobs in _grouped(missing):
+                name = self._free_name()
+                content = b"".join(cache.get(digest) or b"" for digest, _ in blobs)
+                replace_all_durably({self.folder / name: content})
+                files[name] = _BlobFile(name, tuple(blobs))
+            index = _Index(tuple(version.signed for version in versions), tuple(files.values()), learner_public_key)
+            replace_durably(self.folder / INDEX_FILE, msgspec.msgpack.encode(index))
         except OSError:
-            self._remove_unlisted(self._read_index().parcels)  # the partial files may be what fills the disk
+            self._remove_unlisted({file.name for file in self._read_index().files})  # they may be what fills the disk
             raise
-        self._remove_unlisted(index.patch_infos())
+        self._files = files
+        self._remove_unlisted(files.keys())
 
-    def _write(self, index: VersionIndex, signer: bytes) -> None:
-        paths = {patch_id: self._path(patch.info) for patch_id, patch in index.patches.items()}
-        new = {i: path for i, path in paths.items() if i not in self._intact or not path.exists()}
-        self._intact -= new.keys()  # a damaged file is written again
-        replace_all_durably({path: index.patches[patch_id].payload for patch_id, path in new.items()})
-        self._intact |= new.keys()
-        manifests = tuple(signed for _, signed in index.manifests.values())
-        stored = _StoreIndex(manifests, tuple(index.patch_infos()), signer)
-        replace_durably(self.folder / INDEX_FILE, msgspec.msgpack.encode(stored))
+    def _free_name(self) -> str:
+        names: Iterator[str] = (f"{number:08d}{_SUFFIX}" for number in count(len(self._files)))
+        return next(name for name in names if not (self.folder / name).exists())
 
-    def _remove_unlisted(self, infos: Sequence[PatchInfo]) -> None:
+    def _remove_unlisted(self, names: Iterable[str]) -> None:
         """Removes files that are not listed, and partial files of a killed writer."""
-        self._intact &= {info.id for info in infos}
-        listed = {self._path(info) for info in infos}
-        for path in (*self.folder.glob(f"*{_PATCH_SUFFIX}"), *self.folder.glob(f".*{_PATCH_SUFFIX}.*")):
-            if path not in listed:
+        listed = set(names)
+        for path in (*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{_SUFFIX}.*")):
+            if path.name not in listed:
                 path.unlink(missing_ok=True)
-
-    def mark_corrupt(self, patch: bytes) -> None:
-        """Marks a patch as damaged; the next `save` writes it again."""
-        self._intact.discard(patch)
 
     def learner_public_key(self) -> bytes:
         """Returns the public key that `save` stored."""
@@ -118,59 +163,84 @@ class VersionStore:
         """Stores a pin durably for the gateway."""
         replace_durably(self.folder / PIN_FILE, msgspec.msgpack.encode(pin))
 
-    def _read_index(self) -> _StoreIndex:
+    def keep(self, version: int) -> None:
+        """Asks the gateway to keep this version, instead of the one before. Raises OSError."""
+        replace_durably(self.folder / KEPT_FILE, str(version).encode())
+
+    def kept(self) -> int:
+        """Returns the version to keep, or `NO_VERSION`."""
+        try:
+            return int((self.folder / KEPT_FILE).read_text())
+        except (OSError, ValueError):
+            return NO_VERSION
+
+    def manifests(self) -> list[WeightsManifest]:
+        """Returns the manifests of the folder's versions, without a check of their blobs."""
+        return [decode_record(signed.body, WeightsManifest) for signed in self._read_index().manifests]
+
+    def _read_index(self) -> _Index:
         path = self.folder / INDEX_FILE
         if not path.exists():
-            return _StoreIndex()
+            return _Index()
         try:
-            return decode_record(path.read_bytes(), _StoreIndex)
+            return decode_record(path.read_bytes(), _Index)
         except WireError as error:
             _log.warning("weights.damaged file=%s: %s", path, error)
-            return _StoreIndex()
-
-    def _path(self, info: PatchInfo) -> Path:
-        return self.folder / f"{info.version:010d}-{info.form}-{info.id.hex()[:24]}{_PATCH_SUFFIX}"
-
-    def _map_patch(self, info: PatchInfo) -> memoryview:
-        check_patch(info)
-        path = self._path(info)
-        with open(path, "rb") as file:
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        if len(content) != info.size_bytes:
-            raise WireError(f"{path} has {len(content)} bytes, expected {info.size_bytes}")
-        for block in range(info.block_count):
-            start = block * info.block_bytes
-            if not is_block_intact(content[start : start + info.block_bytes], info, block):
-                raise WireError(f"{path} is damaged: block {block} fails its checksum")
-        return content
+            return _Index()
 
 
-def newest_version(index: VersionIndex) -> tuple[WeightsManifest, TensorSet] | None:
-    """Returns the newest complete version in its most exact precision, or None. Logs damage."""
-    for version in sorted({version for _, version in index.manifests}, reverse=True):
-        for form in ("exact", "bf16", "int8"):
-            if (form, version) in index.manifests and form in index.complete_precisions(version):
-                try:
-                    manifest = _with_tensors(index, index.manifests[form, version][0])
-                    return manifest, _read_tensor_set(index, manifest)
-                except WireError as error:
-                    _log.warning("weights.damaged version=%d: %s", version, error)
-    return None
+def _live_fraction(file: _BlobFile, needed: dict[bytes, int]) -> float:
+    total = sum(size for _, size in file.blobs)
+    return sum(size for digest, size in file.blobs if digest in needed) / max(1, total)
 
 
-def _with_tensors(index: VersionIndex, manifest: WeightsManifest) -> WeightsManifest:
-    """Returns `manifest` with its tensors. Raises WireError if their table is missing or damaged."""
-    if manifest.has_tensors:
-        return manifest
-    table = find_table(index.patch_infos(), manifest)
-    if table is None:
-        raise WireError(f"the table of tensors of version {manifest.version} ({manifest.form}) is missing")
-    return with_tensor_table(manifest, index.patches[table.id].payload)
+def _grouped(blobs: list[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]]:
+    """Yields the blobs of each file."""
+    group, total = list[tuple[bytes, int]](), 0
+    for blob in blobs:
+        if group and total + blob[1] > FILE_BYTES:
+            yield group
+            group, total = [], 0
+        group.append(blob)
+        total += blob[1]
+    if group:
+        yield group
 
 
-def _read_tensor_set(index: VersionIndex, manifest: WeightsManifest) -> TensorSet:
-    """Returns the tensors that `manifest` describes. Raises WireError if they are missing or damaged."""
-    path = cheapest_path(index.patch_infos(), manifest.form, manifest.version, {})
-    if path is None:
-        raise WireError(f"no patches lead to version {manifest.version} ({manifest.form})")
-    return apply_patches(manifest, [(info, index.patches[info.id].payload) for info in path.patches], None)
+def newest_version(catalog: VersionCatalog, number: int = NO_VERSION) -> StoredVersion | None:
+    """Returns the newest version, or that of this number, in its most exact precision; None if it is not there."""
+    versions = [each for each in catalog.versions.values() if number in (NO_VERSION, each.manifest.version)]
+    order = {precision: -rank for rank, precision in enumerate(_PRECISIONS)}
+    return max(
+        versions,
+        key=lambda v: (v.manifest.epoch, v.manifest.version, order[v.manifest.precision]),
+        default=None,
+    )
+
+
+def read_tensors(
+    version: StoredVersion, cache: BlobCache, known: Mapping[TensorEntry, Array] = MappingProxyType({})
+) -> dict[TensorEntry, Array]:
+    """Returns the read-only tensors of a complete version; the cache then holds views of them.
+
+    Args:
+        known: tensors that are taken over if they are equal.
+    """
+    tensors = dict[TensorEntry, Array]()
+    for entry in version.entries:
+        if (equal := known.get(entry)) is not None:
+            tensors[entry] = equal
+            continue
+        size = entry_bytes(entry)
+        blobs = [cache.get(digest) for digest in entry.blobs]
+        if len(blobs) == 1 and blobs[0] is not None:
+            content = np.frombuffer(blobs[0], np.uint8)
+        else:
+            content = np.frombuffer(cache.pool.acquire(size), np.uint8)
+            for index, (digest, blob) in enumerate(zip(entry.blobs, blobs, strict=True)):
+                part = content[index * BLOB_BYTES : (index + 1) * BLOB_BYTES]
+                part[:] = np.frombuffer(blob or b"", np.uint8)
+                cache.put(digest, part.data)
+        content.flags.writeable = False
+        tensors[entry] = content.view(dtype_of(entry.dtype)).reshape(entry.shape)
+    return tensors

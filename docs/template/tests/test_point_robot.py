@@ -21,4 +21,4 @@ def test_driver_is_found_by_its_name() -> None:
 
 def test_reach_task_is_available() -> None:
     setup = load_driver("point")(RobotSetupRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
-    assert (setup.task.name, setup.task.max_steps) == ("reach", 40) and setup.make_expert is not None
+    assert (setup.task.name, setup.task.max_steps) == ("reach", 40) and setup.task.has_expert

@@ -3,8 +3,10 @@
 import { Card } from "./card.js";
 import { Chart, minutes, short } from "./chart.js";
 import { Hand } from "./drive.js";
+import { Headset } from "./headset.js";
 import { Link } from "./link.js";
 import { Stops } from "./stops.js";
+import { Traces } from "./traces.js";
 
 const DRIVE_PERIOD_MS = 40;
 const SEEN_PERIOD_MS = 66; // with DRIVE and PING that makes 45 messages a second, of 60 that the server takes
@@ -12,6 +14,8 @@ const PING_PERIOD_MS = 200;
 const LOOK_PERIOD_MS = 100;
 const MAX_SEEN = 60; // pictures in one message
 const GRANT_MS = 1500;
+const MAX_LARGE_CARDS = 2; // more robots are shown as a fleet, in small cards
+const TOOL_SPEED = 0.25; // m/s, of a robot whose spec is unknown or that moves no tool
 const STOPPED_MS = 1000; // until then the robot's status has changed too
 const MAX_EVENTS = 50;
 const ORDER_KEYS = { KeyT: "take-over", KeyH: "hand-back", KeyO: "success", KeyX: "failure", Backspace: "reset" };
@@ -19,9 +23,12 @@ const ORDER_KEYS = { KeyT: "take-over", KeyH: "hand-back", KeyO: "success", KeyX
 const el = (id) => document.getElementById(id);
 const cards = new Map();
 let seen = []; // shown pictures, acknowledged every SEEN_PERIOD_MS
+let pingMs = 0; // round trip to the server
 let closedFor = ""; // why the connection was closed
 let me = "";
+let signedIn = false; // the name is that of an account
 let chosen = null; // the card that the keyboard controls
+let opened = null; // the card that is shown alone
 let driving = ""; // the robot that this page drives, by the robot's status
 let granted = { robot: "", untilMs: 0 }; // a requested take-over, until the robot's status shows it
 
@@ -31,24 +38,40 @@ const charts = {
   success: new Chart(el("chart-success"), { percent: true, time: true, empty: "no episode yet" }),
   losses: new Chart(el("chart-losses"), { empty: "no update yet" }),
 };
-const hand = new Hand(onFreshKey, sendInput);
+const headset = new Headset(el("headset"), {
+  moved: () => onFreshKey("headset"),
+  toggleGripper: () => chosen?.mine && hand.toggleGripper(),
+  hand: () => chosen && give(chosen.name, chosen.mine ? "hand-back" : "take-over"),
+  stop: stopAll,
+  show: (text) => (el("headset-hint").textContent = text),
+  toolSpeed: () => chosen?.robot?.tool_speed || TOOL_SPEED,
+  look: () => ({ pictures: chosen?.pictures ?? [], words: (link.fresh && chosen?.words) || "no reply from the run", warns: !link.fresh || !el("alarm").hidden }),
+});
+const reserved = new Set([...Object.keys(ORDER_KEYS), "Space", "Escape", "KeyJ"]);
+const hand = new Hand(onFreshKey, sendInput, stepJoint, reserved, headset);
 const stops = new Stops(() => me || sessionStorage.getItem("operator"), onStopped, showStops);
 
+const traces = new Traces((robot) => link.send({ type: "trace", robot }));
 const link = new Link("/ws", PING_PERIOD_MS, {
   open() {
     closedFor = "";
     seen = [];
     link.send({ type: "hello", operator: sessionStorage.getItem("operator") ?? "" });
     link.send({ type: "look", on: !document.hidden });
+    traces.select(traces.robot, true);
   },
   closed(reason) {
     closedFor = reason || "not connected";
+    if (reason.startsWith("the sign-in has ended")) return location.assign("/sign-in");
     showFreshness();
   },
   welcome(message) {
     me = message.operator;
     sessionStorage.setItem("operator", me);
     el("operator").value = me;
+    signedIn = message.signed_in;
+    el("sign-out").hidden = !signedIn;
+    document.body.dataset.role = message.role;
   },
   state(message) {
     showRun(message.view);
@@ -58,12 +81,16 @@ const link = new Link("/ws", PING_PERIOD_MS, {
     charts.success.show(named(["success", "evaluation", "helped"]));
     charts.losses.show(message.curves.filter((curve) => curve.name.includes("loss")).slice(0, 8));
   },
+  trace(message) {
+    traces.add(message);
+  },
   reply(message) {
     if (message.order === "drive") return showRefusedDrive(message);
     if (message.order === "take-over" && !message.accepted) granted.robot = "";
     say(`${message.robot}: ${message.order}${message.accepted ? "" : ` refused: ${message.reason}`}`, message.accepted);
   },
   pong(message) {
+    pingMs = performance.now() - message.sent_ms;
     el("link").textContent = `live · ${Math.max(1, Math.round(performance.now() - message.sent_ms))} ms`;
     showFreshness();
   },
@@ -79,8 +106,10 @@ function percent(share) {
 
 function showRun(view) {
   el("run").textContent = view.run;
-  el("warning").textContent = view.warning;
-  el("warning").hidden = !view.warning;
+  const waiting = view.robots.filter(({ status, lost }) => status?.authority === "requesting" && !lost);
+  const help = waiting.map(({ name, status }) => `${name} ${status.awaits_reset ? "waits for its scene" : "requests help"}: ${status.help}.`).join(" ");
+  el("warning").textContent = [help, ...view.alarms, view.warning].filter(Boolean).join(" | ");
+  el("warning").hidden = !el("warning").textContent;
   el("p-time").textContent = minutes(view.elapsed_s);
   el("p-trained").textContent = minutes(view.training_s) + (view.budget_s ? ` / ${minutes(view.budget_s)}` : "");
   el("p-episodes").textContent = short(view.episodes);
@@ -88,10 +117,13 @@ function showRun(view) {
   el("p-updates").textContent = short(view.updates);
   el("p-success").textContent = percent(view.success);
   el("p-helped").textContent = percent(view.helped);
+  el("p-tasks").textContent = Object.entries({ ...view.tasks, ...view.models }).map(([task, share]) => `${task} ${percent(share)}`).join(" · ");
   for (const robot of view.robots) {
     if (!cards.has(robot.name)) addCard(robot.name);
     cards.get(robot.name).show(robot, me);
+    if (robot.name === traces.robot && robot.status) traces.showTimeline(robot);
   }
+  showJoints();
   followControl();
 }
 
@@ -108,7 +140,7 @@ function showFreshness() {
   if (fresh !== before) {
     document.body.classList.toggle("unknown", !fresh);
     el("operator").value = fresh ? me : "";
-    for (const control of document.querySelectorAll("#operator, #speed, #pad button")) control.disabled = !fresh;
+    for (const control of document.querySelectorAll("#operator, #speed, #tilt, #pad button, .drive .orders button")) control.disabled = !fresh;
     for (const card of cards.values()) card.showFreshness(fresh);
     followControl();
   }
@@ -125,11 +157,36 @@ function showAlarm(fresh) {
 }
 
 function addCard(name) {
-  const card = new Card(name, (order) => give(name, order), () => choose(card), stops);
+  const override = (order, reason) => link.send({ type: "override", robot: name, order, reason });
+  const actions = { override, give: (order) => give(name, order), choose: () => choose(card), open: () => open(card) };
+  const card = new Card(name, actions, stops);
   cards.set(name, card);
   el("no-robots").hidden = true;
-  el("robots").append(card.node);
+  el("robots").append(...ordered().map((each) => each.node));
   if (!chosen) choose(card);
+  showLayout();
+}
+
+function ordered() {
+  return [...cards.values()].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+}
+
+// `card`: the robot to show alone, or null for all.
+function open(card) {
+  opened = card;
+  showLayout();
+}
+
+function showLayout() {
+  const many = cards.size > 1;
+  el("robots").classList.toggle("fleet", cards.size > MAX_LARGE_CARDS && !opened);
+  el("all-robots").hidden = !many || !opened;
+  for (const card of cards.values()) {
+    card.node.hidden = many && Boolean(opened) && card !== opened;
+    card.slot("name").disabled = !many;
+  }
+  const alone = opened ?? (cards.size === 1 ? [...cards.values()][0] : null);
+  traces.select(alone?.name ?? "");
 }
 
 function choose(card) {
@@ -137,6 +194,23 @@ function choose(card) {
   chosen?.node.classList.remove("chosen");
   chosen = card;
   card.node.classList.add("chosen");
+  showJoints();
+}
+
+// What W and S move: the tool, or one joint of the chosen robot.
+function showJoints() {
+  const { joints = [], moves_tool: movesTool = true } = chosen?.robot ?? {};
+  el("joint-refusal").textContent = chosen?.status?.tool_refusal ?? "";
+  const options = [...(movesTool ? [["the tool", -1]] : []), ...joints.map((label, index) => [label, index])];
+  const select = el("joint");
+  el("joint-label").hidden = options.length < 2;
+  if ([...select.options].map((option) => option.text).join() === options.map(([text]) => text).join()) return;
+  select.replaceChildren(...options.map(([text, value]) => new Option(text, value)));
+}
+
+function stepJoint(by) {
+  const { options, selectedIndex } = el("joint");
+  if (options.length) el("joint").selectedIndex = (selectedIndex + by + options.length) % options.length;
 }
 
 function followControl() {
@@ -145,10 +219,13 @@ function followControl() {
   if (now && now !== driving) {
     hand.letGo();
     choose(held);
+    open(held);
   }
   driving = now;
+  const robotMs = now === traces.robot ? traces.latencyMs : null;
+  el("latency").textContent = now && link.fresh ? `latency: page ${pingMs.toFixed(0)} ms${robotMs === null ? "" : ` · robot ${robotMs.toFixed(0)} ms`}` : "";
   document.body.classList.toggle("driving", Boolean(now));
-  el("operator").disabled = Boolean(now) || !link.fresh;
+  el("operator").disabled = Boolean(now) || !link.fresh || signedIn;
   const idle = chosen?.heldMine ? "held: press a key to resume" : "take a robot over first";
   el("drive-hint").textContent = !link.fresh ? "no reply from the run" : now ? `you drive ${now}` : idle;
 }
@@ -158,6 +235,7 @@ function give(robot, order) {
   if (order === "e-stop") return stop([robot]);
   if (order === "cancel-stop") return cancelStop(robot);
   if (card.button(order).disabled) return;
+  if (order === "take-over" && card.others) order = "request-control";
   if (order === "take-over" && !card.heldMine) hand.setGripper(0);
   if (!link.send({ type: "order", robot, order })) return say(`${robot}: ${order} not sent, no connection`, false);
   // The robot soon holds without input: do not wait for its reply.
@@ -193,8 +271,13 @@ function onFreshKey(code) {
 
 function sendInput() {
   const robot = driving || (performance.now() < granted.untilMs ? granted.robot : "");
-  if (!robot || document.hidden || !link.fresh) return;
-  link.send({ type: "drive", robot, move: hand.move(el("speed").value / 100), gripper: hand.gripper });
+  if (!robot || document.hidden || headset.isAway || !link.fresh) return;
+  const move = hand.move(el("speed").value / 100); // reads the gamepad too
+  link.send({ type: "drive", robot, move, gripper: hand.gripper, rewind: hand.rewinds, joint: Number(el("joint").value) });
+}
+
+function showSpeed() {
+  el("speed-value").textContent = `${el("speed").value}%`;
 }
 
 function typing(event) {
@@ -207,12 +290,17 @@ function onKeyDown(event) {
   const index = Number(event.key) - 1;
   if (event.code === "Space") {
     if (!event.repeat) stopAll();
-  } else if (hand.press(event.code)) {
+  } else if (hand.pressKey(event.code)) {
     // shown and sent by the next tick
+  } else if (event.code === "KeyJ") {
+    stepJoint(event.shiftKey ? -1 : 1);
   } else if (event.code in ORDER_KEYS) {
     if (!event.repeat && chosen) give(chosen.name, ORDER_KEYS[event.code]);
+  } else if (event.code === "Escape") {
+    open(null);
   } else if (index >= 0 && index < cards.size) {
-    choose([...cards.values()][index]);
+    choose(ordered()[index]);
+    if (opened) open(chosen);
   } else {
     return;
   }
@@ -221,7 +309,7 @@ function onKeyDown(event) {
 
 function onKeyUp(event) {
   hand.slow = event.shiftKey;
-  hand.release(event.code);
+  hand.releaseKey(event.code);
   if (event.code === "Space") event.preventDefault(); // else it clicks the button that has the focus
 }
 
@@ -264,8 +352,14 @@ function onHidden() {
   link.send({ type: "look", on: !document.hidden });
 }
 
+fetch("/episodes").then(({ status }) => (el("episodes").hidden = status === 204)); // the console of a robot's computer has no store
 el("stop-all").addEventListener("click", stopAll);
-el("speed").addEventListener("input", () => (el("speed-value").textContent = `${el("speed").value}%`));
+el("sign-out").addEventListener("click", async () => {
+  await fetch("/sign-out", { method: "POST", body: "" });
+  location.assign("/sign-in");
+});
+el("all-robots").addEventListener("click", () => open(null));
+el("speed").addEventListener("input", showSpeed);
 el("operator").addEventListener("focus", () => el("operator").select());
 el("operator").addEventListener("change", () => {
   if (el("operator").checkValidity()) link.send({ type: "hello", operator: el("operator").value });
@@ -275,6 +369,7 @@ window.addEventListener("keydown", onKeyDown, { capture: true });
 window.addEventListener("keyup", onKeyUp, { capture: true });
 window.addEventListener("blur", () => hand.letGo());
 document.addEventListener("visibilitychange", onHidden);
+showSpeed(); // it may be this browser's own setting
 setInterval(sendInput, DRIVE_PERIOD_MS);
 setInterval(sendSeen, SEEN_PERIOD_MS);
 setInterval(showFreshness, LOOK_PERIOD_MS);

@@ -4,11 +4,21 @@ import { minutes } from "./chart.js";
 
 const RATES_OVER_MS = 2000;
 const OLD_MS = 750; // a picture of this age is labelled with it
+const SILENT_S = 0.9; // a robot without a report for so long is labelled with it
+const LIMITS = {
+  // reasons of the safety kernel in words; others are shown as they are
+  bound: "range of the action",
+  rate: "change of the action",
+  workspace: "edge of the workspace",
+  joint_position: "range of a joint",
+  joint_velocity: "speed of a joint",
+  stale: "old observation",
+};
 
 export class Card {
-  // `give(order)` sends an order to this robot; `choose()` selects it for the keyboard; `stops` has the unconfirmed
-  // e-stops.
-  constructor(name, give, choose, stops) {
+  // `give(order)` sends an order to this robot; `override(order, reason)` takes it out of use or puts it back; `choose()`
+  // selects it for the keyboard; `open()` shows it alone; `stops` has the unconfirmed e-stops.
+  constructor(name, { give, choose, open, override }, stops) {
     this.name = name;
     this.stops = stops;
     this.fresh = true;
@@ -18,9 +28,22 @@ export class Card {
     this.node.setAttribute("aria-label", `Robot ${name}`);
     this.node.addEventListener("pointerdown", choose);
     this.slot("name").textContent = name;
+    this.slot("name").addEventListener("click", open);
+    this.showScene(name);
+    for (const button of this.node.querySelectorAll("[data-override]")) {
+      button.addEventListener("click", () => override(button.dataset.override, this.slot("reason").value));
+    }
     for (const button of this.node.querySelectorAll("[data-order]")) {
       button.addEventListener("click", () => give(button.dataset.order));
     }
+  }
+
+  // The link to the robot's 3D view, or why there is none.
+  async showScene(name) {
+    const path = encodeURIComponent(name);
+    const missing = await fetch(`/api/scene/${path}`).then((reply) => (reply.ok ? reply.json() : ""), () => "");
+    const link = Object.assign(document.createElement("a"), { href: `/scene/${path}/`, target: "_blank", rel: "noopener", textContent: "3D view" });
+    this.slot("scene").replaceChildren(missing || link);
   }
 
   slot(name) {
@@ -42,7 +65,10 @@ export class Card {
     this.heldMine = status?.authority === "hold" && status.operator === me;
     this.showStop();
     this.orderCameras(robot.cameras);
-    if (status) this.showFacts(status);
+    const empty = this.slot("cameras").querySelector(".empty");
+    if (empty) set(empty, robot.expects_cameras === false ? "no cameras" : "no pictures yet");
+    if (status) this.showFacts(status, robot);
+    this.showStart(Boolean(status?.awaits_reset));
     if (robot.last) this.showLast(robot.last);
   }
 
@@ -50,6 +76,7 @@ export class Card {
   showFreshness(fresh) {
     this.fresh = fresh;
     if (!fresh) this.mine = this.heldMine = false;
+    for (const control of this.node.querySelectorAll(".admin button, .admin input")) control.disabled = !fresh;
     this.showStop();
   }
 
@@ -84,25 +111,39 @@ export class Card {
   showBadge(robot, me) {
     const { status, lost } = robot;
     const silent = minutes(robot.silent_s);
-    const state = status?.authority ?? "waiting";
+    const out = lost ? "lost" : robot.health === "quarantined" && status?.authority !== "stopped" ? "quarantined" : "";
+    const state = out || (status?.authority ?? "waiting");
     const driver = status?.operator === me ? "YOU" : status?.operator;
-    const words = { policy: "POLICY", human: driver, hold: "HOLD", stopped: "STOPPED", waiting: "WAITING" };
+    const words = { policy: "POLICY", human: driver, requesting: status?.awaits_reset ? "RESET" : "HELP", hold: "HOLD", stopped: "STOPPED", waiting: "WAITING", lost: "LOST", quarantined: "QUARANTINED" };
     const notes = {
+      human: status?.phase === "policy" ? "" : status?.phase,
+      requesting: status?.awaits_reset ? status.help : `requests help: ${status?.help}`,
       hold: driver ? `held · last: ${driver}` : "held",
       stopped: driver ? `by ${driver} · re-arm to go on` : "re-arm to go on",
       waiting: `has not come in yet, for ${silent}`,
+      lost: `no report for ${silent}`,
     };
-    const note = lost ? `no word from this robot for ${silent}` : [notes[state], status?.note].filter(Boolean).join(" · ");
-    this.badge(this.mine ? "you" : state, words[state] ?? state, note);
+    const order = ["quarantined", "draining"].includes(robot.health) ? `${robot.health} ${robot.health_note}` : "";
+    const limits = state === "human" && status.limits.length ? `at its limit: ${limitWords(status.limits)}` : "";
+    const silence = status && !lost && robot.silent_s > SILENT_S ? `no report for ${robot.silent_s.toFixed(1)} s` : "";
+    const note = [silence, notes[state], limits, order, lost ? "" : status?.note].filter(Boolean).join(" · ");
+    this.badge(this.mine && !out ? "you" : state, words[state] ?? state, note);
   }
 
   showButtons() {
     const state = this.fresh ? this.status?.authority : undefined;
-    const others = state === "human" && !this.mine;
+    const others = (this.others = state === "human" && !this.mine);
+    const asked = this.status?.requested_by ?? "";
     const armed = Boolean(state) && state !== "stopped";
-    this.button("take-over").disabled = !armed || others || this.mine;
-    set(this.button("take-over"), this.heldMine ? "Resume" : "Take over");
-    this.button("hand-back").disabled = !this.mine && state !== "hold";
+    this.button("take-over").disabled = !armed || this.mine || (others && Boolean(asked));
+    set(this.button("take-over"), this.heldMine ? "Resume" : !others ? "Take over" : asked === this.me ? "Requested …" : "Request control");
+    set(this.button("hand-back"), this.status?.awaits_reset ? "Reset done" : "Hand back");
+    this.button("hand-back").disabled = !this.mine && !["hold", "requesting"].includes(state);
+    const answerable = this.mine && Boolean(asked);
+    this.slot("request").hidden = !answerable;
+    for (const order of ["accept", "decline"]) this.button(order).disabled = !answerable;
+    set(this.slot("requester"), `${asked} requests control`);
+    this.button("pause").disabled = !armed || state === "hold";
     this.button("success").disabled = this.button("failure").disabled = !state || others;
     this.button("reset").disabled = !armed || others;
     this.button("re-arm").disabled = state !== "stopped";
@@ -110,16 +151,18 @@ export class Card {
     this.node.classList.toggle("mine", this.mine);
   }
 
-  showFacts(status) {
+  showFacts(status, { behind, latency_ms: latencyMs }) {
+    set(this.slot("task"), status.task || "–");
+    set(this.slot("latency"), latencyMs === null ? "–" : `${latencyMs.toFixed(0)} ms`);
     set(this.slot("step"), status.step);
     set(this.slot("phase"), status.phase);
     const version = status.policy_version;
-    set(this.slot("version"), version === -2 ? "another run's" : version < 0 ? "none" : `v${version}`);
+    set(this.slot("version"), version === -2 ? "another run's" : version < 0 ? "none" : `v${version}${behind ? ` · ${behind} behind` : ""}`);
     set(this.slot("rate"), `${status.control_hz.toFixed(0)} Hz${status.real_time ? " · real time" : ""}`);
     this.slot("rate").title = status.refused_realtime;
     const dropped = status.dropped_episodes ? ` · ${status.dropped_episodes} episodes dropped` : "";
     set(this.slot("outbox"), `${status.outbox_chunks}${dropped}`);
-    set(this.slot("safety"), status.safety_interventions);
+    set(this.slot("safety"), [status.safety_interventions, limitWords(status.limits)].filter(String).join(" · "));
     set(this.slot("episode"), status.episode);
   }
 
@@ -129,6 +172,21 @@ export class Card {
     const help = last.intervention_steps ? `, ${last.intervention_steps} by hand` : "";
     set(this.slot("last"), `${end} · ${last.steps} steps${help}`);
     this.slot("last").title = last.episode;
+  }
+
+  // While a person prepares the scene: the start of an episode over each live picture, half transparent.
+  async showStart(wanted) {
+    if (wanted === this.showsStart) return;
+    this.showsStart = wanted;
+    this.node.classList.toggle("resetting", wanted);
+    for (const image of this.node.querySelectorAll(".start")) image.remove();
+    if (!wanted) return;
+    const pictures = await startPictures(this.name);
+    if (!this.showsStart) return;
+    for (const [name, src] of pictures) {
+      const image = Object.assign(new Image(), { className: "start", alt: `start of an episode: ${name}`, src });
+      this.cameras.get(name)?.canvas.after(image);
+    }
   }
 
   async picture(header, jpeg) {
@@ -173,12 +231,40 @@ export class Card {
     set(camera.rate, `${Math.round((camera.times.length * 1000) / RATES_OVER_MS)} fps`);
   }
 
+  // Canvases in the robot's order, for a headset.
+  get pictures() {
+    return [...this.slot("cameras").querySelectorAll("canvas")];
+  }
+
+  get words() {
+    return [this.name, this.slot("badge").textContent, this.slot("note").textContent].filter(Boolean).join(" · ");
+  }
+
   showPictureAges() {
     for (const { rate, shownMs } of this.cameras.values()) {
       const ageMs = performance.now() - shownMs;
       if (ageMs > OLD_MS) set(rate, `${(ageMs / 1000).toFixed(1)} s old`);
     }
   }
+}
+
+// The first picture of each camera of a robot's episode, of a success if there is one: pairs of camera and address.
+async function startPictures(robot) {
+  const get = async (path) => (await fetch(`/api/episodes${path}`)).json();
+  try {
+    const { episodes } = await get(`?robot=${encodeURIComponent(robot)}`);
+    const episode = episodes.find(({ success }) => success) ?? episodes[0];
+    if (!episode) return [];
+    const { cameras } = await get(`/${episode.episode}`);
+    const url = (name, step) => `/api/episodes/${episode.episode}/pictures/${encodeURIComponent(name)}/${step}`;
+    return cameras.map(({ name, captured_step: steps }) => [name.split(".").pop(), url(name, steps.find((step) => step >= 0))]);
+  } catch {
+    return []; // without a store there is none
+  }
+}
+
+export function limitWords(limits) {
+  return limits.map((limit) => LIMITS[limit] ?? limit.replace("_", " ")).join(", ");
 }
 
 function set(node, text) {

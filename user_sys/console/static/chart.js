@@ -1,10 +1,13 @@
 // Small line charts on a canvas.
 
 export const COLOURS = ["#5cc8b4", "#f0b44a", "#7fa7f5", "#e58bb5", "#a6d06a", "#c9a2f2", "#e8836b", "#8fd3ea"];
-const TEXT = "#8b96a5";
-const GRID = "#262d37";
 const FONT = "11px system-ui, sans-serif";
 const LOG_FROM_RATIO = 20; // a positive range wider than this is drawn on a logarithmic scale
+
+// A colour of the present theme, such as "--dim".
+export function theme(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
 
 export function minutes(seconds) {
   const s = Math.max(0, Math.floor(seconds));
@@ -53,7 +56,7 @@ export class Chart {
   }
 
   sayEmpty(pen, width, height) {
-    pen.fillStyle = TEXT;
+    pen.fillStyle = theme("--dim");
     pen.textAlign = "center";
     pen.fillText(this.options.empty, width / 2, height / 2);
   }
@@ -80,8 +83,8 @@ export class Chart {
   }
 
   drawAxes(pen, area, x, y) {
-    pen.strokeStyle = GRID;
-    pen.fillStyle = TEXT;
+    pen.strokeStyle = theme("--edge");
+    pen.fillStyle = theme("--dim");
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
@@ -116,7 +119,7 @@ export class Chart {
     this.legendPlaces(pen, width).forEach(({ left, row }, i) => {
       pen.fillStyle = COLOURS[i % COLOURS.length];
       pen.fillRect(left, 6 + row * 18, 10, 3);
-      pen.fillStyle = TEXT;
+      pen.fillStyle = theme("--dim");
       pen.fillText(label(this.curves[i]), left + 14, 8 + row * 18);
     });
   }

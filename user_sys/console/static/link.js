@@ -52,7 +52,7 @@ export class Link {
 
   connect() {
     this.askedMs = performance.now();
-    this.socket = new WebSocket(`ws://${location.host}${this.path}`);
+    this.socket = new WebSocket(`${location.protocol === "https:" ? "wss" : "ws"}://${location.host}${this.path}`);
     this.socket.binaryType = "arraybuffer";
     this.socket.onopen = () => {
       this.retryMs = RETRY_MIN_MS;

@@ -1,6 +1,7 @@
 """A driver for two joints of a remote controller. Replace `controller` by your device's library.
 
-`Options` are the `options` of a run's config. `spec` describes observations, actions and limits.
+`Options` are the `options` of a run's config. `spec` describes observations, actions and limits. The other files are a
+task, a policy, an algorithm and a reward of your own; a driver needs none of them but a task.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
-from hal.task import Task, TaskOutcome
+from hal.task import build_task
 from point_robot.controller import Controller
+from point_robot.task import Upright, UprightSettings
 from robots.reach_task import REACH_TASK, ReachConfig, add_reach_task
 
 JOINTS = ("shoulder", "elbow")
@@ -93,22 +95,10 @@ class PointRobot(Robot):
         return self._controller
 
 
-class Upright(Task):
-    """Both joints at 0."""
-
-    name, instruction, max_steps = "upright", "stand upright", 200
-
-    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Move the robot to a start pose; this one starts where it is."""
-        robot.stop(StopLevel.HOLD)
-
-    def evaluate(self, observation: Observation) -> TaskOutcome:
-        done = bool(np.abs(observation.arrays[STATE]).max() < 0.05)
-        return TaskOutcome(reward=float(done), terminated=done, success=True if done else None)
-
-
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """The entry point in pyproject.toml. `read_options` refuses unknown options."""
     options = read_options(Options, request)
-    setup = RobotSetup(request.name, PointRobot(options), Upright())
-    return add_reach_task(setup, options.reach) if request.task == REACH_TASK else setup
+    robot = PointRobot(options)
+    if request.task == REACH_TASK:
+        return add_reach_task(RobotSetup(request.name, robot, Upright(UprightSettings())), options.reach)
+    return RobotSetup(request.name, robot, build_task(request.tasks, robot, {Upright.name: Upright}))

@@ -1,0 +1,136 @@
+"""DSRL and the policy that it trains: conformance, what stays frozen, and that it improves a mediocre policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from point_kit import POINT, chunks, expert, success_rate
+
+from hal.spec import STATE, Array, RobotSpec
+from user_sys.algorithms.algorithm import Algorithm, policy_arrays
+from user_sys.algorithms.bc import Bc, BcSettings
+from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for
+from user_sys.algorithms.dsrl import Dsrl, DsrlSettings
+from user_sys.errors import ConfigError
+from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
+from user_sys.policies.flow import FlowPolicy, FlowSettings
+from user_sys.policies.mlp import MlpPolicy
+from user_sys.policies.policy import SENTENCE, Policy
+from user_sys.policies.steered import SteeredNetwork, SteeredPolicy, SteeredSettings
+from user_sys.policies.vla import VlaPolicy, VlaSettings
+
+torch.set_num_threads(1)
+SMALL = DsrlSettings(critic_hidden=(32, 32), critics=3)
+FLOW: dict[str, Any] = {"chunk_length": 2, "flow_steps": 3, "hidden": [32, 32]}
+STEERED = SteeredSettings(base_options=FLOW, hidden=(32,))
+
+
+class TestDsrl(AlgorithmConformance):
+    options = STEERED
+
+    def make(self, spec: RobotSpec) -> Algorithm:
+        return Dsrl(SMALL, SteeredPolicy.make_module(spec, settings=self.options), spec)
+
+    def policy(self, spec: RobotSpec) -> Policy:
+        return SteeredPolicy(spec, settings=self.options)
+
+
+class TestDsrlOnPictures(TestDsrl):
+    base = FLOW | {"pictures": True, "cameras": ["front"], "picture_size": 8}
+    options = replace(STEERED, base_options=base, pictures=True, cameras=("wrist",), picture_size=8)
+
+
+class TestDsrlOnSentences(TestDsrl):
+    base: dict[str, Any] = {
+        "width": 16,
+        "heads": 2,
+        "prefix_layers": 1,
+        "expert_layers": 1,
+        "chunk_length": 2,
+        "flow_steps": 2,
+    }
+    options = SteeredSettings(base="vla", base_options=base, reads_base=True, hidden=(32,))
+
+
+class TestSteeredPolicy(PolicyConformance):
+    def make(self, spec: RobotSpec) -> Policy:
+        return SteeredPolicy(spec, settings=STEERED)
+
+    def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
+        torch.manual_seed(seed)
+        return policy_arrays(SteeredPolicy.make_module(spec, settings=STEERED))
+
+
+def test_the_frozen_policy_stays_and_the_noise_is_bounded() -> None:
+    torch.manual_seed(0)
+    algorithm = Dsrl(SMALL, SteeredPolicy.make_module(example_spec(), settings=STEERED), example_spec())
+    before = policy_arrays(algorithm.policy)
+    batch = example_batch_for(algorithm.data, np.random.default_rng(0))
+    for number in range(4):
+        algorithm.update(batch, number)
+    after = policy_arrays(algorithm.policy)
+    changed = {name.partition(".")[0] for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"hidden", "mean", "log_std"}
+    assert algorithm.policy.base.layers[0].weight is algorithm.actor.base.layers[0].weight, "one copy in memory"
+
+
+def test_what_cannot_be_steered_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dsrl needs the policy steered"):
+        Dsrl(SMALL, MlpPolicy.make_module(example_spec()), example_spec())
+    with pytest.raises(ConfigError, match="no policy 'mlp'; known are flow, lerobot, vla"):
+        SteeredPolicy.make_module(example_spec(), settings=SteeredSettings(base="mlp"))
+    with pytest.raises(ConfigError, match="execute is 3"):
+        SteeredPolicy.make_module(example_spec(), settings=replace(STEERED, execute=3))
+
+
+def test_it_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:
+    torch.manual_seed(0)
+    spec, options = example_spec(), TestDsrlOnSentences.options
+    module = SteeredPolicy.make_module(spec, settings=options)
+    steered, frozen = (
+        SteeredPolicy(spec, settings=options),
+        VlaPolicy(spec, settings=VlaSettings(**options.base_options)),
+    )
+    steered.load(policy_arrays(module))
+    frozen.load(policy_arrays(module.base))
+    observation = example_observation(np.random.default_rng(0))
+    first, same = (each.act(observation, "lift", deterministic=True).actions for each in (steered, frozen))
+    np.testing.assert_allclose(first, same[: len(first)], atol=0.02)
+    tensors = {name: torch.from_numpy(value)[None] for name, value in observation.items()}
+    red, blue = (
+        module(module.encode({**tensors, SENTENCE: module.encode_sentences([sentence])}))[0]
+        for sentence in ("lift the red cube", "lift the blue cube")
+    )
+    assert not torch.allclose(red, blue)
+    with pytest.raises(ConfigError, match=r"reads_base: .* encodes nothing"):
+        SteeredNetwork(spec, (), options, (), torch.nn.Linear(1, 1))
+
+
+def test_it_improves_a_mediocre_flow() -> None:
+    """The frozen flow moves the point to the origin or away from it, as the noise would have it."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    flow = FlowPolicy.make_module(POINT, settings=FlowSettings(chunk_length=2, flow_steps=3, hidden=(32, 32)))
+    cloning = Bc(BcSettings(learning_rate=3e-3, acting_rate=0.05), flow, POINT)
+    for number in range(300):
+        x = rng.uniform(-1, 1, (128, 1)).astype(np.float32)
+        side = np.where(rng.random((128, 1, 1)) < 0.5, -1.0, 1.0)
+        cloning.update(chunks(x, (side * expert(x, 2)).astype(np.float32)), number)
+    module = SteeredPolicy.make_module(POINT, settings=STEERED)
+    module.base.load_state_dict(cloning.policy.state_dict())
+    algorithm = Dsrl(replace(DsrlSettings(critic_hidden=(64, 64), critics=4), acting_rate=0.05), module, POINT)
+    policy = SteeredPolicy(POINT, settings=STEERED)
+    policy.load(policy_arrays(algorithm.policy))
+    before = success_rate(policy)
+    for number in range(300):
+        x = rng.uniform(-1, 1, (128, 1)).astype(np.float32)
+        noise = torch.from_numpy(rng.uniform(-1, 1, (128, 2)).astype(np.float32))
+        observation = {STATE: torch.from_numpy(x)}
+        actions = module.chunks(observation, [], noise, module.encode(observation)).numpy()
+        algorithm.update(chunks(x, actions), number)
+    policy.load(policy_arrays(algorithm.policy))
+    assert before < 0.8 and success_rate(policy) > 0.9

@@ -1,0 +1,111 @@
+"""Algorithms and policies by name: an installed package adds one, and what cannot be used is named in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from user_sys.algorithms.algorithm import policy_arrays
+from user_sys.compose import PolicyConfig, make_policy
+from user_sys.errors import ConfigError
+from user_sys.learner.config import LearnerConfig
+from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy
+from user_sys.policies.conformance import example_spec
+from user_sys.run.config import RunConfig
+from user_sys.run.prepare import check_plugins
+
+MODULE = """
+from dataclasses import dataclass
+from user_sys.algorithms.rlpd import Rlpd
+from user_sys.policies.mlp import MlpPolicy
+
+@dataclass(frozen=True)
+class Settings:
+    horizon: int = 3
+
+class Mine(Rlpd):
+    settings = Settings
+
+class Acting(MlpPolicy):
+    settings = Settings
+"""
+ENTRY_POINTS = """
+[user_sys.algorithms]
+mine = my_package:Mine
+broken = my_package_that_is_missing:Mine
+number = my_package:Settings
+
+[user_sys.policies]
+acting = my_package:Acting
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package."""
+    folder = tmp_path / "my_package-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    (tmp_path / "my_package.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+POLICIES: dict[str, tuple[str, dict[str, object]]] = {
+    "q_chunking": ("flow", {"flow_steps": 1}),
+    "dsrl": ("steered", {"base": "flow"}),
+    "recap": ("flow", {"conditions": 2, "condition": 1, "guidance": 1.5}),
+    "sac_flow": ("gated_flow", {}),
+}
+"""The policy that an algorithm needs; `mlp` for the others."""
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_each_built_in_algorithm_is_chosen_by_config_alone(algorithm: str) -> None:
+    kind, options = POLICIES.get(algorithm, ("mlp", {}))
+    config = RunConfig(learner=LearnerConfig(algorithm=algorithm), policy=PolicyConfig(kind=kind, options=options))
+    check_plugins(config)
+    spec = example_spec()
+    policy, policy_settings = load_policy(kind, options)
+    found, settings = load_algorithm(algorithm, {})
+    made = found(settings, policy.make_module(spec, settings=policy_settings), spec)
+    make_policy(config.policy, spec, 0).load(policy_arrays(made.policy))
+    assert made.data.batches(1).n_step >= 1
+
+
+def run(algorithm: str = "rlpd", kind: str = "mlp", **options: object) -> RunConfig:
+    learner = LearnerConfig(algorithm=algorithm, options=dict(options))
+    return RunConfig(learner=learner, policy=PolicyConfig(kind=kind))
+
+
+def test_installed_package_adds_an_algorithm_and_a_policy() -> None:
+    check_plugins(run("mine", "acting", horizon=5))
+    found, settings = load_algorithm("mine", {"horizon": 5})
+    assert found.__name__ == "Mine" and settings.horizon == 5
+    assert type(make_policy(PolicyConfig(kind="acting"), example_spec(), 0)).__name__ == "Acting"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "problem"),
+    [
+        ("rlpdd", {}, "learner.algorithm: no algorithm 'rlpdd'; did you mean 'rlpd'"),
+        ("broken", {}, "'broken' .* cannot be imported: ModuleNotFoundError: No module named"),
+        ("number", {}, "'number' is not a subclass of user_sys.algorithms.algorithm"),
+        ("rlpd", {"critic": 3}, "learner.options: critic: unknown key; did you mean 'critics'"),
+        ("rlpd", {"critics": "many"}, "learner.options: critics: "),
+        ("rlpd", {"target_critics": 11}, "learner.options: target_critics is 11"),
+        ("mine", {"horizont": 3}, "learner.options: horizont: unknown key; did you mean 'horizon'"),
+    ],
+)
+def test_unusable_algorithm_is_refused_in_one_line(algorithm: str, options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check_plugins(run(algorithm, **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_unusable_policy_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="policy.kind: no policy 'mlpp'; did you mean 'mlp'"):
+        check_plugins(run(kind="mlpp"))
+    with pytest.raises(ConfigError, match="policy.options: hiden: unknown key; did you mean 'hidden'"):
+        make_policy(PolicyConfig(options={"hiden": [3]}), example_spec(), 0)

@@ -1,0 +1,343 @@
+"""Consoles with accounts: roles, sign-ins, HTTPS, and hostile requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from console_kit import SimulatedRun, until, write_episode
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from hal.pacing import TokenBucket
+from hal.state_database import STATE_FILE, AuditLog, read_audit_log
+from user_sys.commands.main import main
+from user_sys.console import access as access_module
+from user_sys.console.access import ACCOUNT_COOKIE, MAX_LIMITED, SIGN_INS_PER_MINUTE, AccountAccess
+from user_sys.console.accounts import SIGN_IN_S, AccountStore
+from user_sys.console.config import ConsoleConfig
+from user_sys.console.server import ConsoleServer
+from user_sys.errors import AccountError, ConfigError
+from user_sys.store.labels import queued_files
+
+PASSWORD = "correct horse battery"
+ROLES = {"vera": "viewer", "otto": "operator", "ada": "admin"}
+MASKED_CLOSE_FRAME = b"\x88\x80\0\0\0\0"
+CLOSE_OPCODE = b"\x88"
+SERVICE_RESTART = 1012
+ANY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+ANY.check_hostname, ANY.verify_mode = False, ssl.CERT_NONE
+
+
+class Page:
+    """A WebSocket over TLS in one thread: Python 3.11 loses data when two threads use a TLS connection at once
+    (CPython issue 124984), and the library's own synchronous client reads in a thread."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        self._runner = asyncio.Runner()
+        self._opening = connect(url, additional_headers=headers, proxy=None, open_timeout=60, close_timeout=1, ssl=ANY)
+
+    def __enter__(self) -> Page:
+        try:
+            self._socket = self._runner.run(self._opening.__aenter__())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.run(self._socket.close())
+        self._runner.close()
+
+    def send(self, message: str | bytes) -> None:
+        self._runner.run(self._socket.send(message))
+
+    def recv(self) -> str | bytes:
+        return self._runner.run(asyncio.wait_for(self._socket.recv(), timeout=60))
+
+
+class Console:
+    """A console beyond loopback, and the browsers that reach it."""
+
+    def __init__(self, run: Path, accounts: AccountStore) -> None:
+        self.run, self.simulated = run, SimulatedRun(folder=run)
+        self.log = AuditLog(run / "audit")
+        config = ConsoleConfig(host="0.0.0.0", port=0)
+        self.server = ConsoleServer(
+            self.simulated.hub, config, audit=self.log.write, store=run / "store", accounts=accounts
+        )
+        self.port = urlsplit(self.server.start()).port
+        self.origin = f"https://127.0.0.1:{self.port}"
+        self.simulated.start()
+
+    def close(self) -> None:
+        self.server.stop()
+        self.simulated.close()
+        self.log.close()
+
+    def browser(self) -> httpx.Client:
+        return httpx.Client(base_url=self.origin, trust_env=False, timeout=60, verify=ANY)
+
+    def sign_in(self, browser: httpx.Client, name: str, password: str = PASSWORD, **headers: str) -> httpx.Response:
+        headers = {"origin": self.origin, **headers}
+        return browser.post("/sign-in", json={"name": name, "password": password}, headers=headers)
+
+    def cookie(self, name: str) -> str:
+        with self.browser() as browser:
+            return self.sign_in(browser, name).headers["set-cookie"].partition(";")[0]
+
+    def socket(self, cookie: str, path: str = "/ws", **headers: str) -> Page:
+        return Page(f"wss://127.0.0.1:{self.port}{path}", {"Origin": self.origin, "Cookie": cookie, **headers})
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> AccountStore:
+    store = AccountStore(tmp_path / "accounts")
+    for name, role in ROLES.items():
+        store.add(name, role, PASSWORD)  # type: ignore[arg-type]
+    return store
+
+
+@pytest.fixture
+def console(tmp_path: Path, accounts: AccountStore) -> Iterator[Console]:
+    write_episode(tmp_path / "store", "a")
+    console = Console(tmp_path, accounts)
+    yield console
+    console.close()
+
+
+def hear(socket: Page, kind: str) -> dict[str, Any]:
+    while True:
+        frame = socket.recv()
+        if isinstance(frame, str) and (message := json.loads(frame))["type"] == kind:
+            return dict(message)
+
+
+def ask(socket: Page, **message: Any) -> dict[str, Any]:
+    socket.send(json.dumps(message))
+    return hear(socket, "reply")
+
+
+def test_only_signed_in_people_see_the_pages(console: Console) -> None:
+    with console.browser() as browser:
+        for path in ("/", "/episodes"):
+            answer = browser.get(path)
+            assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in")
+        assert browser.get("/api/episodes").status_code == 401
+        assert "Password" in browser.get("/sign-in").text
+        assert console.sign_in(browser, "otto", "wrong password").status_code == 401
+        answer = console.sign_in(browser, "otto")
+        set_cookie = answer.headers["set-cookie"]
+        assert all(each in set_cookie for each in ("Secure", "HttpOnly", "SameSite=Strict", "Max-Age=43200"))
+        assert "E-STOP" in browser.get("/").text and browser.get("/api/episodes").json()["matching"] == 1
+        assert browser.post("/sign-out", headers={"origin": console.origin}).status_code == 200
+        assert browser.get("/").status_code == 303
+    secret = set_cookie.partition("=")[2].partition(";")[0]
+    stored = b"".join(file.read_bytes() for file in (console.run / "accounts").iterdir())
+    assert secret.encode() not in stored and PASSWORD.encode() not in stored
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (console.run / "accounts").iterdir())
+    entries = [(e.person, e.outcome) for e in read_audit_log(console.run / "audit") if e.event == "sign-in"]
+    assert entries == [("otto", "the name or the password is wrong"), ("otto", "done")]
+
+
+@pytest.fixture
+def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attempt comes back while a test runs."""
+    monkeypatch.setattr(access_module, "TokenBucket", partial(TokenBucket, clock=lambda: 0.0))
+
+
+@pytest.mark.usefixtures("standing_clock")
+def test_sixth_attempt_in_a_minute_is_refused_even_with_the_right_password(console: Console) -> None:
+    with console.browser() as browser:
+        for _ in range(SIGN_INS_PER_MINUTE):
+            assert "wrong" in console.sign_in(browser, "nobody", "wrong password").text
+        assert "too many attempts" in console.sign_in(browser, "otto").text
+
+
+@pytest.mark.usefixtures("standing_clock")
+def test_many_names_do_not_raise_the_limit_of_an_address(tmp_path: Path) -> None:
+    access = AccountAccess(AccountStore(tmp_path))
+    refused = 0
+    for number in range(3 * MAX_LIMITED):
+        with pytest.raises(AccountError) as error:
+            access.sign_in(f"name-{number}", "wrong password", "192.0.2.1")
+        refused += "too many" in str(error.value)
+    assert refused == 3 * MAX_LIMITED - SIGN_INS_PER_MINUTE
+
+
+def test_operator_drives_and_labels_under_the_accounts_name(console: Console) -> None:
+    with console.socket(console.cookie("otto")) as page:
+        page.send(json.dumps({"type": "hello", "operator": "ada"}))
+        assert hear(page, "welcome") == {"type": "welcome", "operator": "otto", "role": "operator", "signed_in": True}
+        assert ask(page, type="order", robot="panda-0", order="take-over")["accepted"]
+        assert console.simulated.authority.operator == "otto"
+        refused = ask(page, type="override", robot="panda-0", order="quarantine", reason="oil")
+        assert not refused["accepted"] and "admin" in refused["reason"]
+        assert ask(page, type="order", robot="panda-0", order="pause")["reason"] == "only an admin pauses robots"
+    with console.browser() as browser:
+        console.sign_in(browser, "otto")
+        body = {"person": "ada", "success": "no"}
+        browser.post("/api/episodes/a/label", json=body, headers={"origin": console.origin}, timeout=60)
+    orders = [e.person for e in read_audit_log(console.run / "audit") if e.event == "order"]
+    assert orders == ["otto"]
+
+
+def test_viewer_may_press_the_e_stop_only(console: Console) -> None:
+    cookie = console.cookie("vera")
+    with console.socket(cookie) as page:
+        page.send(json.dumps({"type": "hello", "operator": ""}))
+        assert not ask(page, type="order", robot="panda-0", order="take-over")["accepted"]
+        assert not ask(page, type="drive", robot="panda-0", move=[1, 0, 0], gripper=0)["accepted"]
+    with console.browser() as browser:
+        console.sign_in(browser, "vera")
+        body = {"person": "vera", "success": "no"}
+        answer = browser.post("/api/episodes/a/label", json=body, headers={"origin": console.origin})
+        assert answer.status_code == 403 and not queued_files(console.run / "store")
+    with console.socket(cookie, "/stop") as stops:
+        stops.send(json.dumps({"type": "stop", "operator": "otto", "presses": {"panda-0": 7}}))
+        until(lambda: console.simulated.orders("e-stop"))
+    assert [order.operator for order in console.simulated.orders("e-stop")][:1] == ["vera"]
+    assert not console.simulated.orders("take-over")
+    refused = [entry for entry in read_audit_log(console.run / "audit") if entry.event == "refused"]
+    assert {(entry.person, entry.robot, entry.order) for entry in refused if entry.order} == {
+        ("vera", "panda-0", "take-over"),
+        ("vera", "panda-0", "drive"),
+    }
+
+
+def test_admin_takes_a_robot_out_of_use_and_puts_it_back(console: Console) -> None:
+    with console.socket(console.cookie("ada")) as page:
+        page.send(json.dumps({"type": "hello", "operator": ""}))
+        assert ask(page, type="order", robot="panda-0", order="pause")["accepted"]
+        assert ask(page, type="override", robot="panda-0", order="quarantine", reason="oil")["accepted"]
+        assert (console.run / STATE_FILE).exists()
+        assert ask(page, type="override", robot="panda-0", order="restore")["accepted"]
+        assert "no override" in ask(page, type="override", robot="panda-0", order="restore")["reason"]
+        assert "no robot" in ask(page, type="override", robot="ur-9", order="drain")["reason"]
+
+
+def test_console_stops_while_a_page_is_closing(console: Console) -> None:
+    head = f"GET /ws HTTP/1.1\r\nHost: {console.origin[8:]}\r\nOrigin: {console.origin}\r\n"
+    head += f"Cookie: {console.cookie('vera')}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    head += f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {'A' * 22}==\r\n\r\n"
+    with (
+        console.socket(console.cookie("otto")) as other,
+        socket.create_connection(("127.0.0.1", console.port)) as plain,
+        ANY.wrap_socket(plain) as page,
+    ):
+        page.sendall(head.encode())
+        assert page.recv(4096).startswith(b"HTTP/1.1 101")
+        page.sendall(MASKED_CLOSE_FRAME)
+        while page.recv(4096)[:1] != CLOSE_OPCODE:  # the server has answered, and waits for the end of TLS
+            pass
+        console.server.stop()
+        with pytest.raises(ConnectionClosed) as end:
+            while True:
+                other.recv()
+    assert end.value.rcvd is not None and end.value.rcvd.code == SERVICE_RESTART
+
+
+def test_foreign_page_and_program_without_origin_are_refused(console: Console) -> None:
+    cookie = console.cookie("ada")
+    for headers in ({"Origin": "https://evil.example"}, {"Origin": f"http://127.0.0.1:{console.port}"}):
+        with pytest.raises(InvalidStatus), console.socket(cookie, **headers):
+            pass
+    with pytest.raises(InvalidStatus), console.socket(f"{ACCOUNT_COOKIE}=guessed"):
+        pass
+    with console.browser() as browser:
+        assert console.sign_in(browser, "ada", origin="https://evil.example").status_code == 403
+        assert browser.post("/sign-in", json={}, headers={"origin": console.origin}).status_code == 400
+        assert browser.post("/sign-in", content="x" * 5000, headers={"origin": console.origin}).status_code == 413
+
+
+@pytest.mark.parametrize("change", ["remove", "password", "role"])
+def test_changed_account_ends_its_sign_ins_and_pages(console: Console, accounts: AccountStore, change: str) -> None:
+    cookie = console.cookie("otto")
+    with console.socket(cookie) as page:
+        page.send(json.dumps({"type": "hello", "operator": ""}))
+        hear(page, "welcome")
+        if change == "remove":
+            accounts.remove("otto")
+        else:
+            accounts.add("otto", "viewer" if change == "role" else "operator", PASSWORD + change)
+        with pytest.raises(InvalidStatus), console.socket(cookie):
+            pass
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                page.recv()
+        assert closed.value.rcvd is not None and "sign in again" in closed.value.rcvd.reason
+
+
+def test_sign_in_ends_after_twelve_hours(tmp_path: Path) -> None:
+    now_s = [1e9]
+    store = AccountStore(tmp_path, lambda: now_s[0])
+    store.add("ana", "operator", PASSWORD)
+    token = store.sign_in("ana", PASSWORD)
+    now_s[0] += SIGN_IN_S - 1
+    found = AccountStore(tmp_path, lambda: now_s[0]).find(token)
+    assert found is not None and (found.name, found.role) == ("ana", "operator")
+    now_s[0] += 2
+    assert store.find(token) is None
+
+
+def test_expired_cookie_is_refused_closes_its_page_and_is_audited(tmp_path: Path) -> None:
+    now_s = [1e9]
+    store = AccountStore(tmp_path / "accounts", lambda: now_s[0])
+    store.add("otto", "operator", PASSWORD)
+    console = Console(tmp_path, store)
+    try:
+        cookie = console.cookie("otto")
+        with console.socket(cookie) as page, console.browser() as browser:
+            page.send('{"type":"hello"}')
+            hear(page, "welcome")
+            now_s[0] += SIGN_IN_S + 1
+            with pytest.raises(ConnectionClosed, match="the sign-in has ended"):
+                while True:
+                    page.recv()
+            assert browser.get("/api/episodes", headers={"Cookie": cookie}).status_code == 401
+            with pytest.raises(InvalidStatus, match="403"), console.socket(cookie):
+                pass
+    finally:
+        console.close()
+    refused = [entry for entry in read_audit_log(console.run / "audit") if entry.event == "refused"]
+    assert sum(entry.count for entry in refused) == 3 and refused[0].reason.startswith("the sign-in has ended")
+
+
+@pytest.mark.parametrize(("name", "password"), [("", PASSWORD), ("a b", PASSWORD), ("a\n", PASSWORD), ("ana", "short")])
+def test_name_and_password_are_checked(tmp_path: Path, name: str, password: str) -> None:
+    with pytest.raises(AccountError):
+        AccountStore(tmp_path).add(name, "viewer", password)
+
+
+def test_commands_add_list_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin.readline", lambda: PASSWORD + "\n", raising=False)
+    assert main(["console", "user", "add", "ana", "--role", "operator", "--password-stdin"]) == 0
+    assert main(["console", "user", "list"]) == 0
+    assert "ana" in (output := capsys.readouterr().out) and "operator" in output
+    assert main(["console", "user", "remove", "ana"]) == 0
+    assert main(["console", "user", "remove", "ana"]) != 0
+    assert "there is no account 'ana'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"certificate": "missing.pem", "certificate_key": "missing.key", "host": "0.0.0.0"},
+        {"certificate": "missing.pem", "host": "0.0.0.0"},
+        {"public_url": "http://lab.example"},
+        {"public_url": "https://lab.example/console"},
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="console"):
+        ConsoleConfig(**settings)

@@ -1,0 +1,220 @@
+"""The console's episodes: list, pictures, traces, labels, export, and hostile requests."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from console_kit import STEPS, SimulatedRun, write_episode
+
+from hal.state_database import AuditLog, read_audit_log
+from user_sys.console import server as console_server
+from user_sys.console.access import MAX_BODY_BYTES
+from user_sys.console.server import ConsoleServer
+from user_sys.console.videos import EpisodeVideos
+from user_sys.interchange.lerobot_format import VideoReader
+from user_sys.store.labels import queued_files
+from user_sys.store.maintenance import add_labels
+from user_sys.store.store import StoreReader
+
+VENDORED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+"""uPlot 1.6.32 (MIT), with the SHA-256 of its files in the npm package."""
+
+
+@dataclass
+class Site:
+    """A signed-in browser without a page."""
+
+    browser: httpx.Client
+    run: Path
+    origin: str
+
+    def get(self, path: str, **query: str) -> Any:
+        return self.browser.get(path, params=query)
+
+    def post(self, path: str, **content: Any) -> Any:
+        return self.browser.post(path, json={"person": "ana", **content}, headers={"origin": self.origin})
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    simulated, log = SimulatedRun(), AuditLog(tmp_path / "audit")
+    server = ConsoleServer(simulated.hub, audit=log.write, store=tmp_path / "store")
+    address = server.start()
+    origin = address.partition("/?")[0]
+    with httpx.Client(base_url=origin, trust_env=False, timeout=60) as browser:
+        browser.get(address)
+        yield Site(browser, tmp_path, origin)
+    server.stop()
+    log.close()
+
+
+def test_video_has_a_frame_for_each_step_and_the_cache_is_bounded(site: Site) -> None:
+    store, folder = site.run / "store", site.run / "videos"
+    write_episode(store, "panda-0-1")
+    played = site.get("/api/episodes/panda-0-1/video")
+    assert played.headers["content-type"] == "video/mp4" and played.content[4:8] == b"ftyp"
+    (file,) = folder.iterdir()
+    frames = list(VideoReader(file).read(0.0, STEPS, 10.0))
+    assert frames[0].shape == (48, 128, 3)
+    assert abs(float(frames[5][:, :60].mean()) - 80) < 4, "front repeats the picture of step 4"
+    assert abs(float(frames[5][:20, 68:84].mean()) - 150) < 4, "wrist"
+    file.write_bytes(played.content[:8])  # it is not encoded again
+    part = site.browser.get("/api/episodes/panda-0-1/video", headers={"range": "bytes=4-7"})
+    assert (part.status_code, part.headers["content-range"]) == (206, "bytes 4-7/8")
+    write_episode(store, "panda-0-2")
+    newer = EpisodeVideos(store, folder, max_bytes=file.stat().st_size).file("panda-0-2", 10.0)
+    assert list(folder.iterdir()) == [newer]
+    assert site.get("/api/episodes/panda-0-3/video").status_code == 400
+
+
+def store_queued_labels(store: Path, stop: threading.Event) -> None:
+    """Does what a gateway does with queued labels."""
+    while not stop.wait(0.05):
+        if queued_files(store):
+            add_labels(store, ())
+
+
+@pytest.fixture
+def gateway(site: Site) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=store_queued_labels, args=(site.run / "store", stop))
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def test_episodes_are_listed_newest_first_and_filtered(site: Site) -> None:
+    assert site.get("/api/episodes").json()["episodes"] == [], "a run without a store yet"
+    write_episode(site.run / "store", "a", success=True)
+    write_episode(site.run / "store", "b", success=False, task="reach")
+    found = site.get("/api/episodes").json()
+    assert [each["episode"] for each in found["episodes"]] == ["b", "a"]
+    assert (found["matching"], found["robots"], found["tasks"]) == (2, ["panda-0"], ["lift", "reach"])
+    for query, expected in (
+        ({"success": "yes"}, ["a"]),
+        ({"task": "reach"}, ["b"]),
+        ({"phase": "policy"}, []),
+        ({"phase": "person", "robot": "panda-0", "version": "7"}, ["b", "a"]),
+        ({"version": "8"}, []),
+        ({"date": "1999-01-01"}, []),
+    ):
+        assert [each["episode"] for each in site.get("/api/episodes", **query).json()["episodes"]] == expected, query
+
+
+def test_detail_has_capture_steps_phases_and_traces(site: Site) -> None:
+    write_episode(site.run / "store", "a")
+    detail = site.get("/api/episodes/a").json()
+    front, wrist = detail["cameras"]
+    assert front["captured_step"][:4] == [0, 0, 2, 2], "every other picture is missing"
+    assert wrist["captured_step"] == list(range(STEPS))
+    assert detail["phases"] == ["policy"] * 6 + ["correction"] * 6
+    assert [trace["title"] for trace in detail["traces"]] == ["reward", "action 0", "action 1", "action 2"]
+    picture = site.get("/api/episodes/a/pictures/observation.images.wrist/3")
+    assert picture.headers["content-type"] == "image/jpeg" and picture.content.startswith(b"\xff\xd8")
+
+
+@pytest.mark.usefixtures("gateway")
+def test_label_is_stored_shown_and_audited(site: Site) -> None:
+    write_episode(site.run / "store", "a", success=True)
+    assert site.get("/api/episodes/a").json()["traces"][0]["curves"]["reward"][-1] == 1
+    assert site.post("/api/episodes/a/label", success="no", note="it slipped").json() == {"stored": True}
+    detail = site.get("/api/episodes/a").json()
+    assert detail["summary"]["success"] is False and detail["labels"] == ["ana: success no (it slipped)"]
+    assert detail["traces"][0]["curves"]["reward"][-1] == 0
+    assert site.post("/api/episodes/a/label", deleted=True).json() == {"stored": True}
+    assert site.get("/api/episodes/a").json()["summary"]["deleted"]
+    assert site.post("/api/episodes/a/label", deleted=False).json() == {"stored": True}
+    orders = [each for each in read_audit_log(site.run / "audit") if each.event == "order"]
+    assert [(each.person, each.order) for each in orders][0] == ("ana", "label a: success no, note it slipped")
+
+
+@pytest.mark.usefixtures("gateway")
+def test_episode_is_marked_trimmed_and_restored_by_undo(site: Site) -> None:
+    write_episode(site.run / "store", "a", success=True)
+
+    def label(**given: Any) -> dict[str, Any]:
+        assert site.post("/api/episodes/a/label", **given).json() == {"stored": True}
+        found: dict[str, Any] = site.get("/api/episodes/a").json()
+        return found
+
+    def sampled() -> list[int]:
+        with StoreReader.open(site.run / "store") as store:
+            store.refresh()
+            assert store.index.steps.truncated.any() == (store.index.steps.alive.sum() < STEPS)
+            return np.flatnonzero(store.index.steps.alive).tolist()
+
+    assert set(label(demonstration=True)["phases"]) == {"teleop"}
+    assert label(kept=[2, 8])["kept"] == [2, 8] and sampled() == [*range(2, 9)]
+    assert label(kept=[1, 5])["labels"][0] == "ana: keep steps 1 to 5" and sampled() == [*range(1, 6)]
+    assert label(undo=True)["kept"] == [2, 8] and sampled() == [*range(2, 9)]
+    label(undo=True)
+    assert label(undo=True)["phases"] == ["policy"] * 6 + ["correction"] * 6 and sampled() == [*range(STEPS)]
+    assert "no label to undo" in site.post("/api/episodes/a/label", undo=True).text
+    assert "cannot be kept" in site.post("/api/episodes/a/label", kept=[3, 99]).text
+    orders = [each.order for each in read_audit_log(site.run / "audit") if each.event == "order"]
+    assert orders[:2] == ["label a: demonstration True", "label a: kept (2, 8)"]
+
+
+def test_export_writes_into_the_run(site: Site) -> None:
+    write_episode(site.run / "store", "a")
+    folder = Path(site.post("/api/episodes/a/export", format="mcap").json()["folder"])
+    assert folder.parent == site.run / "exports" and list(folder.rglob("*.mcap"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/episodes/none",
+        "/api/episodes/a/pictures/observation.images.front/1",
+        "/api/episodes/a/pictures/no-camera/0",
+        "/api/episodes/a/pictures/observation.images.front/-1",
+        "/api/episodes?success=maybe",
+        "/api/episodes?limit=1",
+    ],
+)
+def test_wrong_request_gets_one_line(site: Site, path: str) -> None:
+    write_episode(site.run / "store", "a")
+    answer = site.browser.get(path)
+    assert answer.status_code == 400 and answer.text.count("\n") == 1
+
+
+@pytest.mark.parametrize("episode", ["..%2F..%2Fetc", "none"])
+def test_unknown_episode_is_neither_labelled_nor_exported(site: Site, episode: str) -> None:
+    write_episode(site.run / "store", "a")
+    for act, content in (("label", {"success": "yes"}), ("export", {"format": "mcap"})):
+        assert site.post(f"/api/episodes/{episode}/{act}", **content).status_code in (400, 404)
+    assert not queued_files(site.run / "store") and not (site.run / "exports").exists()
+
+
+def test_order_from_elsewhere_or_malformed_is_refused(site: Site) -> None:
+    write_episode(site.run / "store", "a")
+    body = {"person": "ana", "success": "no"}
+    path = "/api/episodes/a/label"
+    assert site.browser.post(path, json=body).status_code == 403, "a page always names its origin"
+    assert site.browser.post(path, json=body, headers={"origin": "http://evil.example"}).status_code == 403
+    with httpx.Client(base_url=site.origin, trust_env=False) as stranger:
+        assert stranger.post(path, json=body, headers={"origin": site.origin}).status_code == 401
+    assert site.browser.post("/episodes", headers={"origin": site.origin}).status_code == 405
+    too_long = "x" * (MAX_BODY_BYTES + 1)
+    assert site.browser.post(path, content=too_long, headers={"origin": site.origin}).status_code == 413
+    for content in ({}, {"success": "maybe"}, {"person": "<b>", "success": "no"}, {"unknown": 1}):
+        assert site.post(path, **content).status_code == 400, content
+    assert not queued_files(site.run / "store")
+
+
+def test_vendored_files_are_unchanged() -> None:
+    folder = Path(console_server.__file__).parent / "static/vendor"
+    assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()} == VENDORED

@@ -1,0 +1,93 @@
+"""A policy whose weights arrive while it acts: when it swaps, and what it reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from hal.spec import Array, RobotSpec
+from user_sys.errors import PolicyUnavailable
+from user_sys.inference.live_policy import LivePolicy
+from user_sys.messages import WeightsApplied
+from user_sys.policies.conformance import example_observation, example_spec
+from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
+
+OBSERVATION = example_observation(np.random.default_rng(0))
+
+
+class Constant(Policy):
+    """Acts with its weight."""
+
+    def __init__(self, spec: RobotSpec) -> None:
+        self._actions = np.zeros((1, *spec.action.shape), np.float32)
+
+    def act(self, observation: object, sentence: str, *, deterministic: bool, context: object = None) -> ActionChunk:
+        return ActionChunk(self._actions, np.zeros(1, np.float32))
+
+    def load(self, weights: object) -> None:
+        self._actions = self._actions + weights["value"]  # type: ignore[index]
+
+
+class SilentClient:
+    """A tunnel client without a gateway, which keeps its reports."""
+
+    def __init__(self) -> None:
+        self.sent: list[WeightsApplied] = []
+
+    def send(self, message: WeightsApplied) -> bool:
+        self.sent.append(message)
+        return True
+
+    def send_weights(self, message: object) -> bool:
+        return False
+
+
+class World:
+    def __init__(self, keys: Path, *, explore: bool, swap_at: Literal["chunk", "episode"] = "chunk") -> None:
+        self.policies, self.client = DoubleBufferedPolicy(lambda: Constant(example_spec())), SilentClient()
+        config = ReceiverConfig(swap_at=swap_at)
+        self.policy = LivePolicy(self.policies, self.client, "left", config, keys, None, explore=explore)  # type: ignore[arg-type]
+
+    def load(self, version: int) -> None:
+        self.policies.load(version, {"value": np.float32(1.0)})
+
+    def act(self) -> int:
+        """The version that acts."""
+        chunk: Array = self.policy.act(OBSERVATION, "", deterministic=True).actions
+        assert chunk.shape == (1, 2)
+        return self.policy.version
+
+
+def test_policy_without_weights_holds_unless_it_may_explore(tmp_path: Path) -> None:
+    assert World(tmp_path, explore=True).act() == -1
+    world = World(tmp_path, explore=False)
+    with pytest.raises(PolicyUnavailable, match="waiting for weights"):
+        world.act()
+    assert world.policy.awaits_weights
+    world.load(1)
+    assert world.act() == 1 and not world.policy.awaits_weights
+
+
+def test_weights_are_swapped_between_chunks_and_reported(tmp_path: Path) -> None:
+    world = World(tmp_path, explore=True)
+    for version in (1, 2, 3):
+        world.load(version)
+        assert world.act() == version
+    assert [report.version for report in world.client.sent] == [1, 2, 3]
+    world.load(4)
+    world.policy.pause()
+    assert world.policy.version == 4
+
+
+def test_weights_are_swapped_between_episodes_only(tmp_path: Path) -> None:
+    world = World(tmp_path, explore=True, swap_at="episode")
+    world.load(1)
+    world.policy.pause()
+    assert world.act() == -1
+    world.policy.begin_episode()
+    world.load(2)
+    assert world.act() == 1

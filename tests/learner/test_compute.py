@@ -1,0 +1,132 @@
+"""How a learner computes: parts of a batch, recomputed activations, bfloat16, and too little memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hal.spec import RobotSpec
+from user_sys.algorithms.algorithm import Algorithm, policy_arrays, save_state
+from user_sys.algorithms.bc import Bc, BcSettings
+from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for, train_together, train_with
+from user_sys.algorithms.distributed import TrainingGroup
+from user_sys.codec import Array
+from user_sys.errors import ConfigError, RunError
+from user_sys.learner import trainer
+from user_sys.learner.config import ComputeConfig, LearnerConfig
+from user_sys.learner.trainer import TrainingStep, blocks_of, planned_module, require_memory
+from user_sys.plugins import load_policy
+from user_sys.policies.conformance import example_spec
+from user_sys.policies.policy import Policy
+from user_sys.policies.trainable import apply_train_settings
+
+torch.set_num_threads(1)
+HOST = torch.device("cpu")
+PARTS, SAMPLES = 4, 16
+VLA = {"width": 32, "heads": 2, "prefix_layers": 2, "expert_layers": 2, "shift": 0, "flow_draws": 1}
+
+
+class PlainBc(Bc):
+    """Clones without noise and times that are drawn, so that parts of a batch sum up to the whole."""
+
+    def update(self, batch: Any, number: int) -> None:
+        context = self.actor.encode(batch.observation)
+        x_t = self.actor.scale_action(batch.action)
+        velocity = self.actor.velocity(x_t, torch.full((len(x_t),), 0.5), context)
+        loss = (velocity - x_t).square().mean((1, 2))
+        self.optimizers["actor"].zero_grad()
+        loss.mean().backward()
+        self.optimizers["actor"].step()
+        self._loss = loss.detach()
+
+
+def algorithm(kind: str = "vla", options: dict[str, Any] | None = None) -> PlainBc:
+    torch.manual_seed(0)
+    policy, settings = load_policy(kind, VLA if options is None else options)
+    module = apply_train_settings(policy.make_module(example_spec(), settings=settings), settings)
+    made = PlainBc(BcSettings(acting_rate=1.0), module, example_spec())
+    made.optimizers = {"actor": torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.1)}
+    return made
+
+
+def trained(config: ComputeConfig, updates: int = 2) -> dict[str, Array]:
+    made = algorithm()
+    step = TrainingStep(made, config, HOST)
+    for number in range(updates):
+        batch = example_batch_for(made.data, np.random.default_rng(number), SAMPLES).with_sentences(
+            made.actor.encode_sentences(("lift the cube", "reach the green target"))
+        )
+        each = SAMPLES // config.parts
+        for part in range(config.parts):
+            step.update(batch.rows(slice(part * each, (part + 1) * each)), number, part)
+    return policy_arrays(made.policy)
+
+
+def test_parts_of_a_batch_count_as_one_batch() -> None:
+    whole, parts = trained(ComputeConfig()), trained(ComputeConfig(parts=PARTS))
+    for name, value in whole.items():
+        np.testing.assert_allclose(parts[name], value, atol=2e-6, err_msg=name)
+    assert any(not np.array_equal(value, trained(ComputeConfig(), 1)[name]) for name, value in whole.items())
+
+
+class _Adapters(AlgorithmConformance):
+    train: dict[str, Any] = {"mode": "lora", "targets": ["layers"], "rank": 2}
+
+    def make(self, spec: RobotSpec) -> Algorithm:
+        return algorithm("flow", {"hidden": [16, 16], "train": self.train})
+
+    def policy(self, spec: RobotSpec) -> Policy:
+        raise NotImplementedError
+
+
+class _Expert(_Adapters):
+    train = {"mode": "modules", "modules": ["layers.3"]}
+
+
+@pytest.mark.parametrize("suite", [_Expert, pytest.param(_Adapters, marks=pytest.mark.slow)])  # peft takes seconds
+def test_two_processes_have_the_gradient_of_one(suite: type[_Adapters]) -> None:
+    one, both = train_with(suite(), TrainingGroup(), 3), train_together(suite)
+    start = {name: value for name, value in save_state(suite().make_seeded(0)).items() if name in one}
+    assert any(not np.array_equal(value, start[name]) for name, value in one.items())
+    for network in both:
+        for name, value in one.items():
+            np.testing.assert_allclose(network[name], value, atol=1e-6, err_msg=name)
+
+
+def test_recomputed_activations_give_the_same_update() -> None:
+    made = algorithm()
+    assert len(list(blocks_of(made.actor))) == 4
+    plain, recomputed = trained(ComputeConfig()), trained(ComputeConfig(recompute=True))
+    for name, value in plain.items():
+        np.testing.assert_allclose(recomputed[name], value, atol=1e-6, err_msg=name)
+
+
+def test_bfloat16_is_close_and_keeps_the_weights_as_they_are() -> None:
+    plain, rounded = trained(ComputeConfig()), trained(ComputeConfig(precision="bf16"))
+    assert {value.dtype for value in rounded.values()} == {np.dtype(np.float32)}
+    assert any(not np.array_equal(rounded[name], value) for name, value in plain.items())
+    for name, value in plain.items():
+        np.testing.assert_allclose(rounded[name], value, atol=0.02, err_msg=name)
+
+
+def test_too_little_memory_ends_before_the_policy_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, settings = load_policy("vla", {"width": 2048, "heads": 16, "prefix_layers": 18, "expert_layers": 18})
+    monkeypatch.setattr(trainer, "free_memory_bytes", lambda: 16_000_000_000)
+
+    def planned() -> torch.nn.Module:
+        found = planned_module(lambda: policy.make_module(example_spec(), settings=settings), settings)
+        assert found is not None
+        return found
+
+    with pytest.raises(RunError, match=r"needs about 38.0 GB for 6.33 GB of weights that train and 0.00 GB .* 16.0 GB"):
+        require_memory(planned(), HOST)
+    _, settings = load_policy("vla", VLA)
+    require_memory(planned(), HOST)
+
+
+def test_parts_must_divide_the_batch() -> None:
+    with pytest.raises(ConfigError, match="2 processes in 3 parts .* of 16 .* processes times compute.parts"):
+        LearnerConfig(batch_size=16, processes=2, compute=ComputeConfig(parts=3))

@@ -1,0 +1,25 @@
+"""The policy `lerobot` where LeRobot is not installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from user_sys.errors import ConfigError
+from user_sys.plugins import load_policy
+from user_sys.policies.conformance import example_spec
+
+
+@pytest.mark.skipif(find_spec("lerobot") is not None, reason="LeRobot is installed")
+def test_a_missing_lerobot_is_named() -> None:
+    kind, settings = load_policy("lerobot", {"type": "act"})
+    for call in (kind.select_cameras, lambda spec, options: kind(spec, settings=options)):
+        with pytest.raises(ConfigError, match="needs LeRobot .*pip install"):
+            call(example_spec(), settings)
+
+
+def test_contradictory_settings_are_refused() -> None:
+    for options in ({"path": "a", "cameras": ["front"]}, {"tokenizer": "words"}, {"statistics": "checkpoint"}):
+        with pytest.raises(ConfigError, match="path"):
+            load_policy("lerobot", options)

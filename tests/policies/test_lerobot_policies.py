@@ -1,0 +1,414 @@
+"""LeRobot's policies with LeRobot itself, in its environments: ``make test-lerobot``."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from lerobot_policies_kit import edit_config, make_checkpoint, make_pi, small_settings
+from run_kit import user_sys
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hal.errors import SpecError
+from hal.spec import Array, RobotSpec
+from robots.fake import FakeRobotConfig, fake_spec
+from user_sys.algorithms.algorithm import (
+    Algorithm,
+    TensorBatch,
+    load_generators,
+    load_state,
+    policy_arrays,
+    save_state,
+)
+from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for
+from user_sys.algorithms.dsrl import Dsrl, DsrlSettings
+from user_sys.algorithms.hg_dagger import HgDagger, HgDaggerSettings
+from user_sys.errors import ConfigError
+from user_sys.plugins import load_policy
+from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
+from user_sys.policies.lerobot import LeRobotNetwork, LeRobotPolicy, lerobot_version
+from user_sys.policies.lerobot_checkpoint import LeRobotSettings
+from user_sys.policies.policy import Policy
+from user_sys.policies.trainable import TrainSettings, apply_train_settings
+from user_sys.store.store import StoreReader
+
+pytest.importorskip("lerobot")  # only its environments have it
+pytestmark = [pytest.mark.lerobot, pytest.mark.filterwarnings("ignore")]
+torch.set_num_threads(1)
+SPEC, SENTENCE = example_spec(), "lift the cube"
+HAS_PI0 = not lerobot_version().startswith("0.4")
+PI = ("pi0", "pi05")
+FROM_0_5 = pytest.mark.skipif(not HAS_PI0, reason="0.5 on")
+KINDS = ["act", "diffusion", "smolvla", *(pytest.param(kind, marks=FROM_0_5) for kind in PI)]
+FRONT = {"cameras": ("front",)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lerobot")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder: Path) -> Iterator[dict[str, LeRobotSettings]]:
+    """A checkpoint of each kind, from LeRobot's own `save_pretrained`."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = {kind: make_checkpoint(kind, SPEC, folder, **FRONT) for kind in ("act", "diffusion", "smolvla")}
+        if HAS_PI0:
+            made |= {kind: make_pi(kind, SPEC, folder, patch) for kind in PI}
+        yield made
+
+
+def module_of(settings: LeRobotSettings, seed: int = 0) -> LeRobotNetwork:
+    torch.manual_seed(seed)
+    module = LeRobotPolicy.make_module(SPEC, settings=settings)
+    assert isinstance(module, LeRobotNetwork)
+    return module
+
+
+def trainer_of(settings: LeRobotSettings, seed: int = 0) -> HgDagger:
+    return HgDagger(HgDaggerSettings(acting_rate=1.0), module_of(settings, seed), SPEC)
+
+
+def batch_of(algorithm: Algorithm, seed: int = 0, n: int = 8) -> TensorBatch:
+    return example_batch_for(algorithm.data, np.random.default_rng(seed), n)
+
+
+def loss_of(module: LeRobotNetwork, batch: TensorBatch) -> Tensor:
+    assert batch.mask is not None
+    return module.batch_loss(batch.observation, batch.instructions(), batch.action, batch.mask).detach()
+
+
+class TestAct(PolicyConformance):
+    kind = "act"
+    folder: ClassVar[Path]
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, folder: Path) -> None:
+        type(self).folder = folder
+
+    def settings(self) -> LeRobotSettings:
+        return small_settings(self.kind, self.folder, **FRONT)
+
+    def make(self, spec: RobotSpec) -> Policy:
+        return LeRobotPolicy(spec, settings=self.settings())
+
+    def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
+        return policy_arrays(module_of(self.settings(), seed))
+
+
+class TestDiffusion(TestAct):
+    kind = "diffusion"
+
+
+class TestSmolVla(TestAct):
+    kind = "smolvla"
+
+
+class TestHgDaggerOnAct(AlgorithmConformance):
+    def settings(self) -> LeRobotSettings:
+        return small_settings("act", Path(), **FRONT)
+
+    def make(self, spec: RobotSpec) -> Algorithm:
+        return HgDagger(HgDaggerSettings(), LeRobotPolicy.make_module(spec, settings=self.settings()), spec)
+
+    def policy(self, spec: RobotSpec) -> Policy:
+        return LeRobotPolicy(spec, settings=self.settings())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_trains_and_resumes_bit_identically(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    straight, resumed = trainer_of(checkpoints[kind]), trainer_of(checkpoints[kind])
+    losses = []
+    for number in range(6):
+        straight.update(batch_of(straight, number % 2), number)
+        losses.append(straight.scalars()["imitation_loss"])
+        if number == 2:
+            saved = save_state(straight)
+    end = save_state(straight)
+    load_state(resumed, saved)
+    load_generators(saved)
+    for number in range(3, 6):
+        resumed.update(batch_of(resumed, number % 2), number)
+    for name, value in save_state(resumed).items():
+        np.testing.assert_array_equal(value, end[name], err_msg=name)
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_actions_past_the_end_carry_no_loss(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    module = module_of(checkpoints[kind]).eval() if kind != "act" else module_of(checkpoints[kind])
+    batch, losses = batch_of(trainer_of(checkpoints[kind])), []
+    batch.mask[:, 1:] = False  # type: ignore[index]  # a batch of chunks
+    for value in (0.0, 1e-3):
+        torch.manual_seed(0)
+        action = batch.action.clone()
+        action[:, 1:] += value
+        torch.manual_seed(0)
+        losses.append(loss_of(module, replace(batch, action=action)))
+    if kind in ("smolvla", *PI):  # their network sees the noisy chunk, padding included
+        assert (losses[0] - losses[1]).abs().max() < 1e-4
+        mask = torch.zeros_like(batch.mask)
+        torch.manual_seed(0)
+        assert loss_of(module, replace(batch, mask=mask)).abs().max() == 0
+    else:
+        assert (losses[0] - losses[1]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lerobot_loads_the_result_and_acts_alike(
+    kind: str, checkpoints: dict[str, LeRobotSettings], tmp_path: Path
+) -> None:
+    algorithm = trainer_of(checkpoints[kind])
+    for number in range(3):
+        algorithm.update(batch_of(algorithm), number)
+    policy = LeRobotPolicy(SPEC, settings=checkpoints[kind])
+    policy.load(policy_arrays(algorithm.policy))
+    policy.export(tmp_path / "saved")
+    observation = example_observation(np.random.default_rng(3))
+    noise = None if policy.module.noise_shape is None else torch.randn(1, *policy.module.noise_shape)
+    expected = lerobot_actions(tmp_path / "saved", observation, noise)
+    tensors = {name: torch.from_numpy(value)[None] for name, value in observation.items()}
+    torch.manual_seed(5)
+    found = policy.module.chunks_from_noise(tensors, [SENTENCE], noise)[0]
+    np.testing.assert_allclose(found[: len(expected)].numpy(), expected, atol=1e-5)
+    assert not np.allclose(lerobot_actions(checkpoints[kind].path, observation, noise), expected, atol=1e-4)  # type: ignore[arg-type]  # it has one
+
+
+def test_adapters_are_merged_for_lerobot(checkpoints: dict[str, LeRobotSettings], tmp_path: Path) -> None:
+    settings = replace(checkpoints["smolvla"], train=TrainSettings("lora", targets=("lm_expert",), rank=2))
+    module = apply_train_settings(module_of(settings), settings)
+    algorithm = HgDagger(HgDaggerSettings(acting_rate=1.0, learning_rate=0.05), module, SPEC)
+    assert sum(each.numel() for each in module.parameters() if each.requires_grad) < 5000
+    for number in range(3):
+        algorithm.update(batch_of(algorithm), number)
+    policy = LeRobotPolicy(SPEC, settings=settings)
+    policy.load(policy_arrays(algorithm.policy))
+    policy.export(tmp_path / "saved")
+    observation = example_observation(np.random.default_rng(3))
+    noise = torch.randn(1, *policy.module.noise_shape)
+    tensors = {name: torch.from_numpy(value)[None] for name, value in observation.items()}
+    found = policy.module.chunks_from_noise(tensors, [SENTENCE], noise)[0].numpy()
+    np.testing.assert_allclose(found, lerobot_actions(tmp_path / "saved", observation, noise), atol=1e-5)
+    before = lerobot_actions(checkpoints["smolvla"].path, observation, noise)  # type: ignore[arg-type]  # it has one
+    assert not np.allclose(found, before, atol=1e-4)
+
+
+def lerobot_actions(path: Path, observation: dict[str, Array], noise: Tensor | None) -> Array:
+    """The first actions by LeRobot's own loading and `select_action`, as its robots call them."""
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(path)
+    policy = get_policy_class(config.type).from_pretrained(path, config=config)
+    before, after = make_pre_post_processors(config, pretrained_path=str(path))
+    frame: dict[str, Any] = {"task": SENTENCE}
+    for name in config.input_features:
+        value = torch.from_numpy(observation[name])
+        frame[name] = value.permute(2, 0, 1) / 255 if value.ndim == 3 else value
+    policy.reset()
+    torch.manual_seed(5)
+    options = {} if noise is None else {"noise": noise}
+    if config.type in ("smolvla", *PI):
+        return after(policy.predict_action_chunk(before(frame), **options))[0].numpy()
+    return np.stack([after(policy.select_action(before(frame), **options))[0].numpy() for _ in range(2)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_as_fast_as_a_bare_loop(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    """The adapter, its batches and HG-DAgger beside LeRobot's policy, its processors and the same optimizer."""
+    algorithm = HgDagger(HgDaggerSettings(), module_of(checkpoints[kind]), SPEC)
+    batch, bare = batch_of(algorithm, n=32), module_of(checkpoints[kind])
+    inputs = {"observation.state": batch.observation["observation.state"], "action": batch.action}
+    for name in bare.network.config.input_features:
+        value = batch.observation[name]
+        value = value.permute(0, 3, 1, 2) / 255 if value.ndim == 4 else value
+        inputs[name] = value[:, None] if kind == "diffusion" else value
+    tasks = batch.instructions()
+    trained = [each for each in bare.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(trained, 1e-3, fused=True)
+    mean = [torch.empty_like(each).copy_(each.detach()) for each in bare.parameters()]
+
+    def plain() -> None:
+        prepared = bare.processors.prepare({**inputs, "task": tasks, "action_is_pad": ~batch.mask})  # type: ignore[operator]  # bool
+        loss = bare.network(prepared)[0]
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 10.0)
+        optimizer.step()
+        torch._foreach_lerp_(mean, [each.detach() for each in bare.parameters()], 0.01)
+
+    spent: dict[str, list[float]] = {"ours": [], "plain": []}
+    for number in range(12):
+        for name, call in (("plain", plain), ("ours", lambda: algorithm.update(batch, number))):  # noqa: B023  # called at once
+            started = time.perf_counter()
+            call()
+            spent[name].append(time.perf_counter() - started)
+    ours, bare_s = (float(np.median(spent[name][2:])) for name in ("ours", "plain"))
+    print(f"{kind}: {32 / ours:.0f} samples/s, a bare loop {32 / bare_s:.0f}: {bare_s / ours:.2f}")
+    assert bare_s / ours > 0.7
+
+
+def test_dsrl_steers_a_checkpoint(checkpoints: dict[str, LeRobotSettings]) -> None:
+    """Its noise is trained, and its weights stay."""
+    for kind in ("diffusion", "smolvla"):
+        options = {"base": "lerobot", "base_options": {"path": str(checkpoints[kind].path)}, "cameras": ["front"]}
+        found, settings = load_policy("steered", options | {"pictures": True, "picture_size": 8})
+        algorithm = Dsrl(DsrlSettings(critic_hidden=(32,), critics=2), found.make_module(SPEC, settings=settings), SPEC)
+        before = policy_arrays(algorithm.policy)
+        for number in range(3):
+            algorithm.update(batch_of(algorithm), number)
+        after = policy_arrays(algorithm.policy)
+        changed = {name for name in before if not np.array_equal(before[name], after[name])}
+        assert changed and not any(name.startswith("base.") for name in changed)
+        policy = found(SPEC, settings=settings)
+        policy.load(after)
+        assert len(policy.act(example_observation(np.random.default_rng(0)), SENTENCE, deterministic=True).actions) == 4
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def act(checkpoints: dict[str, LeRobotSettings], tmp_path: Path) -> LeRobotSettings:
+    """A copy of the checkpoint of ACT, to be spoiled."""
+    assert checkpoints["act"].path is not None
+    shutil.copytree(checkpoints["act"].path, tmp_path / "copy")
+    return LeRobotSettings(path=tmp_path / "copy")
+
+
+def message(kind: type[Exception], settings: LeRobotSettings, spec: RobotSpec = SPEC) -> str:
+    with pytest.raises(kind) as raised:
+        LeRobotPolicy(spec, settings=settings)
+    text = str(raised.value)
+    assert "\n" not in text
+    return text
+
+
+def larger_camera() -> RobotSpec:
+    front, wrist = SPEC.cameras
+    return msgspec.structs.replace(SPEC, cameras=(msgspec.structs.replace(front, height=48), wrist))
+
+
+def test_a_checkpoint_of_another_robot_is_refused(act: LeRobotSettings) -> None:
+    without = msgspec.structs.replace(SPEC, cameras=SPEC.cameras[1:])
+    assert "reads observation.images.front" in message(SpecError, act, without)
+    text = message(SpecError, act, larger_camera())
+    assert "32x24" in text and "32x48" in text and "resize" in text
+    action = msgspec.structs.replace(SPEC.action, labels=("a",), units=("m",), low=(0.0,), high=(1.0,))
+    text = message(SpecError, act, msgspec.structs.replace(SPEC, action=action, neutral=(0.0,), gripper=None))
+    assert "actions of 2 elements" in text and "takes 1" in text
+
+
+def test_another_size_of_pictures_can_be_scaled(act: LeRobotSettings) -> None:
+    spec = larger_camera()
+    policy = LeRobotPolicy(spec, settings=replace(act, resize=True))
+    policy.load(policy_arrays(LeRobotPolicy.make_module(spec, settings=replace(act, resize=True))))
+    front = spec.cameras[0]
+    observation = example_observation(np.random.default_rng(0)) | {front.feature: np.zeros(front.shape, np.uint8)}
+    assert len(policy.act(observation, SENTENCE, deterministic=True).actions) == 4
+
+
+def test_a_camera_can_have_another_name_in_the_checkpoint(act: LeRobotSettings) -> None:
+    assert act.path is not None
+    for path in (*act.path.glob("*.json"),):
+        path.write_text(path.read_text().replace("observation.images.front", "observation.images.top"))
+    assert "rename_map" in message(SpecError, act)
+    renamed = replace(act, rename_map={"observation.images.front": "observation.images.top"}, statistics="bounds")
+    assert LeRobotPolicy(SPEC, settings=renamed).cameras == ("front",)
+
+
+def test_a_checkpoint_of_another_version_is_refused(act: LeRobotSettings) -> None:
+    assert act.path is not None
+    edit_config(act, field_of_tomorrow=1)
+    assert "another version of LeRobot" in message(ConfigError, act)
+    edit_config(act, type="tdmpc")
+    assert "'tdmpc'" in message(ConfigError, act)
+    (act.path / "config.json").unlink()
+    assert "no config.json" in message(ConfigError, act)
+
+
+def test_missing_parts_are_named(act: LeRobotSettings) -> None:
+    assert act.path is not None
+    for states in act.path.glob("policy_preprocessor_*.safetensors"):
+        states.unlink()
+    assert "LeRobot" in message(ConfigError, act)
+    (act.path / "policy_preprocessor.json").unlink()
+    assert "migrate_policy_normalization" in message(ConfigError, act)
+    (act.path / "model.safetensors").unlink()
+    assert "no model.safetensors" in message(ConfigError, act)
+    assert "hub gives no config.json" in message(ConfigError, LeRobotSettings(path=Path("nobody/nothing")))
+
+
+def test_missing_statistics_are_named(act: LeRobotSettings) -> None:
+    from lerobot.policies.factory import make_pre_post_processors
+
+    module = module_of(act)
+    for pipeline in make_pre_post_processors(module.network.config, dataset_stats=None):
+        pipeline.save_pretrained(act.path)
+    assert "no statistics of observation" in message(ConfigError, act)
+    assert LeRobotPolicy(SPEC, settings=replace(act, statistics="bounds")).cameras == ("front",)
+    assert "stats.json" in message(ConfigError, replace(act, statistics="/nowhere"))
+
+
+def test_a_missing_tokenizer_or_sentence_is_named(checkpoints: dict[str, LeRobotSettings], tmp_path: Path) -> None:
+    text = message(ConfigError, replace(checkpoints["smolvla"], tokenizer=str(tmp_path / "none")))
+    assert "policy.options.tokenizer" in text
+    algorithm = trainer_of(checkpoints["smolvla"])
+    with pytest.raises(ConfigError, match="instruction"):
+        algorithm.update(replace(batch_of(algorithm), sentences=("", "")), 0)
+
+
+def test_a_history_is_repeated_on_request_only(folder: Path) -> None:
+    settings = small_settings("diffusion", folder, **FRONT)
+    settings = replace(settings, config=settings.config | {"n_obs_steps": 2})
+    assert "repeat_observation" in message(ConfigError, settings)
+    repeated = replace(settings, repeat_observation=True)
+    algorithm = HgDagger(HgDaggerSettings(), module_of(repeated), SPEC)
+    algorithm.update(batch_of(algorithm), 0)
+    assert algorithm.actor.chunk_length == 7  # LeRobot's eight begin with the action before the present one
+
+
+# A whole run ---------------------------------------------------------------------------------------------------------
+
+RUN = """
+robots:
+  - {name: left, driver: fake, task: reach, frame_stride: 1, options: {cameras: [front], image_size: 32}}
+policy: {kind: lerobot, device: cpu, options: {path: CHECKPOINT}}
+demonstrations: {episodes: 2}
+learner: {algorithm: hg_dagger, max_updates: 30, batch_size: 8, warmup_updates: 5}
+evaluation: {episodes: 1, video_episodes: 0}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+def test_a_run_trains_swaps_resumes_and_is_exported(tmp_path: Path) -> None:
+    spec = fake_spec(FakeRobotConfig(cameras=("front",), image_size=32))
+    make_checkpoint("smolvla", spec, tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN.replace("CHECKPOINT", "smolvla"))  # beside the run; it gets absolute
+    run, saved = tmp_path / "runs" / "tuned", tmp_path / "saved"
+    with user_sys(tmp_path, "train", "run.yaml", "--name", "tuned") as launch:
+        assert launch.wait() == 0, launch.err
+    with user_sys(tmp_path, "train", "--resume", run, "--learner.max_updates=60") as launch:
+        assert launch.wait() == 0, launch.err
+    with StoreReader.open(run / "store") as reader:
+        reader.refresh()
+        assert max(episode.policy_versions[1] for episode in reader.episodes()) > 1, "it acts with what was learned"
+    log = (run / "logs" / "learner.log").read_text()
+    assert "learner.resumed updates=30" in log and "updates=60" in log
+    with user_sys(tmp_path, "policy", "export", run, saved) as launch:
+        assert launch.wait() == 0, launch.err
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "smolvla", saved))
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert any("lm_expert" in name for name in changed) and not any("vision_model" in name for name in changed)
+    with user_sys(tmp_path, "policy", "export", run, saved) as launch:
+        assert launch.wait() == 2 and "exists; give a new folder" in launch.err

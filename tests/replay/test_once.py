@@ -1,0 +1,135 @@
+"""Selection for on-policy algorithms: each window once, in order, and none of an old version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from replay_kit import STATE, Store, chunk
+
+from user_sys.codec import Array
+from user_sys.replay.batches import BatchSpec
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.once import OnceSelector
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.selectors import SelectorState, StepFilter
+from user_sys.store.labels import DeleteLabel
+
+
+class Drawing:
+    """A sampler of `batch_size` windows."""
+
+    def __init__(
+        self, replay: ReplayBuffer, staleness: int | None, length: int, batch_size: int, rank: int, world: int
+    ) -> None:
+        self.selector = OnceSelector(StepFilter(sources=("online",)), staleness, length, rank, world)
+        spec = BatchSpec(n_step=length, chunk_length=length, sequence=True)
+        self.replay, self.sampler = replay, Sampler(replay, self.selector, spec, batch_size)
+
+    def refresh(self, *versions: int) -> None:
+        for version in versions:
+            self.selector.add_version(version, self.replay.index)
+        self.replay.refresh()
+
+    def windows(self) -> list[tuple[int, int, int]]:
+        """Episode, first step and steps of each window that can be drawn now."""
+        found = []
+        while self.sampler.is_ready:
+            batch = self.sampler.sample()
+            first = batch.observation["observation.state"][:, 0, :2].astype(int).tolist()
+            found += [(*start, steps) for start, steps in zip(first, batch.mask.sum(1).tolist(), strict=True)]
+        return found
+
+    def state(self) -> SelectorState:
+        return self.sampler.state_dict()
+
+
+@contextmanager
+def drawing(
+    store: Store, staleness: int | None = None, length: int = 2, batch_size: int = 1, rank: int = 0, world: int = 1
+) -> Iterator[Drawing]:
+    with store.replay(STATE) as replay:
+        yield Drawing(replay, staleness, length, batch_size, rank, world)
+
+
+def test_windows_come_once_in_order_as_they_get_complete(store: Store) -> None:
+    with drawing(store) as made:
+        store.put(chunk(1, 0, 3), chunk(2, 0, 4))
+        made.refresh()
+        assert made.windows() == [(1, 0, 2), (2, 0, 2)], "the others lack a step, or the observation after them"
+        store.put(chunk(1, 3, 2, index=1, end=True), chunk(2, 4, 1, index=1, end=True))
+        made.refresh()
+        assert made.windows() == [(1, 2, 2), (2, 2, 2), (1, 4, 1), (2, 4, 1)] and not made.windows()
+        assert (made.selector.used, made.selector.stale) == (6, 0)
+
+
+def test_a_batch_waits_until_it_is_full(store: Store) -> None:
+    with drawing(store, batch_size=3) as made:
+        store.put(chunk(1, 0, 4, end=True))
+        made.refresh()
+        assert not made.sampler.is_ready and len(made.sampler) == 2
+        store.put(chunk(2, 0, 4, end=True))
+        made.refresh()
+        assert made.windows() == [(1, 0, 2), (1, 2, 2), (2, 0, 2)] and len(made.sampler) == 1
+
+
+def test_old_versions_people_and_deleted_episodes_are_left_out(store: Store) -> None:
+    with drawing(store, staleness=1) as made:
+        made.refresh(1, 2)
+        store.put(*(chunk(n, 0, 2, end=True, version=n) for n in range(1, 5)), chunk(5, 0, 2, end=True, version=-1))
+        made.refresh()
+        assert made.windows() == [(1, 0, 2), (2, 0, 2)] and made.selector.stale == 2, "3 and 4 are of a lost course"
+        store.put(*(chunk(10 + n, 0, 2, end=True, version=n) for n in range(1, 5)))
+        store.put(DeleteLabel(episode="ep-13", labeller="ada", at_unix_ns=0))
+        made.refresh(3, 4)
+        assert made.windows() == [(14, 0, 2)] and made.selector.stale == 4
+
+
+def test_any_version_counts_without_a_bound(store: Store) -> None:
+    with drawing(store) as made:
+        store.put(*(chunk(n, 0, 2, end=True, version=n) for n in range(4)))
+        made.refresh(100)
+        assert len(made.windows()) == 4
+
+
+def test_resumption_repeats_and_loses_nothing(store: Store) -> None:
+    with drawing(store, staleness=3) as made:
+        made.refresh(0, 3)
+        store.put(chunk(1, 0, 3), chunk(2, 0, 8, end=True, version=3))
+        made.refresh()
+        first = [made.sampler.sample().row.item() for _ in range(2)]
+        state = made.state()
+    store.put(chunk(1, 3, 3, index=1, end=True), chunk(3, 0, 2, end=True))
+    with drawing(store, staleness=3) as resumed:
+        resumed.refresh()
+        resumed.sampler.load_state_dict(state)
+        assert first == [0, 3]
+        assert resumed.windows() == [(1, 2, 2), (2, 2, 2), (2, 4, 2), (2, 6, 2), (1, 4, 2), (3, 0, 2)]
+        assert resumed.selector.used == 8
+        resumed.refresh(4, 5, 6)
+        store.put(chunk(4, 0, 2, end=True, version=0), chunk(5, 0, 2, end=True, version=3))
+        resumed.refresh()
+        assert resumed.windows() == [(5, 0, 2)], "the versions before the resumption count too"
+
+
+def test_ranks_share_the_episodes(store: Store) -> None:
+    store.put(*(chunk(n, 0, 4, end=True) for n in range(6)))
+    drawn: list[Array] = []
+    for rank in range(2):
+        with drawing(store, rank=rank, world=2) as made:
+            made.refresh()
+            drawn.append(np.array(made.windows()))
+    together = np.concatenate(drawn)
+    assert len(together) == 12 == len(np.unique(together, axis=0)) and len(drawn[0]) == len(drawn[1])
+
+
+def test_another_number_of_ranks_repeats_nothing(store: Store) -> None:
+    store.put(chunk(1, 0, 4, end=True))
+    with drawing(store) as made:
+        made.refresh()
+        read = int(made.replay.index.chunks.sequence.max())
+        store.put(chunk(2, 0, 4, end=True))
+        made.refresh()
+        made.selector.skip(read, made.replay.index)
+        assert made.windows() == [(2, 0, 2), (2, 2, 2)]

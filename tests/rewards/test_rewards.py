@@ -1,0 +1,348 @@
+"""Rewards: the image classifier, its audit, and labels for the episodes of a store."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+from rewards_kit import episode, labelled_store, make_store, rising, rising_store
+
+from hal.spec import Array
+from user_sys.commands.main import main
+from user_sys.compose import RobotConfig, robot_spec
+from user_sys.config import load
+from user_sys.episode import EpisodeSource
+from user_sys.errors import ConfigError
+from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
+from user_sys.plugins import load_reward
+from user_sys.rewards.audit import AuditedEpisode, audit, rank_correlation
+from user_sys.rewards.conformance import TASK, RewardConformance, example_episode
+from user_sys.rewards.labelling import EpisodeLabeller
+from user_sys.rewards.reward import Reward, RewardConfig
+from user_sys.run.config import RunConfig, create_run_folder
+from user_sys.run.reward_process import label_new
+from user_sys.store.index import EpisodeSummary
+from user_sys.store.labels import SuccessLabel, queued_files
+from user_sys.store.maintenance import add_labels
+from user_sys.store.store import StoreReader, StoreWriter
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: object) -> tuple[int, str]:
+        status = main([str(each) for each in argv])
+        out = capsys.readouterr()
+        return status, out.out + out.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier that was trained on a store of 60 episodes, next to it."""
+    folder = tmp_path_factory.mktemp("classifier")
+    labelled_store(folder / "store")
+    path = folder / "reward.safetensors"
+    assert main(["reward", "train", str(folder / "store"), "--output", str(path), "--updates", "30"]) == 0
+    return path
+
+
+def episodes(store: Path) -> dict[str, EpisodeSummary]:
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        return {each.episode: each for each in reader.episodes()}
+
+
+class TestClassifierConformance(RewardConformance):
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path: Path) -> None:
+        from user_sys.rewards.classifier import SuccessNet
+        from user_sys.rewards.networks import FORMAT, RewardMetadata, save_network
+
+        self.path = tmp_path / "model.safetensors"
+        metadata = RewardMetadata(
+            format=FORMAT, cameras=("front", "wrist"), tasks=(TASK,), temperature=2.0, successes=9, failures=9
+        )
+        save_network(self.path, SuccessNet(2), metadata)
+
+    def make(self) -> Reward:
+        return load_reward(RewardConfig(kind="classifier", options={"model": str(self.path)}))
+
+
+class TestProgressConformance(RewardConformance):
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path: Path) -> None:
+        from user_sys.rewards.networks import FORMAT, RewardMetadata, save_network
+        from user_sys.rewards.progress import ProgressNet
+
+        self.path = tmp_path / "model.safetensors"
+        metadata = RewardMetadata(
+            format=FORMAT, cameras=("front", "wrist"), tasks=(TASK,), temperature=2.0, successes=9, failures=0
+        )
+        save_network(self.path, ProgressNet(2), metadata)
+
+    def make(self) -> Reward:
+        return load_reward(RewardConfig(kind="progress", options={"model": str(self.path)}))
+
+
+class TestRuleConformance(RewardConformance):
+    @pytest.fixture(autouse=True)
+    def _config(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "fake.yaml"
+        self.path.write_text("robots: [{name: example, driver: fake, task: reach}]")
+
+    def make(self) -> Reward:
+        return load_reward(RewardConfig(kind="rule", options={"config": str(self.path)}))
+
+    def episode(self, rng: np.random.Generator, steps: int = 12) -> StoredEpisode:
+        plain, final = example_episode(rng, steps, task="reach"), dict[str, Array]()
+        columns = {name: column for name, column in plain.columns.items() if not name.startswith("observation")}
+        for each in robot_spec(RobotConfig(name="example", driver="fake", task="reach")).observation:
+            columns[each.name] = rng.uniform(-0.2, 0.2, (steps, *each.shape)).astype(np.float32)
+            final[each.name] = rng.uniform(-0.2, 0.2, each.shape).astype(np.float32)
+        return replace(plain, columns=columns, final=final)
+
+
+def test_classifier_labels_what_it_sees(run: Run, model: Path, tmp_path: Path) -> None:
+    """Also against the task's own rule; a person's label stays."""
+    store = make_store(
+        tmp_path / "store",
+        [
+            episode("good", False, looks=True),
+            episode("bad", True, looks=False),
+            episode("unknown", None, looks=True),
+            episode("judged", True, looks=False),
+            episode("other", True, looks=False, task="push"),
+        ],
+    )
+    add_labels(store, [SuccessLabel(episode="judged", labeller="ann", at_unix_ns=1, success=True)])
+    argv = ("store", "relabel", store, "--reward", "classifier", f"--options.model={model}")
+    status, text = run(*argv, "--dry-run")
+    assert status == 0 and "good: failure becomes success" in text and "3 episodes would be labelled" in text
+    assert episodes(store)["good"].success is False
+    assert run(*argv)[0] == 0
+    found = episodes(store)
+    assert {name: each.success for name, each in found.items()} == {
+        "good": True, "bad": False, "unknown": True, "judged": True, "other": True,
+    }  # fmt: skip
+    assert found["good"].episode_return == 1.0 and found["bad"].episode_return == 0.0
+    assert found["good"].labelled_by == "reward:classifier" and found["judged"].labelled_by == "ann"
+    assert "0 episodes labelled" in run(*argv)[1], "once"
+    assert run(*argv, "--again", "--options.unsure=0.9")[0] == 0
+    assert episodes(store)["bad"].success is True, "as recorded, for a person"
+
+
+def test_rule_is_evaluated_again_on_what_was_recorded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "fake.yaml").write_text("robots: [{name: arm, driver: fake, task: reach}]")
+    store = tmp_path / "store"
+    assert run("record", "fake.yaml", "--output", store, "--episodes", "3")[0] == 0
+    before = episodes(store)
+    name = next(iter(before))
+    wrong = SuccessLabel(episode=name, labeller="reward:broken", at_unix_ns=1, success=False)
+    add_labels(store, [wrong])
+    argv = ("store", "relabel", store, "--reward", "rule")
+    (tmp_path / "other.yaml").write_text("robots: [{name: other, driver: fake, task: reach}]")
+    assert "0 episodes labelled" in run(*argv, "--options.config=other.yaml")[1], "of other robots"
+    status, text = run(*argv, "--options.config=fake.yaml")
+    assert status == 0 and f"{name}: failure becomes success" in text and "1 with another success" in text
+    after = episodes(store)
+    assert [each.success for each in after.values()] == [True] * 3
+    assert [each.episode_return for each in after.values()] == [each.episode_return for each in before.values()]
+    assert run(*argv, "--options.config=none.yaml")[0] == 2
+
+
+def test_audit_shows_calibration_and_false_positives(run: Run, model: Path, tmp_path: Path) -> None:
+    status, text = run("reward", "audit", model.parent / "store", f"--options.model={model}", "--json")
+    found = json.loads(text)
+    assert status == 0 and found["false_positives"] == [] and found["sheet"] is None
+    assert 5 < found["episodes"] < 40, "only those that are kept for it"
+    assert sum(each["episodes"] for each in found["bins"]) == found["episodes"] and found["calibration_error"] < 0.4
+    wrong = make_store(tmp_path / "wrong", [episode(f"w{n}", False, looks=True) for n in range(3)])
+    status, text = run(
+        "reward", "audit", wrong, f"--options.model={model}", "--all", "--output", tmp_path / "sheet.png"
+    )
+    assert status == 0 and "false positives 3 of 3 failures" in text and "reliability" in text
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_model_rewards_each_step_that_brings_the_goal_nearer(run: Run, tmp_path: Path) -> None:
+    store, model = rising_store(tmp_path / "store"), tmp_path / "progress.safetensors"
+    status, text = run("reward", "train", store, "--kind", "progress", "--output", model, "--updates", "30")
+    assert status == 0 and "reward audit" in text and "--reward progress" in text
+    audited = ("reward", "audit", store, "--reward", "progress", f"--options.model={model}")
+    status, text = run(*audited, "--json")
+    found = json.loads(text)["progress"]
+    assert status == 0 and found["recorded"]["rank_correlation"] > 0.9 > -0.9 > found["reversed"]["rank_correlation"]
+    assert found["wrong sentence"]["at_end"] < 0.5 * found["recorded"]["at_end"]
+    assert "wrong sentence" in run(*audited)[1]
+    with StoreWriter.open(store) as writer:
+        writer.append(rising("new", "red"))
+    options = (f"--options.model={model}", "--options.threshold=0.2")
+    status, _ = run("store", "relabel", store, "--reward", "progress", *options, "--episode", "new")
+    assert status == 0
+    with StoreReader.open(store) as reader:
+        rewards = EpisodeReader(reader).read("new").columns["reward"]
+    assert (rewards[:-1] > -0.1).all() and rewards[:-1].sum() > 0.4, "each step adds progress"
+    assert rewards[-1] > 0.8, "the goal is reached"
+
+
+class AnsweringModel(BaseHTTPRequestHandler):
+    """A vision-language model's server that finds progress where the last picture is brighter than the first."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text, *images = body["messages"][0]["content"]
+        files = [base64.b64decode(each["image_url"]["url"].partition(",")[2]) for each in images]
+        bright = [float(simplejpeg.decode_jpeg(file).mean()) for file in files]
+        judged = {"progress": [(each - bright[0]) / 30 for each in bright], "success": bright[-1] > bright[0] + 10}
+        answer = {"choices": [{"message": {"content": f"Here you are:\n```json\n{json.dumps(judged)}\n```"}}]}
+        is_known = self.headers["Authorization"] == "Bearer 1234" and "lift the cube" in text["text"]
+        self.send_response(302 if self.path == "/moved" else 200 if is_known else 401)
+        if self.path == "/moved":
+            self.send_header("Location", "/v2/chat/completions")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def do_GET(self) -> None:
+        raise AssertionError("urllib follows a redirect with GET")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_vision_language_model_judges_over_http(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = labelled_store(tmp_path / "store", 4)
+    with HTTPServer(("127.0.0.1", 0), AnsweringModel) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
+        options = (f"--options.url={url}", "--options.key_variable=VLM_KEY")
+        assert "the environment has no VLM_KEY" in run("reward", "audit", store, "--reward", "vlm", *options)[1]
+        monkeypatch.setenv("VLM_KEY", "1234")
+        status, text = run("reward", "audit", store, "--reward", "vlm", "--all", "--json", *options)
+        elsewhere = f"--options.url=http://127.0.0.1:{server.server_port}/moved"
+        moved = run("reward", "audit", store, "--reward", "vlm", "--all", *options, elsewhere)
+        monkeypatch.setenv("VLM_KEY", "4321")
+        refused = run("reward", "audit", store, "--reward", "vlm", "--all", *options)
+        server.shutdown()
+        thread.join()
+    found = json.loads(text)
+    assert status == 0 and (found["episodes"], found["false_positives"]) == (4, [])
+    recorded = found["progress"]["recorded"]
+    assert (recorded["clips"], recorded["success"]) == (2, 1.0) and recorded["rank_correlation"] > 0.8
+    assert refused[0] == 2 and "HTTP Error 401" in refused[1]
+    assert moved[0] == 2 and "redirects to" in moved[1] and "/v2/chat" in moved[1], "the key stays with its server"
+    monkeypatch.setenv("VLM_KEY", "1234")
+    reward = load_reward(RewardConfig(kind="vlm", options={"url": url, "key_variable": "VLM_KEY"}))
+    with StoreReader.open(store) as reader:
+        labeller = EpisodeLabeller(reader, reward, "vlm")
+        for _ in range(2):
+            label_new(labeller, store)
+    assert caplog.text.count("reward.waiting") == 2, "it tries again while the server is down"
+    assert not queued_files(store)
+
+
+def test_rank_correlation_shares_the_ranks_of_equal_values() -> None:
+    time = np.arange(4)
+    assert rank_correlation(np.array([0.1, 0.2, 0.9, 1.0]), time) == pytest.approx(1.0)
+    assert rank_correlation(np.array([1.0, 0.0, 0.0, -1.0]), time) == pytest.approx(-(0.9**0.5))
+    assert rank_correlation(np.zeros(4), time) == 0.0
+
+
+def test_calibration_error_is_the_mean_distance_of_the_bins() -> None:
+    found = audit(
+        [AuditedEpisode("a", True, True, 0.92), AuditedEpisode("b", False, True, 0.98)]
+        + [AuditedEpisode(f"c{n}", False, False, 0.1) for n in range(2)]
+        + [AuditedEpisode("d", True, None, None)]
+    )
+    assert found.calibration_error == pytest.approx((2 * 0.45 + 2 * 0.1) / 4)
+    assert [each.episode for each in found.false_positives] == ["b"] and found.unsure == 1
+    assert [(each.low, each.episodes, each.success) for each in found.bins] == [(0.1, 2, 0.0), (0.9, 2, 0.5)]
+    assert audit([]).calibration_error is None
+
+
+def test_episodes_are_labelled_as_they_end(model: Path, tmp_path: Path) -> None:
+    """While the gateway writes the store; it takes the queued labels."""
+    reward = load_reward(RewardConfig(kind="classifier", options={"model": str(model)}))
+    store = tmp_path / "store"
+    with StoreWriter.open(store) as writer:
+        writer.append(episode("first", False, looks=True))
+        writer.sync()
+        with StoreReader.open(store) as reader:
+            labeller = EpisodeLabeller(reader, reward, "classifier")
+            label_new(labeller, store)
+            assert len(queued_files(store)) == 1
+            writer.append(episode("second", True, looks=True))
+            writer.sync()
+            for _ in range(2):
+                label_new(labeller, store)
+    assert len(queued_files(store)) == 2
+    add_labels(store, [])
+    assert {name: each.labelled_by for name, each in episodes(store).items()} == dict.fromkeys(
+        ("first", "second"), "reward:classifier"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sources", [(EpisodeSource.ONLINE,), (EpisodeSource.DEMO, EpisodeSource.ONLINE)])
+def test_reward_process_of_a_run_labels_until_it_is_stopped(
+    model: Path, tmp_path: Path, sources: tuple[EpisodeSource, ...]
+) -> None:
+    rewards = RewardConfig(kind="classifier", options={"model": str(model)}, sources=sources)
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path, rewards=rewards), "run", "tcp://127.0.0.1:5000")
+    with StoreWriter.open(folder.store) as writer:
+        writer.append(episode("shown", False, looks=True, source=EpisodeSource.DEMO))
+        writer.append(episode("first", False, looks=True))
+        writer.sync()
+        command = [sys.executable, "-m", "user_sys.run.reward_process", str(folder.path)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        assert any("reward.labelled episode=first" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert len(queued_files(folder.store)) == len(sources)
+
+
+def test_training_needs_both_kinds_and_pictures(run: Run, tmp_path: Path) -> None:
+    one_kind = make_store(tmp_path / "one", [episode(f"e{n}", True) for n in range(20)])
+    status, text = run("reward", "train", one_kind)
+    assert status == 2 and "0 failures to train on" in text
+    status, text = run("reward", "train", one_kind, "--camera", "wrist")
+    assert status == 2 and "no picture of the camera 'wrist'" in text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("{kind: clasifier}", "did you mean 'classifier'?"),
+        ("{kind: classifier, options: {modle: x}}", "did you mean 'model'?"),
+        ("{kind: classifier, options: {model: none.safetensors}}", "no such file; train a classifier"),
+        ("{kind: progress, options: {model: none.safetensors}}", "no such file; train a progress"),
+        ("{kind: classifier, options: {model: broken.safetensors}}", "holds no classifier"),
+    ],
+)
+def test_wrong_reward_is_named(rewards: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.safetensors").write_bytes(np.zeros(100, np.uint8).tobytes())
+    Path("run.yaml").write_text(f"rewards: {rewards}")
+    config = load(RunConfig, Path("run.yaml"))
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        load_reward(config.rewards)

@@ -1,0 +1,195 @@
+"""The console's own process: it follows a run, and robots go on while it is killed and restarted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from user_sys.compose import RobotConfig
+from user_sys.console.config import ConsoleConfig
+from user_sys.edge.robot_processes import module_argv
+from user_sys.gateway.config import GatewayConfig
+from user_sys.run.config import RunConfig, RunFolder, create_run_folder
+from user_sys.run.prepare import free_endpoint, prepare_run_folder
+from user_sys.run.topology import CONSOLE, topology
+from user_sys.tunnel.keys import GATEWAY_NAME
+
+DEADLINE_S = 90.0
+pytestmark = pytest.mark.long(20)
+
+
+def until(find: Callable[[], Any], what: str) -> Any:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (found := find()):
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.05)
+    return found
+
+
+class Run:
+    """The gateway, console and robot of a run, as a launcher starts them."""
+
+    def __init__(self, path: Path, enabled: bool = True) -> None:
+        robot = RobotConfig(name="fake-0", driver="fake", task="reach", real_time=True)
+        config = RunConfig(runs=path, robots=(robot,), console=ConsoleConfig(enabled=enabled, port=0))
+        self.folder, metadata = create_run_folder(config, "run", free_endpoint(GatewayConfig().endpoint))
+        prepare_run_folder(config, self.folder, metadata)
+        self.folder = RunFolder(self.folder.path.resolve())
+        self._specs = {spec.name: spec for spec in topology(config, self.folder, "here", lambda _: True)}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name in self._specs:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        spec = self._specs[name]
+        spec.log.parent.mkdir(exist_ok=True)
+        with spec.log.open("ab") as log:
+            self.processes[name] = subprocess.Popen(spec.argv, stdout=log, stderr=log)
+
+    def address(self) -> str:
+        path = self.folder.console_address
+        return str(until(lambda: path.exists() and path.read_text(), f"no address; see {self.folder.log(CONSOLE)}"))
+
+    def close(self) -> None:
+        for process in reversed(self.processes.values()):
+            process.terminate()
+        for process in self.processes.values():
+            process.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.close()
+
+
+class Page:
+    """A page as a program, with the cookie of a browser that opened the address."""
+
+    def __init__(self, address: str) -> None:
+        self.address, parts = address, urlsplit(address)
+        self._cookie = httpx.get(address, trust_env=False, timeout=60).headers["set-cookie"].partition(";")[0]
+        self._netloc = parts.netloc
+        self._origin, self._sockets = f"http://{parts.netloc}", ExitStack()
+        self.open()
+
+    def close(self) -> None:
+        self._sockets.close()
+
+    def _connection(self, path: str) -> Any:
+        headers = {"Cookie": self._cookie, "Origin": self._origin}
+        url = f"ws://{self._netloc}{path}"
+        return connect(url, additional_headers=headers, proxy=None, open_timeout=60, close_timeout=1)
+
+    def open(self) -> None:
+        self.socket = self._sockets.enter_context(self._connection("/ws"))
+        self.socket.send(json.dumps({"type": "hello", "operator": "ana"}))
+
+    def reopens(self) -> bool:
+        try:
+            self.open()
+        except OSError:
+            return False
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """The newest status of the robot; {} before its first."""
+        while (message := json.loads(self._receive()))["type"] != "state":
+            pass
+        return message["view"]["robots"][0]["status"] or {}
+
+    def view(self) -> dict[str, Any]:
+        """The robot as the page gets it."""
+        while (message := json.loads(self._receive()))["type"] != "state":
+            pass
+        return dict(message["view"]["robots"][0])
+
+    def stops(self, number: int) -> bool:
+        """Presses the e-stop on its own connection; whether the driver confirms it within a second."""
+        with self._connection("/stop") as stops, suppress(TimeoutError):
+            stops.send(json.dumps({"type": "stop", "operator": "ana", "presses": {"fake-0": number}}))
+            return bool(json.loads(stops.recv(timeout=1.0))["confirmed"])
+        return False
+
+    def order(self, order: str) -> dict[str, Any]:
+        self.socket.send(json.dumps({"type": "order", "robot": "fake-0", "order": order}))
+        while (message := json.loads(self._receive()))["type"] != "reply":
+            pass
+        return dict(message)
+
+    def _receive(self) -> str:
+        while isinstance(frame := self.socket.recv(timeout=60), bytes):
+            pass
+        return frame
+
+
+def test_robot_holds_while_console_or_gateway_is_killed_and_restarts(run: Run) -> None:
+    page = Page(run.address())
+    until(page.status, "the robot reports, and so answers orders")
+    until(lambda: page.order("take-over")["accepted"], "the person has the arm")
+    until(lambda: page.status()["authority"] in ("human", "hold"), "its status")
+    assert run.folder.console_address.stat().st_mode & 0o077 == 0, "the address has a secret"
+
+    run.processes[CONSOLE].send_signal(signal.SIGKILL)
+    run.processes[CONSOLE].wait(DEADLINE_S)
+    with pytest.raises(ConnectionClosed):
+        while True:
+            page.status()
+    others = [process for name, process in run.processes.items() if name != CONSOLE]
+    assert all(process.poll() is None for process in others), "no other process ended"
+
+    run.start(CONSOLE)
+    until(page.reopens, "an open page connects again, with its cookie")
+    until(lambda: page.status().get("authority") == "hold", "the robot holds, and says who drove it")
+    assert page.status()["operator"] == "ana"
+    assert page.order("hand-back")["accepted"]
+    assert run.address() == page.address
+
+    assert page.order("take-over")["accepted"]
+    run.processes[GATEWAY_NAME].send_signal(signal.SIGKILL)
+    run.processes[GATEWAY_NAME].wait(DEADLINE_S)
+    until(lambda: page.view()["silent_s"] > 1.0, "the page names the robot's silence")
+    page.close()
+    assert not page.stops(7), "there is no way to the robot"
+    run.start(GATEWAY_NAME)
+    until(lambda: page.stops(7), "the page repeats its e-stop, which reaches the driver")
+    page.open()
+    until(lambda: page.status().get("authority") == "stopped", "the robot is stopped")
+    page.close()
+
+
+def test_console_of_a_run_without_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, enabled=False)
+    argv = module_argv("user_sys.commands.main", "console", run.folder.path, "--port=0")
+    console = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert console.stdout is not None and console.stdout.readline().startswith("watch and take over: http://127")
+        page = Page(run.address())
+        until(lambda: page.status().get("robot") == "fake-0", "the robot reports")
+        page.close()
+        console.send_signal(signal.SIGINT)
+        assert console.wait(DEADLINE_S) == 0
+    finally:
+        console.kill()
+        console.communicate()
+        run.close()
+
+
+def test_console_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "user_sys.commands.main", "console", str(tmp_path / "none")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "none" in done.stderr

@@ -1,0 +1,80 @@
+"""Parts that several algorithms share: an ensemble of critics, a value network, and slow copies of networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LAST_LAYER_GAIN = 0.01
+
+
+class CriticEnsemble(nn.Module):
+    """E critics in one set of tensors, the ensemble first: weights (E, in, out), biases (E, 1, out)."""
+
+    def __init__(self, inputs: int, hidden: Sequence[int], critics: int, *, layer_norm: bool = True) -> None:
+        super().__init__()
+        self._layer_norm = layer_norm
+        widths = (inputs, *hidden, 1)
+        pairs = list(zip(widths, widths[1:], strict=False))
+        self.weights = nn.ParameterList(xavier_uniform((critics, *pair)) for pair in pairs)
+        self.biases = nn.ParameterList(torch.zeros(critics, 1, out) for _, out in pairs)
+        # Values start near 0. Thousands of updates would be needed to raise a random pessimistic minimum by sparse
+        # rewards.
+        self.weights[-1].data.mul_(LAST_LAYER_GAIN)
+        self._layers: list[tuple[Tensor, Tensor]] = list(zip(self.weights, self.biases, strict=True))
+
+    def forward(self, x: Tensor, *, subset: Tensor | None = None, frozen: bool = False) -> Tensor:
+        """Returns Q of every critic, (E, n), for `x` (n, in): linear, layer norm, relu; the last layer is linear.
+
+        The layer norm has no gain and bias: the next linear layer has them.
+
+        Args:
+            subset: indices of the critics to evaluate.
+            frozen: the critics get no gradient.
+        """
+        layers = self._layers
+        if frozen:
+            layers = [(weight.detach(), bias.detach()) for weight, bias in layers]
+        if subset is not None:
+            layers = [(weight[subset], bias[subset]) for weight, bias in layers]
+        h = x.expand(len(layers[0][0]), -1, -1)
+        for weight, bias in layers[:-1]:
+            h = torch.baddbmm(bias, h, weight)
+            h = F.relu(F.layer_norm(h, h.shape[-1:]) if self._layer_norm else h)
+        weight, bias = layers[-1]
+        return torch.baddbmm(bias, h, weight).squeeze(-1)
+
+
+def critic_input(policy: Any, context: Tensor, action: Tensor | None = None) -> Tensor:
+    """Returns what a critic reads of `ObservationEncoder.encode`'s result, followed by `action` (n, a), if given."""
+    summary = context[:, : policy.observation_size]
+    return summary if action is None else torch.cat([summary, action], -1)
+
+
+def value_network(inputs: int, hidden: Sequence[int], outputs: int = 1) -> nn.Sequential:
+    """Returns V: linear layers with layer norm and relu between them; its outputs start near 0."""
+    widths = (inputs, *hidden)
+    layers: list[nn.Module] = []
+    for pair in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(*pair), nn.LayerNorm(pair[1]), nn.ReLU()]
+    last = nn.Linear(widths[-1], outputs)
+    last.weight.data.mul_(LAST_LAYER_GAIN)
+    last.bias.data.zero_()
+    return nn.Sequential(*layers, last)
+
+
+@torch.no_grad()
+def follow(slow: list[Tensor], fast: list[Tensor], rate: float) -> None:
+    """Moves the parameters `slow` towards `fast` by a share of `rate`."""
+    torch._foreach_lerp_(slow, fast, rate)
+
+
+def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
+    """Draws weights (..., in, out)."""
+    bound = math.sqrt(6.0 / (shape[-2] + shape[-1]))
+    return torch.empty(shape).uniform_(-bound, bound)

@@ -1,0 +1,69 @@
+"""`user-sys store backup` and `restore`: copies of a store in a folder or bucket."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from user_sys.commands.options import COUNT, PATH, json_option, store_argument
+from user_sys.commands.output import print_json, print_line, progress_bar, size_text
+from user_sys.store.backup import BackupFolder, BackupReport, back_up, list_snapshots, read_snapshot, restore
+from user_sys.store.maintenance import disk_bytes
+
+url_argument = click.argument("url", metavar="URL")
+
+
+@click.command()
+@store_argument
+@url_argument
+@click.option("--keep", type=COUNT, metavar="N", help="delete all snapshots but the newest N (default: keep all)")
+@json_option
+def backup(path: Path, url: str, keep: int | None, as_json: bool) -> None:
+    """Copy the store PATH to URL: a folder, or s3://BUCKET/PREFIX. Another process may write the store meanwhile.
+
+    Only what URL lacks is copied. Each backup adds a snapshot. S3 takes its credentials and endpoint
+    from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL or ~/.aws.
+    """
+    with progress_bar("backing up", disk_bytes(path), is_bytes=True) as advance:
+        report = back_up(path, url, keep=keep or 0, advance=advance)
+    _show(report, as_json, f"{path} is backed up")
+
+
+@click.command("restore")
+@url_argument
+@click.argument("store", type=PATH, metavar="[STORE]", required=False)
+@click.option("--snapshot", default="", metavar="NAME", help="restore this one (default: the newest)")
+@click.option("--list", "list_only", is_flag=True, help="only list the snapshots, oldest first")
+@json_option
+def restore_(url: str, store: Path | None, snapshot: str, list_only: bool, as_json: bool) -> None:
+    """Write the store of a backup at URL to the new folder STORE, and verify each byte."""
+    if list_only:
+        _list(BackupFolder(url), as_json)
+        return
+    if store is None:
+        raise click.UsageError("STORE is missing: give a new folder, or --list")
+    with progress_bar("restoring", None, is_bytes=True) as advance:
+        report = restore(url, store, snapshot, advance=advance)
+    _show(report, as_json, f"{store} is restored")
+
+
+def _show(report: BackupReport, as_json: bool, done: str) -> None:
+    if as_json:
+        print_json(report)
+        return
+    print_line(
+        f"{done}: snapshot {report.snapshot}, {report.files} files, {size_text(report.size_bytes)}, "
+        f"{size_text(report.copied_bytes)} of it copied in {report.seconds:.3g} s"
+    )
+
+
+def _list(folder: BackupFolder, as_json: bool) -> None:
+    for name in list_snapshots(folder):
+        found = read_snapshot(folder, name)
+        at = datetime.fromtimestamp(found.created_unix_ns / 1e9, UTC)
+        if as_json:
+            print_json({"snapshot": name, "created": at.isoformat(), "size_bytes": found.size_bytes})
+        else:
+            print_line(f"{name}  {at:%Y-%m-%d %H:%M:%S} UTC  {size_text(found.size_bytes)}")

@@ -1,0 +1,363 @@
+"""Executes action chunks: waits for each, or computes the next one while the robot executes the last.
+
+With `ExecutionConfig.mode` ``async`` the control loop never waits for a policy. The next chunk is requested while
+promised actions are left for the predicted delay. When it arrives, its first actions belong to control periods that
+have passed; `ExecutionConfig.method` says how the robot passes from the old chunk to the new one, see
+`user_sys.execution`. One request is on its way at a time, so a chunk needs twice as many actions as the delay has
+control periods.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from hal.spec import Array, ArraySpec
+from user_sys.errors import PolicyUnavailable
+from user_sys.execution.a2c2 import A2c2
+from user_sys.execution.chunk import RunningChunk, current_chunk
+from user_sys.execution.ensemble import Ensemble
+from user_sys.execution.switch import Switch
+from user_sys.execution.vlash import Vlash
+from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod
+
+DELAYS_KEPT = 50
+DELAY_PERCENTILE = 95.0
+METHODS: dict[ExecutionMethod, type[Switch]] = {
+    "switch": Switch,
+    "ensemble": Ensemble,
+    "rtc": Switch,
+    "training_rtc": Switch,
+    "vlash": Vlash,
+    "a2c2": A2c2,
+}
+
+
+class ChunkPolicyClient(Protocol):
+    """A policy as its executor uses it."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights of the newest chunk; -1 before the first."""
+
+    def act(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> ActionChunk:
+        """As `Policy.act`. Raises PolicyUnavailable."""
+
+
+class AsyncPolicy(Protocol):
+    """A policy that computes a chunk while the robot moves on: one request at a time."""
+
+    def request(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> None:
+        """Starts to compute a chunk; an earlier request is given up. Raises PolicyUnavailable."""
+
+    def response(self, *, wait: bool) -> ActionChunk | None:
+        """The chunk of the newest request; None while it is computed. Raises PolicyUnavailable: there will be none."""
+
+
+class ChunkAction(NamedTuple):
+    """One action of a chunk.
+
+    Attributes:
+        chunk, chunk_step: number of the chunk in the episode, and the action's place in it.
+        t_observation_ns: monotonic clock of the edge: capture of the observation that the chunk was computed from.
+        delay: control periods in which actions were executed from that observation to the chunk's first use.
+    """
+
+    action: Array
+    log_prob: float
+    version: int
+    chunk: int
+    chunk_step: int
+    t_observation_ns: int
+    delay: int
+
+
+@dataclass
+class _Request:
+    """A chunk that is computed.
+
+    Attributes:
+        executed, period: actions and control periods of the episode at the observation.
+        due: control period in which the chunk is used; None as soon as it is there.
+        first: see `RunningChunk`.
+    """
+
+    executed: int
+    period: int
+    t_observation_ns: int
+    first: int
+    due: int | None = None
+
+
+@dataclass
+class ExecutionCounters:
+    """Totals of a session.
+
+    Attributes:
+        chunks: that were used.
+        stalls: control periods without an action because the next chunk had not arrived.
+        delays: of the newest chunks, in control periods.
+        disagreement: mean difference of the newest chunk from the one before, as a share of the action's range, over
+            the control periods that both cover; 0 if there is none.
+    """
+
+    chunks: int = 0
+    stalls: int = 0
+    delays: deque[int] = field(default_factory=lambda: deque(maxlen=DELAYS_KEPT))
+    disagreement: float = 0.0
+
+    def predicted_delay(self) -> int:
+        """Control periods from an observation to the use of its chunk: the 95th percentile of the newest ones."""
+        return math.ceil(np.percentile(self.delays, DELAY_PERCENTILE)) if self.delays else 1
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the metrics."""
+        return {
+            "chunks": float(self.chunks),
+            "chunk_stalls": float(self.stalls),
+            "chunk_delay_periods": float(self.predicted_delay()),
+            "chunk_disagreement": self.disagreement,
+        }
+
+
+class ChunkExecutor:
+    """Gives one action for each control period in which the policy drives. One thread calls it.
+
+    Attributes:
+        counters: see `ExecutionCounters`.
+        deterministic: whether the policy acts without exploration.
+    """
+
+    def __init__(
+        self,
+        policy: ChunkPolicyClient,
+        spec: ArraySpec,
+        config: ExecutionConfig,
+        *,
+        deterministic: bool,
+        follows_clock: bool = False,
+        period_s: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        spec: of the action.
+        follows_clock: a chunk is used as soon as it is there; else as `ExecutionConfig.delay_periods` says.
+        period_s: of control, for measured delays; `clock`: monotonic seconds.
+        """
+        self._spec, self._period_s, self._clock = spec, period_s, clock
+        self._policy, self.deterministic = policy, deterministic
+        self._delay_periods = None if follows_clock else config.delay_periods
+        self._method = METHODS[config.method](config)
+        self._requests: AsyncPolicy | None = None
+        if config.mode == "async":
+            self._requests = policy if hasattr(policy, "request") else _ComputedAtOnce(policy)  # type: ignore[assignment]
+        self.counters = ExecutionCounters()
+        self._chunks: list[RunningChunk] = []
+        self._request: _Request | None = None
+        self._computed: ActionChunk | None = None  # that is not due yet
+        self._executed = self._period = self._number = 0
+        self._length = 0  # of the newest chunk
+
+    def begin_episode(self) -> None:
+        """Drops the rest of the episode before."""
+        self._executed = self._period = self._number = 0
+        self.discard()
+
+    def discard(self) -> None:
+        """Drops all promised actions and the chunk that is computed: another source has moved the robot."""
+        self._chunks.clear()
+        self.counters.disagreement = 0.0
+        self._request = self._computed = None
+
+    def next_action(
+        self, observe: Callable[[], Mapping[str, Array]], t_observation_ns: int, instruction: str
+    ) -> ChunkAction:
+        """The action for this control period.
+
+        Args:
+            observe: returns the present observation, see `Policy.act`; it may raise PolicyUnavailable.
+            t_observation_ns: its capture.
+
+        Raises:
+            PolicyUnavailable: there is no action now; the robot holds.
+        """
+        self._period += 1
+        if self._requests is None:
+            self._wait_for_chunk(observe, t_observation_ns, instruction)
+        else:
+            self._advance(self._requests, observe, t_observation_ns, instruction)
+        current = current_chunk(self._chunks, self._executed)
+        if current is None:
+            raise PolicyUnavailable("the next action chunk begins later; the robot holds")
+        action, log_prob = self._method.action(self._chunks, current, self._executed, observe)
+        place = current.place(self._executed)
+        self._executed += 1
+        return ChunkAction(
+            action, log_prob, current.version, current.number, place, current.t_observation_ns, current.delay
+        )
+
+    def _wait_for_chunk(
+        self, observe: Callable[[], Mapping[str, Array]], t_observation_ns: int, instruction: str
+    ) -> None:
+        newest = self._chunks[-1] if self._chunks else None
+        if newest is None or newest.place(self._executed) >= (newest.chunk.execute or len(newest)):
+            chunk = self._policy.act(observe(), instruction, deterministic=self.deterministic)
+            self._take(chunk, _Request(self._executed, self._period, t_observation_ns, self._executed))
+
+    def _advance(
+        self,
+        requests: AsyncPolicy,
+        observe: Callable[[], Mapping[str, Array]],
+        t_observation_ns: int,
+        instruction: str,
+    ) -> None:
+        unavailable: PolicyUnavailable | None = None
+        try:
+            self._receive(requests)
+            if self._request is None and self._needs_chunk():
+                self._send(requests, observe(), t_observation_ns, instruction)
+                self._receive(requests)
+        except PolicyUnavailable as error:  # promised actions go on
+            unavailable, self._request = error, None
+        self._chunks = [chunk for chunk in self._chunks if not chunk.is_used_up(self._executed)]
+        if not self._chunks:
+            self.counters.stalls += self._number > 0
+            raise unavailable or self._late()
+
+    def _send(
+        self, requests: AsyncPolicy, observation: Mapping[str, Array], t_observation_ns: int, instruction: str
+    ) -> None:
+        context, started_s = self._context(), self._clock()
+        requests.request(observation, instruction, deterministic=self.deterministic, context=context)
+        first = self._method.first_period(self._executed, context)
+        request = _Request(self._executed, self._period, t_observation_ns, first)
+        if self._delay_periods == "measured":
+            self._computed = requests.response(wait=True)
+            request.due = self._period + math.ceil((self._clock() - started_s) / self._period_s)
+        elif self._delay_periods is not None:
+            request.due = self._period + self._delay_periods
+        self._request = request
+
+    def _receive(self, requests: AsyncPolicy) -> None:
+        request = self._request
+        if request is None or (request.due is not None and self._period < request.due):
+            return
+        chunk, self._computed = self._computed, None
+        if chunk is None:
+            self._request = None  # if it fails
+            chunk = requests.response(wait=request.due is not None)
+        self._request = request if chunk is None else None
+        if chunk is not None:
+            self._take(chunk, request)
+
+    def _late(self) -> PolicyUnavailable:
+        """Why there is no action."""
+        waited, length = 0 if self._request is None else self._period - self._request.period, self._length
+        if waited <= length // 2 or not length:
+            return PolicyUnavailable("the next action chunk has not arrived; the robot holds")
+        return PolicyUnavailable(
+            f"the next action chunk has not arrived after {waited} control periods, and a chunk of {length} actions "
+            f"bridges {length // 2}: set policy.options.chunk_length to {2 * waited} or more; the robot holds"
+        )
+
+    @property
+    def promised(self) -> Array:
+        """The predicted actions (n, a) from the next control period on; n is 0 without a chunk."""
+        if (current := current_chunk(self._chunks, self._executed)) is None:
+            return np.zeros((0, *self._spec.shape), np.float32)
+        return current.chunk.actions[current.place(self._executed) :]
+
+    def _context(self) -> ChunkContext:
+        """The actions that are promised now, and the predicted delay."""
+        return ChunkContext(self.promised, self._delay(), self._method.config.method)
+
+    def _delay(self) -> int:
+        """The predicted delay in control periods."""
+        fixed = self._delay_periods
+        return fixed if isinstance(fixed, int) and fixed else self.counters.predicted_delay()
+
+    def _needs_chunk(self) -> bool:
+        """Promised actions are left for the predicted delay only, or enough of the newest chunk was executed."""
+        if not self._chunks or self._method.requests_always:
+            return True
+        newest, lead = self._chunks[-1], self._delay() + 1
+        place = newest.place(self._executed)
+        if place < 0:  # it has not begun
+            return False
+        return len(newest) - place <= lead or place + lead > (newest.chunk.execute or len(newest))
+
+    def _take(self, chunk: ActionChunk, request: _Request) -> None:
+        """Raises PolicyUnavailable: an action is not finite."""
+        for action in chunk.actions:
+            if (found := self._spec.find_not_finite(action)) is not None:
+                version = self._policy.version
+                raise PolicyUnavailable(
+                    f"version {version} of the policy gives an action in which {found}; the robot holds"
+                )
+        self.counters.delays.append(self._period - request.period)
+        self.counters.chunks += 1
+        taken = RunningChunk(
+            chunk=chunk,
+            version=self._policy.version,
+            number=self._number,
+            first=request.first,
+            t_observation_ns=request.t_observation_ns,
+            delay=max(self._executed, request.first) - request.executed,
+        )
+        self._number += 1
+        self._length = len(taken)
+        self.counters.disagreement = self._disagreement(self._chunks[-1], taken) if self._chunks else 0.0
+        self._chunks = self._method.take(self._chunks, taken, self._executed)
+
+    def _disagreement(self, before: RunningChunk, after: RunningChunk) -> float:
+        """See `ExecutionCounters`."""
+        start = max(self._executed, before.first, after.first)
+        ahead = [each.chunk.actions[each.place(start) :] for each in (before, after)]
+        both = min(map(len, ahead))
+        span = np.array(self._spec.high) - np.array(self._spec.low)
+        is_bounded = np.isfinite(span) & (span > 0)
+        if not both or not is_bounded.any():
+            return 0.0
+        return float((np.abs(ahead[0][:both] - ahead[1][:both])[:, is_bounded] / span[is_bounded]).mean())
+
+
+class _ComputedAtOnce:
+    """A policy of this process as an `AsyncPolicy`: the request computes the chunk."""
+
+    def __init__(self, policy: ChunkPolicyClient) -> None:
+        self._policy = policy
+        self._chunk: ActionChunk | None = None
+
+    def request(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> None:
+        self._chunk = self._policy.act(observation, instruction, deterministic=deterministic, context=context)
+
+    def response(self, *, wait: bool) -> ActionChunk | None:
+        chunk, self._chunk = self._chunk, None
+        return chunk

@@ -1,0 +1,118 @@
+"""When a robot requests a person's help: it holds and shows a flag on the console until a person acts.
+
+The inconsistency of successive action chunks is a sign that a generative policy is outside its training data (Agia et
+al., 2024, "Unpacking failure modes of generative policies: runtime monitoring of consistency and progress").
+
+Help comes in grades (Zhai et al., "A Vision-Language-Action-Critic Model for Robotic Real-World Reinforcement
+Learning", 2025, arXiv 2509.15937): training replays demonstrations; the robot returns to an earlier state and explores
+from there; a person guides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+from hal.settings import Count, Limit
+from hal.task import TaskOutcome
+from user_sys.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HelpConfig:
+    """When a robot requests help. A task may request it too (`hal.task.TaskOutcome.help`).
+
+    Attributes:
+        after_steps: the policy has acted for so many steps of an episode without success; 0 is never.
+        disagreement: an action chunk differs from the one before by this share of the action's range, as the mean over
+            the control periods that both cover; 0 is never.
+        wait_s: how long a robot waits for a person; 0 waits without a limit.
+        returns: so often in an episode the robot first goes back along its path by itself, and the policy tries again.
+        return_steps: control periods for which it goes back.
+    """
+
+    after_steps: Annotated[int, Meta(ge=0)] = 0
+    disagreement: Annotated[float, Meta(ge=0)] = 0.0
+    wait_s: Annotated[float, Meta(ge=0)] = 60.0
+    returns: Limit = 0
+    return_steps: Count = 20
+
+    def __post_init__(self) -> None:
+        if self.disagreement > 1:
+            raise ConfigError(f"intervention.help.disagreement is {self.disagreement:g}, a share of the range: 0 to 1")
+
+
+@dataclass(frozen=True)
+class InterventionConfig:
+    """What a person's help does to an episode, and when a robot requests it.
+
+    Attributes:
+        ends_episode: at the hand-back; else the policy goes on.
+        reset_instructions: how a person prepares the scene, such as ``put the cube on the mark``. Each episode then
+            waits until a person says at the console that it is done; empty if no person is needed.
+    """
+
+    ends_episode: bool = False
+    reset_instructions: str = ""
+    help: HelpConfig = field(default_factory=HelpConfig)
+
+
+class InterventionRules:
+    """Applies an `InterventionConfig` to the episodes of one robot. One thread calls it.
+
+    A robot requests help once for each reason in an episode, so that it can go on if no person comes.
+
+    Attributes:
+        ends_episode, reset_instructions, wait_s: as configured.
+    """
+
+    def __init__(self, config: InterventionConfig) -> None:
+        self.ends_episode, self.wait_s = config.ends_episode, config.help.wait_s
+        self.reset_instructions = config.reset_instructions
+        self._config = config.help
+        self._requested: set[str] = set()
+        self._returns_left = self._steps_back = 0
+
+    def begin_episode(self) -> None:
+        self._requested.clear()
+        self._returns_left, self._steps_back = self._config.returns, 0
+
+    def begin_return(self) -> bool:
+        """Whether the robot goes back by itself now, instead of a request that is due."""
+        if not self._returns_left:
+            return False
+        self._returns_left, self._steps_back = self._returns_left - 1, self._config.return_steps
+        self._requested.clear()
+        return True
+
+    def take_step_back(self) -> bool:
+        """Whether the robot goes back in this control period."""
+        is_returning = self._steps_back > 0
+        self._steps_back -= is_returning
+        return is_returning
+
+    def end_return(self) -> None:
+        """The path ends, or a person acts."""
+        self._steps_back = 0
+
+    def help_reason(self, steps: int, outcome: TaskOutcome, disagreement: float) -> str:
+        """Why the robot requests help now; empty if it does not.
+
+        Args:
+            steps: of the policy in this episode, since a person's last help.
+            outcome: of the newest step.
+            disagreement: see `HelpConfig`.
+        """
+        config = self._config
+        reasons = {"task": outcome.help}
+        if config.after_steps and steps >= config.after_steps:
+            reasons["steps"] = f"no success after {steps} steps"
+        if config.disagreement and disagreement > config.disagreement:
+            reasons["disagreement"] = f"successive action chunks differ by {disagreement:.0%} of the range"
+        for kind, reason in reasons.items():
+            if reason and kind not in self._requested:
+                self._requested.add(kind)
+                return reason
+        return ""

@@ -1,0 +1,146 @@
+"""A policy whose weights arrive while it acts: in a robot's session, and in a policy server for several robots."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hal.spec import Array
+from user_sys.errors import PolicyUnavailable
+from user_sys.messages import NO_VERSION
+from user_sys.policies.policy import ActionChunk, ChunkContext
+from user_sys.tunnel.client import TunnelClient
+from user_sys.weights.governor import Governor
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
+
+WAITING_FOR_WEIGHTS = "waiting for weights: holds until the first version; take over to demonstrate the task"
+TOO_STALE = "holds: its weights are older than weights.max_staleness_versions allows; waiting for newer ones"
+
+
+class LivePolicy:
+    """Two copies of a policy, of which one acts, and the thread that receives weights. A context manager.
+
+    One thread calls it, except `scalars` and `raise_failure`.
+    """
+
+    def __init__(
+        self,
+        policies: DoubleBufferedPolicy,
+        client: TunnelClient,
+        name: str,
+        config: ReceiverConfig,
+        keys: Path,
+        folder: Path | None,
+        *,
+        explore: bool = False,
+    ) -> None:
+        """Args:
+        policies: the two copies.
+        client: the tunnel through which weights arrive and reports about them leave.
+        name: the robot or policy server, as in its reports.
+        keys, folder: as for `WeightsReceiver`.
+        explore: `act` acts at random until weights arrive.
+        """
+        self._policies, self._client, self._name, self._config, self._explore = policies, client, name, config, explore
+        self._governor = Governor(config.governor)
+        self._report_lock = threading.Lock()  # the last report must name the version that acts
+        self._receiver = WeightsReceiver(client, policies, config, keys, folder, self._governor, self._report_version)
+
+    def __enter__(self) -> Self:
+        self._receiver.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._receiver.close()
+
+    @property
+    def version(self) -> int:
+        """The version of the acting weights; -1 before the first."""
+        return self._policies.version
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """As `Policy.cameras`."""
+        return self._policies.policy.cameras
+
+    @property
+    def swap_delay_s(self) -> float:
+        """Seconds from the announcement of the acting version to its swap."""
+        return self._policies.swap_delay_s
+
+    @property
+    def awaits_weights(self) -> bool:
+        """No weights have arrived, and the policy may not explore."""
+        return not self._explore and self.version == NO_VERSION
+
+    def hold_reason(self, *, explore: bool) -> str:
+        """Why a robot must hold, for its operators; empty if the policy may act."""
+        if self.version == NO_VERSION and not explore:
+            return WAITING_FOR_WEIGHTS
+        return TOO_STALE if self._receiver.is_too_stale() else ""
+
+    def swap(self) -> None:
+        """Swaps in new weights if some are ready. Call it between chunks, or between episodes."""
+        if self._policies.swap_if_ready() is not None:
+            self._report_version()
+
+    # agents.UpdatingPolicy
+
+    def begin_episode(self) -> None:
+        self.swap()
+
+    def pause(self) -> None:
+        if self._config.swap_at == "chunk":
+            self.swap()
+
+    def act(
+        self,
+        observation: Mapping[str, Array],
+        instruction: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> ActionChunk:
+        """As `Policy.act`. Raises PolicyUnavailable: no weights, or too old ones."""
+        if self._config.swap_at == "chunk" or self.hold_reason(explore=self._explore):
+            self.swap()
+        if reason := self.hold_reason(explore=self._explore):
+            raise PolicyUnavailable(reason)
+        started_s = time.perf_counter()
+        chunk = self._policies.policy.act(observation, instruction, deterministic=deterministic, context=context)
+        self._governor.observe(time.perf_counter() - started_s)
+        return chunk
+
+    def act_batch(
+        self,
+        observations: Sequence[Mapping[str, Array]],
+        instructions: Sequence[str],
+        *,
+        deterministic: bool,
+        contexts: Sequence[ChunkContext | None] = (),
+    ) -> list[ActionChunk]:
+        """As `Policy.act_batch`, whether or not the robots must hold."""
+        started_s = time.perf_counter()
+        chunks = self._policies.policy.act_batch(
+            observations, instructions, deterministic=deterministic, contexts=contexts
+        )
+        self._governor.observe(time.perf_counter() - started_s)
+        return chunks
+
+    def scalars(self) -> dict[str, float]:
+        """Metrics of the weights. Any thread may call it."""
+        return self._receiver.scalars()
+
+    def raise_failure(self) -> None:
+        """Raises what ended the receiver's thread. Any thread may call it."""
+        self._receiver.raise_failure()
+
+    def _report_version(self) -> None:
+        """Reports the acting version to the gateway: at a swap, and at the start of a tunnel session."""
+        with self._report_lock:
+            if self.version != NO_VERSION:
+                self._client.send(self._receiver.applied_report(self._name))

@@ -1,0 +1,231 @@
+"""The batches of one process: the stored steps that it trains on, drawn and put on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hal.spec import RobotSpec
+from user_sys.algorithms.algorithm import Algorithm, SentenceReader, TdErrors, TensorBatch, TrainingData
+from user_sys.algorithms.distributed import TrainingGroup
+from user_sys.codec import Array
+from user_sys.episode import IMAGE_PREFIX, EpisodeSource
+from user_sys.errors import ConfigError
+from user_sys.learner.config import CPU, DEMO_FRACTION, LearnerConfig
+from user_sys.policies.policy import AGE_SUFFIX
+from user_sys.policies.scaling import encoded_feature
+from user_sys.replay.batches import EncodedColumn, ObservationFeatures
+from user_sys.replay.buffer import UNUSABLE_ERRORS, ReplayBuffer
+from user_sys.replay.once import OnceSelector
+from user_sys.replay.sampler import Prefetcher, Sampler, SamplerConfig
+from user_sys.replay.selectors import DemoOnlineSelector, Selector, StepFilter
+from user_sys.store.store import StoreReader
+
+
+class BatchSource:
+    """Reads the replay buffer and draws one process's part of each batch. One thread constructs it and calls it.
+
+    Attributes:
+        replay: the buffer that batches are drawn from.
+        demo_online: the demonstrations and the online steps in the store, whatever the sampler draws.
+        once: selects the steps of an algorithm that uses each step once; None for others.
+        drawn: the newest batch, in host memory.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        spec: RobotSpec,
+        reader: StoreReader,
+        algorithm: Algorithm,
+        *,
+        seed: int,
+        device: torch.device,
+        group: TrainingGroup,
+    ) -> None:
+        """Builds the replay buffer and the sampler.
+
+        Args:
+            reader: the store, used from this thread only.
+            device: for a GPU, batches lie in page-locked memory.
+            group: the processes that train together.
+
+        Raises:
+            ConfigError: the settings do not fit the robot or the algorithm.
+        """
+        _require_suitable(config, algorithm.data)
+        self._config, self._algorithm, self._device = config, algorithm, device
+        self._embodiment = spec.embodiment
+        self._sentences = torch.empty(0)  # what the policy reads of each sentence in the store
+        data = algorithm.data
+        ages = getattr(algorithm.policy, "reads_ages", False)
+        features = ObservationFeatures.of(spec, data.cameras, columns=data.features, extras=data.extras, ages=ages)
+        self.replay = ReplayBuffer(
+            reader,
+            features,
+            cache_bytes=config.cache_bytes // group.world,
+            step_filter=StepFilter(embodiments=(spec.embodiment,)),
+        )
+        self.demo_online = DemoOnlineSelector(spec.embodiment, config.demo_fraction)
+        batches = data.batches(config.sampler.n_step)
+        selector: Selector = self.demo_online
+        self.once: OnceSelector | None = None
+        if data.once:
+            only = replace(config.sampler.only, embodiments=(spec.embodiment,), sources=(EpisodeSource.ONLINE,))
+            length = max(1, batches.chunk_length)
+            selector = self.once = OnceSelector(only, config.staleness, length, group.rank, group.world)
+        elif not config.sampler.is_unfiltered_mixture or data.mixture:
+            selector = config.sampler.make_selector(spec.embodiment, config.demo_fraction, data.mixture)
+        if selector is not self.demo_online:
+            self.replay.subscribe(self.demo_online.update)
+        sampler = Sampler(
+            self.replay,
+            selector,
+            batches,
+            config.batch_size // (group.world * config.compute.parts),
+            seed=seed,
+            rank=group.rank,
+            world=group.world,
+            pin=device.type != CPU,
+        )
+        self._batches = Prefetcher(sampler, 0 if data.once else config.batches_ahead)
+        if self._batches.sampler.uses_feedback and not isinstance(algorithm, TdErrors):
+            raise ConfigError(
+                f"learner.sampler.kind is {config.sampler.kind}, which needs TD errors; {config.algorithm} has none"
+            )
+
+    def require_columns(self) -> None:
+        """Checks the newest stored chunk, and the newest in which a policy acted, after the first refresh.
+
+        Raises:
+            ConfigError: it lacks what the algorithm trains on.
+        """
+        index, features = self.replay.index, self.replay.features
+        rows = np.flatnonzero(StepFilter(embodiments=(self._embodiment,)).matches(index, 0))
+        by_policy = rows[index.steps.policy_version[rows] >= 0]
+        unlabelled = [name for name in features.extras if index.labelled_column(name, rows[:1]) is None]
+        # Only a policy records extras, such as its noise; experts and people have none.
+        recorded = [name for name in (*features.vectors, *features.cameras) if not name.endswith(AGE_SUFFIX)]
+        for chosen, wanted in ((rows, recorded), (by_policy, unlabelled)):
+            for row in chosen[-1:].tolist():
+                chunk = int(index.steps.chunk[row])
+                try:
+                    found = self.replay.columns_of(chunk)
+                except UNUSABLE_ERRORS:  # the replay buffer reports damage
+                    continue
+                if missing := [name for name in wanted if name not in found]:
+                    episode = index.episodes.ids.names[int(index.chunks.episode[chunk])]
+                    raise ConfigError(
+                        f"{self._config.algorithm} trains on {missing[0]!r}, and {episode} lacks it: record it "
+                        "(recorder, policy), add the column as labels, or train without it"
+                    )
+
+    def close(self) -> None:
+        """Ends the threads. A second call has no effect."""
+        self._batches.close()
+        self.replay.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are steps to draw, as of the last refresh of `replay`."""
+        return self._batches.sampler.is_ready
+
+    def add_version(self, version: int) -> None:
+        """Makes `version` the newest, for an algorithm that uses each step once. A refresh must follow."""
+        assert self.once is not None  # as the caller knows
+        self.once.add_version(version, self.replay.index)
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the metrics of the sampler."""
+        return {} if self.once is None else {"windows_used": self.once.used, "windows_stale": self.once.stale}
+
+    def next(self, number: int) -> TensorBatch:
+        """Draws the batch of update `number`."""
+        self._encode_pictures_from(number)
+        self.drawn = self._batches.next()
+        sentences = tuple(self.replay.index.episodes.sentences.names)
+        return self._with_sentences(TensorBatch.of(self.drawn, sentences, self._device))
+
+    def note_update(self) -> None:
+        """The algorithm was updated with the newest batch; a prioritized sampler gets its TD errors."""
+        if self._batches.sampler.uses_feedback:
+            assert isinstance(self._algorithm, TdErrors)  # as checked at the start
+            self._batches.sampler.feedback(self.drawn, self._algorithm.td_errors().float().cpu().numpy())
+
+    def _with_sentences(self, batch: TensorBatch) -> TensorBatch:
+        """`batch` with what the policy reads of sentences; each sentence is encoded once."""
+        policy = self._algorithm.policy
+        if not isinstance(policy, SentenceReader):
+            return batch
+        if new := batch.sentences[len(self._sentences) :]:
+            encoded = policy.encode_sentences(new).to(self._device)
+            self._sentences = torch.cat([self._sentences, encoded]) if len(self._sentences) else encoded
+        return batch.with_sentences(self._sentences)
+
+    def _encode_pictures_from(self, number: int) -> None:
+        """From the update on that freezes the policy's encoder, batches have the encoded pictures."""
+        policy, features = self._algorithm.policy, self.replay.features
+        frozen_from = getattr(policy, "frozen_from", -1)
+        if not 0 <= frozen_from <= number or not features.cameras or features.encoded:
+            return
+        columns = {}
+        for feature, shape in features.cameras.items():
+            camera = feature.removeprefix(IMAGE_PREFIX)
+            encode = partial(self._encode_images, camera)
+            size = encode(np.zeros((1, *shape), np.uint8)).shape[1]
+            columns[feature] = EncodedColumn(encoded_feature(camera), size, encode)
+        self.replay.encode_pictures(columns)
+        self._batches.replan()
+
+    @torch.no_grad()
+    def _encode_images(self, camera: str, images: Array) -> Array:
+        policy: Any = self._algorithm.policy
+        encoded: Array = policy.encode_images(camera, torch.from_numpy(images).to(self._device)).cpu().numpy()
+        return encoded
+
+    def finished_episodes(self) -> int:
+        """Returns the number of complete episodes in the store."""
+        return int(self.replay.index.episodes.complete.sum())
+
+    def position(self) -> int:
+        """Returns the sequence number of the newest chunk that was read from the store; -1 if there is none."""
+        sequence = self.replay.index.chunks.sequence
+        return int(sequence.max()) if len(sequence) else -1
+
+    def not_finite_inputs(self) -> Iterator[str]:
+        """Names extra columns of the newest batch that are not finite; its other columns always are."""
+        index = self.replay.index
+        for name, column in self.drawn.extras.items():
+            at = np.argwhere(~np.isfinite(column))
+            if len(at):
+                row = self.drawn.row[at[:1, 0]]
+                step = int(index.step_of(row)[0]) + (int(at[0, 1]) if self.drawn.mask.shape[1] > 1 else 0)
+                episode = index.episodes.ids.names[int(index.episode_of(row)[0])]
+                yield f"{name!r} of {episode} is {column[tuple(at[0])]} at step {step}"
+
+    def state_dict(self) -> dict[str, Array]:
+        """Returns copies of the sampler's state."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restores the sampler from `state_dict`, after a refresh. Raises WireError: the state is of other settings."""
+        self._batches.load_state_dict(state)
+
+
+def _require_suitable(config: LearnerConfig, data: TrainingData) -> None:
+    name = config.algorithm
+    for key in ("kind", "mixture") if data.once else ():
+        if getattr(config.sampler, key) != getattr(SamplerConfig(), key):
+            raise ConfigError(f"learner.sampler.{key} has no effect with {name}, which uses each step once: remove it")
+    if data.samplers and config.sampler.kind not in data.samplers:
+        wanted = ", ".join(sorted(data.samplers))
+        raise ConfigError(f"learner.sampler.kind is {config.sampler.kind}; {name} trains with {wanted}")
+    if data.once and config.compute.parts > 1:
+        raise ConfigError(f"learner.compute.parts has no effect with {name}, which draws parts itself: remove it")
+    if data.mixture and config.demo_fraction != DEMO_FRACTION:
+        raise ConfigError(f"learner.demo_fraction has no effect with {name}, which has its own shares: remove it")

@@ -1,0 +1,395 @@
+"""LeRobot's policies: ACT, Diffusion, SmolVLA, pi0 and pi0.5, from a checkpoint or with new weights.
+
+The policy, its loss, its processors and their statistics are LeRobot's own (`PreTrainedPolicy`,
+`PolicyProcessorPipeline`). This module gives them our observations and batches, and saves what LeRobot's tools load. It
+works with LeRobot 0.4.4 and 0.6, which is imported when a policy is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hal.spec import RobotSpec
+from user_sys.errors import ConfigError
+from user_sys.policies.lerobot_checkpoint import (
+    PREPROCESSOR_NAME,
+    LeRobotSettings,
+    PolicyFeatures,
+    find_checkpoint_file,
+    lerobot_version,
+    one_line,
+)
+from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
+from user_sys.policies.trainable import merged_state
+
+WITH_SENTENCE = ("smolvla", "pi0", "pi05")
+WITHOUT_MASK = ("pi0", "pi05")  # their losses count the actions past an episode's end
+NEVER_DOWNLOADED: dict[str, Any] = {"load_vlm_weights": False, "pretrained_backbone_weights": None}
+"""Fields that load weights of parts from the hub; a checkpoint has them itself."""
+WEIGHTS_NOT_LOADED = "Could not load"  # printed by LeRobot's pi0, which then goes on with new weights
+EVALUATION_SEED = 0  # of the noise of deterministic chunks
+
+
+class LeRobotProcessors:
+    """LeRobot's processors of one policy, which all copies of the policy share.
+
+    Attributes:
+        pipelines: before and after the policy, as LeRobot saves them.
+    """
+
+    def __init__(self, pipelines: tuple[Any, Any]) -> None:
+        from lerobot.processor import DeviceProcessorStep
+
+        self.pipelines = pipelines
+        # The tensors are on the right device already; that of the checkpoint may not exist here.
+        self._before, self._after = (
+            [step for step in each.steps if not isinstance(step, DeviceProcessorStep)] for each in pipelines
+        )
+
+    def __deepcopy__(self, memo: object) -> LeRobotProcessors:
+        return self
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns the scaled and tokenized batch that the policy reads."""
+        from lerobot.processor.converters import batch_to_transition, transition_to_batch
+
+        transition = batch_to_transition(batch)
+        for step in self._before:
+            transition = step(transition)
+        prepared: dict[str, Any] = transition_to_batch(transition)
+        return prepared
+
+    def unscale(self, actions: Tensor) -> Tensor:
+        """Returns actions in the units of the robot."""
+        from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action
+
+        transition = policy_action_to_transition(actions)
+        for step in self._after:
+            transition = step(transition)
+        unscaled: Tensor = transition_to_policy_action(transition)
+        return unscaled
+
+    def require_statistics(self, source: str) -> None:
+        """Raises ConfigError if a feature is to be scaled and has no statistics; LeRobot would not scale it."""
+        for step in (*self._before, *self._after):
+            modes = {kind.value: mode.value for kind, mode in getattr(step, "norm_map", {}).items()}
+            known = {name.rpartition(".")[0] for name in step.state_dict()} if modes else set()
+            for name, feature in (step.features if modes else {}).items():
+                if modes.get(feature.type.value, "IDENTITY") != "IDENTITY" and name not in known:
+                    raise ConfigError(
+                        f"{source} has no statistics of {name}, by which it is scaled; set policy.options.statistics "
+                        "to the folder of the LeRobot dataset that it was trained on, or to bounds"
+                    )
+
+
+class LeRobotNetwork(nn.Module):
+    """A policy of LeRobot as our algorithms train it; a `user_sys.algorithms.algorithm.ImitationPolicy`.
+
+    Attributes:
+        network: LeRobot's policy.
+        features, cameras: names of the vectors and cameras that it reads.
+        chunk_length: actions from the present step on of a training sample.
+        frozen_from: -1: no encoder of ours is frozen.
+        noise_shape: of the noise of one chunk; None for ACT, which draws none.
+        execute: actions of a chunk that LeRobot executes before the next one.
+        is_pretrained: its first weights are of a checkpoint, so that robots may act with them.
+    """
+
+    frozen_from = -1
+
+    def __init__(
+        self, network: Any, processors: LeRobotProcessors, found: PolicyFeatures, is_pretrained: bool = False
+    ) -> None:
+        """`network`: LeRobot's policy, on the CPU."""
+        super().__init__()
+        self.network, self.processors = network.float().train(), processors
+        self._found, self.is_pretrained, config = found, is_pretrained, network.config
+        self.features = tuple(each.name for each in found.vectors)
+        self.cameras = tuple(each.name for each in found.cameras)
+        deltas: Sequence[int] = config.action_delta_indices
+        self._before, self.chunk_length = max(0, -deltas[0]), deltas[-1] + 1
+        self._observations = 0 if config.observation_delta_indices is None else len(config.observation_delta_indices)
+        self.execute: int = config.n_action_steps
+        size: int = config.action_feature.shape[0]
+        self.noise_shape: tuple[int, int] | None = (len(deltas), getattr(config, "max_action_dim", size))
+        if found.type == "act":
+            self.noise_shape = None
+
+    @property
+    def draws_between_steps(self) -> bool:
+        """A chunk depends on more draws than its noise: a diffusion by DDPM."""
+        scheduler = getattr(self.network.config, "noise_scheduler_type", "")
+        return bool(scheduler == "DDPM")
+
+    def batch_loss(
+        self, observation: Mapping[str, Tensor], sentences: Sequence[str], action: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `ImitationPolicy.batch_loss`. LeRobot's policies that give one loss for a batch give it to each sample.
+
+        Raises:
+            ConfigError: a sample has no sentence, and the policy reads it.
+        """
+        inputs = self._inputs(observation, sentences)
+        if self._found.type in WITH_SENTENCE and not all(sentences):
+            raise ConfigError(
+                f"{self._found.type} reads the instruction of an episode, and stored episodes have none; set "
+                "options.sentence of the robot's driver, or give the imported dataset a task"
+            )
+        # LeRobot's samples may begin before the present step, which ours do not: these actions carry no loss.
+        first = torch.arange(-self._before, self.chunk_length, device=action.device)
+        inputs["action"] = action[:, first.clamp(min=0)]
+        inputs["action_is_pad"] = ~mask[:, first.clamp(min=0)] | (first < 0)
+        prepared = self.processors.prepare(inputs)
+        is_pad = prepared["actions_id_pad"] = prepared["action_is_pad"]  # as SmolVLA of LeRobot 0.4 has it
+        if self._found.type not in WITH_SENTENCE:
+            loss: Tensor = self.network(prepared)[0]
+            return loss.expand(len(action))
+        masked = _losses_without(is_pad, self.network.model) if self._found.type in WITHOUT_MASK else _unchanged()
+        with masked:
+            losses: Tensor = self.network(prepared, reduction="none")[0]
+        return losses
+
+    def chunks_from_noise(
+        self, observation: Mapping[str, Tensor], sentences: Sequence[str], noise: Tensor | None
+    ) -> Tensor:
+        """Returns chunks (n, H, a) in the robot's units, from `noise` (n, *noise_shape). No gradient."""
+        prepared = self.processors.prepare(self._inputs(observation, sentences))
+        if self._found.type == "act":
+            actions = self.network.predict_action_chunk(prepared)
+        elif self._found.type == "diffusion":
+            pictures = [prepared[name] for name in self.network.config.image_features]
+            if pictures:
+                prepared["observation.images"] = torch.stack(pictures, dim=-4)
+            actions = self.network.diffusion.generate_actions(prepared, noise=noise)
+        else:
+            actions = self.network.predict_action_chunk(prepared, noise=noise)
+        return self.processors.unscale(actions)
+
+    def export(self, folder: Path) -> None:
+        """Writes the policy with its processors, as LeRobot's tools load them, into the new folder `folder`."""
+        self.network.save_pretrained(folder)
+        for pipeline in self.processors.pipelines:
+            pipeline.save_pretrained(folder)
+
+    def _inputs(self, observation: Mapping[str, Tensor], sentences: Sequence[str]) -> dict[str, Any]:
+        """Returns LeRobot's batch: its names, pictures float32 (n, 3, h, w) in [0, 1], past observations."""
+        found, inputs = self._found, dict[str, Any]()
+        for name in self.features:
+            inputs[found.names[name]] = observation[name]
+        for camera in found.cameras:
+            picture = observation[camera.feature].permute(0, 3, 1, 2).float() / 255
+            if (size := found.sizes[camera.name]) != tuple(picture.shape[-2:]):
+                picture = F.interpolate(picture, size, mode="bilinear", antialias=True)
+            inputs[found.names[camera.feature]] = picture
+        if self._observations:
+            for name, value in inputs.items():
+                inputs[name] = value[:, None].expand(-1, self._observations, *value.shape[1:])
+        inputs["task"] = list(sentences)
+        return inputs
+
+
+@contextlib.contextmanager
+def _unchanged() -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _losses_without(is_pad: Tensor, model: Any) -> Iterator[None]:
+    """Within it, the losses (n, H, a) that `model.forward` returns are 0 where `is_pad` (n, H)."""
+    forward: Callable[..., Tensor] = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs).masked_fill(is_pad[..., None], 0.0)
+    try:
+        yield
+    finally:
+        del model.forward  # the method of the class again
+
+
+def build_network(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures) -> LeRobotNetwork:
+    """Builds LeRobot's policy with its processors, on the CPU.
+
+    Raises:
+        ConfigError: LeRobot cannot build or load it.
+    """
+    with _translated(settings, "is it of another version of LeRobot, or is a field of policy.options.config wrong?"):
+        config = _configuration(spec, settings, found)
+    if config.n_obs_steps > 1 and not settings.repeat_observation:
+        raise ConfigError(
+            f"{settings.source} reads the last {config.n_obs_steps} observations, and a robot sends the present one; "
+            "set policy.options.repeat_observation: true to repeat it, as LeRobot does at an episode's start"
+        )
+    changed = {name: getattr(config, name) for name in NEVER_DOWNLOADED if settings.path and hasattr(config, name)}
+    for name in changed:
+        setattr(config, name, NEVER_DOWNLOADED[name])
+    with _translated(settings, "are the weights of this configuration, and is what it names on this computer?"):
+        network = _network(settings, config)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    processors = LeRobotProcessors(_pipelines(spec, settings, found, config))
+    processors.require_statistics(settings.source)
+    return LeRobotNetwork(network, processors, found, is_pretrained=settings.path is not None)
+
+
+def _configuration(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures) -> Any:
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.factory import make_policy_config
+
+    if settings.path is not None:
+        stored = PreTrainedConfig.from_pretrained(settings.path)
+        config = replace(stored, device="cpu", **_with_tuples(type(stored), settings.config))
+    else:
+        features = {
+            name: PolicyFeature(type=FeatureType[kind], shape=shape)
+            for name, (kind, shape) in found.input_features().items()
+        }
+        action = {"action": PolicyFeature(type=FeatureType.ACTION, shape=spec.action.shape)}
+        chosen = _with_tuples(PreTrainedConfig.get_choice_class(found.type), settings.config)
+        options = {"n_obs_steps": 1, "device": "cpu", **chosen}
+        config = make_policy_config(found.type, input_features=features, output_features=action, **options)
+    if hasattr(config, "do_mask_loss_for_padding"):
+        config.do_mask_loss_for_padding = True
+    return config
+
+
+def _with_tuples(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `options` with tuples in place of YAML's lists where a field of LeRobot's configuration is a tuple."""
+    declared = {each.name for each in fields(kind) if "tuple" in str(each.type)}
+    return {name: tuple(value) if name in declared and value else value for name, value in options.items()}
+
+
+def _network(settings: LeRobotSettings, config: Any) -> Any:
+    from lerobot.policies.factory import get_policy_class
+
+    printed = io.StringIO()
+    kind = get_policy_class(config.type)
+    with contextlib.redirect_stdout(printed):
+        if settings.path is None:
+            return kind(config)
+        find_checkpoint_file(settings, "model.safetensors")
+        network = kind.from_pretrained(settings.path, config=config, strict=True)
+    if WEIGHTS_NOT_LOADED in printed.getvalue():
+        lines = [line for line in printed.getvalue().splitlines() if WEIGHTS_NOT_LOADED in line]
+        raise RuntimeError(lines[0])
+    return network
+
+
+def _pipelines(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures, config: Any) -> tuple[Any, Any]:
+    from lerobot.policies.factory import make_pre_post_processors
+
+    statistics, tensors = found.statistics(spec, settings), None
+    if statistics is not None:
+        tensors = {name: {key: torch.tensor(value) for key, value in each.items()} for name, each in statistics.items()}
+    if settings.path is None:
+        options: dict[str, Any] = {"dataset_stats": tensors}
+    else:
+        _require_processors(settings)
+        tokenizer = {"tokenizer_processor": {"tokenizer_name": settings.tokenizer}} if settings.tokenizer else {}
+        scaling = {} if tensors is None else {"stats": tensors}
+        options = {
+            "pretrained_path": str(settings.path),
+            "preprocessor_overrides": tokenizer | ({"normalizer_processor": scaling} if scaling else {}),
+            "postprocessor_overrides": {"unnormalizer_processor": scaling} if scaling else {},
+        }
+    with _translated(settings, "is its tokenizer on this computer? policy.options.tokenizer names another"):
+        before, after = make_pre_post_processors(config, **options)
+        return before, after
+
+
+def _require_processors(settings: LeRobotSettings) -> None:
+    try:
+        find_checkpoint_file(settings, PREPROCESSOR_NAME)
+    except ConfigError:
+        raise ConfigError(
+            f"{settings.path} has no {PREPROCESSOR_NAME}: a LeRobot before 0.4 saved it; convert it with "
+            f"python -m lerobot.processor.migrate_policy_normalization --pretrained-path {settings.path}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _translated(settings: LeRobotSettings, question: str) -> Iterator[None]:
+    """Translates errors of LeRobot, which are of many kinds. Raises ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"policy.options: LeRobot {lerobot_version()} cannot make {settings.source} ({one_line(error)}); {question}"
+        ) from error
+
+
+class LeRobotPolicy(TorchPolicy):
+    """Acts with LeRobot's policy. A deterministic chunk starts from fixed noise."""
+
+    settings = LeRobotSettings
+
+    @classmethod
+    def reads_files(cls, settings: LeRobotSettings) -> bool:
+        """See `TrainablePolicy.reads_files`."""
+        return True
+
+    def __init__(
+        self,
+        spec: RobotSpec,
+        *,
+        settings: LeRobotSettings | None = None,
+        features: Sequence[str] = (),
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """See `TrainablePolicy`. Raises ConfigError as `build_network`."""
+        options = settings or LeRobotSettings()
+        read = [each.name for each in PolicyFeatures.of(spec, options, features).vectors]
+        super().__init__(spec, settings=options, features=read, seed=seed, device=device)
+        self.options = replace(options, execute=options.execute or self.module.execute)
+        self._spec = spec
+
+    @classmethod
+    def select_cameras(cls, spec: RobotSpec, settings: LeRobotSettings) -> tuple[str, ...]:
+        """See `TrainablePolicy.select_cameras`; those of the checkpoint."""
+        return tuple(camera.name for camera in PolicyFeatures.of(spec, settings).cameras)
+
+    @classmethod
+    def make_module(
+        cls, spec: RobotSpec, *, settings: LeRobotSettings | None = None, features: Sequence[str] = ()
+    ) -> nn.Module:
+        """See `TrainablePolicy.make_module`. Raises ConfigError as `build_network`."""
+        options = settings or LeRobotSettings()
+        return build_network(spec, options, PolicyFeatures.of(spec, options, features))
+
+    def export(self, folder: Path) -> None:
+        """See `ExportablePolicy`: what LeRobot's ``save_pretrained`` writes, with the processors; LoRA is merged."""
+        plain: Any = self.make_module(self._spec, settings=self.options, features=self.module.features)
+        plain.load_state_dict(merged_state(self.module))
+        plain.export(folder)
+
+    def draw(
+        self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `TorchPolicy.draw`."""
+        n = len(self.sentences)
+        if deterministic and n > 1 and self.module.draws_between_steps:  # each robot gets the draws that it gets alone
+            rows = [{name: value[row : row + 1] for name, value in observation.items()} for row in range(n)]
+            actions = torch.cat([self._chunks(each, [s], True) for each, s in zip(rows, self.sentences, strict=True)])
+        else:
+            actions = self._chunks(observation, self.sentences, deterministic)
+        return actions, torch.full(actions.shape[:2], float("nan"))
+
+    def _chunks(self, observation: Mapping[str, Tensor], sentences: Sequence[str], deterministic: bool) -> Tensor:
+        seed = EVALUATION_SEED if deterministic else int(torch.randint(2**62, (), generator=self._generator))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            shape, n = self.module.noise_shape, len(sentences)
+            noise = None if shape is None else torch.randn(1 if deterministic else n, *shape).expand(n, -1, -1)
+            noise = None if noise is None else noise.to(self._device)
+            chunks: Tensor = self.module.chunks_from_noise(observation, sentences, noise)
+            return chunks

@@ -1,0 +1,296 @@
+"""The torch modules of the built-in policies: how they read observations, and a squashed Gaussian over actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hal.spec import IMAGES, Array, ArraySpec
+from user_sys.policies.scaling import (
+    INPUT_CLIP,
+    LOG_STD_MAX,
+    LOG_STD_MIN,
+    action_affine,
+    bounds_affine,
+    encoded_feature,
+)
+
+Backbone = Literal["small", "resnet10"]
+Pooling = Literal["softmax", "embedding"]
+GROUPS = 4  # of a group norm
+EMBEDDINGS = 8  # of a spatial embedding, for each channel
+SMALL_WIDTH = 32
+RESNET_WIDTHS = (64, 128, 256, 512)
+IMITATED_MAX = 0.97  # a deviation is fitted to actions at most this far from the centre: atanh(1) is infinite
+DENSITY_MAX = 1.0 - 1e-6
+
+
+class PictureEncoder(nn.Module):
+    """Pictures uint8 (n, height, width, 3) to float32 (n, size) in [-1, 1].
+
+    The vector ends with a layer norm and tanh, as the trunk of DrQ-v2 (Yarats et al. 2021, arXiv 2107.09645).
+
+    Attributes:
+        size: k, the length of the vector.
+    """
+
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        *,
+        backbone: Backbone = "small",
+        pooling: Pooling = "softmax",
+        size: int,
+        shift: int,
+    ) -> None:
+        """`shift`: in training mode each picture is moved by up to so many pixels; see `random_shift`."""
+        super().__init__()
+        self.size, self._shift = size, shift
+        self.backbone = small_backbone() if backbone == "small" else resnet10()
+        with torch.no_grad():
+            channels, rows, columns = self.backbone(torch.zeros(1, 3, height, width)).shape[1:]
+        self.pool = SpatialSoftmax(rows, columns) if pooling == "softmax" else SpatialEmbedding(channels, rows, columns)
+        self.project = nn.Linear(channels * (2 if pooling == "softmax" else EMBEDDINGS), size)
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and self._shift:
+            images = random_shift(images, self._shift)
+        return self.encode(images)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """As `forward`, without random shift."""
+        x = images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)  # channels stay last in memory, which is fast
+        return torch.tanh(self.norm(self.project(self.pool(self.backbone(x)))))
+
+
+def random_shift(images: Tensor, pixels: int) -> Tensor:
+    """Moves each of `images`, uint8 (n, h, w, c), by up to `pixels` along both axes; edge pixels repeat.
+
+    The augmentation of DrQ (Kostrikov et al. 2020, arXiv 2004.13649).
+    """
+    n, height, width = images.shape[:3]
+    dy, dx = torch.randint(-pixels, pixels + 1, (2, n, 1), device=images.device)
+    rows = (torch.arange(height, device=images.device) + dy).clamp_(0, height - 1)
+    columns = (torch.arange(width, device=images.device) + dx).clamp_(0, width - 1)
+    return images[torch.arange(n, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+class SpatialSoftmax(nn.Module):
+    """Returns the expected place (x, y) of each channel's activation, (n, 2c), each in [-1, 1] (Levine et al. 2016)."""
+
+    grid: Tensor
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        y, x = torch.meshgrid(torch.linspace(-1, 1, rows), torch.linspace(-1, 1, columns), indexing="ij")
+        self.register_buffer("grid", torch.stack([x.flatten(), y.flatten()], -1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(2).softmax(-1) @ self.grid).flatten(1)
+
+
+class SpatialEmbedding(nn.Module):
+    """Weighs each channel by learned maps of places, (n, EMBEDDINGS * c), as in SERL (Luo et al. 2024)."""
+
+    def __init__(self, channels: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.maps = nn.Parameter(torch.randn(channels, rows * columns, EMBEDDINGS) / (rows * columns) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ncp,cpe->nce", x.flatten(2), self.maps).flatten(1)
+
+
+def small_backbone() -> nn.Module:
+    """Four convolutions; pictures (n, 3, h, w) to (n, 32, h/4, w/4)."""
+    layers: list[nn.Module] = []
+    before = 3
+    for stride in (2, 2, 1, 1):
+        layers += [nn.Conv2d(before, SMALL_WIDTH, 3, stride, 1), nn.ReLU()]
+        before = SMALL_WIDTH
+    return nn.Sequential(*layers[:-1])
+
+
+def resnet10() -> nn.Module:
+    """ResNet-10 with group norm: pictures (n, 3, h, w) to (n, 512, h/32, w/32) (He et al. 2016; Wu and He 2018)."""
+    first = RESNET_WIDTHS[0]
+    layers = [nn.Conv2d(3, first, 7, 2, 3, bias=False), nn.GroupNorm(GROUPS, first), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    before = first
+    for stage, width in enumerate(RESNET_WIDTHS):
+        layers.append(ResidualBlock(before, width, 2 if stage else 1))
+        before = width
+    return nn.Sequential(*layers)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions next to a shortcut."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, 1, bias=False),
+            nn.GroupNorm(GROUPS, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.GroupNorm(GROUPS, width),
+        )
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1 and before == width
+            else nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.GroupNorm(GROUPS, width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.residual(x) + self.shortcut(x))
+
+
+class Affine(nn.Module):
+    """Constants that scale a vector."""
+
+    def __init__(self, *, persistent: bool = True, **buffers: Array) -> None:
+        """`persistent`: whether they are part of the weights."""
+        super().__init__()
+        for name, value in buffers.items():
+            self.register_buffer(name, torch.from_numpy(value), persistent=persistent)
+
+
+class ObservationNetwork(nn.Module):
+    """Reads vectors and pictures, and scales actions: what the modules of all policies share.
+
+    Attributes:
+        features, cameras: names of the vectors and of the cameras that `encode` reads.
+        observation_size: width of `encode`.
+        action_size: elements of an action.
+        encoder: the encoders of pictures, by camera.
+        pretrain_updates: updates at the start that clone the demonstrations.
+        frozen_from: number of the update from which the encoder of pictures never changes; -1: always trained.
+    """
+
+    input: Any
+    action: Any
+
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        action: ArraySpec,
+        pictures: Mapping[str, PictureEncoder] | None = None,
+        *,
+        pretrain_updates: int = 0,
+        frozen_from: int = -1,
+        saves_constants: bool = True,
+    ) -> None:
+        """Args:
+        pictures: an encoder for each camera; none for a policy of vectors.
+        saves_constants: what scales vectors and actions is part of the weights.
+        """
+        super().__init__()
+        pictures = pictures or {}
+        self.features, self.cameras = tuple(each.name for each in specs), tuple(pictures)
+        self.pretrain_updates, self.frozen_from = pretrain_updates, frozen_from
+        (offset, scale), (centre, half) = bounds_affine(specs), action_affine(action)
+        self.input = Affine(persistent=saves_constants, offset=offset, scale=scale)
+        self.action = Affine(persistent=saves_constants, centre=centre, scale=half)
+        self.encoder = nn.ModuleDict(pictures)
+        self.observation_size = len(offset) + sum(encoder.size for encoder in pictures.values())
+        self.action_size = len(centre)
+
+    def encode(self, observation: Mapping[str, Tensor]) -> Tensor:
+        """Returns the scaled vectors with the encoded pictures, float32 (n, observation_size).
+
+        A camera's picture is `IMAGES` + its name, uint8 (n, h, w, 3), shifted at random while the module is in training
+        mode. If the observation has `encoded_feature` of the camera, (n, k), that replaces the picture.
+        """
+        x = torch.cat([observation[name] for name in self.features], -1)
+        x = x.sub_(self.input.offset).mul_(self.input.scale).clamp_(-INPUT_CLIP, INPUT_CLIP)
+        return torch.cat([x, *(self._encoded(camera, observation) for camera in self.cameras)], -1)
+
+    def _encoded(self, camera: str, observation: Mapping[str, Tensor]) -> Tensor:
+        encoded = observation.get(encoded_feature(camera))
+        return self.encoder[camera](observation[IMAGES + camera]) if encoded is None else encoded
+
+    @torch.no_grad()
+    def encode_images(self, camera: str, images: Tensor) -> Tensor:
+        """Returns the encoded pictures, float32 (n, k), of `images`, uint8 (n, h, w, 3), without random shift."""
+        encoder = self.encoder[camera]
+        assert isinstance(encoder, PictureEncoder)
+        return encoder.encode(images)
+
+    def scale_action(self, action: Tensor) -> Tensor:
+        """Maps actions (..., a) from the spec's units to [-1, 1]."""
+        scaled: Tensor = (action - self.action.centre) / self.action.scale
+        return scaled.clamp_(-1.0, 1.0)
+
+    def unscale_action(self, scaled: Tensor) -> Tensor:
+        """Maps actions (..., a) from [-1, 1] to the spec's units."""
+        action: Tensor = self.action.centre + self.action.scale * scaled
+        return action
+
+
+class GaussianNetwork(ObservationNetwork):
+    """A squashed Gaussian over actions; a `user_sys.algorithms.algorithm.GaussianPolicy`."""
+
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        action: ArraySpec,
+        hidden: Sequence[int],
+        pictures: Mapping[str, PictureEncoder] | None = None,
+        *,
+        pretrain_updates: int = 0,
+        frozen_from: int = -1,
+    ) -> None:
+        """`hidden`: widths of the layers after `encode`; see `ObservationNetwork`."""
+        super().__init__(specs, action, pictures, pretrain_updates=pretrain_updates, frozen_from=frozen_from)
+        widths = (self.observation_size, *hidden)
+        self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False))
+        self.mean, self.log_std = (nn.Linear(widths[-1], self.action_size) for _ in range(2))
+        for layer in (*self.hidden, self.mean, self.log_std):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (mean, log_std) before squashing, each (n, a), for encoded observations `x`."""
+        x = self._trunk(x)
+        return self.mean(x), self.log_std(x).clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def _trunk(self, x: Tensor) -> Tensor:
+        for layer in self.hidden:
+            x = torch.relu(layer(x))
+        return x
+
+    def log_prob(self, x: Tensor, action: Tensor) -> Tensor:
+        """Returns the log density (n,) of scaled actions (n, a) at encoded observations `x`.
+
+        Actions beyond `DENSITY_MAX` count as there, because the density at the bounds is infinite.
+        """
+        mean, log_std = self(x)
+        u = torch.atanh(action.clamp(-DENSITY_MAX, DENSITY_MAX))
+        return squash(mean, log_std, (u - mean) / log_std.exp())[1]
+
+    def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Returns the loss (n,) that clones scaled actions (n, a) at encoded observations `x`; `mask` has no effect.
+
+        The mean is fitted by least squares after squashing. The deviation is fitted by its likelihood around that mean,
+        without effect on it (Stirn et al., "Faithful Heteroscedastic Regression with Neural Networks", AISTATS 2023).
+        """
+        h = self._trunk(x)
+        mean, log_std = self.mean(h), self.log_std(h.detach()).clamp(LOG_STD_MIN, LOG_STD_MAX)
+        u = torch.atanh(action.clamp(-IMITATED_MAX, IMITATED_MAX))
+        likelihood = 0.5 * ((u - mean.detach()) / log_std.exp()).square() + log_std
+        loss: Tensor = ((torch.tanh(mean) - action).square() + likelihood).sum(-1)
+        return loss
+
+
+def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the action tanh(mean + std noise), (n, a), and its log density, (n,) (Haarnoja et al., appendix C)."""
+    u = mean + log_std.exp() * noise
+    gaussian = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    # log(1 - tanh(u)^2), in the form that stays finite for large |u|.
+    log_slope = 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
+    return torch.tanh(u), (gaussian - log_slope).sum(-1)

@@ -1,0 +1,124 @@
+"""What policies share: which observations they read, how values are scaled, and how they explore before any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hal.errors import SpecError
+from hal.spec import Array, ArraySpec, CameraSpec, RobotSpec
+from user_sys.policies.policy import ActionChunk
+
+INPUT_CLIP = 5.0  # of scaled observations
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of a Gaussian over actions in [-1, 1], before squashing
+EXPLORATION_CORRELATION = 0.7
+"""Correlation of an untrained policy's actions from step to step: white noise would not move the robot."""
+
+
+def encoded_feature(camera: str) -> str:
+    """Returns the name under which a batch has the encoded pictures of `camera`, float32 (n, k)."""
+    return f"observation.encoded.{camera}"
+
+
+def bounds_affine(specs: Sequence[ArraySpec]) -> tuple[Array, Array]:
+    """Returns (offset, scale) that map the concatenated `specs` from their bounds to [-1, 1].
+
+    An element without finite bounds, or with equal bounds, gets offset 0 and scale 1.
+    """
+    low = np.concatenate([np.asarray(s.low, np.float64) for s in specs])
+    high = np.concatenate([np.asarray(s.high, np.float64) for s in specs])
+    usable = np.isfinite(low) & np.isfinite(high) & (high > low)
+    centre = np.where(usable, 0.5 * (np.where(usable, low, 0.0) + np.where(usable, high, 0.0)), 0.0)
+    half = np.where(usable, 0.5 * (np.where(usable, high, 1.0) - np.where(usable, low, -1.0)), 1.0)
+    return centre.astype(np.float32), (1.0 / half).astype(np.float32)
+
+
+def action_affine(spec: ArraySpec) -> tuple[Array, Array]:
+    """Returns (centre, scale) that map [-1, 1] to the bounds of the action `spec`.
+
+    Raises:
+        SpecError: a bound is not finite; a squashed policy cannot cover it.
+    """
+    low, high = np.asarray(spec.low, np.float32), np.asarray(spec.high, np.float32)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise SpecError(f"{spec.name}: a squashed policy needs finite bounds, got {spec.low} to {spec.high}")
+    return (low + high) / 2, (high - low) / 2
+
+
+def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArraySpec, ...]:
+    """Returns the observations that a policy reads, in order: `features`, or all vectors of the robot."""
+    return tuple(spec.feature(name) for name in features) if features else spec.observation
+
+
+def camera_specs(spec: RobotSpec, cameras: Sequence[str]) -> tuple[CameraSpec, ...]:
+    """Returns the specs of `cameras`, in order."""
+    by_name = {camera.name: camera for camera in spec.cameras}
+    return tuple(by_name[name] for name in cameras)
+
+
+def require_features(specs: Sequence[ArraySpec], observation: Mapping[str, Array]) -> None:
+    """Raises SpecError if one of `specs` is missing in the observation or has another shape there."""
+    for spec in specs:
+        if spec.name not in observation:
+            raise SpecError(f"the policy reads {spec.name!r}; the observation has {sorted(observation)}")
+        if observation[spec.name].shape != spec.shape:
+            raise SpecError(f"{spec.name} has shape {observation[spec.name].shape}; the spec says {spec.shape}")
+
+
+def require_pictures(cameras: Sequence[CameraSpec], observation: Mapping[str, Array]) -> None:
+    """Raises SpecError if a camera's picture is missing in the observation, or is not uint8 of the spec's shape."""
+    for camera in cameras:
+        if (picture := observation.get(camera.feature)) is None:
+            raise SpecError(f"the policy reads {camera.feature!r}; the observation has {sorted(observation)}")
+        if picture.shape != camera.shape or picture.dtype != np.uint8:
+            raise SpecError(
+                f"{camera.feature} is {picture.dtype} of shape {picture.shape}; the spec says uint8 of {camera.shape}"
+            )
+
+
+class ActionBounds:
+    """The finite bounds of an action, float32 (a,).
+
+    Attributes:
+        centre, half: map an action in [-1, 1] to its units: ``centre + half * scaled``.
+    """
+
+    def __init__(self, spec: ArraySpec) -> None:
+        """Raises SpecError if a bound is not finite."""
+        self.centre, self.half = action_affine(spec)
+        self._low, self._high = (np.asarray(bound, np.float32) for bound in (spec.low, spec.high))
+
+    def chunk(self, actions: Array, log_prob: Array | float, execute: int = 0) -> ActionChunk:
+        """Returns the chunk of `actions`, (H, a) in the spec's units, whose log density is `log_prob`, (H,) or one.
+
+        `execute`: see `ActionChunk`.
+        """
+        within = np.clip(actions, self._low, self._high).astype(np.float32)  # rounding may exceed a bound
+        return ActionChunk(within, np.broadcast_to(np.asarray(log_prob, np.float32), len(within)).copy(), execute)
+
+
+class RandomExploration:
+    """Acts before the first weights: uniformly within the action bounds, smoothly over time."""
+
+    def __init__(self, bounds: ActionBounds, rng: np.random.Generator) -> None:
+        self._bounds, self._rng = bounds, rng
+        self._walk = rng.standard_normal(bounds.centre.size)
+
+    def act(self, deterministic: bool) -> ActionChunk:
+        """Returns a chunk of one action: the next one of the walk, or the centre of the bounds."""
+        scaled = np.zeros(self._walk.size)
+        if not deterministic:
+            # A stationary Gaussian walk, mapped through its own distribution function, is uniform at every step.
+            fresh = self._rng.standard_normal(self._walk.size)
+            self._walk = EXPLORATION_CORRELATION * self._walk + np.sqrt(1 - EXPLORATION_CORRELATION**2) * fresh
+            scaled = _gaussian_to_uniform(self._walk)
+        return self._bounds.chunk((self._bounds.centre + self._bounds.half * scaled)[None], np.nan)
+
+
+def _gaussian_to_uniform(z: Array) -> Array:
+    """Maps standard normal `z` to uniform in [-1, 1]; the error function by Abramowitz and Stegun 7.1.26 (1.5e-7)."""
+    x = np.abs(z) / np.sqrt(2.0)
+    t = 1.0 / (1.0 + 0.3275911 * x)
+    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.asarray(np.sign(z) * (1.0 - poly * np.exp(-x * x)))

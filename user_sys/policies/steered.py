@@ -1,0 +1,231 @@
+"""A frozen policy of flow or diffusion whose noise a squashed Gaussian policy chooses; `dsrl` trains the latter.
+
+Wagenmaker et al., "Steering Your Diffusion Policy with Latent Space Reinforcement Learning", CoRL 2025 (arXiv
+2506.15799). For noise w of a chunk, with |w_i| <= b::
+
+    w = b tanh(u),   u ~ N(mu(s), sigma(s)),        a = frozen policy at (s, w)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hal.errors import SpecError
+from hal.settings import Limit, Positive, load_plugin
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.config import build
+from user_sys.errors import ConfigError
+from user_sys.policies.cnn import PictureSettings
+from user_sys.policies.networks import Affine, GaussianNetwork
+from user_sys.policies.policy import SENTENCE
+from user_sys.policies.scaling import action_affine, feature_specs
+from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
+
+INITIAL_GAIN = 0.01
+BASES = {
+    "flow": "user_sys.policies.flow:FlowPolicy",
+    "lerobot": "user_sys.policies.lerobot:LeRobotPolicy",
+    "vla": "user_sys.policies.vla:VlaPolicy",
+}
+"""Built-in policies that draw chunks from noise; those of installed packages are found by their entry points."""
+
+
+@dataclass(frozen=True)
+class SteeredSettings(PictureSettings):
+    """The settings of the policy `steered`.
+
+    Attributes:
+        base: kind of the frozen policy, such as flow, vla or lerobot. Its weights are those of
+            `learner.initial_policy`, or of its own checkpoint (lerobot).
+        base_options: settings of the frozen policy.
+        base_features: vectors that the frozen policy reads; empty for `policy.features`.
+        reads_base: the Gaussian reads what the frozen policy encodes, in place of its own vectors and pictures. A vla
+            encodes the sentence too, so that the noise fits the task.
+        noise_max: b.
+        hidden: widths of the Gaussian's hidden layers.
+        pictures: whether the Gaussian reads cameras; the settings of pictures have no effect otherwise.
+        execute: actions of a chunk that the robot executes before the next one; 0 for as many as the frozen policy.
+    """
+
+    base: str = "flow"
+    base_options: dict[str, Any] = field(default_factory=dict)
+    base_features: tuple[str, ...] = ()
+    reads_base: bool = False
+    noise_max: Positive = 2.0
+    hidden: tuple[int, ...] = (128, 128)
+    pictures: bool = False
+    execute: Limit = 0
+
+
+def _load_base(settings: SteeredSettings) -> tuple[Any, Any]:
+    """Returns the class of the frozen policy, and its settings. Raises ConfigError: there is no such policy."""
+    try:
+        kind = load_plugin("user_sys.policies", settings.base, BASES)
+    except (SpecError, ImportError) as error:
+        raise ConfigError(f"policy.options.base: {error}") from error
+    return kind, build(kind.settings, settings.base_options, "policy.options.base_options")
+
+
+def _plain_spec(name: str, size: int, bound: float) -> ArraySpec:
+    """A vector with elements within `bound` either way."""
+    labels, units = tuple(f"{name}{index}" for index in range(size)), ("1",) * size
+    return ArraySpec(name=name, labels=labels, units=units, low=(-bound,) * size, high=(bound,) * size)
+
+
+class SteeredNetwork(GaussianNetwork):
+    """A Gaussian over the noise of `base`; an `algorithms.algorithm.GaussianPolicy` whose action is that noise.
+
+    Attributes:
+        base: the frozen policy's module, in evaluation mode.
+        executed: actions of a chunk that the robot executes.
+        is_pretrained: the frozen policy has the weights of a checkpoint.
+    """
+
+    base: Any
+    robot_action: Any
+
+    def __init__(
+        self, spec: RobotSpec, features: Sequence[str], settings: SteeredSettings, cameras: Sequence[str], base: Any
+    ) -> None:
+        """Args:
+            cameras: that the Gaussian reads.
+            base: the frozen policy's module.
+
+        Raises:
+            ConfigError: `base` draws no chunk from noise, or encodes nothing that the Gaussian could read.
+        """
+        if settings.reads_base and not (hasattr(base, "sample") and hasattr(base, "observation_size")):
+            raise ConfigError(f"policy.options.reads_base: {settings.base} encodes nothing that can be read; remove it")
+        if getattr(base, "noise_shape", None) is None and not hasattr(base, "sample"):
+            raise ConfigError(
+                f"policy.options.base: {settings.base} draws no actions from noise; use flow, vla or lerobot"
+            )
+        shape = getattr(base, "noise_shape", None) or (base.chunk_length, spec.action.shape[0])
+        noise = _plain_spec("noise", shape[0] * shape[1], settings.noise_max)
+        self.reads_base = settings.reads_base
+        if self.reads_base:
+            super().__init__((_plain_spec("summary", base.observation_size, 1.0),), noise, settings.hidden)
+            self.features = ()
+            if hasattr(base, "encode_sentences"):
+                self.encode_sentences = base.encode_sentences
+        else:
+            encoders = settings.make_encoders(spec, cameras)
+            super().__init__(feature_specs(spec, features), noise, settings.hidden, encoders)
+        for layer in (self.mean, self.log_std):  # at first it acts about as the frozen policy does
+            layer.weight.data.mul_(INITIAL_GAIN)
+        self.reads_ages = bool(getattr(base, "reads_ages", False))
+        self.base, self._noise_shape = base.eval().requires_grad_(False), shape
+        centre, half = action_affine(spec.action)
+        self.robot_action = Affine(centre=centre, scale=half)
+        most = int(getattr(base, "execute", 0) or base.chunk_length)
+        self.executed = int(settings.execute or settings.base_options.get("execute", 0) or most)
+        if self.executed > most:
+            raise ConfigError(
+                f"policy.options.execute is {self.executed}; {settings.base} gives {most} actions at once"
+            )
+        self.is_pretrained = bool(getattr(base, "is_pretrained", False))
+
+    def train(self, mode: bool = True) -> SteeredNetwork:
+        """As `nn.Module.train`; the frozen policy stays in evaluation mode."""
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    @property
+    def reads(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the vectors and of the cameras that either policy reads."""
+        base = self.base
+        return (*dict.fromkeys((*self.features, *base.features)),), (*dict.fromkeys((*self.cameras, *base.cameras)),)
+
+    def encode(self, observation: Mapping[str, Tensor]) -> Tensor:
+        """See `ObservationNetwork.encode`; with `reads_base` all that the frozen policy encodes, the summary first."""
+        if not self.reads_base:
+            return super().encode(observation)
+        with torch.no_grad():
+            encoded: Tensor = self.base.encode(observation)
+        return encoded
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `GaussianNetwork`; it reads the first `observation_size` columns."""
+        return super().forward(x[:, : self.observation_size])
+
+    @torch.no_grad()
+    def chunks(
+        self, observation: Mapping[str, Tensor], sentences: Sequence[str], scaled_noise: Tensor, encoded: Tensor
+    ) -> Tensor:
+        """Returns the executed actions (n, H, a) in the spec's units.
+
+        Args:
+            scaled_noise: (n, k), scaled to [-1, 1].
+            encoded: `encode` of the observation.
+        """
+        base = self.base
+        noise = self.unscale_action(scaled_noise).view(-1, *self._noise_shape)
+        if self.reads_base:
+            chunks: Tensor = base.unscale_action(base.sample(encoded, noise))
+        elif hasattr(base, "chunks_from_noise"):
+            chunks = base.chunks_from_noise(observation, sentences, noise)
+        else:
+            if hasattr(base, "encode_sentences"):
+                observation = {**observation, SENTENCE: base.encode_sentences(sentences).to(noise.device)}
+            chunks = base.unscale_action(base.sample(base.encode(observation), noise))
+        return chunks[:, : self.executed]
+
+    def scale_executed(self, action: Tensor) -> Tensor:
+        """Maps the robot's actions (..., a) to [-1, 1]."""
+        scaled: Tensor = (action - self.robot_action.centre) / self.robot_action.scale
+        return scaled.clamp(-1.0, 1.0)
+
+
+class SteeredPolicy(TorchPolicy):
+    """Acts with the frozen policy on the chosen noise."""
+
+    settings = SteeredSettings
+
+    def __init__(
+        self,
+        spec: RobotSpec,
+        *,
+        settings: SteeredSettings | None = None,
+        features: Sequence[str] = (),
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """See `TrainablePolicy`."""
+        super().__init__(spec, settings=settings, features=features, seed=seed, device=device)
+        self._specs = feature_specs(spec, self.module.reads[0])
+
+    @classmethod
+    def select_cameras(cls, spec: RobotSpec, settings: SteeredSettings) -> tuple[str, ...]:
+        """See `TrainablePolicy.select_cameras`; those of either policy."""
+        kind, options = _load_base(settings)
+        return (*dict.fromkeys((*cls._own_cameras(spec, settings), *kind.select_cameras(spec, options))),)
+
+    @classmethod
+    def _own_cameras(cls, spec: RobotSpec, settings: SteeredSettings) -> tuple[str, ...]:
+        return super().select_cameras(spec, settings) if settings.pictures else ()
+
+    @classmethod
+    def make_module(
+        cls, spec: RobotSpec, *, settings: SteeredSettings | None = None, features: Sequence[str] = ()
+    ) -> nn.Module:
+        """See `TrainablePolicy.make_module`. Raises ConfigError: the frozen policy cannot be built or steered."""
+        chosen = settings or cls.settings()
+        kind, options = _load_base(chosen)
+        base = kind.make_module(spec, settings=options, features=chosen.base_features or features)
+        return SteeredNetwork(spec, features, chosen, cls._own_cameras(spec, chosen), base)
+
+    def draw(
+        self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `TorchPolicy.draw`."""
+        encoded = self.module.encode(dict(observation))
+        mean, log_std = self.module(encoded)
+        noise = torch.tanh(mean + log_std.exp() * self.noise(tuple(mean.shape), deterministic=deterministic))
+        actions = self.module.chunks(observation, self.sentences, noise, encoded)
+        return actions, torch.full(actions.shape[:2], float("nan"))

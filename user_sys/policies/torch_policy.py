@@ -1,0 +1,224 @@
+"""A policy that acts with the module that trains: the base class of policies that act in torch, in a policy server."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from hal.errors import SpecError
+from hal.spec import Array, RobotSpec
+from user_sys.codec import BF16
+from user_sys.errors import WireError
+from user_sys.policies.policy import (
+    AGE_SUFFIX,
+    SENTENCE,
+    ActionChunk,
+    ChunkContext,
+    ExecutionMethod,
+    TrainablePolicy,
+)
+from user_sys.policies.scaling import (
+    ActionBounds,
+    RandomExploration,
+    camera_specs,
+    feature_specs,
+    require_features,
+    require_pictures,
+)
+from user_sys.policies.trainable import apply_train_settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromisedActions:
+    """The `ChunkContext` of n robots, as tensors on the policy's device.
+
+    Attributes:
+        actions: float32 (n, K, a), in the action spec's units; zero after a robot's last promised action.
+        count: int64 (n,), how many of the K are promised.
+        delay: int64 (n,), predicted control periods from the observation to the first use of the chunk.
+        method: how the robots pass to the next chunk.
+    """
+
+    actions: Tensor
+    count: Tensor
+    delay: Tensor
+    method: ExecutionMethod
+
+
+class TorchPolicy(TrainablePolicy):
+    """Acts with `make_module`'s module in evaluation mode. Until the first `load` it explores within the action bounds.
+
+    A subclass defines `settings`, `make_module` and `draw`, and reads pictures of the cameras that `select_cameras`
+    returns. With one seed it draws the same noise on every device. On ``cpu`` it limits torch's threads in this process
+    to ``OMP_NUM_THREADS``, or to one: a network for one observation gains nothing from more, and a learner loses them.
+
+    Attributes:
+        options: its settings.
+        cameras: names of the cameras that it reads.
+        sentences: of the observations that `draw` draws for.
+    """
+
+    precisions = ("exact", "bf16")
+
+    def __init__(
+        self,
+        spec: RobotSpec,
+        *,
+        settings: Any = None,
+        features: Sequence[str] = (),
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """See `TrainablePolicy`."""
+        import torch
+
+        if device == "cpu":
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.options = self.settings() if settings is None else settings
+        self._specs = feature_specs(spec, features)
+        self.cameras, self.sentences = self.select_cameras(spec, self.options), tuple[str, ...]()
+        self._pictures = camera_specs(spec, self.cameras)
+        self._bounds, self._device = ActionBounds(spec.action), device
+        self._exploration = RandomExploration(self._bounds, np.random.default_rng(seed))
+        with torch.random.fork_rng([]):  # the initial weights are not used
+            module = self.make_module(spec, settings=self.options, features=features)
+            apply_train_settings(module, self.options)
+        for parameter in module.parameters():  # `load` gives them memory
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        self.module: Any = module.eval().requires_grad_(False).to(device)
+        self._shared: dict[str, tuple[Array, Tensor]] = {}  # the newest read-only arrays, and the tensors with them
+        self._generator = torch.Generator().manual_seed(seed)
+        self._has_weights = False
+
+    @abstractmethod
+    def draw(
+        self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draws chunks for n observations on the device, without gradients.
+
+        `promised`: of the robots; None if none executes chunks asynchronously. A policy may ignore it.
+
+        Returns actions in the spec's units, (n, H, a), and their log densities, (n, H); see `ActionChunk`.
+        """
+
+    def noise(self, shape: tuple[int, ...], *, deterministic: bool) -> Tensor:
+        """Draws standard normal noise, or zeros, on the device."""
+        import torch
+
+        noise = torch.zeros(shape) if deterministic else torch.randn(shape, generator=self._generator)
+        return noise.to(self._device)
+
+    def act(
+        self,
+        observation: Mapping[str, Array],
+        sentence: str,
+        *,
+        deterministic: bool,
+        context: ChunkContext | None = None,
+    ) -> ActionChunk:
+        """See `Policy.act`."""
+        return self.act_batch([observation], [sentence], deterministic=deterministic, contexts=[context])[0]
+
+    def act_batch(
+        self,
+        observations: Sequence[Mapping[str, Array]],
+        sentences: Sequence[str],
+        *,
+        deterministic: bool,
+        contexts: Sequence[ChunkContext | None] = (),
+    ) -> list[ActionChunk]:
+        """See `Policy.act_batch`; the network computes all observations at once."""
+        import torch
+
+        for observation in observations:
+            require_features(self._specs, observation)
+            require_pictures(self._pictures, observation)
+        if not self._has_weights:
+            return [self._exploration.act(deterministic) for _ in observations]
+        names = [*(spec.name for spec in self._specs), *(camera.feature for camera in self._pictures)]
+        arrays = {name: np.stack([observation[name] for observation in observations]) for name in names}
+        ages = [camera.feature + AGE_SUFFIX for camera in self._pictures]
+        for name in ages if all(set(ages) <= set(each) for each in observations) else ():
+            arrays[name] = np.stack([observation[name] for observation in observations])
+        promised = self._promised(contexts)
+        with torch.inference_mode() if promised is None else torch.no_grad():  # guidance needs gradients
+            tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+            if hasattr(self.module, "encode_sentences"):  # a `user_sys.algorithms.algorithm.SentenceReader`
+                tensors[SENTENCE] = self.module.encode_sentences(sentences).to(self._device)
+            self.sentences = tuple(sentences)
+            drawn = self.draw(tensors, deterministic=deterministic, promised=promised)
+            actions, log_prob = (each.cpu().numpy() for each in drawn)
+        execute = getattr(self.options, "execute", 0)
+        return [self._bounds.chunk(*pair, execute) for pair in zip(actions, log_prob, strict=True)]
+
+    def _promised(self, contexts: Sequence[ChunkContext | None]) -> PromisedActions | None:
+        """Raises SpecError: the promised actions are not this robot's."""
+        import torch
+
+        if all(context is None for context in contexts):
+            return None
+        lengths = [0 if context is None else len(context.prefix) for context in contexts]
+        actions = np.zeros((len(contexts), max(lengths), self._bounds.centre.size), np.float32)
+        for row, context, length in zip(actions, contexts, lengths, strict=True):
+            if context is not None and length:
+                if context.prefix.shape[1:] != row.shape[1:]:
+                    raise SpecError(
+                        f"promised actions have shape {context.prefix.shape}; an action has {row.shape[1:]}"
+                    )
+                row[:length] = context.prefix
+        delays = [0 if context is None else context.delay for context in contexts]
+        arrays = (actions, np.array(lengths, np.int64), np.array(delays, np.int64))
+        method = next(context.method for context in contexts if context is not None)
+        promised, count, delay = (torch.from_numpy(array).to(self._device) for array in arrays)
+        return PromisedActions(promised, count, delay, method)
+
+    def load(self, weights: Mapping[str, Array]) -> None:
+        """See `Policy.load`."""
+        own = self.module.state_dict(keep_vars=True)
+        expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        found = {name: value.shape for name, value in weights.items()}
+        if found != expected:
+            wrong = sorted(set(found.items()) ^ set(expected.items()))
+            raise WireError(f"weights do not fit this {type(self).__name__}; they differ in {wrong[:6]}")
+        tensors = {name: self._loaded(name, array, own[name].dtype) for name, array in weights.items()}
+        for name, tensor in tensors.items():
+            own[name].data = tensor
+        self._has_weights = True
+
+    def copy(self) -> Self:
+        """See `Policy.copy`. Both share the memory of what they load as the same read-only arrays."""
+        import torch
+
+        memo: dict[int, Any] = {id(self._shared): self._shared}
+        for parameter in self.module.parameters():  # as they are: `load` never writes into their memory
+            memo[id(parameter)] = torch.nn.Parameter(parameter.data, requires_grad=False)
+        return copy.deepcopy(self, memo)
+
+    def _loaded(self, name: str, array: Array, dtype: torch.dtype) -> Tensor:
+        """Returns the tensor of an array on the device; the same one for the same read-only array."""
+        import torch
+
+        known = self._shared.get(name)
+        if known is not None and known[0] is array:
+            return known[1]
+        aligned = np.require(array, requirements=("C", "A"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of arrays that it could write to
+            is_bf16 = array.dtype == BF16
+            bits = torch.from_numpy(aligned.view(np.int16) if is_bf16 else aligned)
+        tensor = (bits.view(torch.bfloat16) if is_bf16 else bits).to(self._device, dtype)
+        if array.flags.writeable:
+            return tensor.clone()
+        self._shared[name] = array, tensor
+        return tensor

@@ -1,0 +1,148 @@
+"""Selection for on-policy algorithms: each online step once, in order, unless its policy version is too old.
+
+A batch starts at *windows*: steps 0, H, 2H, ... of an episode, with H steps each, fewer at the episode's end. A window
+is ready when its steps and the observation after them are stored. It is dropped, and counted, if the policy version of
+its first step is none of the newest ones. Windows that no policy of this run began are left out: those of people, of
+exploration before the first weights, and of another run's weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.replay.selectors import AnyStepFilter, Selection, Selector, SelectorState, state_column
+from user_sys.store.index import Index, IndexChange, rows_of
+
+NO_ROWS = np.empty(0, np.int64)
+
+
+class OnceSelector(Selector):
+    """See the module. Among data-parallel learners, each takes the windows of its own episodes.
+
+    Attributes:
+        used, stale: windows that were selected, and that were dropped; of this process, over all resumptions.
+        newest_version: the newest one that was added in this process; -1 before the first.
+    """
+
+    def __init__(
+        self, step_filter: AnyStepFilter, staleness: int | None, length: int = 1, rank: int = 0, world: int = 1
+    ) -> None:
+        """Selects windows of `length` steps.
+
+        Args:
+            step_filter: that the first step of a window must match when it arrives.
+            staleness: by how many versions a window may be behind the newest; None for any number.
+        """
+        self.used = self.stale = 0
+        self.newest_version = -1
+        self._filter, self._length, self._rank, self._world = step_filter, length, rank, world
+        self._versions = None if staleness is None else deque[int](maxlen=staleness + 1)
+        self._waiting = self._ready = NO_ROWS  # first steps, ascending
+        self._examined = 0  # all rows below
+        self._newest = NO_ROWS  # rows of the newest selection
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def is_ready(self, n: int) -> bool:
+        """See `Selector.is_ready`: a batch is never filled up with used windows."""
+        return len(self._ready) >= n
+
+    def add_version(self, version: int, index: Index) -> None:
+        """Makes `version` the newest; a known version drops nothing."""
+        self.newest_version = version
+        if self._versions is not None and version not in self._versions:
+            self._versions.append(version)
+            self._drop_stale(index)
+
+    def update(self, index: Index, change: IndexChange) -> None:
+        """See `Selector.update`."""
+        self._examine(index, np.arange(self._examined, len(index.steps)))
+
+    def _examine(self, index: Index, rows: Array) -> None:
+        """Takes the windows that begin in `rows`, and finds which windows are ready."""
+        self._examined = len(index.steps)
+        if len(rows):
+            low = int(rows[0])
+            begins = self._filter.matches(index, low)[rows - low] & (index.steps.policy_version[rows] >= 0)
+            begins &= (index.step_of(rows) % self._length == 0) & (index.episode_of(rows) % self._world == self._rank)
+            self._waiting = np.concatenate([self._waiting, rows[begins]])
+        self._waiting = self._waiting[index.steps.alive[self._waiting]]
+        complete = _is_complete(index, self._waiting, self._length)
+        self._ready = np.sort(np.concatenate([self._ready, self._waiting[complete]]))
+        self._ready = self._ready[index.steps.alive[self._ready]]
+        self._waiting = self._waiting[~complete]
+        self._drop_stale(index)
+
+    def _drop_stale(self, index: Index) -> None:
+        if not self._versions:  # any version counts, or none is published yet
+            return
+        newest = list(self._versions)
+        for name in ("_waiting", "_ready"):
+            rows = getattr(self, name)
+            kept = np.isin(index.steps.policy_version[rows], newest)
+            self.stale += int((~kept).sum())
+            setattr(self, name, rows[kept])
+
+    def select(self, n: int, rng: np.random.Generator) -> Selection:
+        """See `Selector.select`: the first `n` windows that are ready."""
+        self._newest, self._ready = self._ready[:n], self._ready[n:]
+        self.used += len(self._newest)
+        return Selection.unweighted(self._newest)
+
+    def select_again(self, places: Array, n: int, rng: np.random.Generator) -> Selection:
+        """See `Selector.select_again`. If too few windows are ready, it repeats windows of the newest selection."""
+        rows, self._ready = self._ready[: len(places)], self._ready[len(places) :]
+        self.used += len(rows)
+        return Selection.unweighted(np.resize(np.concatenate([rows, np.delete(self._newest, places)]), len(places)))
+
+    def state_dict(self, index: Index) -> SelectorState:
+        """See `Selector.state_dict`."""
+        state: SelectorState = {
+            "counts": np.array([self.used, self.stale], np.int64),
+            "versions": np.array(self._versions or (), np.int64),
+            "examined": np.array([_last_sequence(index, self._examined)], np.int64),
+        }
+        for name, rows in (("waiting", self._waiting), ("ready", self._ready)):
+            chunk = index.steps.chunk[rows]
+            state[f"{name}.sequence"] = index.chunks.sequence[chunk]
+            state[f"{name}.step"] = rows - index.chunks.first_row[chunk]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
+        """See `Selector.load_state_dict`. Windows that are no longer stored are left out."""
+        self.used, self.stale = state_column(state, "counts").tolist()
+        if self._versions is not None:
+            self._versions.extend(state_column(state, "versions").tolist())
+        for name in ("waiting", "ready"):
+            rows = rows_of(index, *(state_column(state, f"{name}.{part}") for part in ("sequence", "step")))
+            setattr(self, f"_{name}", rows[rows >= 0])
+        self._examine(index, _rows_after(index, int(state_column(state, "examined")[0])))
+
+    def skip(self, sequence: int, index: Index) -> None:
+        """Leaves out all windows up to the record `sequence`: another number of processes may have used them."""
+        self._waiting = self._ready = NO_ROWS
+        self._examine(index, _rows_after(index, sequence))
+
+
+def _is_complete(index: Index, rows: Array, length: int) -> Array:
+    """Whether the windows of `length` steps from `rows` on are stored, with the observation after them; bool."""
+    complete: Array = index.episodes.complete[index.episode_of(rows)]
+    last = rows.copy()
+    for _ in range(length - 1):
+        last = np.where(last >= 0, index.successor(last), last)
+    inside = last >= 0
+    complete[inside] |= index.observation_after(last[inside]) >= 0
+    return complete
+
+
+def _last_sequence(index: Index, examined: int) -> int:
+    return int(index.chunks.sequence[index.steps.chunk[:examined]].max(initial=-1))
+
+
+def _rows_after(index: Index, sequence: int) -> Array:
+    return np.flatnonzero(index.chunks.sequence[index.steps.chunk] > sequence)

@@ -1,0 +1,104 @@
+"""Labels the episodes of a store by a reward, at ingestion or afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from user_sys.episode import EpisodeSource
+from user_sys.errors import DataSetError, LinkDown, StoreError
+from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader
+from user_sys.rewards.reward import EpisodeReward, Reward
+from user_sys.store.index import EpisodeSummary
+from user_sys.store.labels import Label, RewardLabel, SuccessLabel, UndoLabel, effective_labels
+from user_sys.store.store import StoreReader
+
+LABELLER_PREFIX = "reward:"  # of the labellers that are rewards
+ONLINE = EpisodeFilter(sources=(EpisodeSource.ONLINE,))
+log = logging.getLogger(__name__)
+
+
+class EpisodeLabeller:
+    """Evaluates each complete episode of a store once. Episodes whose success a person has labelled stay as they are.
+
+    Attributes:
+        unusable: episodes that lack what the reward reads.
+    """
+
+    def __init__(
+        self, store: StoreReader, reward: Reward, kind: str, selection: EpisodeFilter = ONLINE, *, again: bool = False
+    ) -> None:
+        """Args:
+        kind: of the reward; part of the labeller's name.
+        again: replace earlier labels of this reward; else such episodes stay as they are.
+        """
+        self._store, self._reward, self._selection, self._again = store, reward, selection, again
+        self.labeller = LABELLER_PREFIX + kind
+        self.unusable = 0
+        self._done: set[str] = set()
+        self._chunks = 0  # of the store at the last pass
+
+    def new_labels(self) -> Iterator[tuple[EpisodeSummary, EpisodeReward, list[Label]]]:
+        """Reads new records of the store, and yields the labels of each episode that has to be evaluated.
+
+        Raises:
+            LinkDown: the reward asks a server that does not answer; a later call continues with this episode.
+        """
+        self._store.refresh()
+        if len(self._store.index.chunks) == self._chunks:
+            return
+        self._chunks = len(self._store.index.chunks)
+        waiting = [episode for episode in self._store.episodes() if self._is_due(episode)]
+        reader = EpisodeReader(self._store) if waiting else None
+        for episode in waiting:
+            assert reader is not None
+            self._done.add(episode.episode)
+            try:
+                found = self._reward.evaluate(reader.read(episode.episode))
+            except (DataSetError, StoreError) as error:
+                self.unusable += 1
+                log.warning("reward.unusable %s", error)
+                continue
+            except LinkDown:
+                self._done.discard(episode.episode)
+                self._chunks = 0
+                raise
+            if labels := self._labels(episode, found):
+                yield episode, found, labels
+
+    def _is_due(self, episode: EpisodeSummary) -> bool:
+        if episode.episode in self._done or episode.deleted or not self._selection.matches(episode):
+            return False
+        if is_persons_label(episode):
+            return False
+        return self._again or not self._own_labels(episode)
+
+    def _own_labels(self, episode: EpisodeSummary) -> list[Label]:
+        valid = effective_labels(self._store.index.labels(episode.episode))
+        return [label for label in valid if label.labeller == self.labeller]
+
+    def _labels(self, episode: EpisodeSummary, found: EpisodeReward) -> list[Label]:
+        now = time.time_ns()
+        common = {"episode": episode.episode, "labeller": self.labeller}
+        times = dict.fromkeys(label.at_unix_ns for label in self._own_labels(episode))
+        labels: list[Label] = [UndoLabel(at_unix_ns=now - 1, undone_at_unix_ns=each, **common) for each in times]
+        note = "" if found.probability is None else f"probability {found.probability:.3f}"
+        if found.success is not None:
+            keep = found.rewards is not None
+            labels.append(SuccessLabel(success=found.success, keep_reward=keep, at_unix_ns=now, note=note, **common))
+        if found.rewards is not None:
+            rewards = tuple(float(value) for value in found.rewards)
+            labels.append(RewardLabel(first_step=0, rewards=rewards, at_unix_ns=now, note=note, **common))
+        return labels
+
+
+def is_persons_label(episode: EpisodeSummary) -> bool:
+    """Whether a person, and no reward, has labelled the episode's success."""
+    return bool(episode.labelled_by) and not episode.labelled_by.startswith(LABELLER_PREFIX)
+
+
+def store_of(path: Path) -> Path:
+    """The store in a run's folder, or `path` itself."""
+    return path / "store" if (path / "config.yaml").exists() else path

@@ -1,0 +1,138 @@
+"""The interface of a reward: a stored episode in, its success and the rewards of its steps out.
+
+Rewards of this kind become labels in the store, so that recorded data stays as it is. A task's own reward
+(`hal.task.Task.evaluate`) is recorded by the robot, and a person's label has precedence over both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.episode import IMAGE_PREFIX, EpisodeSource
+from user_sys.errors import DataSetError
+from user_sys.interchange.episodes import StoredEpisode, is_camera
+from user_sys.interchange.frames import decode_frame
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Which reward labels the episodes of a run as they end.
+
+    Attributes:
+        kind: classifier, progress, rule, vlm, or that of a package; empty: the task's own reward and people's labels.
+        options: settings of the reward.
+        sources: of the episodes; with demo, demonstrations get this reward too.
+    """
+
+    kind: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    sources: tuple[EpisodeSource, ...] = (EpisodeSource.ONLINE,)
+
+
+@dataclass(frozen=True)
+class EpisodeReward:
+    """What a reward finds in an episode of T steps.
+
+    Attributes:
+        success: whether it succeeded; None leaves that as it is.
+        rewards: float32 (T,), of its steps; None: the last one becomes 1 for a success and 0 for a failure, if
+            `success` is known, and the others stay.
+        probability: that it succeeded, in [0, 1]; None if the reward has no such estimate.
+        progress: float32 (T + 1,), of each observation since the first, the final one included: 0 none, 1 all of it;
+            None if the reward has no such estimate.
+    """
+
+    success: bool | None
+    rewards: Array | None = None
+    probability: float | None = None
+    progress: Array | None = None
+
+
+class Reward(ABC):
+    """A kind of reward that a config selects (`user_sys.plugins`). One thread calls it.
+
+    Attributes:
+        settings: the dataclass of its settings, `rewards.options`; all fields have defaults.
+    """
+
+    settings: ClassVar[type[Any]]
+
+    @abstractmethod
+    def __init__(self, settings: Any) -> None:
+        """Args:
+            settings: of the class `settings`.
+
+        Raises:
+            ConfigError: a setting names what cannot be used, such as a missing file.
+        """
+
+    @abstractmethod
+    def evaluate(self, episode: StoredEpisode) -> EpisodeReward:
+        """Evaluates a complete episode, and does not change it. Equal episodes give equal results.
+
+        Raises:
+            DataSetError: the episode lacks what the reward reads; the message names it.
+        """
+
+
+def cameras_of(episode: StoredEpisode) -> tuple[str, ...]:
+    """The names of all cameras. Raises DataSetError: there are none."""
+    names = tuple(sorted(name.removeprefix(IMAGE_PREFIX) for name in episode.frames if is_camera(name)))
+    if not names:
+        raise DataSetError("the episodes have no pictures; record with cameras")
+    return names
+
+
+def final_pictures(episode: StoredEpisode, cameras: Sequence[str]) -> dict[str, Array]:
+    """The newest picture of each camera after the last step, uint8 (h, w, 3), by the camera's name.
+
+    Raises:
+        DataSetError: the episode has no picture of a camera, or it cannot be decoded.
+    """
+    pictures = {}
+    for camera in cameras:
+        last = episode.final.get(IMAGE_PREFIX + camera)
+        frame = last.tobytes() if last is not None and last.ndim == 1 else last
+        if frame is None:
+            frame = next((f for f in reversed(episode.frames.get(IMAGE_PREFIX + camera, ())) if f is not None), None)
+        if frame is None:
+            raise DataSetError(f"episode {episode.header.episode} has no picture of the camera {camera!r}")
+        pictures[camera] = decode_frame(frame)
+    return pictures
+
+
+def side_by_side(pictures: Mapping[str, Array]) -> Array:
+    """One picture, uint8 (h, w, 3), of several in order of their names, cut to the lowest height."""
+    height = min(picture.shape[0] for picture in pictures.values())
+    return np.concatenate([pictures[name][:height] for name in sorted(pictures)], axis=1)
+
+
+def clip_pictures(episode: StoredEpisode, cameras: Sequence[str], places: Sequence[int]) -> Iterator[dict[str, Array]]:
+    """The newest picture of each camera, as `final_pictures`, before each of the steps `places`, in ascending order.
+
+    The place `episode.steps` is after the last step.
+
+    Raises:
+        DataSetError: a camera has no picture yet at one of them, or it cannot be decoded.
+    """
+    newest: dict[str, Array] = {}
+    first = 0
+    for place in places:
+        if place == episode.steps:
+            yield final_pictures(episode, cameras)
+            return
+        for camera in cameras:
+            new = [f for f in episode.frames.get(IMAGE_PREFIX + camera, ())[first : place + 1] if f is not None]
+            if new:
+                newest[camera] = decode_frame(new[-1])
+            elif camera not in newest:
+                where = f"episode {episode.header.episode} has no picture of the camera {camera!r} at step {place}"
+                raise DataSetError(where)
+        first = place + 1
+        yield dict(newest)

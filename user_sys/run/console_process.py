@@ -1,0 +1,165 @@
+"""The process that serves a run's console: ``python -m user_sys.run.console_process RUN``.
+
+It follows the run through the gateway. A restarted one keeps its address and the browsers' access, and reads the run's
+earlier episodes and curves from its folder. It may be killed at any time: a robot whose driver is at its page holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from hal.durable import replace_durably
+from hal.errors import HalError
+from hal.signals import stop_on_signals
+from hal.state_database import STATE_FILE, AuditLog
+from user_sys.compose import drawing_source
+from user_sys.console.config import ADDRESS_MODE, as_before
+from user_sys.console.hub import ConsoleHub, HubMessage
+from user_sys.console.server import ConsoleServer
+from user_sys.edge.local_estop import with_local_estop
+from user_sys.errors import RunError, UserSysError, WireError
+from user_sys.logs import configure_logging
+from user_sys.messages import ResourceUpdate, RobotStatus
+from user_sys.robot_records import learner_from_robot, read_robot_records
+from user_sys.run.config import RunConfig, RunFolder, RunMetadata, open_run_folder
+from user_sys.run.metrics import METRICS, RUN
+from user_sys.run.prepare import gateway_client
+from user_sys.run.progress import previous_elapsed_s, previous_episodes, previous_losses, previous_outcomes
+from user_sys.run.topology import CONSOLE
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+FORWARD_POLL_S = 0.5
+
+
+class ConsoleProcess:
+    """A hub that the gateway's messages update, and its page. `serve` blocks.
+
+    Two threads forward previews and replies to e-stops, independently of the main thread.
+
+    Attributes:
+        address: of the page.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig, metadata: RunMetadata) -> None:
+        """Listens, and writes the address to the run's folder.
+
+        Raises:
+            RunError: the port is in use, or a key is missing.
+            ConfigError: the console needs accounts, and there is none.
+        """
+        self._folder, self._seen = folder, set[str]()
+        self._client = gateway_client(folder, metadata, CONSOLE)
+        real = [robot.name for robot in (*config.robots, *config.remote_robots) if not robot.simulated]
+        drivers = {name: f"for {folder.edge(name).resolve()}" for name in real}
+        send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply))
+        self._hub = ConsoleHub(metadata.name, send, {}, config.learner.max_training_s, folder=folder.path)
+        history = previous_episodes(folder.store), previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
+        self._hub.restore_history(*history[0], history[1])
+        self._hub.restore_curves(previous_outcomes(folder), previous_losses(folder))
+        for robot in (*config.robots, *config.remote_robots):
+            self._hub.add_robot(robot.name)
+        self._read_robot_records()
+        self._audit = AuditLog(folder.path / STATE_FILE)
+        console, token = as_before(config.console, folder.console_address)
+        sources = {robot.name: drawing_source(robot) for robot in (*config.robots, *config.remote_robots)}
+        self._server = ConsoleServer(
+            self._hub, console, token, self._audit.write, folder.store, drawing_sources=sources
+        )
+        self.address = self._server.start()
+        replace_durably(folder.console_address, self.address.encode(), ADDRESS_MODE)
+
+    def serve(self, stop: threading.Event) -> None:
+        """Updates the page until `stop` is set."""
+        with ExitStack() as stack:
+            stack.callback(self._client.close)
+            stack.callback(self._audit.close)
+            stack.callback(self._server.stop)
+            self._client.start()
+            for forward in (self._forward_previews, self._forward_stop_replies):
+                threading.Thread(target=forward, args=(stop,), name=forward.__name__, daemon=True).start()
+            while not stop.is_set():
+                self._receive()
+
+    def _receive(self) -> None:
+        message = self._client.receive(POLL_S)
+        if isinstance(message, RobotStatus) and message.robot not in self._seen:
+            self._seen.add(message.robot)
+            self._read_robot_records()
+        if isinstance(message, HubMessage):
+            self._show(self._hub.update, message)
+        if isinstance(message, ResourceUpdate):
+            self._hub.update_resource(message.record)
+
+    def _read_robot_records(self) -> None:
+        """The specs of the robots that have connected, and their learners."""
+        records = read_robot_records(self._folder.robots)
+        self._hub.set_learners(learner_from_robot(records))
+        for record in records:
+            self._show(self._hub.set_robot_spec, record.robot, record.spec)
+
+    def _forward_previews(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            if (shown := self._client.receive_preview(FORWARD_POLL_S)) is not None:
+                preview, jpeg = shown
+                self._show(self._hub.update_preview, preview, bytes(jpeg))
+
+    def _forward_stop_replies(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            reply = self._client.receive_stop(FORWARD_POLL_S)
+            if isinstance(reply, HubMessage):
+                self._hub.update(reply)
+
+    def _show(self, feed: Callable[..., None], *report: object) -> None:
+        """Feeds the page. A report that the page cannot show is logged."""
+        try:
+            feed(*report)
+        except WireError as error:
+            log.warning("console.report_rejected %s", error)
+
+
+def serve_console(run: Path, port: int | None, on_address: Callable[[str], None]) -> None:
+    """Serves the console of a run that has none of its own, until SIGTERM or Ctrl-C.
+
+    Args:
+        port: in place of the configured one; 0 takes a free one.
+        on_address: called with the address when the page can be opened.
+
+    Raises:
+        RunError: there is no run, it has a console of its own, or the port is in use.
+        ConfigError: the console needs accounts, and there is none.
+    """
+    folder, config, metadata = open_run_folder(run)
+    if config.console.enabled:
+        raise RunError(f"{run} has a console of its own, whose address it printed; start it with console.enabled=false")
+    stop = threading.Event()
+    stop_on_signals(stop)
+    folder.console_address.unlink(missing_ok=True)
+    console = config.console if port is None else replace(config.console, port=port)
+    process = ConsoleProcess(folder, replace(config, console=console), metadata)
+    on_address(process.address)
+    process.serve(stop)
+
+
+def main(argv: list[str]) -> int:
+    """Serves the console of the run in the folder `argv[0]` until it is stopped."""
+    configure_logging()
+    stop = threading.Event()
+    stop_on_signals(stop)
+    try:
+        ConsoleProcess(*open_run_folder(Path(argv[0]))).serve(stop)
+    except (UserSysError, HalError, OSError) as error:
+        log.error("console.failed %s: %s", type(error).__name__, error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

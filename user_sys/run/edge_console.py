@@ -1,0 +1,170 @@
+"""The console of the robots on one computer: ``python -m user_sys.run.edge_console CONSOLE.yaml``.
+
+``user-sys edge --console`` starts it. It reaches the sessions by a local socket, so that it works while the run's
+computer cannot be reached. It may be killed at any time: a robot whose driver is at its page holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hal.durable import replace_durably
+from hal.errors import HalError
+from hal.machine_folder import robot_files
+from hal.resource import local_node
+from hal.signals import stop_on_signals
+from hal.state_database import STATE_FILE, AuditEntry, AuditLog
+from user_sys.config import load
+from user_sys.console.config import ADDRESS_MODE, ConsoleConfig, as_before
+from user_sys.console.hub import ConsoleHub, HubMessage, OverrideOrder
+from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.local_estop import press_estop
+from user_sys.edge.local_link import LocalLink
+from user_sys.errors import AuthorityError, UserSysError, WireError
+from user_sys.logs import configure_logging
+from user_sys.messages import OperatorCommand, OperatorReply, Preview, PreviewRequest
+from user_sys.tunnel.protocol import AnyMessage, Payload
+
+DESCRIBE_DEADLINE_S = 1.0
+DESCRIBE_PERIOD_S = 2.0
+MAX_PRESSES = 8  # e-stops at a time
+PRESS_AGAIN_S = 1.0  # the page repeats a press until it is confirmed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EdgeConsoleConfig:
+    """Settings that ``user-sys edge`` writes for this process.
+
+    Attributes:
+        robots, simulated: names of all robots of this computer, and of the simulated ones.
+        drawing_sources: by robot, see `user_sys.compose.drawing_source`.
+        endpoint: of the sessions' socket.
+        folder: of the address file and the audit log.
+    """
+
+    robots: tuple[str, ...] = ()
+    simulated: tuple[str, ...] = ()
+    drawing_sources: dict[str, str] = field(default_factory=dict)
+    endpoint: str = ""
+    folder: Path = Path("edge")
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
+
+    @property
+    def address(self) -> Path:
+        """The file with the page's address, which has the secret."""
+        return self.folder / "console.address"
+
+
+class EdgeHub(ConsoleHub):
+    """A hub without a run, whose registry alone takes robots out of use."""
+
+    def override(self, robot: str, order: OverrideOrder, person: str, reason: str = "") -> None:
+        """Raises AuthorityError: always."""
+        raise AuthorityError(f"{robot}: only the run's console can {order} a robot; this one serves its computer")
+
+
+class EdgeConsole:
+    """Connects a hub with the sessions and e-stops of this computer."""
+
+    def __init__(self, config: EdgeConsoleConfig) -> None:
+        self._config = config
+        self._link = LocalLink(config.endpoint, self._on_message)
+        self._hub = EdgeHub(f"robots of {local_node()}", self._send, folder=config.folder)
+        self._presses = ThreadPoolExecutor(MAX_PRESSES, "e-stop")
+        self._pressed_s: dict[str, float] = {}
+        for robot in config.robots:
+            self._hub.add_robot(robot)
+
+    def serve(self, stop: threading.Event) -> None:
+        """Serves the page until `stop` is set. Raises as `ConsoleServer` does."""
+        from user_sys.console.server import ConsoleServer  # needs the extra `console`
+
+        config = self._config
+        audit = AuditLog(config.folder / STATE_FILE)
+        console, token = as_before(config.console, config.address)
+        with ExitStack() as stack:
+            stack.callback(audit.close)
+            stack.callback(self._presses.shutdown)
+            stack.enter_context(self._link)
+            self._audit = audit.write
+            server = ConsoleServer(self._hub, console, token, audit.write, drawing_sources=config.drawing_sources)
+            replace_durably(config.address, server.start().encode(), ADDRESS_MODE)
+            stack.callback(server.stop)
+            missing = set(config.robots)
+            while missing:
+                missing -= {robot for robot in missing if self._read_spec(robot)}
+                if stop.wait(DESCRIBE_PERIOD_S):
+                    return
+            stop.wait()
+
+    def _read_spec(self, robot: str) -> bool:
+        try:
+            with DriverClient(robot) as driver:
+                driver.describe(DESCRIBE_DEADLINE_S)
+                self._hub.set_robot_spec(robot, driver.spec)
+        except HalError:
+            return False  # its driver starts
+        return True
+
+    def _on_message(self, message: AnyMessage, payload: Payload | None) -> None:
+        try:
+            if isinstance(message, HubMessage):
+                self._hub.update(message)
+            elif isinstance(message, Preview) and payload is not None:
+                self._hub.update_preview(message, bytes(payload))
+        except WireError as error:
+            log.warning("console.report_rejected %s", error)
+
+    def _send(self, message: OperatorCommand | PreviewRequest) -> bool:
+        if not isinstance(message, OperatorCommand):
+            return self._link.send(message, robot=message.robot)
+        if message.order != "drive":
+            order = AuditEntry(event="order", person=message.operator, robot=message.robot, order=message.order)
+            self._audit(order)
+        if message.order != "e-stop":
+            return self._link.send(message, robot=message.robot)
+        now_s = time.monotonic()
+        if now_s - self._pressed_s.get(message.robot, 0.0) > PRESS_AGAIN_S:
+            self._pressed_s[message.robot] = now_s
+            self._presses.submit(self._press, message)
+        return True
+
+    def _press(self, message: OperatorCommand) -> None:
+        files = robot_files(message.robot, simulated=message.robot in self._config.simulated)
+        result = press_estop(files, message.operator, "pressed at the console of its computer")
+        self._hub.update(
+            OperatorReply(
+                robot=message.robot,
+                operator=message.operator,
+                order=message.order,
+                accepted=result.ok,
+                reason=result.text,
+                press=message.press,
+            )
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Serves the console that the file `argv[0]` describes until it is stopped."""
+    configure_logging()
+    stop = threading.Event()
+    stop_on_signals(stop)
+    try:
+        EdgeConsole(load(EdgeConsoleConfig, Path(argv[0]))).serve(stop)
+    except (UserSysError, HalError, OSError) as error:
+        log.error("console.failed %s: %s", type(error).__name__, error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

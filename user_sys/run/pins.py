@@ -1,0 +1,199 @@
+"""Pins a version of a run's weights: all robots of a learner act with it. The learner's key signs the pin.
+
+A person sets a pin (`user-sys weights rollback`), and with ``learner.publish.on_success_drop: best`` so does the run:
+
+1. Robots act with the newest version. The version that acted when the success over `SUCCESS_WINDOWS`' larger window was
+   at its best is kept on the gateway's disk.
+2. The success falls by `SUCCESS_DROP` from its best: the best version is pinned. Training goes on.
+3. After a window of episodes with the best version, robots try the newest for up to `TRIAL_EPISODES` episodes.
+4. If the newest succeeds nearly as often (`AS_GOOD`), go to 1. Otherwise go to 2; each further trial comes after twice
+   as many episodes.
+
+The success of a version is that of the newest autonomous training episodes. A person's pin has precedence.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Literal
+
+from hal.registry import MAX_TEXT_CHARS
+from hal.state_database import audit_operator_action
+from user_sys.console.progress import BEST_VERSION_SCALAR, SUCCESS_DROP, SUCCESS_WINDOWS
+from user_sys.episode import EpisodeSource
+from user_sys.errors import RunError, WireError
+from user_sys.messages import NO_VERSION, EpisodeReport, PinnedVersion, decode_record
+from user_sys.robot_records import LEARNER, learner_folder
+from user_sys.weights.signing import SECRET_SUFFIX, SIGNING_KEY_NAME, load_signer
+from user_sys.weights.version_store import VersionStore
+
+log = logging.getLogger(__name__)
+WINDOW = SUCCESS_WINDOWS[1]
+TRIAL_EPISODES = 20
+AS_GOOD = 0.1  # the newest version may succeed less often by this share
+PROTECTED = 0.5  # a lower best success is not protected: at the start of training, success rises and falls
+MAX_EPISODES_BETWEEN_TRIALS = 16 * WINDOW
+AUTOMATIC = "learner.publish.on_success_drop"  # who pins
+
+
+def current_pin(store: VersionStore) -> PinnedVersion | None:
+    """The newest pin; None if there was none, or if the last one was released. Raises OSError, WireError."""
+    signed = store.read_pin()
+    pin = None if signed is None else decode_record(signed.body, PinnedVersion)
+    return None if pin is None or pin.version == NO_VERSION else pin
+
+
+def set_pin(run: Path, learner: str, version: int, by: str, reason: str) -> None:
+    """Pins `version` for the robots of `learner`, or releases the pin (`NO_VERSION`).
+
+    The gateway looks every second, and at its start. The serial number is greater than those of earlier runs, which
+    robots may have accepted.
+
+    Raises:
+        RunError: the run's folder has no signing key.
+        OSError: the pin cannot be stored.
+    """
+    key = run / "keys" / f"{SIGNING_KEY_NAME}{SECRET_SUFFIX}"
+    if not key.exists():
+        raise RunError(f"{run} has no {key.name}: run this command in the run's folder on the gateway's machine")
+    store = VersionStore(learner_folder(run / "weights", learner))
+    signed, newest = store.read_pin(), max(store.manifests(), key=lambda m: (m.epoch, m.version), default=None)
+    serial = 0 if signed is None else decode_record(signed.body, PinnedVersion).serial + 1
+    pin = PinnedVersion(
+        serial=max(int(time.time()), serial),
+        version=version,
+        by=shorten(by, MAX_TEXT_CHARS),
+        reason=shorten(reason, MAX_TEXT_CHARS),
+        given_unix_ns=time.time_ns(),
+        run=b"" if newest is None else newest.run,
+    )
+    store.set_pin(load_signer(key).sign(pin))
+    target = "the newest version" if version == NO_VERSION else f"version {version}"
+    audit_operator_action(pin.by, f"weights of {learner}: use {target}", run=run, reason=pin.reason)
+
+
+class SuccessGuard:
+    """Guards the success of one learner's robots. One thread calls it."""
+
+    def __init__(self, run: Path, learner: str = LEARNER) -> None:
+        """`run`: its folder, which may have the pin of an earlier launch."""
+        self._run, self._learner = run, learner
+        self._store = VersionStore(learner_folder(run / "weights", learner))
+        self._acting: Literal["newest", "best", "trial"] = "newest"
+        self._outcomes = deque[bool](maxlen=WINDOW)  # of the versions that act
+        self._best, self._best_version, self._kept = 0.0, NO_VERSION, NO_VERSION
+        self._reference = 0.0  # success of the pinned version
+        self._episodes, self._trial_after = 0, WINDOW
+        try:
+            pin = current_pin(self._store)
+        except (OSError, WireError) as error:
+            log.error("weights.pin_unreadable %s", error)
+            pin = None
+        if pin is not None and pin.by == AUTOMATIC:
+            self._acting, self._best_version = "best", pin.version
+
+    @property
+    def pinned(self) -> int:
+        """The version that the guard has pinned; `NO_VERSION` without one."""
+        return self._best_version if self._acting == "best" else NO_VERSION
+
+    def add(self, episode: EpisodeReport) -> None:
+        """Counts an autonomous training episode."""
+        is_best = episode.policy_version == self._best_version
+        if (self._acting == "best" and not is_best) or (self._acting == "trial" and is_best):
+            return  # it began before the versions were exchanged
+        self._outcomes.append(episode.success is True)
+        self._episodes += 1
+        if self._acting == "newest" and len(self._outcomes) == WINDOW and self._share >= self._best:
+            self._best, self._best_version = self._share, episode.policy_version
+
+    def apply(self) -> str:
+        """Keeps and pins versions as the episodes ask for. Returns what to tell a person; empty if nothing changed."""
+        try:
+            pin = current_pin(self._store)
+            if (self._acting == "best") if pin is None else (pin.by != AUTOMATIC):  # a person has released or pinned
+                self._begin("newest")
+                return ""
+            return {"newest": self._guard, "best": self._try, "trial": self._judge}[self._acting]()
+        except (OSError, WireError) as error:
+            log.error("weights.best_version_failed %s", error)
+            return ""
+
+    @property
+    def _share(self) -> float:
+        return sum(self._outcomes) / len(self._outcomes)
+
+    def _begin(self, acting: Literal["newest", "best", "trial"]) -> None:
+        self._acting, self._episodes = acting, 0
+        self._outcomes.clear()
+
+    def _guard(self) -> str:
+        if self._best >= PROTECTED and self._best_version != self._kept:
+            self._store.keep(self._best_version)
+            self._kept = self._best_version
+        if self._best < PROTECTED or len(self._outcomes) < WINDOW or self._share > self._best - SUCCESS_DROP:
+            return ""
+        return self._pin(f"success fell from {self._best:.0%} to {self._share:.0%}")
+
+    def _try(self) -> str:
+        if self._episodes < self._trial_after:
+            return ""
+        self._reference = self._share
+        set_pin(self._run, self._learner, NO_VERSION, AUTOMATIC, "trial of the newest version")
+        self._begin("trial")
+        return f"{self._learner}: robots try the newest version again"
+
+    def _judge(self) -> str:
+        missing = TRIAL_EPISODES - len(self._outcomes)
+        if sum(self._outcomes) + missing < (self._reference - AS_GOOD) * TRIAL_EPISODES:
+            self._trial_after = min(2 * self._trial_after, MAX_EPISODES_BETWEEN_TRIALS)
+            return self._pin(f"the newest version succeeded in {sum(self._outcomes)} of {len(self._outcomes)} episodes")
+        if missing > 0:
+            return ""
+        self._acting, self._trial_after = "newest", WINDOW
+        return f"{self._learner}: robots act with the newest version: it is as good as the best again"
+
+    def _pin(self, why: str) -> str:
+        stored = [manifest.version for manifest in self._store.manifests()]
+        self._best_version = max((each for each in stored if each <= self._best_version), default=NO_VERSION)
+        if self._best_version == NO_VERSION:
+            self._begin("newest")
+            return f"{self._learner}: {why}, and no older version is stored; robots act with the newest"
+        set_pin(self._run, self._learner, self._best_version, AUTOMATIC, why)
+        self._begin("best")
+        return f"{self._learner}: {why}; robots act with version {self._best_version}, the best so far"
+
+
+class SuccessGuards:
+    """The guards of a run, one for each learner. One thread calls it."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._guards: dict[str, SuccessGuard] = {}
+        self._learner_from_robot: Mapping[str, str] = {}
+
+    def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
+        """Sets each robot's learner. A robot that is not named here has the run's first learner."""
+        self._learner_from_robot = learner_from_robot
+
+    def add(self, episode: EpisodeReport) -> None:
+        """Counts an episode, if it is of training and no person has helped."""
+        if episode.source != EpisodeSource.ONLINE or episode.intervention_steps:
+            return
+        learner = self._learner_from_robot.get(episode.robot, LEARNER)
+        if learner not in self._guards:
+            self._guards[learner] = SuccessGuard(self._run, learner)
+        self._guards[learner].add(episode)
+
+    def apply(self) -> list[str]:
+        """See `SuccessGuard.apply`."""
+        return [line for guard in self._guards.values() if (line := guard.apply())]
+
+    def scalars(self) -> dict[str, float]:
+        """The version that robots act with instead of the newest, by learner; -1 without one."""
+        return {f"{BEST_VERSION_SCALAR}/{learner}": float(guard.pinned) for learner, guard in self._guards.items()}
