@@ -104,6 +104,22 @@ def test_a_gateway_that_hangs_is_named() -> None:
     assert "gateway runs and has reported nothing for 12 s; robots continue and keep their steps" in str(fault)
 
 
+def test_a_learner_that_hangs_is_named_while_its_gateway_reports() -> None:
+    file = StatusFile(Path("/nonexistent"))
+    running = ProcessStatus(state=ProcessState.RUNNING, pid=1)
+    for node in ("gateway", "learner"):
+        file.on_report(node)
+    file.write("training", RunView(run="r"), {"gateway": running, "learner": running}, {})
+    assert file.newest is not None and not find_faults(file.newest, Path("run"))
+    gateway, learner = file.newest.processes
+    hung = msgspec.structs.replace(learner, reported_unix_s=learner.reported_unix_s - 4)
+    (fault,) = find_faults(msgspec.structs.replace(file.newest, processes=(gateway, hung)), Path("run"))
+    assert "learner runs and has reported nothing for 4 s; robots continue with the weights" in str(fault)
+    late = msgspec.structs.replace(gateway, reported_unix_s=hung.reported_unix_s)
+    (fault,) = find_faults(msgspec.structs.replace(file.newest, processes=(late, hung)), Path("run"))
+    assert fault.subject == "gateway"  # reports of learners pass through it
+
+
 def test_the_commands_print_whole_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

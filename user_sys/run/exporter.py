@@ -20,7 +20,7 @@ from hal.process_supervisor import ProcessState
 from user_sys.errors import RunError
 from user_sys.messages import LATENCY_BOUNDS_S, MetricsReport
 from user_sys.robot_records import is_learner_name
-from user_sys.run.status import RunStatus, find_faults
+from user_sys.run.status import RunStatus, find_faults, silent_s
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 LOOPBACK = "127.0.0.1"
@@ -127,7 +127,9 @@ class RunExporter(Collector):
         memory = _gauge("process_resident_bytes", "memory of the process", "process")
         files = _gauge("process_open_files", "open files of the process", "process")
         threads = _gauge("process_threads", "threads of the process", "process")
+        silent = _gauge("process_silent_seconds", "how long a running gateway or learner has not reported", "process")
         for process in status.processes:
+            silent.add_metric([process.name], silent_s(process, status))
             up.add_metric([process.name], float(process.state is ProcessState.RUNNING))
             restarts.add_metric([process.name], process.restarts)
         usage = process_usage(status) if self._is_local else {}
@@ -135,7 +137,7 @@ class RunExporter(Collector):
             memory.add_metric([name], resident_bytes)
             files.add_metric([name], open_files)
             threads.add_metric([name], thread_count)
-        yield from (up, restarts, memory, files, threads)
+        yield from (up, restarts, silent, memory, files, threads)
 
 
 def process_usage(status: RunStatus) -> dict[str, tuple[int, int, int]]:

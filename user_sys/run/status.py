@@ -31,7 +31,7 @@ from user_sys.tunnel.keys import GATEWAY_NAME
 STATUS_FILE = "status.json"
 SHOWN_RESTART_S = 60.0  # a restarted process counts as a fault for so long
 STUCK_S = 10.0  # a launcher that has written nothing for so long is stuck
-SILENT_S = 10.0  # a gateway reports each second; a learner may wait for robots without a report
+SILENT_S = 3.0  # gateways and learners report each second
 CONNECT_S = 15.0  # time for a robot to connect
 _ENDED = ("ended", "interrupted")
 _log = logging.getLogger(__name__)
@@ -112,6 +112,8 @@ class StatusFile:
             before, at_s = self._restarts.get(name, (0, 0.0))
             if process.restarts > before or process.state is ProcessState.WAITING:
                 at_s = now_s
+                if name == GATEWAY_NAME:  # all others connect again
+                    self._reported_s = dict.fromkeys(self._reported_s, now_s)
             self._restarts[name] = (process.restarts, at_s)
             reports.append(
                 ProcessReport(
@@ -239,9 +241,19 @@ def _process_faults(status: RunStatus, folder: Path, now_s: float) -> Iterator[F
         elif process.restarts and now_s - process.restarted_unix_s < SHOWN_RESTART_S:
             problem = f"ended {ended} and was restarted {max(0.0, now_s - process.restarted_unix_s):.0f} s ago"
             yield Fault(subject=process.name, problem=problem, reaction=f"meanwhile {reaction}; its log is {log}")
-        elif process.name == GATEWAY_NAME and 0 < process.reported_unix_s < now_s - SILENT_S:
+        elif silent_s(process, status) > SILENT_S:
             problem = f"runs and has reported nothing for {now_s - process.reported_unix_s:.0f} s"
             yield Fault(subject=process.name, problem=problem, reaction=f"{reaction}; its log is {log}")
+
+
+def silent_s(process: ProcessReport, status: RunStatus) -> float:
+    """How long a running gateway or learner has reported nothing; a learner, until the gateway's last report."""
+    is_reporting = process.name == GATEWAY_NAME or is_learner_name(process.name)
+    if not is_reporting or not process.reported_unix_s or process.state is not ProcessState.RUNNING:
+        return 0.0
+    gateway_s = [each.reported_unix_s for each in status.processes if each.name == GATEWAY_NAME]
+    until_s = status.written_unix_s if process.name == GATEWAY_NAME else min(gateway_s, default=0.0)
+    return max(0.0, until_s - process.reported_unix_s)
 
 
 def _robot_faults(robot: RobotView, status: RunStatus) -> Iterator[Fault]:
