@@ -58,7 +58,7 @@ VERBS: Verbs = {
         "serve a run's console; accounts for consoles that other computers can reach",
     ),
     "stop": ("stop:stop", "press the e-stop of robots that this computer drives"),
-    "rearm": ("stop:rearm", "lift the e-stop of a robot that no program drives"),
+    "rearm": ("stop:rearm", "lift the e-stop of a real robot that no program drives"),
     "store": (
         {
             "inspect": ("store_inspect:inspect", "show episodes as a table, one in detail, or as pictures"),

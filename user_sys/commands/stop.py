@@ -84,7 +84,7 @@ def _select_robots(names: Sequence[str], driven: Sequence[RobotFiles]) -> tuple[
 @click.argument("robot", metavar="ROBOT")
 @by_option
 def rearm(robot: str, by: str | None) -> None:
-    """Lift the latched e-stop of ROBOT. If a run drives it, use its console."""
+    """Lift the latched e-stop of the real ROBOT. A run re-arms its robots, simulated ones too, at its console."""
     files = robot_files(robot, simulated=False)
     latch = EstopLatch(files.latch_path)
     with MachineLock(files.lock_path, "user-sys rearm", robot):
