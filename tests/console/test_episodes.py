@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import select
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +82,28 @@ def test_video_has_a_frame_for_each_step_and_the_cache_is_bounded(site: Site) ->
     newer = EpisodeVideos(store, folder, max_bytes=file.stat().st_size).file("panda-0-2", 10.0)
     assert list(folder.iterdir()) == [newer]
     assert site.get("/api/episodes/panda-0-3/video").status_code == 400
+
+
+def test_encoder_ends_with_a_killed_console(tmp_path: Path) -> None:
+    store, folder = tmp_path / "store", tmp_path / "videos"
+    write_episode(store, "panda-0-1")
+    folder.mkdir()
+    # The encoder waits until somebody reads its output.
+    os.mkfifo(folder / f"{hashlib.blake2b(b'panda-0-1', digest_size=16).hexdigest()}.part")
+    encode = "import pathlib, sys; from user_sys.console.videos import EpisodeVideos as Videos"
+    encode += "; Videos(*map(pathlib.Path, sys.argv[1:])).file('panda-0-1', 10.0)"
+    console = subprocess.Popen([sys.executable, "-c", encode, str(store), str(folder)])
+    children = Path(f"/proc/{console.pid}/task/{console.pid}/children")
+    try:
+        end_s = time.monotonic() + 60
+        while not children.read_text().strip() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        encoder = os.pidfd_open(int(children.read_text()))
+    finally:
+        console.kill()
+        console.wait(60)
+    assert select.select([encoder], [], [], 60)[0], "the encoder goes on"
+    os.close(encoder)
 
 
 def store_queued_labels(store: Path, stop: threading.Event) -> None:

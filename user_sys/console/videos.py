@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hal.process_supervisor import bound_argv
 from user_sys.errors import DataSetError, StoreError, UserSysError
 from user_sys.interchange.episodes import EpisodeReader
 from user_sys.interchange.frames import decode_frame, frame_size
@@ -62,7 +63,8 @@ class EpisodeVideos:
     def _encode(self, episode: str, rate_hz: float, path: Path) -> None:
         self._folder.mkdir(exist_ok=True)
         part = path.with_suffix(".part")
-        program = [sys.executable, "-m", __name__, str(self._store), episode, f"{rate_hz:g}", str(part)]
+        arguments = ["-m", __name__, str(self._store), episode, f"{rate_hz:g}", str(part)]
+        program = bound_argv(sys.executable, [sys.executable, *arguments])  # it ends with a killed console
         try:
             done = subprocess.run(
                 ["nice", "-n", "19", *program], capture_output=True, text=True, timeout=ENCODE_TIMEOUT_S, check=False
