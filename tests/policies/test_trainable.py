@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from hal.spec import Array, RobotSpec
-from user_sys.algorithms.algorithm import Algorithm, policy_arrays
+from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, policy_arrays
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import AlgorithmConformance
 from user_sys.codec import BF16
@@ -42,6 +43,13 @@ def module_of(settings: FlowSettings, seed: int = 0) -> FlowNetwork:
     module = apply_train_settings(FlowPolicy.make_module(example_spec(), settings=settings), settings)
     assert isinstance(module, FlowNetwork)
     return module
+
+
+def test_a_module_is_known_by_attributes_that_need_no_getattr() -> None:
+    """As `isinstance` looks for them from Python 3.12 on: a submodule of a torch module is not among them."""
+    module = module_of(SMALL)
+    for name in {name for each in ChunkPolicy.__mro__ for name in vars(each).get("__annotations__", {})}:
+        inspect.getattr_static(module, name)
 
 
 class TestPolicyWithAdapters(PolicyConformance):

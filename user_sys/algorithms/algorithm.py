@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -202,9 +202,10 @@ class ObservationEncoder(Protocol):
     cameras: tuple[str, ...]
     observation_size: int
     action_size: int
-    encoder: nn.ModuleDict
     pretrain_updates: int
     frozen_from: int
+    if TYPE_CHECKING:  # from Python 3.12 on, isinstance finds no submodule of a torch module
+        encoder: nn.ModuleDict
 
     def encode(self, observation: Mapping[str, Tensor]) -> Tensor:
         """Returns the encoded observation, float32 (n, observation_size or more), with gradients.
@@ -286,7 +287,8 @@ class DelayTrained(Protocol):
 
     chunk_length: int
     window_length: int
-    correction: nn.Module | None
+    if TYPE_CHECKING:  # as `ObservationEncoder.encoder`
+        correction: nn.Module | None
 
     def imitated(
         self, observation: Mapping[str, Tensor], action: Tensor, mask: Tensor
