@@ -310,10 +310,13 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drops connections that are closing: uvicorn 0.54 raises for such a WebSocket and leaves the others open."""
-        while closing := [each.transport for each in self.server_state.connections if each.transport.is_closing()]:
-            for transport in closing:
-                transport.abort()
-            await asyncio.sleep(0)  # the loop reports the lost connections
+        connections = self.server_state.connections
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                while closing := [each.transport for each in connections if each.transport.is_closing()]:
+                    for transport in closing:
+                        transport.abort()
+                    await asyncio.sleep(0)  # the loop reports the lost connections
         await super().shutdown(sockets)
 
 
