@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 MAX_CONNECTIONS = 256
 MAX_PER_ADDRESS = 24  # without WebSockets; a browser opens 6, and closes them when they are idle
@@ -16,7 +18,19 @@ UNBOUNDED = ("127.", "::1")  # this computer, and a reverse proxy on it
 _open: Counter[str] = Counter()  # HTTP connections by address; the server's event loop alone uses it
 
 
-class BoundedHttpProtocol(H11Protocol):
+class _Abortable(asyncio.Protocol):
+    """A connection that can be dropped though uvicorn has closed its transport twice: Python 3.11's TLS then cannot."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        tls = getattr(transport, "_ssl_protocol", None)
+        self._connection: asyncio.Transport = tls._transport if tls else transport
+
+    def abort(self) -> None:
+        self._connection.abort()
+
+
+class BoundedHttpProtocol(_Abortable, H11Protocol):
     """An HTTP connection that must send a request in time. An address beyond loopback may have `MAX_PER_ADDRESS`.
 
     A connection that becomes a WebSocket is no longer counted: its request was admitted.
@@ -56,3 +70,7 @@ class BoundedHttpProtocol(H11Protocol):
             if not _open[self._counted]:
                 del _open[self._counted]
             self._counted = ""
+
+
+class WebSocketProtocol(_Abortable, WebSocketsSansIOProtocol):
+    """The WebSocket of a page."""

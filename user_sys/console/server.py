@@ -15,9 +15,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, WebSocket
@@ -35,7 +36,7 @@ from user_sys.console.accounts import (
     self_signed_certificate,
 )
 from user_sys.console.config import ConsoleConfig
-from user_sys.console.connections import MAX_CONNECTIONS, BoundedHttpProtocol
+from user_sys.console.connections import MAX_CONNECTIONS, BoundedHttpProtocol, WebSocketProtocol
 from user_sys.console.episodes import EpisodeLibrary, episode_routes
 from user_sys.console.hub import ConsoleHub, HubMessage, PreviewImage
 from user_sys.console.page import EstopSocket, PageSocket
@@ -147,6 +148,7 @@ class ConsoleServer:
             ssl_keyfile=key or None,
             loop="asyncio",
             http=BoundedHttpProtocol,
+            ws=WebSocketProtocol,
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -309,15 +311,19 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drops connections that are closing: uvicorn 0.54 raises for such a WebSocket and leaves the others open."""
-        connections = self.server_state.connections
+        await self._drop_closing()  # uvicorn 0.54 raises for such a WebSocket and leaves the others open
+        await super().shutdown(sockets)
+        await self._drop_closing()
+
+    async def _drop_closing(self) -> None:
+        """Ends connections that wait for the end of their TLS."""
+        connections: Iterable[Any] = self.server_state.connections  # of the classes in `_uvicorn_config`
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                while closing := [each.transport for each in connections if each.transport.is_closing()]:
-                    for transport in closing:
-                        transport.abort()
+                while closing := [each for each in connections if each.transport.is_closing()]:
+                    for each in closing:
+                        each.abort()
                     await asyncio.sleep(0)  # the loop reports the lost connections
-        await super().shutdown(sockets)
 
 
 def _listen(host: str, port: int) -> socket.socket:
