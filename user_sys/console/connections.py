@@ -1,4 +1,4 @@
-"""Bounds the connections to the console's port, so that strangers cannot use up all of them."""
+"""The connections to the console's port: bounded, so that strangers cannot use up all; those left at the end are dropped."""
 
 from __future__ import annotations
 
