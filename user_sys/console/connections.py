@@ -1,4 +1,4 @@
-"""The connections to the console's port: bounded, so that strangers cannot use up all; those left at the end are dropped."""
+"""The connections to the console's port: bounded against strangers, and dropped when the server ends."""
 
 from __future__ import annotations
 
