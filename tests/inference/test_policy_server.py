@@ -6,6 +6,7 @@ import dataclasses
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -282,6 +283,15 @@ def test_robot_holds_while_the_server_is_dead_or_hangs(
         else:
             site.send(signals[1])
         acts(policy)
+
+
+def test_first_request_after_a_pause_is_answered(server: EchoServer, keys: Path) -> None:
+    paused_s = 0.0
+    with remote(lambda: server.endpoint, keys, clock=lambda: time.monotonic() + paused_s) as policy:
+        acts(policy)
+        for pause_s in (10.0, 3600.0):  # while a person drives, or the scene is reset
+            paused_s += pause_s
+            policy.act(OBSERVATION, "", deterministic=True)
 
 
 def test_late_response_is_dropped(server: EchoServer, keys: Path) -> None:

@@ -45,7 +45,7 @@ MAX_ADDRESS_BYTES = 256
 MIN_ACTION_TIMEOUT_S = 0.002
 STANDING_TIMEOUT_S = 2.0  # for a simulated robot whose time stands still until its next action
 PIPE_MESSAGES = 16
-CONNECTION_TIMEOUT_S = 3.0  # a connection without a response for this long is opened again
+CONNECTION_TIMEOUT_S = 3.0  # a connection is opened again this long after a request without a response
 LOCATE_PERIOD_S = 0.25  # how often an unavailable server's address is read again
 REPORT_PERIOD_S = 1.0  # a gateway that has restarted does not know the acting version
 
@@ -107,10 +107,11 @@ class _Connection:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self.socket: ZmqSocket | None = None
         self._endpoint = ""
-        self._locate_at_s = self._reconnect_at_s = -math.inf
+        self._locate_at_s = -math.inf
+        self._reconnect_at_s = math.inf
 
     def renew(self) -> bool:
-        """Connects to the server's present endpoint, again if it has not answered for `CONNECTION_TIMEOUT_S`.
+        """Connects to the server's present endpoint, again if it stays silent for `CONNECTION_TIMEOUT_S`.
 
         Returns whether the socket is a new one. Raises PolicyUnavailable: the endpoint is not valid.
         """
@@ -129,9 +130,13 @@ class _Connection:
         self.note_answer()
         return True
 
+    def note_silence(self) -> None:
+        """The server has not answered a request in time. A pause between requests says nothing about the connection."""
+        self._reconnect_at_s = min(self._reconnect_at_s, self._clock() + CONNECTION_TIMEOUT_S)
+
     def note_answer(self) -> None:
         """The server has answered, so the connection stands."""
-        self._reconnect_at_s = self._clock() + CONNECTION_TIMEOUT_S
+        self._reconnect_at_s = math.inf
 
     def unavailable(self, why: str) -> PolicyUnavailable:
         """The error with the server's address; `why` continues "the policy"."""
@@ -315,6 +320,7 @@ class RemotePolicy:
         try:
             self._connection.socket.send(encode_packet(request, arrays), zmq.DONTWAIT)
         except zmq.Again:  # not connected
+            self._connection.note_silence()
             raise self._connection.unavailable("does not answer") from None
 
     def _receive(self, wait: bool) -> tuple[ActionResponse, Arrays] | None:
@@ -330,6 +336,7 @@ class RemotePolicy:
                 self._connection.note_answer()
                 return response, received
         if wait or self._clock() >= self._until_s:
+            self._connection.note_silence()
             raise self._connection.unavailable("does not answer")
         return None
 
