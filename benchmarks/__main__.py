@@ -73,6 +73,7 @@ PROGRAMS = (
     Program("million", 8, quick="--steps 50000"),
     Program("tunnel", 4),
     Program("sites", 5),
+    Program("fleet", 6, quick="--seconds 5"),
     Program("weights", 12, quick="--small --no-ray"),
     Program("hal", 10, quick="--rounds 20000"),
     Program("faults", 8, "ur", quick="--pairs 1"),
