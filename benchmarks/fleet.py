@@ -159,9 +159,9 @@ def fleet_rows(side: int, seconds: float) -> Iterator[Row]:
     ):
         ratio = ours / bound
         met = reached(ratio, ENOUGH, done)
-        yield Row(26, f"{where}: {name}", unit, ours, bound, ratio, ENOUGH, met, share=done, note=note)
-    yield Row(26, f"{where}: record to durable acknowledgement, p99", "ms", found["p99_ms"], None, None)
-    yield Row(26, f"{where}: the robots' process", "cores", found["cores"], None, None)
+        yield Row(26, f"{name}, {where}", unit, ours, bound, ratio, ENOUGH, met, share=done, note=note)
+    yield Row(26, f"record to durable acknowledgement, p99, {where}", "ms", found["p99_ms"], None, None)
+    yield Row(26, f"the robots' process, {where}", "cores", found["cores"], None, None)
 
 
 def draw(store: Path, side: int, rows: int, seconds: float) -> list[float]:

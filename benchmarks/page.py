@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.__main__ import VLA_MINUTES
-from benchmarks.harness import OUT, ROOT, Row, Run, shown
+from benchmarks.harness import OUT, ROOT, WHOLE, Row, Run, shown
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -195,10 +195,14 @@ def _section(rows: Sequence[tuple[Run, Row]], runs: dict[str, list[Run]]) -> Ite
 
 
 def _tightest(rows: Sequence[tuple[Run, Row]]) -> Iterator[tuple[tuple[Run, Row], int]]:
-    """For each beginning of names before a colon: the figure nearest to its target, or missed, and their count."""
+    """For each beginning of names before a colon: the figure nearest to its target, or missed, and their count.
+
+    In the section on learning, success and time are both shown.
+    """
     groups: dict[tuple[int, str], list[tuple[Run, Row]]] = {}
     for run, row in rows:
-        groups.setdefault((row.goal, row.name.partition(":")[0]), []).append((run, row))
+        title = row.name if row.goal in SECTIONS["Learning"] else row.name.partition(":")[0]
+        groups.setdefault((row.goal, title), []).append((run, row))
     for group in groups.values():
         yield min(group, key=lambda pair: (pair[1].met is not False, _reached(pair[1]))), len(group)
 
@@ -237,7 +241,7 @@ def _rows(runs: dict[str, list[Run]]) -> list[tuple[Run, Row]]:
 
 
 def _name(row: Row) -> str:
-    share = "" if row.share is None else f"share of the stated work: {row.share:.2g}"
+    share = "" if row.share is None or row.share >= WHOLE else f"share of the stated work: {row.share:.2g}"
     besides = "; ".join(text for text in (share, row.note) if text)
     name = row.name.partition("; bound:")[0]
     return f"{name} ({besides})" if besides else name
