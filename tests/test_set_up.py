@@ -69,7 +69,7 @@ def test_without_a_cpu_build_nothing_is_downloaded(set_up: SetUp, calls: Path) -
 
 
 def test_cuda_can_be_asked_for(set_up: SetUp, calls: Path) -> None:
-    set_up("learner", CUDA, UV_TORCH_BACKEND="auto")
+    set_up("learner", CUDA, TORCH_WITH_CUDA="1")
     assert len(installed(calls)) == 1 and "torch-backend" not in installed(calls)[0]
 
 
