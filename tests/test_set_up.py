@@ -43,7 +43,7 @@ def set_up(tmp_path: Path, calls: Path) -> Iterator[SetUp]:
 
     def run(extras: str, as_it_is: str, with_cpu: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
         played = {"CALLS": str(calls), "AS_IT_IS": as_it_is, "WITH_CPU": with_cpu, "PLAYED_PYTHON": sys.executable}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PYTHON"))}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PYTHON", "TORCH_"))}
         environment = {**kept, **played, "PATH": f"{programs}:{os.environ['PATH']}", **settings}
         command = [tree / ".ci" / "set-up", extras]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

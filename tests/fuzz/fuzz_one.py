@@ -7,6 +7,7 @@ raise, a crash, a hang of `HANG_S`, or `MEMORY_MB` of memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import tempfile
@@ -62,6 +63,9 @@ class FuzzedTargets:
 
 
 def main() -> None:
+    # libFuzzer's limit is on the peak of resident memory, which exec hands on from the process that starts this one.
+    if child := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     name, *options = sys.argv[1:]
     targets = list(TARGETS.values()) if name == "all" else [TARGETS[name]]
     corpus = Path(tempfile.mkdtemp(prefix=f"corpus-{name}-"))
