@@ -29,8 +29,7 @@ from benchmarks.harness import Row, report
 from user_sys.codec import Array
 from user_sys.learner.config import training_stream
 from user_sys.weights.governor import PUSH_AFTERMATH_S, GovernedBudget, Governor, GovernorConfig
-from user_sys.weights.gpu_copy import HostCopier, on_stream
-from user_sys.weights.state import DeviceWeights, UnlimitedBudget
+from user_sys.weights.gpu_copy import DeviceSnapshot, HostCopier, on_stream
 
 CTAS = (1, 2, 4, 8, 16, 32)
 GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, max_ctas=CTAS[-1])
@@ -113,11 +112,11 @@ class Mode:
     ctas: int = CTAS[-1]
     governor: Governor | None = None
 
-    def push(self, weights: DeviceWeights, into: Mapping[str, Array]) -> None:
+    def push(self, weights: DeviceSnapshot, into: Mapping[str, Array]) -> None:
         """Copies the weights to the host and reports to the governor, as the learner's publisher does."""
         weights.wait()
         if (governor := self.governor) is None:
-            weights.fetch(into, UnlimitedBudget(self.ctas))
+            weights.fetch(into, GovernedBudget(GovernorConfig(enabled=False, max_ctas=self.ctas), lambda: 1.0))
             return
         governor.begin_push()
         allowance = GovernedBudget(GOVERNED, lambda: governor.share)

@@ -38,8 +38,9 @@ def main(argv: list[str]) -> int:
 
 
 def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
-    from user_sys.learner.learner import PublishedTrainer, VersionPublisher
+    from user_sys.learner.learner import VersionPublisher
     from user_sys.learner.publisher_client import PublisherClient
+    from user_sys.learner.trainer import Trainer
     from user_sys.run import learner_process
 
     observe, publish_if_due = PublisherClient.observe, VersionPublisher.publish_if_due
@@ -54,7 +55,7 @@ def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
         into_s = training_s - from_s
         pushing = into_s < 0 or into_s % (on_s + off_s) >= off_s
 
-    def publish_in_turns(publishing: VersionPublisher, updates: int, trainer: PublishedTrainer) -> None:
+    def publish_in_turns(publishing: VersionPublisher, updates: int, trainer: Trainer) -> None:
         if pushing:
             publish_if_due(publishing, updates, trainer)
 

@@ -21,10 +21,10 @@ from user_sys.learner.config import training_device, training_stream
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
-from user_sys.weights.governor import GovernorConfig
+from user_sys.weights.governor import GovernedBudget, GovernorConfig
 from user_sys.weights.gpu_copy import HostCopier
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.state import CopyBudget, TensorLayout, build_tensor_set, quantize
+from user_sys.weights.state import TensorLayout, build_tensor_set, quantize
 
 HOST = torch.device("cpu")  # stands for a GPU: the same code copies it
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -54,7 +54,7 @@ class PausedWeights:
     def wait(self) -> None:
         self._copy.wait()
 
-    def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> None:
+    def fetch(self, into: Mapping[str, Array], budget: GovernedBudget) -> None:
         for array in into.values():
             array[...] = 13  # a partial copy
         self.begun.set()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, P
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
 from user_sys.learner.config import LearnerConfig
-from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner, WeightsPublisher
+from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner
 from user_sys.learner.trainer import Trainer
 from user_sys.plugins import ALGORITHMS, POLICIES
 from user_sys.policies.conformance import example_spec
@@ -38,9 +39,10 @@ from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
 from user_sys.store.labels import column_labels
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.weights.gpu_copy import HostCopier
+from user_sys.weights.governor import GovernedBudget, GovernorConfig
+from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.state import NotFinite, PolicySnapshot, TensorSet, UnlimitedBudget, build_tensor_set
+from user_sys.weights.state import NotFinite, TensorSet, build_tensor_set
 
 SPEC = example_spec()
 VECTORS = [feature.name for feature in SPEC.observation]
@@ -118,7 +120,7 @@ class RecordingPublisher:
     def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
         if not isinstance(weights, Mapping):
             fetched = {name: np.empty(shape, dtype) for name, (dtype, shape) in weights.layout.items()}
-            weights.fetch(fetched, UnlimitedBudget())
+            weights.fetch(fetched, GovernedBudget(GovernorConfig(enabled=False), lambda: 1.0))
             weights = fetched
         copies = {name: array.copy() for name, array in weights.items()}
         self.versions.append(PublishedVersion(version, updates, build_tensor_set(copies)))
@@ -150,7 +152,7 @@ class LearnerBench:
         checkpoints: str = "a",
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        sink: WeightsPublisher | None = None,
+        sink: Any = None,
         device: str = "cpu",
         kind: type[Trainer] = Trainer,
         policy: PolicyConfig = POLICY,

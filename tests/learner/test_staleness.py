@@ -28,7 +28,7 @@ from user_sys.replay.batches import BatchSpec
 from user_sys.replay.sampler import SamplerConfig
 from user_sys.replay.selectors import MixturePartConfig
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.weights.state import PolicySnapshot
+from user_sys.weights.gpu_copy import PolicySnapshot
 
 WINDOW = 4
 CONFIG = LearnerConfig(algorithm="counting", batch_size=STEPS // WINDOW, cache_bytes=1 << 20, max_updates=6)

@@ -23,8 +23,8 @@ from user_sys.learner.trainer import Trainer
 from user_sys.plugins import ALGORITHMS
 from user_sys.policies.conformance import example_spec
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.weights.gpu_copy import PolicySnapshot
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.state import PolicySnapshot
 
 EPISODES = 16  # of 12 steps
 

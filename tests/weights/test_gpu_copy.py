@@ -11,6 +11,7 @@ import torch
 
 from user_sys.codec import BF16, Array
 from user_sys.errors import ConfigError
+from user_sys.weights.governor import GovernedBudget, GovernorConfig
 from user_sys.weights.gpu_copy import (
     DeviceSnapshot,
     HostCopier,
@@ -20,9 +21,10 @@ from user_sys.weights.gpu_copy import (
     round_to_bf16,
 )
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.state import UnlimitedBudget, quantize, to_bf16
+from user_sys.weights.state import quantize, to_bf16
 
 GPU = pytest.mark.gpu
+UNLIMITED = GovernedBudget(GovernorConfig(enabled=False), lambda: 1.0)
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 CORNERS = np.array(
     [
@@ -50,7 +52,7 @@ def values(count: int = 10_000) -> torch.Tensor:
 def fetched(weights: DeviceSnapshot) -> Mapping[str, Array]:
     arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in weights.layout.items()}
     weights.wait()
-    weights.fetch(arrays, UnlimitedBudget())
+    weights.fetch(arrays, UNLIMITED)
     return arrays
 
 
@@ -73,7 +75,7 @@ def test_a_snapshot_is_of_the_moment_at_which_it_was_taken(device: str) -> None:
         tensor.add_(1)
     found = {name: np.empty(shape, dtype) for name, (dtype, shape) in snapshot.layout.items()}
     snapshot.wait()
-    snapshot.fetch(found, UnlimitedBudget())
+    snapshot.fetch(found, UNLIMITED)
     assert found["half"].dtype == BF16
     assert all(torch.equal(torch.from_numpy(found[n].view(np.int16)), expected[n].view(torch.int16)) for n in ["half"])
     assert all(np.array_equal(found[name], expected[name].numpy()) for name in ("w", "b", "n"))

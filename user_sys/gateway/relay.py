@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 
@@ -66,19 +65,6 @@ STATUS_POLL_S = 0.5
 UPSTREAM_CLOSE_S = 10.0
 
 
-class LocalServer(Protocol):
-    """The part of the relay's `TunnelServer` that upstream sessions use. Any thread may call it."""
-
-    def send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
-        """See `TunnelServer.send`."""
-
-    def reply(self, peer: Peer, message: AnyMessage) -> bool:
-        """See `TunnelServer.reply`."""
-
-    def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
-        """See `TunnelServer.release`."""
-
-
 class ForwardBuffer:
     """A `ChunkSource` in memory: a robot's chunks that the cloud has not acknowledged yet. Any thread may call it.
 
@@ -86,7 +72,7 @@ class ForwardBuffer:
     a lost buffer loses no chunk.
     """
 
-    def __init__(self, peer: Peer, stream: str, server: LocalServer) -> None:
+    def __init__(self, peer: Peer, stream: str, server: TunnelServer) -> None:
         self.stream = stream
         self._peer, self._server = peer, server
         self._lock = threading.Lock()
@@ -135,7 +121,7 @@ class UpstreamSession:
     """The session of one robot with the cloud, for the lifetime of its local session. Any thread may call it."""
 
     def __init__(
-        self, client: TunnelClient, buffer: ForwardBuffer, server: LocalServer, previous: UpstreamSession | None
+        self, client: TunnelClient, buffer: ForwardBuffer, server: TunnelServer, previous: UpstreamSession | None
     ) -> None:
         """`previous` is the robot's last upstream session: this one connects after it has closed."""
         self.client, self.buffer = client, buffer

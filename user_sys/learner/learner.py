@@ -31,26 +31,26 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from user_sys.errors import ConfigError, DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, load_latest_checkpoint, scan_checkpoints
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_frozen, save_frozen
+from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.trainer import ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY, Trainer
 from user_sys.messages import NO_VERSION
 from user_sys.policies.trainable import shared_copy
 from user_sys.store.files import free_bytes
 from user_sys.trace import span
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.state import NotFinite, PolicySnapshot
+from user_sys.weights.state import NotFinite
 
 KL_INTERVAL_UPDATES = 10  # measuring the KL divergence costs a forward pass
 REFRESH_INTERVAL_S = 0.05
@@ -66,57 +66,6 @@ ReportScalars = Callable[[int, dict[str, float]], None]
 log = logging.getLogger(__name__)
 
 
-class WeightsPublisher(Protocol):
-    """Publishes versions, such as `user_sys.learner.publisher_client.PublisherClient`."""
-
-    def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
-        """Copies arrays in host memory, starts to fetch weights on a device, and returns at once.
-
-        Raises:
-            NotFinite: an earlier version held NaN or infinity.
-        """
-
-    def observe(self, seconds: float) -> None:
-        """Reports the time of an update, publishing included, to the governor."""
-
-    @property
-    def is_busy(self) -> bool:
-        """The version before is not ready, or the governor has pushes pause."""
-
-    @property
-    def versions_ahead(self) -> int:
-        """How many versions the slowest robot is behind."""
-
-    @property
-    def pinned_version(self) -> int:
-        """The version that an operator has pinned; `NO_VERSION` if there is none."""
-
-    def scalars(self) -> dict[str, float]:
-        """Returns the metrics."""
-
-
-class PublishedTrainer(Protocol):
-    """What is published, such as `user_sys.learner.trainer.Trainer`."""
-
-    @property
-    def policy(self) -> nn.Module:
-        """The module that acts."""
-
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        """The parameters of `policy` that never change."""
-
-    def policy_snapshot(self) -> PolicySnapshot:
-        """Returns the current weights, without blocking; the next update may change arrays in host memory.
-
-        Raises:
-            NotFinite: a loss, a gradient or a weight is not finite.
-        """
-
-    def policy_kl(self, reference: nn.Module) -> float:
-        """Returns how far the policy has moved from `reference`, an earlier copy of it, in nats."""
-
-
 class VersionPublisher:
     """Numbers versions and publishes them when they are due. One thread calls it.
 
@@ -129,7 +78,7 @@ class VersionPublisher:
     def __init__(
         self,
         config: PublishConfig,
-        publisher: WeightsPublisher,
+        publisher: PublisherClient,
         clock: Callable[[], float],
         staleness: int | None = None,
         after_each_update: bool = False,
@@ -188,7 +137,7 @@ class VersionPublisher:
         if self._config.at_episode_ends and (episodes := count()) > self._episodes:
             self._episodes, self._has_episode_ended = episodes, True
 
-    def publish_if_due(self, updates: int, trainer: PublishedTrainer) -> None:
+    def publish_if_due(self, updates: int, trainer: Trainer) -> None:
         """Publishes if a version is due after `updates` updates and the version before is ready.
 
         After each update it publishes at once: training waits for it, so that the governor has nothing to protect.
@@ -199,7 +148,7 @@ class VersionPublisher:
         if (self._after_each_update or not self._publisher.is_busy) and self._is_due(updates, trainer):
             self.publish(updates, trainer)
 
-    def publish(self, updates: int, trainer: PublishedTrainer) -> None:
+    def publish(self, updates: int, trainer: Trainer) -> None:
         """Publishes now, unless no update was made since the last version or no number is left.
 
         Raises as `publish_if_due`.
@@ -217,7 +166,7 @@ class VersionPublisher:
         self._next_s = self._clock() + self._config.every_s
         self._has_episode_ended = False
 
-    def _is_due(self, updates: int, trainer: PublishedTrainer) -> bool:
+    def _is_due(self, updates: int, trainer: Trainer) -> bool:
         config, since = self._config, updates - self._published_updates
         return (since > 0 and updates >= config.after_updates) and (
             self._after_each_update
@@ -227,7 +176,7 @@ class VersionPublisher:
             or (config.kl > 0 and self._has_moved(updates, trainer))
         )
 
-    def _has_moved(self, updates: int, trainer: PublishedTrainer) -> bool:
+    def _has_moved(self, updates: int, trainer: Trainer) -> bool:
         if updates - self._measured_updates < KL_INTERVAL_UPDATES:
             return False
         self._measured_updates = updates
@@ -291,7 +240,7 @@ class Learner:
         config: LearnerConfig,
         trainer: Trainer,
         *,
-        publisher: WeightsPublisher | None,
+        publisher: PublisherClient | None,
         report: ReportScalars,
         checkpoint_dir: Path,
         clock: Callable[[], float] = time.monotonic,

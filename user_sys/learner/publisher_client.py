@@ -35,7 +35,8 @@ from user_sys.learner.publisher_protocol import (
 from user_sys.messages import NO_VERSION, MetricsReport
 from user_sys.trace import child_environment
 from user_sys.weights.governor import GovernedBudget
-from user_sys.weights.state import DeviceWeights, NotFinite, PolicySnapshot, layout_of
+from user_sys.weights.gpu_copy import DeviceSnapshot, PolicySnapshot, layout_of
+from user_sys.weights.state import NotFinite
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class PublisherProcess:
 
 
 class PublisherClient(StartedAtEntry):
-    """A `WeightsPublisher` in a process of its own, from `start` to `close`. One thread calls it.
+    """Publishes versions in a process of its own, from `start` to `close`. One thread calls it.
 
     Args:
         on_run_stopped: called by another thread with the reason when the gateway ends the run.
@@ -347,7 +348,7 @@ class PublisherClient(StartedAtEntry):
         assert self._process is not None, "the client is started"
         return self._process.socket
 
-    def _fetch(self, weights: DeviceWeights, version: int, updates: int, memory: SharedTensors) -> None:
+    def _fetch(self, weights: DeviceSnapshot, version: int, updates: int, memory: SharedTensors) -> None:
         """Fetches weights from a device; in a thread of its own."""
         try:
             weights.wait()

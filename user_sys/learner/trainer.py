@@ -38,8 +38,8 @@ from user_sys.plugins import load_algorithm, load_policy
 from user_sys.policies.trainable import apply_train_settings, frozen_parameters
 from user_sys.store.store import StoreReader
 from user_sys.trace import span
-from user_sys.weights.gpu_copy import HostCopier, as_array, make_host_copier
-from user_sys.weights.state import NotFinite, PolicySnapshot
+from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot, as_array, make_host_copier
+from user_sys.weights.state import NotFinite
 
 SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
 OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process to process

@@ -17,7 +17,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import zstandard
@@ -36,11 +35,10 @@ from user_sys.messages import (
     WeightsBlobs,
     WeightsGone,
     WeightsManifest,
-    WeightsMessage,
     WeightsOffer,
     WeightsRequest,
 )
-from user_sys.tunnel.protocol import AnyMessage, Envelope, Payload
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.weights.state import Entries, TensorSet, YieldHook, no_yield
 
 ZSTD_LEVEL = 1
@@ -257,16 +255,6 @@ def _decompress(payload: memoryview, size: int) -> Array:
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(payload, max_output_size=size), np.uint8)
     except zstandard.ZstdError as error:
         raise WireError(f"a blob is damaged: {error}") from None
-
-
-class WeightsChannel(Protocol):
-    """A channel for messages about weights, such as `user_sys.tunnel.client.TunnelClient`."""
-
-    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
-        """Queues a message and returns at once. Returns False if the message cannot be sent now."""
-
-    def receive_weights(self, timeout_s: float) -> Envelope | None:
-        """Returns the next message, or None after `timeout_s`."""
 
 
 def version_id(signed: SignedRecord) -> bytes:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from user_sys.codec import BF16, Array
 from user_sys.errors import ConfigError
 from user_sys.messages import Precision
-from user_sys.weights.governor import MAX_COPY_BYTES
+from user_sys.weights.governor import MAX_COPY_BYTES, GovernedBudget
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.state import CopyBudget, TensorLayout
+from user_sys.weights.state import TensorLayout
 
 BLOCK_VALUES = 4096  # values that a program converts at a time
 
@@ -91,8 +91,8 @@ class HostCopier:
         kinds = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in {t.dtype for t in tensors.values()}}
         return {name: (BF16 if self._packs(t) else kinds[t.dtype], (*t.shape,)) for name, t in tensors.items()}
 
-    def fetch(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, Array], budget: CopyBudget) -> None:
-        """See `snapshot.DeviceWeights.fetch`; `tensors` come from a completed `snapshot`."""
+    def fetch(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, Array], budget: GovernedBudget) -> None:
+        """See `DeviceSnapshot.fetch`; `tensors` come from a completed `snapshot`."""
         with torch.no_grad(), on_stream(self._stream):
             for name, tensor in tensors.items():
                 target = into[name].reshape(-1)  # a view
@@ -101,7 +101,7 @@ class HostCopier:
                     target[part] = as_array(self._hosted(packed))
                     budget.yield_cpu(packed.nbytes)
 
-    def _pieces(self, tensor: torch.Tensor, budget: CopyBudget) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _pieces(self, tensor: torch.Tensor, budget: GovernedBudget) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yields the pieces of one copy each; asks the budget before each."""
         flat, start = tensor.reshape(-1), 0
         itemsize = BF16.itemsize if self._packs(tensor) else flat.element_size()
@@ -131,7 +131,12 @@ class HostCopier:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSnapshot:
-    """A `snapshot.DeviceWeights`. Its `tensors` are contiguous and never change."""
+    """A snapshot of weights in device memory; later updates do not change it. One thread, any one, calls it.
+
+    Attributes:
+        tensors: contiguous.
+        frozen: the names of the tensors that are equal in all snapshots.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     frozen: frozenset[str]
@@ -140,17 +145,29 @@ class DeviceSnapshot:
 
     @property
     def layout(self) -> TensorLayout:
-        """See `snapshot.DeviceWeights.layout`."""
+        """The layout of the arrays on the host."""
         return self._copies.layout(self.tensors)
 
     def wait(self) -> None:
-        """See `snapshot.DeviceWeights.wait`."""
+        """Blocks until the device has made the copy, which may be some steps after the call that requested it."""
         if self._made is not None:
             self._made.synchronize()
 
-    def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> None:
-        """See `snapshot.DeviceWeights.fetch`."""
+    def fetch(self, into: Mapping[str, Array], budget: GovernedBudget) -> None:
+        """Copies the weights that `into` names to its C-contiguous arrays, by `layout`. Blocks until they arrived."""
         self._copies.fetch({name: self.tensors[name] for name in into}, into, budget)
+
+
+PolicySnapshot: TypeAlias = Mapping[str, Array] | DeviceSnapshot
+"""Arrays in host memory, which the next update may change unless they are read-only, or device weights to fetch
+later."""
+
+
+def layout_of(weights: PolicySnapshot) -> TensorLayout:
+    """Returns the layout of `weights` on the host."""
+    if isinstance(weights, Mapping):
+        return {name: (array.dtype, array.shape) for name, array in weights.items()}
+    return weights.layout
 
 
 def make_host_copier(device: str, publish: PublishConfig) -> HostCopier | None:

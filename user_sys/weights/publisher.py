@@ -27,8 +27,9 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.trace import span
+from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.protocol import Envelope
-from user_sys.weights.catalog import BlobCache, VersionCatalog, WeightsChannel, WeightsServer, build_offer
+from user_sys.weights.catalog import BlobCache, VersionCatalog, WeightsServer, build_offer
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import TensorSet, YieldHook, build_tensor_set, quantize
@@ -158,7 +159,7 @@ class Publisher:
 
     def __init__(
         self,
-        channel: WeightsChannel,
+        channel: TunnelClient,
         signer: Signer,
         config: PublishConfig,
         on_change: Callable[[], None] = lambda: None,

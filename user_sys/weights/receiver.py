@@ -39,8 +39,9 @@ from user_sys.messages import (
 )
 from user_sys.policies.policy import Policy
 from user_sys.trace import span
+from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.protocol import Envelope
-from user_sys.weights.catalog import DEFAULT_CACHE_BYTES, BlobCache, BlobCacheFull, StoredVersion, WeightsChannel
+from user_sys.weights.catalog import DEFAULT_CACHE_BYTES, BlobCache, BlobCacheFull, StoredVersion
 from user_sys.weights.fetcher import Candidate, VersionFetcher
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.signing import PUBLIC_SUFFIX, SIGNING_KEY_NAME, TrustedLearnerKey
@@ -355,7 +356,7 @@ class WeightsReceiver(StartedAtEntry):
 
     def __init__(
         self,
-        channel: WeightsChannel,
+        channel: TunnelClient,
         policy: DoubleBufferedPolicy,
         config: ReceiverConfig,
         keys: Path,

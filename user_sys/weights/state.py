@@ -1,8 +1,7 @@
 """The tensors of one version in memory, their digests, their rounding to bfloat16, and a learner's snapshot of them.
 
 Versions share tensors that are equal, so the frozen part of a policy is held once. Weights in host memory are arrays,
-which the publisher copies before the next update. A device makes a copy in its own memory first (`DeviceWeights`).
-Another thread fetches that copy while training continues, within a `CopyBudget`.
+which the publisher copies before the next update. Weights on a device: see `user_sys.weights.gpu_copy`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,7 +27,6 @@ from user_sys.messages import (
     TensorEntry,
     WeightsManifest,
 )
-from user_sys.weights.governor import MAX_COPY_BYTES
 
 VALUES_PER_SLICE = 1 << 20  # rounded at a time, so that temporary arrays stay small and the CPU is yielded in between
 
@@ -219,57 +217,3 @@ def _is_finite(values: Array) -> bool:
         exponents = values.view(np.uint16) & np.uint16(0x7F80)
         return not (exponents == 0x7F80).any()
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())
-
-
-class CopyBudget(Protocol):
-    """How much of a GPU a push may use, such as `user_sys.weights.governor.GovernedBudget`."""
-
-    @property
-    def ctas(self) -> int:
-        """Thread blocks of a kernel, and so its maximum number of multiprocessors."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one copy."""
-
-    def yield_cpu(self, done_bytes: int) -> None:
-        """See `state.YieldHook`."""
-
-
-@dataclass(frozen=True)
-class UnlimitedBudget:
-    """A budget without limits, with `ctas` thread blocks."""
-
-    ctas: int = 32
-    chunk_bytes: int = MAX_COPY_BYTES
-    yield_cpu: YieldHook = no_yield
-
-
-class DeviceWeights(Protocol):
-    """A snapshot of weights in device memory; later updates do not change it. One thread, any one, calls it."""
-
-    @property
-    def layout(self) -> TensorLayout:
-        """The layout of the arrays on the host."""
-
-    def wait(self) -> None:
-        """Blocks until the device has made the copy, which may be some steps after the call that requested it."""
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """The names of the tensors that are equal in all snapshots."""
-
-    def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> None:
-        """Copies the weights that `into` names to its C-contiguous arrays, by `layout`. Blocks until they arrived."""
-
-
-PolicySnapshot: TypeAlias = Mapping[str, Array] | DeviceWeights
-"""Arrays in host memory, which the next update may change unless they are read-only, or device weights to fetch
-later."""
-
-
-def layout_of(weights: PolicySnapshot) -> TensorLayout:
-    """Returns the layout of `weights` on the host."""
-    if isinstance(weights, Mapping):
-        return {name: (array.dtype, array.shape) for name, array in weights.items()}
-    return weights.layout
