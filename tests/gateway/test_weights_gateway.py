@@ -94,6 +94,12 @@ class WeightsRobot:
             self.client.send(WeightsApplied(robot=self.name, version=version, seconds=self.swapper.swap_delay_s))
 
 
+def stored(publisher: Publisher, version: int) -> bool:
+    """Waits until the gateway has stored the version."""
+    until(lambda: publisher.progress.stored_version >= version, f"version {version} is stored")
+    return True
+
+
 def publish(publisher: Publisher, arrays: dict[str, Array], version: int, *robots: WeightsRobot) -> None:
     """Publishes, and waits until each of `robots` uses the version."""
     publisher.publish(arrays, version, updates=version)
@@ -154,7 +160,7 @@ def test_newest_version_reaches_present_and_later_robots(site: WeightsSite) -> N
             for version in range(1, 31):
                 publisher.publish(weights(version), version, updates=version)
             until(lambda: one.acts_with(30) and two.acts_with(30), "the newest acts")
-            assert publisher.wait_until_stored(120) and publisher.progress.published < 31
+            assert stored(publisher, 30) and publisher.progress.published < 31
             np.testing.assert_array_equal(one.swapper.policy.weights["w"], weights(30)["w"])  # type: ignore[attr-defined]
         site._stack.pop_all().close()
     with ExitStack() as site._stack, site.serving(), WeightsRobot(site, "late") as late:
@@ -169,11 +175,11 @@ def test_pin_and_unpin_change_the_robots_version(site: WeightsSite, capsys: pyte
         with WeightsRobot(site, "one") as robot:
             for version in (1, 2, 3):
                 publish(publisher, weights(version), version, robot)
-                assert publisher.wait_until_stored(120)
+                assert stored(publisher, version)
             assert main(["weights", "rollback", "2", str(site.run), "--by", "ada", "--reason", "it shakes"]) == 0
             until(lambda: robot.acts_with(2), "the robot goes back")
             publisher.publish(weights(4), 4, updates=4)
-            assert publisher.wait_until_stored(120)
+            assert stored(publisher, 4)
             with WeightsRobot(site, "late") as late:
                 until(lambda: late.acts_with(2), "the order holds for those who come later")
             assert robot.acts_with(2)
@@ -201,11 +207,11 @@ def test_robots_act_with_the_best_version_until_a_newer_one_is_as_good(site: Wei
         publisher = site.publisher()
         with WeightsRobot(site, "one") as robot:
             publish(publisher, weights(3), 3, robot)
-            assert act(robot, 50) == "" and publisher.wait_until_stored(120)
+            assert act(robot, 50) == "" and stored(publisher, 3)
             for version in range(4, 50):
                 publisher.publish(weights(version), version, updates=version)
             publish(publisher, weights(50), 50, robot)
-            assert act(robot, 9) == "" and publisher.wait_until_stored(120)
+            assert act(robot, 9) == "" and stored(publisher, 50)
             assert "success fell from 100% to 80%; robots act with version 3, the best so far" in act(robot, 1)
             until(lambda: robot.acts_with(3), "the robot goes back to the best version")
             assert guards.scalars() == {"acting_with_version/learner": 3.0}
@@ -214,7 +220,7 @@ def test_robots_act_with_the_best_version_until_a_newer_one_is_as_good(site: Wei
             assert "the newest version succeeded in 0 of 3 episodes; robots act with version 3" in act(robot, 3)
             until(lambda: robot.acts_with(3), "the robot goes back again")
             publisher.publish(weights(60), 60, updates=60)
-            assert publisher.wait_until_stored(120) and act(robot, 99) == "" and "try the newest" in act(robot, 1)
+            assert stored(publisher, 60) and act(robot, 99) == "" and "try the newest" in act(robot, 1)
             until(lambda: robot.acts_with(60), "a trial of a better version")
             assert "it is as good as the best again" in act(robot, 20) and act(robot, 100) == ""
             assert main(["weights", "rollback", "3", str(site.run), "--by", "ada"]) == 0

@@ -245,7 +245,7 @@ def test_relay_fetches_weights_once_for_its_robots(tmp_path: Path) -> None:
                 for reader in readers:
                     until(lambda r=reader: r.poll() == 7, "the weights arrive")  # type: ignore[misc]
                     reader.robot.send(WeightsApplied(robot=reader.robot.hello.name, version=7, seconds=0.1))
-                assert publisher.wait_until_stored(120)
+                until(lambda: publisher.progress.stored_version == 7, "it is stored")
             assert arrays["w"].nbytes <= link.traffic.down_bytes < 1.3 * arrays["w"].nbytes
             assert all(np.array_equal(reader.arrays["w"], arrays["w"]) for reader in readers)
             until(lambda: (far.folder / "relay" / "weights").exists() and _kept(far.folder), "the relay keeps them")
@@ -291,7 +291,7 @@ def test_relayed_robots_get_their_learners_weights_and_pins(tmp_path: Path) -> N
             client = _learner(cloud, name, spec)
             publisher = stack.enter_context(Publisher(client, signer, PublishConfig()))
             publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
-            assert publisher.wait_until_stored(120)
+            until(lambda p=publisher, n=number: p.progress.stored_version == 10 * n, "it is stored")  # type: ignore[misc]
         until(lambda: (panda.poll(), arm.poll()) == (10, 20), "each has its own learner's")
         assert panda.arrays["w"][0] == 1 and arm.arrays["w"][0] == 2
         publisher.publish({"w": np.full(10, 3, np.float32)}, 21, updates=2)
@@ -322,7 +322,7 @@ def test_relay_fetches_only_weights_of_its_robots(tmp_path: Path) -> None:
         for number, (name, spec) in enumerate((("learner", PANDA), (second, ARM)), 1):
             publisher = stack.enter_context(Publisher(_learner(cloud, name, spec), signer, PublishConfig()))
             publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
-            assert publisher.wait_until_stored(120)
+            until(lambda p=publisher, n=number: p.progress.stored_version == 10 * n, "it is stored")  # type: ignore[misc]
         until(lambda: panda.poll() == 10, "its learner's weights are here")
         until(lambda: second in far.relay.weights.deferred_offers, "the other learner's are offered")
         assert far.relay.weights.router.learners_with_weights() == {"learner"}

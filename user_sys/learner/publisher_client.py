@@ -36,6 +36,7 @@ from user_sys.messages import NO_VERSION, MetricsReport
 from user_sys.trace import child_environment
 from user_sys.weights.governor import GovernedBudget
 from user_sys.weights.gpu_copy import DeviceSnapshot, PolicySnapshot, layout_of
+from user_sys.weights.publisher import PublisherProgress
 from user_sys.weights.state import NotFinite
 
 log = logging.getLogger(__name__)
@@ -263,7 +264,7 @@ class PublisherClient(StartedAtEntry):
             RunError: the process crashes repeatedly or does not read, or earlier weights could not be fetched.
         """
         with self._changed:
-            if not self._wait_for(lambda: self._status.ready_version >= self.version, MEMORY_TIMEOUT_S):
+            if not self._wait_for(lambda: self._status.progress.ready_version >= self.version, MEMORY_TIMEOUT_S):
                 raise RunError(f"version {self.version} was not published within {MEMORY_TIMEOUT_S:.0f} s; see the log")
             self._steps.send(time.monotonic(), self._channel)  # these steps ran before this push
             memory = self._shared.memory_for(weights, version)
@@ -302,19 +303,19 @@ class PublisherClient(StartedAtEntry):
     @property
     def pinned_version(self) -> int:
         """The version that an operator has pinned; `NO_VERSION` if there is none."""
-        return self._status.pinned_version
+        return self._status.progress.pinned_version
 
     @property
     def published(self) -> int:
         """The number of versions that were offered."""
-        return self._published_before + self._status.published
+        return self._published_before + self._status.progress.published
 
     @property
     def is_busy(self) -> bool:
         """The newest version is not ready yet, or the governor has pushes pause."""
-        status = self._status
+        progress = self._status.progress
         return self._failure is None and (
-            status.ready_version < self.version or time.monotonic() < status.next_allowed_s
+            progress.ready_version < self.version or time.monotonic() < progress.next_allowed_s
         )
 
     @property
@@ -323,9 +324,9 @@ class PublisherClient(StartedAtEntry):
 
         It is 0 after a failure too, so that a learner that waits for robots calls `publish` and gets the error.
         """
-        if self._failure is not None or self._status.oldest_in_use == NO_VERSION:
+        if self._failure is not None or self._status.progress.oldest_in_use == NO_VERSION:
             return 0
-        return max(0, self.version - self._status.oldest_in_use)
+        return max(0, self.version - self._status.progress.oldest_in_use)
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics."""
@@ -399,7 +400,7 @@ class PublisherClient(StartedAtEntry):
         with self._changed:
             if isinstance(message, PublisherStatus):
                 self._status = message
-                self._stored_version = max(self._stored_version, message.stored_version)
+                self._stored_version = max(self._stored_version, message.progress.stored_version)
                 if message.failure is not None:
                     self._failure = _ERROR_FROM_NAME.get(message.failure.kind, RunError)(message.failure.text)
             self._shared.deliver(self._channel)
@@ -420,8 +421,10 @@ class PublisherClient(StartedAtEntry):
         with self._changed:
             if self._closing.is_set():
                 return False
-            self._published_before += self._status.published
-            self._status = PublisherStatus(next_allowed_s=self._status.next_allowed_s, share=self._status.share)
+            before = self._status
+            self._published_before += before.progress.published
+            progress = PublisherProgress(next_allowed_s=before.progress.next_allowed_s)
+            self._status = PublisherStatus(progress, share=before.share)
             try:
                 self._process.restart()
                 self._shared.deliver_again(self._channel)

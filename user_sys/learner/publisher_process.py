@@ -151,19 +151,8 @@ class _PublisherServer:
             self._has_unsent_change, self._sent_s = False, time.monotonic()
             progress, governor, error = self.publisher.progress, self.publisher.governor, self.publisher.failure
             self._sent_version, self._sent_share = progress.ready_version, governor.share
-            self._send(
-                PublisherStatus(
-                    ready_version=self._sent_version,
-                    stored_version=progress.stored_version,
-                    oldest_in_use=progress.oldest_in_use,
-                    published=progress.published,
-                    next_allowed_s=progress.next_allowed_s,
-                    scalars=governor.scalars(),
-                    failure=None if error is None else PublishFailure(type(error).__name__, str(error)),
-                    pinned_version=progress.pinned_version,
-                    share=self._sent_share,
-                )
-            )
+            failure = None if error is None else PublishFailure(type(error).__name__, str(error))
+            self._send(PublisherStatus(progress, governor.scalars(), failure, self._sent_share))
 
     def _publish(self, snapshot: SnapshotReady, memory: SharedTensors) -> None:
         frozen = frozenset(snapshot.frozen)

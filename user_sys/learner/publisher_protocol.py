@@ -20,7 +20,7 @@ from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import LinkDown, RunError, WireError
 from user_sys.messages import Hello, MetricsReport
-from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.publisher import PublishConfig, PublisherProgress
 from user_sys.weights.state import TensorLayout, dtype_name, dtype_of
 
 MAX_RECORD_BYTES = 128 << 10  # a socket's buffer holds 200 KiB
@@ -95,27 +95,19 @@ class PublishFailure(msgspec.Struct, frozen=True, tag=True):
 
 
 class PublisherStatus(msgspec.Struct, frozen=True, tag=True):
-    """Sent at once if `ready_version` or `failure` changes, otherwise soon: each message interrupts the learner.
+    """Sent at once if `progress.ready_version` or `failure` changes, otherwise soon: each message interrupts the
+    learner.
 
     Attributes:
-        ready_version: the newest offered version; the shared memory is free again.
-        stored_version: the newest on the gateway's disk.
-        oldest_in_use: the oldest in use by a connected robot; -1 if there is none.
-        published: number of offered versions.
-        next_allowed_s: when the governor allows the next version, on the monotonic clock of the machine.
+        progress: the shared memory is free again once the version in it is ready.
+        scalars: of the governor.
         failure: the error that ended publishing.
-        pinned_version: the version that an operator has pinned; -1 if there is none.
         share: the governor's share; sent at each change during a copy from a device.
     """
 
-    ready_version: int = -1
-    stored_version: int = -1
-    oldest_in_use: int = -1
-    published: int = 0
-    next_allowed_s: float = 0.0
+    progress: PublisherProgress = msgspec.field(default_factory=PublisherProgress)
     scalars: dict[str, float] = {}
     failure: PublishFailure | None = None
-    pinned_version: int = -1
     share: float = 1.0
 
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal, Self, cast
+from typing import Literal, cast
 
+from hal.context import StartedAtEntry
 from hal.settings import Amount, Limit
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, RunError
@@ -81,7 +81,6 @@ class PublisherProgress:
 
     Attributes:
         published: number of versions that were encoded.
-        submitted_version: the newest that was given to `Publisher.publish`.
         ready_version: the newest that is offered.
         stored_version: the newest on the gateway's disk.
         oldest_in_use: the oldest in use by a connected robot; `NO_VERSION` if there is none.
@@ -90,7 +89,6 @@ class PublisherProgress:
     """
 
     published: int = 0
-    submitted_version: int = NO_VERSION
     ready_version: int = NO_VERSION
     stored_version: int = NO_VERSION
     oldest_in_use: int = NO_VERSION
@@ -146,8 +144,8 @@ class VersionEncoder:
         return self._rounded[precision]
 
 
-class Publisher:
-    """Publishes from `__enter__` to `close`. One thread calls `publish`; two threads of its own hash and serve.
+class Publisher(StartedAtEntry):
+    """Publishes from `start` to `close`. One thread calls `publish`; two threads of its own hash and serve.
 
     A newer snapshot replaces one that waits. Without its threads, `encode_pending`, `on_message` and `step` do their
     work step by step.
@@ -181,7 +179,6 @@ class Publisher:
         )
         self._server.add_peer(GATEWAY)
         self._pending: tuple[Mapping[str, Array], int, int] | None = None  # arrays, version, updates
-        self._is_encoding = False
         self._failure: Exception | None = None
         self._stopping = False
         self._changed = threading.Condition()
@@ -191,13 +188,10 @@ class Publisher:
             for name, loop in (("weights-encode", self._encode_snapshots), ("weights-serve", self._serve))
         ]
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Begins to encode and to serve."""
         for thread in self._threads:
             thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends after the snapshot that is being encoded. Raises RunError if that exceeds `CLOSE_TIMEOUT_S`."""
@@ -219,47 +213,20 @@ class Publisher:
             WireError: an earlier snapshot cannot be encoded.
         """
         with self._changed:
-            self._raise_failure()
+            if self._failure is not None:
+                raise self._failure
             self._pending = arrays, version, updates
-            self.progress.submitted_version = version
             self._changed.notify_all()
-
-    def wait_until_stored(self, timeout_s: float) -> bool:
-        """Waits until the gateway has stored the last version; False after `timeout_s`. Raises as `publish` does."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stored() or self._failure is not None, timeout_s)
-            self._raise_failure()
-            return self._is_stored()
-
-    def scalars(self) -> dict[str, float]:
-        """Returns the metrics."""
-        return {"versions_published": float(self.progress.published), **self.governor.scalars()}
 
     @property
     def failure(self) -> Exception | None:
         """The error that `publish` would raise."""
         return self._failure
 
-    @property
-    def is_busy(self) -> bool:
-        """A snapshot waits or is being encoded, or the governor has pushes pause."""
-        is_waiting = self._clock() < self.progress.next_allowed_s
-        return self._failure is None and (self._pending is not None or self._is_encoding or is_waiting)
-
-    @property
-    def versions_ahead(self) -> int:
-        """How many versions the slowest robot is behind; 0 if no robot uses a version."""
-        with self._changed:
-            progress = self.progress
-            if progress.oldest_in_use == NO_VERSION:
-                return 0
-            return max(0, progress.submitted_version - progress.oldest_in_use)
-
     def encode_pending(self) -> bool:
         """Hashes, signs and offers the snapshot that waits. Returns False if there is none. Raises as `publish`."""
         with self._changed:
             snapshot, self._pending = self._pending, None
-            self._is_encoding = snapshot is not None
         if snapshot is None:
             return False
         with span("encode"), self.governor.push():
@@ -273,7 +240,7 @@ class Publisher:
         with self._changed:
             self.progress.published += 1
             self.progress.next_allowed_s = self._clock() + self.governor.pause_after_push_s()
-            self.progress.ready_version, self._is_encoding = snapshot[1], False
+            self.progress.ready_version = snapshot[1]
         self._on_change()
         return True
 
@@ -296,7 +263,6 @@ class Publisher:
             case WeightsReceived(version=version):
                 with self._changed:
                     self.progress.stored_version = max(self.progress.stored_version, version)
-                    self._changed.notify_all()
                 self._on_change()
             case WeightsProgress(oldest=oldest, pinned=pinned):
                 with self._changed:
@@ -310,13 +276,6 @@ class Publisher:
         newest = max(self.catalog.numbers(), default=NO_VERSION)
         return build_offer(self.catalog.of_number(newest), self.catalog.cache, self._encoder.public_key)
 
-    def _is_stored(self) -> bool:
-        return self.progress.stored_version >= self.progress.submitted_version
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def _run_thread(self, loop: Callable[[], None]) -> None:
         try:
             loop()
@@ -324,7 +283,6 @@ class Publisher:
             _log.error("weights.publish_failed: %s", error)
             with self._changed:
                 self._failure = error
-                self._changed.notify_all()
             self._on_change()
 
     def _encode_snapshots(self) -> None:
