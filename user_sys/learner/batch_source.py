@@ -65,12 +65,7 @@ class BatchSource:
         data = algorithm.data
         ages = getattr(algorithm.policy, "reads_ages", False)
         features = ObservationFeatures.of(spec, data.cameras, columns=data.features, extras=data.extras, ages=ages)
-        self.replay = ReplayBuffer(
-            reader,
-            features,
-            cache_bytes=config.cache_bytes // group.world,
-            step_filter=StepFilter(embodiments=(spec.embodiment,)),
-        )
+        self.replay = ReplayBuffer(reader, features, cache_bytes=config.cache_bytes // group.world)
         self.demo_online = DemoOnlineSelector(spec.embodiment, config.demo_fraction)
         batches = data.batches(config.sampler.n_step)
         selector: Selector = self.demo_online

@@ -3,17 +3,15 @@
 Reading: all bytes are verified. Vectors are read with their whole record, whose checksum covers them. The first read of
 a chunk also notes where each frame lies and its CRC-32C; a later read of a frame touches its own bytes only.
 
-Cache: observation k can only be in slot k mod capacity. So a lookup is one comparison, memory is fixed for any size of
-store, and the newest observations replace the oldest. Rows that are drawn often return when they are read after a miss.
+Cache: an observation enters it when it is first read. Observation k can only be in slot k mod capacity, so a lookup is
+one comparison, and memory is fixed for any size of store.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -36,7 +34,6 @@ from user_sys.episode import (
 from user_sys.errors import ConfigError, StoreCorrupt, StoreError, WireError
 from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.replay.batches import EncodedColumn, ObservationFeatures, ReadPlan
-from user_sys.replay.selectors import AnyStepFilter, StepFilter
 from user_sys.store.index import Index, IndexChange
 from user_sys.store.store import StoreReader
 
@@ -52,13 +49,9 @@ Result = TypeVar("Result")
 _logger = logging.getLogger(__name__)
 
 TAG_BYTES = 8
-EMPTY = 0  # tag; other tags are an observation's number plus one
-STOP_DEADLINE_S = 30.0
-NICENESS = 10  # added to the process's, so that a waiting learner runs first
 
 COLD_THREADS = 16
 VECTORS_SHARE = 0.25  # of the cache, with cameras; vectors are much smaller than frames
-ADMIT_ONE_IN = 8  # one in so many missed frames replaces another; replacing with all would not help
 
 ENCODED_BLOCK = 8  # pictures that are encoded together
 
@@ -131,7 +124,7 @@ class DiskReader:
 
     # Frames
 
-    def frames(self, numbers: Array, outs: Mapping[str, Sequence[Array]], *, parallel: bool = True) -> Array:
+    def frames(self, numbers: Array, outs: Mapping[str, Sequence[Array]]) -> Array:
         """Reads the frames of observations `numbers`, int64 (n,), into the n arrays of each camera.
 
         Adjacent frames are one read. Returns which observations are complete, bool (n,).
@@ -145,8 +138,7 @@ class DiskReader:
                 located[at] = self._earlier_frame(camera, int(numbers[at]))
             complete[located["bytes"] == 0] = False
             runs = _runs(located, np.flatnonzero(complete))
-            ways = self._threads if parallel else 1
-            parts = [part for part in (runs[n::ways] for n in range(ways)) if part]
+            parts = [part for part in (runs[n :: self._threads] for n in range(self._threads)) if part]
             for bad in self.map(partial(self._read_runs, located, out), parts):
                 complete[bad] = False
         return complete
@@ -328,13 +320,8 @@ class HotCache:
                 f"a cache of {budget_bytes} bytes is too small for a row of {row} bytes; increase cache_bytes"
             )
         self._tables = {name: np.empty((self.capacity, *shape), dtype) for name, shape in shapes.items()}
-        self._tags = np.zeros(self.capacity, np.int64)
-        self._held = 0
+        self._tags = np.zeros(self.capacity, np.int64)  # an observation's number plus one; 0 for an empty slot
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        """Number of cached observations."""
-        return self._held
 
     def copy(self, numbers: Array, out: Mapping[str, Array]) -> Array:
         """Copies the rows of observations `numbers`, int64 (n,), into the arrays of `out`, each (n, ...).
@@ -355,81 +342,13 @@ class HotCache:
         missed: Array = ~hit
         return missed
 
-    def is_free(self, numbers: Array) -> Array:
-        """Whether the slot of each of `numbers` is empty, bool (n,)."""
-        free: Array = self._tags[numbers % self.capacity] == EMPTY
-        return free
-
     def put(self, numbers: Array, rows: Mapping[str, Array]) -> None:
         """Caches the rows of `numbers`, each (n, ...), in place of the observations in their slots."""
         slots = numbers % self.capacity
         with self._lock:
-            self._held += int((self._tags[np.unique(slots)] == EMPTY).sum())
             for name, array in rows.items():
                 self._tables[name][slots] = array
             self._tags[slots] = numbers + 1  # of equal slots, the last counts in each column
-
-
-LoadChunk = Callable[[int, bool], bool]
-"""Loads the chunk of a row; True marks new experience. Returns whether the cache may have room for older chunks.
-
-Raises StoreError, WireError: the chunk is unusable; the loader counts it.
-"""
-
-
-class CacheWarmer:
-    """Loads chunks into the cache in a thread: new experience first, then older chunks, newest first.
-
-    At most `most` chunks wait; older ones are dropped and read when drawn.
-    """
-
-    def __init__(self, load: LoadChunk, most: int) -> None:
-        self._load = load
-        self._new, self._old = deque[int](maxlen=most), deque[int](maxlen=most)  # newest last
-        self._busy = self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="replay-fill", daemon=True)
-        self._thread.start()
-
-    @property
-    def pending(self) -> int:
-        """Chunks still to be loaded, with those in progress."""
-        with self._changed:
-            return len(self._new) + len(self._old) + self._busy
-
-    def add(self, chunks: Iterable[int], fresh: bool) -> None:
-        """Queues the chunks of these rows, in storage order; returns at once."""
-        with self._changed:
-            (self._new if fresh else self._old).extend(chunks)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Stops the thread and waits at most `STOP_DEADLINE_S` for its current chunk."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(STOP_DEADLINE_S)
-
-    def _run(self) -> None:
-        os.nice(NICENESS)  # on Linux, only this thread
-        while (task := self._next()) is not None:
-            room = True
-            try:
-                room = self._load(*task)
-            except (StoreError, WireError) as error:
-                _logger.debug("replay.not_cached chunk=%d: %s", task[0], error)
-            with self._changed:
-                self._busy = False
-                if not room:
-                    self._old.clear()
-
-    def _next(self) -> tuple[int, bool] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._new or self._old)
-            if self._closed:
-                return None
-            self._busy = True
-            return (self._new.pop(), True) if self._new else (self._old.pop(), False)
 
 
 class CacheReport(NamedTuple):
@@ -438,15 +357,11 @@ class CacheReport(NamedTuple):
     Attributes:
         observations, misses: observations read so far; those of them that were not cached.
         damaged: unusable chunks and frames.
-        cached: observations in the cache now (with their frames, if there are cameras).
-        pending: chunks still to be loaded into it.
     """
 
     observations: int
     misses: int
     damaged: int
-    cached: int
-    pending: int
 
 
 class ReplayBuffer(ClosedAtExit):
@@ -466,14 +381,12 @@ class ReplayBuffer(ClosedAtExit):
         features: ObservationFeatures,
         *,
         cache_bytes: int,
-        step_filter: AnyStepFilter = StepFilter(),  # noqa: B008  # frozen
         cold_threads: int = COLD_THREADS,
     ) -> None:
         """Follows `reader`, which no other object may refresh; the caller closes it.
 
         Args:
             cache_bytes: memory of the hot cache, allocated here.
-            step_filter: chunks without a matching step are not cached and are read when drawn.
             cold_threads: threads that read misses.
 
         Raises:
@@ -481,18 +394,14 @@ class ReplayBuffer(ClosedAtExit):
         """
         if cold_threads < 1:
             raise ConfigError("cold_threads must be at least 1")
-        self.features, self.index, self._reader, self._step_filter = features, reader.index, reader, step_filter
+        self.features, self.index, self._reader = features, reader.index, reader
         of_vectors = int(cache_bytes * VECTORS_SHARE) if features.cameras else cache_bytes
         self._vectors = HotCache(features.vector_shapes(), "float32", of_vectors)
         self._frames = HotCache(features.cameras, "uint8", cache_bytes - of_vectors) if features.cameras else None
         self._disk = DiskReader(reader, features, cold_threads)
         self._columns = features.vector_shapes()
         self._encoded: HotCache | None = None
-        # The cache that limits the number of observations; an empty one is false.
-        self._limiting = self._vectors if self._frames is None else self._frames
-        self._warmer = CacheWarmer(self._load, most=self._limiting.capacity)
         self._listeners: list[ChangeListener] = []
-        self._refreshed = False
         self._read_count = self._missed = 0
         self._count_lock = threading.Lock()
 
@@ -511,11 +420,6 @@ class ReplayBuffer(ClosedAtExit):
         """
         change = self._reader.refresh()
         self._disk.extend()
-        if len(change.rows):
-            matching = self._step_filter.matches(self.index, change.rows.start)
-            chunks = np.unique(self.index.steps.chunk[change.rows.start :][matching])
-            self._warmer.add(chunks.tolist(), fresh=self._refreshed)
-        self._refreshed = True
         for listener in self._listeners:
             listener(self.index, change)
         return change
@@ -534,22 +438,7 @@ class ReplayBuffer(ClosedAtExit):
         self.features = replace(self.features, encoded=columns)
         shapes = {column.name: (column.size,) for column in columns.values()}
         self._encoded = HotCache(shapes, "float32", self._frames.size_bytes)
-        self._limiting, self._frames = self._vectors, None
-
-    def _load(self, chunk: int, fresh: bool) -> bool:
-        span, cache = self.index.observation_range(chunk), self._frames
-        numbers = np.arange(span.start, span.stop)
-        if not fresh:
-            numbers = numbers[self._limiting.is_free(numbers)]
-        if len(numbers):
-            rows = self._disk.vectors(chunk)
-            self._vectors.put(numbers, {name: table[numbers - span.start] for name, table in rows.items()})
-        if len(numbers) and cache is not None:
-            shapes = self.features.cameras.items()
-            frames = {name: np.empty((len(numbers), *shape), np.uint8) for name, shape in shapes}
-            whole = self._disk.frames(numbers, {name: list(each) for name, each in frames.items()}, parallel=False)
-            cache.put(numbers[whole], {name: each[whole] for name, each in frames.items()})
-        return len(numbers) > 0 or len(self._limiting) < self._limiting.capacity
+        self._frames = None
 
     def read(self, plans: Sequence[ReadPlan]) -> list[Array]:
         """Reads observations; blocks for misses. Thread-safe.
@@ -612,7 +501,7 @@ class ReplayBuffer(ClosedAtExit):
         complete = self._disk.frames(numbers, outs)
         for at in np.flatnonzero(~complete).tolist():
             bad[wanted[at][0]][wanted[at][1]] = True
-        kept = np.flatnonzero(complete & (cache.is_free(numbers) | (np.arange(len(numbers)) % ADMIT_ONE_IN == 0)))
+        kept = np.flatnonzero(complete)
         rows = {name: np.array([each[at] for at in kept.tolist()]) for name, each in outs.items() if len(kept)}
         cache.put(numbers[kept], rows)
 
@@ -643,13 +532,10 @@ class ReplayBuffer(ClosedAtExit):
 
     def report(self) -> CacheReport:
         """Current cache statistics."""
-        return CacheReport(
-            self._read_count, self._missed, self._disk.damaged, len(self._limiting), self._warmer.pending
-        )
+        return CacheReport(self._read_count, self._missed, self._disk.damaged)
 
     def close(self) -> None:
         """Stops the threads. Idempotent."""
-        self._warmer.close()
         self._disk.close()
 
 
