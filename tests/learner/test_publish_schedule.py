@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
-from user_sys.gateway.weights import StalenessHistogram
+from user_sys.gateway.weights import RobotStaleness
 from user_sys.learner.learner import VersionPublisher
 from user_sys.weights.publisher import PublishConfig
 
@@ -136,15 +136,14 @@ def test_settings_that_publish_nothing_are_refused(wrong: dict[str, object]) -> 
 
 def test_staleness_is_counted_from_when_a_version_was_overtaken() -> None:
     now_s = [0.0]
-    staleness = StalenessHistogram(lambda: now_s[0])
+    staleness = RobotStaleness(lambda: now_s[0])
     for version, now_s[0] in ((1, 0.0), (2, 10.0), (3, 12.0)):
         staleness.set_newest(version)
     for robot, version in (("new", 3), ("old", 2), ("older", 1)):
         staleness.set_version(robot, version)
     now_s[0] = 12.5
-    found = staleness.sample()
+    found = staleness.scalars()
     assert (found["staleness_s/new"], found["staleness_s/old"], found["staleness_s/older"]) == (0.0, 0.5, 2.5)
-    assert found["staleness_s/old/up_to_0.2"] == 0 and found["staleness_s/old/up_to_0.5"] == 1
     assert staleness.oldest_in_use == 1
     staleness.remove("older")
-    assert staleness.oldest_in_use == 2 and "staleness_s/older" not in staleness.sample()
+    assert staleness.oldest_in_use == 2 and "staleness_s/older" not in staleness.scalars()

@@ -6,15 +6,12 @@ because the differences that robots request take time to compute; each is comput
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import logging
-import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +35,7 @@ from user_sys.messages import (
     decode_record,
 )
 from user_sys.robot_records import LEARNER, learner_folder
+from user_sys.tunnel.flow_control import CoalescingQueue
 from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer
 from user_sys.weights.catalog import (
@@ -63,7 +61,6 @@ PRUNE_INTERVAL_S = 0.5
 INBOX_POLL_S = 0.25
 MAX_RECENT_VERSIONS = 32  # in memory: bases for robots that are so many versions behind
 MAX_INBOX = 4096
-STALENESS_BOUNDS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 MAX_TRACKED_VERSIONS = 4096  # whose time of publication is kept
 _NO_PIN = PinnedVersion(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
@@ -71,15 +68,13 @@ EMBODIMENT_FILE = "embodiment"  # in a learner's folder: the embodiment of its r
 MAX_LEARNERS = 32
 
 
-class StalenessHistogram:
+class RobotStaleness:
     """How long the version of each robot has been outdated. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._offered: deque[tuple[int, float]] = deque(maxlen=MAX_TRACKED_VERSIONS)
         self._acting_versions: dict[str, int] = {}
-        self._counts: dict[str, list[int]] = {}
-        self._newest_s: dict[str, float] = {}
 
     def set_newest(self, version: int) -> None:
         """Records that `version` is the newest from now on."""
@@ -92,10 +87,9 @@ class StalenessHistogram:
             self._acting_versions[robot] = version
 
     def remove(self, robot: str) -> None:
-        """Removes a disconnected robot; its samples stay."""
+        """Removes a disconnected robot."""
         with self._lock:
             self._acting_versions.pop(robot, None)
-            self._newest_s.pop(robot, None)
 
     @property
     def oldest_in_use(self) -> int:
@@ -103,22 +97,12 @@ class StalenessHistogram:
         with self._lock:
             return min(self._acting_versions.values(), default=-1)
 
-    def sample(self) -> dict[str, float]:
-        """Takes a sample. Returns for each robot the sample, and the fraction of samples up to each bound."""
+    def scalars(self) -> dict[str, float]:
+        """For each robot the seconds since a newer version replaced its own; 0 for the newest."""
         with self._lock:
-            for robot, version in self._acting_versions.items():
-                age_s = self._newest_s[robot] = self._age_s(version)
-                counts = self._counts.setdefault(robot, [0] * (len(STALENESS_BOUNDS_S) + 1))
-                counts[bisect.bisect_left(STALENESS_BOUNDS_S, age_s)] += 1
-            found = {f"staleness_s/{robot}": age_s for robot, age_s in self._newest_s.items()}
-            for robot, counts in self._counts.items():
-                below = itertools.accumulate(counts)
-                for bound, count in zip(STALENESS_BOUNDS_S, below, strict=False):
-                    found[f"staleness_s/{robot}/up_to_{bound:g}"] = count / sum(counts)
-            return found
+            return {f"staleness_s/{robot}": self._age_s(version) for robot, version in self._acting_versions.items()}
 
     def _age_s(self, version: int) -> float:
-        """Returns the seconds since a newer version replaced `version`; 0 for the newest."""
         replaced_s = now_s = self._clock()
         for offered, at_s in reversed(self._offered):
             if offered == version:
@@ -231,39 +215,6 @@ class RunPin:
             return None, _NO_PIN
 
 
-class EventInbox:
-    """Events of other threads, in order. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._newest: dict[tuple[str, type[AnyMessage]], AnyMessage] = {}  # by peer and type: it waits in `_events`
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._events.qsize()
-
-    def put(self, event: Callable[[], None]) -> None:
-        self._events.put(event)
-
-    def put_newest(self, name: str, message: AnyMessage, handle: Callable[[str, AnyMessage, None], None]) -> None:
-        """Replaces a message of this peer and type that waits."""
-        key = name, type(message)
-        with self._lock:
-            is_waiting = key in self._newest
-            self._newest[key] = message
-        if not is_waiting:
-            self._events.put(lambda: handle(name, self._pop_newest(key), None))
-
-    def get(self, wait_s: float) -> Callable[[], None] | None:
-        with suppress(queue.Empty):
-            return self._events.get(timeout=wait_s)
-        return None
-
-    def _pop_newest(self, key: tuple[str, type[AnyMessage]]) -> AnyMessage:
-        with self._lock:
-            return self._newest.pop(key)
-
-
 class LearnerLink:
     """Sends messages to the learner, if it is connected.
 
@@ -337,18 +288,18 @@ class WeightsDistributor:
         if newest is not None:
             self._fetcher.hold(newest)
         self._server = WeightsServer(self.catalog.cache, send, self._offer, clock)
-        self._staleness = StalenessHistogram(clock)
+        self._staleness = RobotStaleness(clock)
         self._next_prune_s = 0.0
         self._announced: object = None
         self.version = self._select()
-        self._inbox = EventInbox()
+        self._inbox: CoalescingQueue[Callable[[], None]] = CoalescingQueue(sys.maxsize)  # events of other threads
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="weights", daemon=True)
 
     def scalars(self) -> dict[str, float]:
-        """Metrics; takes a sample of every robot's staleness."""
+        """Metrics, with the staleness of each robot."""
         counts = {"weights_version": float(self.version), "weights_damaged": float(self._fetcher.damaged)}
-        return {**counts, **self._staleness.sample()}
+        return {**counts, **self._staleness.scalars()}
 
     @property
     def learner(self) -> str:
@@ -389,10 +340,11 @@ class WeightsDistributor:
 
     def on_message(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """A message of the weights channel from the peer called `name`."""
+        event = partial(self._handle, name, message, payload)
         if isinstance(message, WeightsOffer | WeightsApplied):  # no peer repeats them: only a newer one replaces one
-            self._inbox.put_newest(name, message, self._handle)
+            self._inbox.put(event, (name, type(message)))
         elif len(self._inbox) < MAX_INBOX:
-            self._inbox.put(partial(self._handle, name, message, payload))
+            self._inbox.put(event)
         else:  # after a while without a reply, requests are repeated
             logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
 
@@ -571,7 +523,6 @@ class WeightsRouter:
         self._distributors: dict[str, WeightsDistributor] = {}  # by learner
         self._embodiments: dict[str, str] = {}  # by learner
         self._learner_by_peer: dict[str, str] = {}
-        self._learner_by_relayed_robot: dict[str, str] = {}  # robots that get their weights from a relay
         self._relays: set[str] = set()
         self._open(LEARNER)
         for learner_dir in sorted(folder.glob(f"{LEARNER}-*/")):
@@ -635,10 +586,8 @@ class WeightsRouter:
                 self._relays.add(peer.name)
                 for distributor in self._distributors.values():
                     distributor.on_robot_opened(peer.name)
-        elif not peer.via:
-            self._assign(peer)
         else:
-            self._assign_relayed(peer)
+            self._assign(peer)
 
     def on_peer_closed(self, name: str) -> None:
         with self._lock:
@@ -646,23 +595,20 @@ class WeightsRouter:
                 self._relays.discard(name)
                 for distributor in self._distributors.values():
                     distributor.on_peer_closed(name)
-            learner = self._learner_by_peer.pop(name, self._learner_by_relayed_robot.pop(name, ""))
-            assigned = self._distributors.get(learner)
+            assigned = self._distributors.get(self._learner_by_peer.pop(name, ""))
         if assigned is not None:
             assigned.on_peer_closed(name)
 
     def on_message(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """A message of the weights channel from the peer called `name`."""
-        is_report = isinstance(message, WeightsApplied)
         with self._lock:
-            relayed = self._learner_by_relayed_robot.get(name, "") if is_report else ""
-            distributor = self._distributors.get(self._learner_by_peer.get(name, relayed))
+            distributor = self._distributors.get(self._learner_by_peer.get(name, ""))
             if name in self._relays and isinstance(message, WeightsRequest):
                 holders = (each for each in self._distributors.values() if each.has_version(message.version))
                 distributor = next(holders, None)
         if distributor is None and name in self._relays and isinstance(message, WeightsRequest):
             self._send(name, WeightsGone(version=message.version), None)
-        elif distributor is None and not is_report:
+        elif distributor is None and not isinstance(message, WeightsApplied):
             logger.info("weights.no_learner peer=%s", name)
         if distributor is not None:
             distributor.on_message(name, message, payload)
@@ -679,9 +625,7 @@ class WeightsRouter:
                 self._set_embodiment(name, embodiment)
             distributor.on_learner_opened(name)
         for robot in self._robots():
-            if robot.via:
-                self._assign_relayed(robot)
-            elif self._learner_by_peer.get(robot.name) != self._learner_for(robot):
+            if self._learner_by_peer.get(robot.name) != self._learner_for(robot):
                 self._assign(robot)
 
     def set_pin(self, learner: str, pin: SignedRecord) -> None:
@@ -717,25 +661,16 @@ class WeightsRouter:
             logger.error("weights.embodiment_write_failed learner=%s: %s", name, error)
 
     def _assign(self, peer: Peer) -> None:
+        """Assigns a robot to its learner. One behind a relay gets its weights there, but its learner waits for it."""
         with self._lock:
-            name = self._learner_for(peer)
-            former = self._distributors.get(self._learner_by_peer.pop(peer.name, ""))
-            distributor = None if name is None else self._distributors[name]
+            name, former = self._learner_for(peer), self._learner_by_peer.pop(peer.name, None)
             if name is not None:
                 self._learner_by_peer[peer.name] = name
-        if former is not None and former is not distributor:
-            former.on_peer_closed(peer.name)
-        if distributor is not None:
-            distributor.on_robot_opened(peer.name)
-
-    def _assign_relayed(self, peer: Peer) -> None:
-        """Assigns a robot that gets its weights from a relay: its learner waits for it too."""
-        with self._lock:
-            former, name = self._learner_by_relayed_robot.pop(peer.name, None), self._learner_for(peer)
-            if name is not None:
-                self._learner_by_relayed_robot[peer.name] = name
+            distributors = dict(self._distributors)
         if former is not None and former != name:
-            self._distributors[former].on_peer_closed(peer.name)
+            distributors[former].on_peer_closed(peer.name)
+        if name is not None and not peer.via:
+            distributors[name].on_robot_opened(peer.name)
 
     def _learner_for(self, peer: Peer) -> str | None:
         if peer.spec is None:
