@@ -24,6 +24,7 @@ from sim_network import DOWN, UP, SimLink, SimNetwork, SimRouter, SimWakeup
 from sim_runtime import Runtime, SimProcess
 
 from hal.pacing import Backoff
+from user_sys import threads
 from user_sys.edge.outbox import Outbox, OutboxFull
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import StoreError
@@ -399,7 +400,7 @@ class SimWorld:
                     "Wakeup": SimWakeup,
                 },
                 server: {"silence_s": self.network.silence_s},
-                **dict.fromkeys((connection_module, flow_control, ingest), {}),
+                **dict.fromkeys((connection_module, flow_control, ingest, threads), {}),
             }
         )
 

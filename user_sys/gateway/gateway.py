@@ -27,7 +27,7 @@ from hal.pacing import TokenBucket
 from hal.registry import MAX_FAULTS, Registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, AuditEntry, AuditLog, StateDatabase
-from user_sys.errors import RunError, TunnelError
+from user_sys.errors import RunError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.ingest import ChunkIngester, OperatorAudit, Report, ReportValidator, StoreService
 from user_sys.gateway.weights import WeightsRouter
@@ -58,6 +58,7 @@ from user_sys.messages import (
 )
 from user_sys.robot_records import save_robot_record
 from user_sys.store.store import StoreWriter
+from user_sys.threads import ThreadedService
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import is_loopback
 from user_sys.tunnel.protocol import AnyMessage, Payload
@@ -75,28 +76,19 @@ STOP_TIMEOUT_S = 30.0
 LEASE_BURST, LEASE_REFILL_S = 10, 0.5  # new leases of one robot; each needs a disk write
 
 
-class DiskThread:
+class DiskThread(ThreadedService):
     """Runs tasks one after the other, in the order of `run`. Any thread may call it.
 
     Before `start` and after `close`, `run` runs the task in the calling thread.
-
-    Attributes:
-        failure: the exception of a task, which ended the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self.failure: BaseException | None = None
+        super().__init__(name, STOP_TIMEOUT_S)
         self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue(MAX_WAITING_TASKS)
-        self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
-        self._is_running = False
-
-    def start(self) -> None:
-        self._is_running = True
-        self._thread.start()
 
     def run(self, task: Callable[[], object]) -> bool:
         """Queues a task; never blocks. Returns False if too many tasks wait: the disk has been stuck for long."""
-        if not self._is_running:
+        if not self.started or self._stopping.is_set():
             task()
             return True
         try:
@@ -106,24 +98,13 @@ class DiskThread:
             return False
         return True
 
-    def close(self) -> None:
-        """Runs the queued tasks, and ends. Raises TunnelError if the disk takes over `STOP_TIMEOUT_S`."""
-        if not self._is_running:
-            return
-        self._is_running = False
+    def _wake(self) -> None:
         with contextlib.suppress(queue.Full):
             self._tasks.put(None, timeout=STOP_TIMEOUT_S)
-        self._thread.join(STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TunnelError(f"{self._thread.name} did not end within {STOP_TIMEOUT_S:g} s: the disk is stuck")
 
-    def _run_tasks(self) -> None:
-        try:
-            while (task := self._tasks.get()) is not None:
-                task()
-        except Exception as error:
-            logger.exception("disk.failed thread=%s", self._thread.name)
-            self.failure = error
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,8 +340,7 @@ class Gateway:
 
     def _close(self) -> None:
         self.store.stop()
-        if self.weights.started:
-            self.weights.close()
+        self.weights.close()
         self.server.close()
         self.store.close()
         if self.store.ingester.latencies.traces is not None:

@@ -26,7 +26,7 @@ from hal.resource import Health, ResourceRecord
 from hal.state_database import AuditEntry, AuditSink
 from user_sys.edge.control_authority import ControlState
 from user_sys.episode import EpisodeSource, PackedChunk, Phase, parse_chunk
-from user_sys.errors import StoreError, StoreFull, TunnelError, WireError, disk_full_message
+from user_sys.errors import StoreError, StoreFull, WireError, disk_full_message
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import (
     LATENCY_BOUNDS_S,
@@ -46,6 +46,7 @@ from user_sys.store.files import free_bytes
 from user_sys.store.labels import queue_labels, queued_files, read_queued_labels, remove_queued
 from user_sys.store.maintenance import DEAD_SHARE, Retention, deletion_labels, disk_bytes, plan_eviction, reclaim_space
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.threads import ThreadedService
 from user_sys.trace import span
 from user_sys.tunnel.keys import Role
 from user_sys.tunnel.protocol import Payload
@@ -311,7 +312,7 @@ class _CommitGroup:
     size_bytes: int = 0
 
 
-class ChunkIngester:
+class ChunkIngester(ThreadedService):
     """Appends chunks and queued labels to the store, syncs them in groups, and acknowledges them, in a thread.
 
     Labels come from files (`user_sys.store.labels.queue_labels`), which are removed once the labels are durable.
@@ -322,8 +323,8 @@ class ChunkIngester:
     def __init__(
         self, writer: StoreWriter, send_reply: SendReply, release: ReleaseCredit, config: GatewayConfig
     ) -> None:
+        super().__init__("ingest", INGEST_STOP_TIMEOUT_S)
         self.totals, self.latencies = IngestTotals(), LatencyHistograms()
-        self.failure: BaseException | None = None
         self._writer = writer
         self._send_reply = send_reply
         self._release = release
@@ -332,24 +333,10 @@ class ChunkIngester:
         self._next_label_poll_s = 0.0
         self._damaged_files: set[Path] = set()
         self._changed = threading.Condition()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
-
-    def close(self) -> None:
-        """Commits the queued chunks and ends. Raises TunnelError if the disk takes over `INGEST_STOP_TIMEOUT_S`."""
-        self._stopping.set()
+    def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
-        self._thread.join(INGEST_STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TunnelError(f"the ingest thread did not end within {INGEST_STOP_TIMEOUT_S} s: the disk is stuck")
 
     def put_chunk(self, peer: Peer, offer: ChunkOffer, packet: Payload) -> None:
         """Queues a chunk; never blocks. The tunnel's flow control bounds the queue."""
@@ -376,15 +363,12 @@ class ChunkIngester:
 
     # The thread
 
-    def _run(self) -> None:
-        try:
-            while (group := self._next_group()) is not None:
-                with span("sync"):
-                    self._retry_while_full(self._writer.sync)
-                self._acknowledge(group)
-        except Exception as error:
-            logger.exception("ingest.failed")
-            self.failure = error
+    def _work(self) -> None:
+        """Commits until the queue is empty after `close`."""
+        while (group := self._next_group()) is not None:
+            with span("sync"):
+                self._retry_while_full(self._writer.sync)
+            self._acknowledge(group)
 
     def _next_group(self) -> _CommitGroup | None:
         """Appends queued chunks, up to `commit_bytes`, and labels; None once stopped and empty."""
@@ -500,7 +484,7 @@ class RetentionTotals:
     shortfall_bytes: int = 0
 
 
-class RetentionWorker:
+class RetentionWorker(ThreadedService):
     """Deletes episodes beyond the retention limit and compacts the store, in a thread, every `interval_s`.
 
     It queues labels that delete episodes, and compacts the store once they are stored. It opens the store for reading
@@ -508,38 +492,22 @@ class RetentionWorker:
     """
 
     def __init__(self, path: Path, writer: StoreWriter, retention: Retention, interval_s: float) -> None:
+        super().__init__("retention", RETENTION_STOP_TIMEOUT_S)
         self.totals = RetentionTotals()
-        self.failure: BaseException | None = None
         self._path, self._writer = path, writer
         self._retention, self._interval_s = retention, interval_s
         self._reader: StoreReader | None = None
         self._queued: list[Path] = []  # files of labels that are not stored yet
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
 
     def close(self) -> None:
-        """Ends after the current round. Raises TunnelError if that takes over `RETENTION_STOP_TIMEOUT_S`."""
-        self._stopping.set()
-        self._thread.join(RETENTION_STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TunnelError(f"the retention of {self._path} did not end within {RETENTION_STOP_TIMEOUT_S} s")
+        """See `ThreadedService.close`."""
+        super().close()
         if self._reader is not None:
             self._reader.close()
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping.wait(self._interval_s):
-                self._apply()
-        except Exception as error:
-            logger.exception("retention.failed")
-            self.failure = error
+    def _work(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self._apply()
 
     def _apply(self) -> None:
         self.totals.store_bytes = size = disk_bytes(self._path)
@@ -630,10 +598,9 @@ class StoreService:
         }
 
     def stop(self) -> None:
-        """Ends the threads that were started."""
-        for worker in (self._retention, self.ingester):
-            if worker.started:
-                worker.close()
+        """Ends the threads; the queued chunks are committed."""
+        self._retention.close()
+        self.ingester.close()
 
     def close(self) -> None:
         """Closes the store. Call it after the server has closed."""

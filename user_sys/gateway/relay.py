@@ -339,8 +339,7 @@ class Relay:
         for session in sessions:
             session.join(UPSTREAM_CLOSE_S)
         self.uplink.close()
-        if self.weights.router.started:
-            self.weights.router.close()
+        self.weights.router.close()
         self._audit.close()
 
     def _client(self, hello: Hello, buffer: ForwardBuffer | None = None) -> TunnelClient:

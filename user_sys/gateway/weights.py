@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from hal.durable import replace_durably
-from user_sys.errors import TunnelError, WireError
+from user_sys.errors import WireError
 from user_sys.messages import (
     NO_VERSION,
     PinnedVersion,
@@ -35,6 +35,7 @@ from user_sys.messages import (
     decode_record,
 )
 from user_sys.robot_records import LEARNER, learner_folder
+from user_sys.threads import ThreadedService
 from user_sys.tunnel.flow_control import CoalescingQueue
 from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer
@@ -254,7 +255,7 @@ class LearnerLink:
             self._unconfirmed = NO_VERSION
 
 
-class WeightsDistributor:
+class WeightsDistributor(ThreadedService):
     """Fetches, stores and distributes the weights of one learner, in a thread.
 
     Any thread may call its public methods. They do not block, except `close`; `step` is for the thread or for a
@@ -277,7 +278,7 @@ class WeightsDistributor:
         cache: BlobCache | None = None,
     ) -> None:
         """Reads the versions on disk. Raises OSError."""
-        self.failure: BaseException | None = None
+        super().__init__("weights", WEIGHTS_STOP_TIMEOUT_S)
         self.catalog = store.load(cache)
         self._learner, self._clock = LearnerLink(send), clock
         self._saved = SavedVersions(store, kept, self.catalog.numbers(), clock)
@@ -293,8 +294,6 @@ class WeightsDistributor:
         self._announced: object = None
         self.version = self._select()
         self._inbox: CoalescingQueue[Callable[[], None]] = CoalescingQueue(sys.maxsize)  # events of other threads
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run_thread, name="weights", daemon=True)
 
     def scalars(self) -> dict[str, float]:
         """Metrics, with the staleness of each robot."""
@@ -305,16 +304,6 @@ class WeightsDistributor:
     def learner(self) -> str:
         """The name of the connected learner, or ""."""
         return self._learner.name
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Writes the newest version and ends. Raises TunnelError if the disk takes over `WEIGHTS_STOP_TIMEOUT_S`."""
-        self._stopping.set()
-        self._thread.join(WEIGHTS_STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TunnelError(f"the weights thread did not end within {WEIGHTS_STOP_TIMEOUT_S} s: the disk is stuck")
 
     @property
     def has_events(self) -> bool:
@@ -354,16 +343,13 @@ class WeightsDistributor:
 
     # The thread
 
-    def _run_thread(self) -> None:
+    def _work(self) -> None:
+        """Serves until `close`, and then writes the newest version."""
         wait_s = 0.0
-        try:
-            while not self._stopping.is_set():
-                wait_s = self.step(wait_s)
-            if self._saved.is_pending:
-                self._save()
-        except Exception as error:
-            logger.exception("weights.failed")
-            self.failure = error
+        while not self._stopping.is_set():
+            wait_s = self.step(wait_s)
+        if self._saved.is_pending:
+            self._save()
 
     def step(self, wait_s: float) -> float:
         """Handles waiting events, the first within `wait_s`. Returns how long the next step may wait."""
@@ -533,10 +519,6 @@ class WeightsRouter:
         """The first failure of a distributor, or None."""
         return next((each.failure for each in self._all() if each.failure is not None), None)
 
-    @property
-    def started(self) -> bool:
-        return self._running
-
     def start(self) -> None:
         with self._lock:
             self._running = True
@@ -544,7 +526,7 @@ class WeightsRouter:
                 distributor.start()
 
     def close(self) -> None:
-        """See `WeightsDistributor.close`."""
+        """See `ThreadedService.close`."""
         for distributor in self._all():
             distributor.close()
 

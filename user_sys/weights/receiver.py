@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from hal.context import StartedAtEntry
 from hal.settings import Limit
 from hal.spec import Array
-from user_sys.errors import TunnelError, WireError
+from user_sys.errors import WireError
 from user_sys.messages import (
     FOREIGN_RUN,
     NO_VERSION,
@@ -38,6 +36,7 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.policies.policy import Policy
+from user_sys.threads import ThreadedService
 from user_sys.trace import span
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.protocol import Envelope
@@ -340,7 +339,7 @@ class ReceiverConfig:
     governor: GovernorConfig = field(default_factory=lambda: GovernorConfig(budget=0.05, quantile=0.99))
 
 
-class WeightsReceiver(StartedAtEntry):
+class WeightsReceiver(ThreadedService):
     """Receives versions from `start` to `close`, and loads them into `policy`.
 
     Args:
@@ -365,14 +364,12 @@ class WeightsReceiver(StartedAtEntry):
         on_session_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises RunError if the learner's key is damaged, or is unknown and could not be stored."""
+        super().__init__("weights", CLOSE_TIMEOUT_S)
         self._channel, self._policy, self._config = channel, policy, config
         self._governor, self._on_session_start = governor, on_session_start
         self._store = None if folder is None else VersionStore(folder)
         self._next_save_s = time.monotonic() + SAVE_INTERVAL_S
         self._saved: StoredVersion | None = None
-        self._failure: Exception | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         trust = TrustedLearnerKey(keys / f"{SIGNING_KEY_NAME}{PUBLIC_SUFFIX}")
         trust.require_persistent()
         self.planner = UpdatePlanner(
@@ -387,21 +384,12 @@ class WeightsReceiver(StartedAtEntry):
     def start(self) -> None:
         """Loads the stored version, if there is one, and begins to receive."""
         self._load_saved()
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stores the newest version and ends. Raises TunnelError if that takes longer than `CLOSE_TIMEOUT_S`."""
-        self._stopping.set()
-        if self._thread.ident is None:
-            return
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TunnelError(f"the weights thread did not end within {CLOSE_TIMEOUT_S:.0f} s")
+        super().start()
 
     def raise_failure(self) -> None:
         """Raises the error that ended the thread, if there is one."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def is_too_stale(self) -> bool:
         """Whether the acting policy is too many versions behind; never before the first version.
@@ -434,20 +422,17 @@ class WeightsReceiver(StartedAtEntry):
             **self._governor.scalars(),
         }
 
-    def _run(self) -> None:
+    def _work(self) -> None:
+        """Receives until `close`, and then stores the newest version."""
         wait_s = 0.0
-        try:
-            while not self._stopping.is_set():
-                envelope = self._channel.receive_weights(min(wait_s, 0.5))
-                with self._governor.push() if self.planner.fetcher.is_fetching else nullcontext():
-                    self._receive_burst(envelope)
-                    wait_s = self.planner.step()
-                if time.monotonic() >= self._next_save_s:
-                    self._save_if_changed()
-            self._save_if_changed()
-        except Exception as error:  # of any type: the session raises it
-            _log.exception("weights.failed")
-            self._failure = error
+        while not self._stopping.is_set():
+            envelope = self._channel.receive_weights(min(wait_s, 0.5))
+            with self._governor.push() if self.planner.fetcher.is_fetching else nullcontext():
+                self._receive_burst(envelope)
+                wait_s = self.planner.step()
+            if time.monotonic() >= self._next_save_s:
+                self._save_if_changed()
+        self._save_if_changed()
 
     def _receive_burst(self, envelope: Envelope | None) -> None:
         """Handles up to `MAX_MESSAGES_PER_STEP` waiting messages before the next requests."""

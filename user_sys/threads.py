@@ -1,0 +1,59 @@
+"""The base class of objects that work in a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+
+from hal.context import StartedAtEntry
+from user_sys.errors import TunnelError
+
+logger = logging.getLogger(__name__)
+
+
+class ThreadedService(StartedAtEntry):
+    """Works in a thread from `start` to `close`.
+
+    Attributes:
+        failure: the exception that ended the thread, or None.
+    """
+
+    def __init__(self, name: str, stop_timeout_s: float) -> None:
+        self.failure: Exception | None = None
+        self._stop_timeout_s = stop_timeout_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after its current work. Raises TunnelError if that takes longer than its limit."""
+        self._stopping.set()
+        if not self.started:
+            return
+        self._wake()
+        self._thread.join(self._stop_timeout_s)
+        if self._thread.is_alive():
+            raise TunnelError(
+                f"the thread {self._thread.name} did not end within {self._stop_timeout_s:g} s: the disk is stuck"
+            )
+
+    def _wake(self) -> None:  # noqa: B027  # most threads wait for a short time only
+        """Ends the thread's wait, after `_stopping` was set."""
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Works until `_stopping` is set."""
+
+    def _run_thread(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # of any type: the owner raises `failure`
+            logger.exception("%s.failed", self._thread.name)
+            self.failure = error
