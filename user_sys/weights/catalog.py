@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -48,8 +47,6 @@ SAMPLE_BYTES = 64 << 10
 RAW_CHECK = 1  # a raw blob has one encoding only
 MAX_ENCODED_CACHE_BYTES = 256 << 20
 DEFAULT_CACHE_BYTES = 16 << 30
-MIN_POOLED_BYTES = 256 << 10  # the allocator reuses smaller buffers by itself
-MAX_POOLED_BYTES = 1 << 30
 
 Key = tuple[bytes, bytes, int]
 """Digest, digest of the base or empty, and bytes of one value."""
@@ -87,39 +84,6 @@ class EncodedBlob:
         return 0 if self.codec == "raw" else len(self.payload)
 
 
-class BufferPool:
-    """Provides buffers, and reuses those whose last view is gone. Any thread may call it.
-
-    Fresh pages from the system take ten times as long to fill as used ones.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Array]] = {}  # by size
-        self._free_bytes = 0
-        self._lock = threading.RLock()  # garbage collection may release a buffer during `acquire`
-
-    def acquire(self, size_bytes: int) -> memoryview:
-        """Returns a writable buffer with arbitrary content."""
-        if size_bytes < MIN_POOLED_BYTES:
-            return np.empty(size_bytes, np.uint8).data
-        with self._lock:
-            free = self._free.get(size_bytes)
-            if free:
-                owner = free.pop()
-                self._free_bytes -= size_bytes
-            else:
-                owner = np.empty(size_bytes, np.uint8)
-        lease = owner[:]  # a memoryview of the buffer keeps this array alive
-        weakref.finalize(lease, self._release, owner).atexit = False
-        return lease.data
-
-    def _release(self, owner: Array) -> None:
-        with self._lock:
-            if self._free_bytes + owner.size <= MAX_POOLED_BYTES:
-                self._free.setdefault(owner.size, []).append(owner)
-                self._free_bytes += owner.size
-
-
 class BlobCache:
     """Blobs by digest, and encoded blobs by target and base. Any thread may call it.
 
@@ -127,8 +91,7 @@ class BlobCache:
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self.max_bytes, self.pool = max_bytes, BufferPool()
-        self.size_bytes = 0
+        self.max_bytes, self.size_bytes = max_bytes, 0
         self._blobs: dict[bytes, memoryview] = {}
         self._encoded: OrderedDict[Key, EncodedBlob] = OrderedDict()
         self._encoded_bytes = 0
@@ -216,7 +179,7 @@ def encode_blob(content: memoryview, base_digest: bytes, base: memoryview | None
     return EncodedBlob(b"", "raw", 1, content, RAW_CHECK)
 
 
-def decode_blob(encoded: EncodedBlob, size: int, base: memoryview | None, pool: BufferPool | None = None) -> memoryview:
+def decode_blob(encoded: EncodedBlob, size: int, base: memoryview | None) -> memoryview:
     """Returns the blob of `size` bytes; of a ``xor`` from `base`. The caller verifies its digest.
 
     Raises:
@@ -232,8 +195,7 @@ def decode_blob(encoded: EncodedBlob, size: int, base: memoryview | None, pool: 
             raise WireError("a difference of weights has a base that is not here")
         if encoded.planes > 1:
             content = np.ascontiguousarray(content.reshape(encoded.planes, -1).T).reshape(-1)
-        result = np.frombuffer((pool or BufferPool()).acquire(size), np.uint8)
-        return np.bitwise_xor(content, np.frombuffer(base, np.uint8), out=result).data
+        return np.bitwise_xor(content, np.frombuffer(base, np.uint8)).data
     return content.data
 
 

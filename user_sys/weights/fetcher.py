@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 from blake3 import blake3
 
 from user_sys.errors import WireError
@@ -34,7 +35,6 @@ from user_sys.messages import (
 from user_sys.weights.catalog import (
     BlobCache,
     BlobCacheFull,
-    BufferPool,
     EncodedBlob,
     StoredVersion,
     decode_blob,
@@ -100,7 +100,7 @@ class _Transfer:
         check = 0 if self.first is None else self.first.check
         return BlobWant(self.digest, self.base, self.width, self.received_bytes, check)
 
-    def write(self, part: BlobPart, piece: memoryview, pool: BufferPool) -> bool:
+    def write(self, part: BlobPart, piece: memoryview) -> bool:
         """Stores a part that continues the received bytes; ignores another one. Returns whether the blob is complete.
 
         Raises WireError if the description is not plausible.
@@ -111,7 +111,7 @@ class _Transfer:
             if part.encoded_bytes > self.size_bytes or part.base not in (b"", self.base):
                 raise WireError(f"a blob of {self.size_bytes} bytes is announced with {part.encoded_bytes}")
             self.first, self.received_bytes = part, 0
-            self.encoded = pool.acquire(part.encoded_bytes)
+            self.encoded = np.empty(part.encoded_bytes, np.uint8).data
         end = part.offset + len(piece)
         if part.check != self.first.check or part.offset != self.received_bytes or end > len(self.encoded):
             return False
@@ -289,7 +289,7 @@ class TransferPlanner:
         part = transfer.first
         assert part is not None
         encoded = EncodedBlob(part.base, part.codec, part.planes, transfer.encoded, part.check)
-        content = decode_blob(encoded, transfer.size_bytes, transfer.base_content, self._cache.pool)
+        content = decode_blob(encoded, transfer.size_bytes, transfer.base_content)
         if blake3(content).digest() != transfer.digest:
             raise WireError("a blob has another digest than its version names")
         if transfer.base:
@@ -449,7 +449,7 @@ class VersionFetcher:
             if transfer is None or len(piece) != part.size_bytes:
                 continue
             try:
-                if transfer.write(part, piece, self._cache.pool):
+                if transfer.write(part, piece):
                     self._complete_blob(transfer)
             except BlobCacheFull as error:
                 self._give_up(str(error))

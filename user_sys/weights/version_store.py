@@ -236,7 +236,7 @@ def read_tensors(
         if len(blobs) == 1 and blobs[0] is not None:
             content = np.frombuffer(blobs[0], np.uint8)
         else:
-            content = np.frombuffer(cache.pool.acquire(size), np.uint8)
+            content = np.empty(size, np.uint8)
             for index, (digest, blob) in enumerate(zip(entry.blobs, blobs, strict=True)):
                 part = content[index * BLOB_BYTES : (index + 1) * BLOB_BYTES]
                 part[:] = np.frombuffer(blob or b"", np.uint8)
