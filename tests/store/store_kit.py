@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
-from user_sys.store.files import Buffer
-from user_sys.store.record_format import RecordRef, SegmentName
+from user_sys.store.record_format import SegmentName
 from user_sys.store.store import StoreReader
 
 
@@ -46,19 +45,6 @@ def chunk(
         end=EpisodeEnd(steps=index * 4 + steps, success=success) if end else None,
     )
     return Chunk(header, columns, {"observation.state": np.zeros(width, np.float32)} if end else {})
-
-
-class Starts:
-    """A summary of the first bytes of each record."""
-
-    def __init__(self) -> None:
-        self._found: list[bytes] = []
-
-    def add(self, ref: RecordRef, payload: Buffer, parsed: object = None) -> None:
-        self._found.append(b"%d:%s" % (ref.sequence, bytes(payload[:3])))
-
-    def encode(self) -> bytes:
-        return b",".join(self._found)
 
 
 def segment_path(path: Path, number: int) -> Path:

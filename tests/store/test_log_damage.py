@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_kit import Starts, segment_path
+from store_kit import segment_path
 
 from user_sys.errors import StoreCorrupt
 from user_sys.store.log_reader import LogReader
@@ -23,7 +23,7 @@ def content(number: int) -> bytes:
 
 def filled(path: Path) -> list[RecordRef]:
     """Fifteen records, four per segment, the first six of them rewritten into one of five."""
-    with LogWriter.open(path, segment_bytes=600, make_summary=Starts) as writer:
+    with LogWriter.open(path, segment_bytes=600) as writer:
         for number in range(COUNT):
             writer.append(1, content(number))
         writer.rewrite([0, 1], lambda ref: ref.sequence != 5)
@@ -58,7 +58,7 @@ def test_quarantine_copies_damage_and_keeps_neighbours(tmp_path: Path) -> None:
     assert (damage.segment, damage.offset, damage.sequence) == (target.segment, target.offset, 9)
     (copy,) = quarantine_damage(tmp_path, [damage])
     assert len(copy.read_bytes()) == damage.length and verify_log(tmp_path) == []
-    with LogWriter.open(tmp_path, make_summary=Starts) as writer:
+    with LogWriter.open(tmp_path) as writer:
         writer.rewrite([target.segment], lambda ref: True)
         assert writer.next_sequence == COUNT
     assert verify_log(tmp_path) == [] and sorted(held(tmp_path)) == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14]
@@ -82,7 +82,7 @@ def test_missing_segment_is_reported_and_its_numbers_not_reused(tmp_path: Path) 
 def test_log_is_complete_without_manifest(tmp_path: Path, how: str) -> None:
     filled(tmp_path)
     old = (tmp_path / MANIFEST).read_bytes()
-    with LogWriter.open(tmp_path, segment_bytes=600, make_summary=Starts) as writer:
+    with LogWriter.open(tmp_path, segment_bytes=600) as writer:
         for number in range(COUNT, COUNT + 8):
             writer.append(1, content(number))
         writer.rewrite([2, 3], lambda ref: ref.sequence != 8)

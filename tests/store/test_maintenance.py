@@ -12,7 +12,7 @@ from store_kit import chunk, stored
 
 from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreError, StoreRecordGone
-from user_sys.store.index_block import CHUNK_KIND, IndexBlockBuilder
+from user_sys.store.index_block import CHUNK_KIND
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel, queue_labels, queued_files
 from user_sys.store.log_writer import LogWriter
 from user_sys.store.maintenance import (
@@ -102,7 +102,7 @@ def test_merge_with_labels_is_repeatable(tmp_path: Path) -> None:
 
 
 def test_merge_skips_chunks_of_another_robots_episode(tmp_path: Path) -> None:
-    with LogWriter.open(tmp_path / "a", make_summary=IndexBlockBuilder) as log:  # bypasses the store's check
+    with LogWriter.open(tmp_path / "a") as log:  # bypasses the store's check
         for each in (chunk("e"), chunk("e", 1, robot="panda-1"), chunk("f")):
             log.append(CHUNK_KIND, each.encode())
     report = merge_stores([tmp_path / "a"], tmp_path / "b")

@@ -157,7 +157,7 @@ def _checked(column: Array, dtype: str, rows: int) -> Array:
 
 
 class IndexBlockBuilder:
-    """Builds a block from records added in storage order. It is the `Summary` of a store's segment."""
+    """Builds a block from records added in storage order. A segment's footer holds it encoded."""
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {}

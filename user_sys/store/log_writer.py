@@ -39,6 +39,7 @@ from hal.context import ClosedAtExit
 from user_sys.errors import StoreError, StoreFull
 from user_sys.store import segment_writer
 from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Buffer, Files
+from user_sys.store.index_block import IndexBlockBuilder
 from user_sys.store.manifest import LOG_ID_BYTES, LogManifest, ManifestFile, SegmentEntry
 from user_sys.store.record_format import (
     MAX_PAYLOAD_BYTES,
@@ -51,7 +52,7 @@ from user_sys.store.record_format import (
     record_bytes,
 )
 from user_sys.store.recovery import recover_log
-from user_sys.store.segment_writer import MakeSummary, NoSummary, OpenSegment
+from user_sys.store.segment_writer import OpenSegment
 
 _logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
@@ -69,31 +70,20 @@ class LogWriter(ClosedAtExit):
         truncated_bytes: length of the unfinished append that `open` removed.
     """
 
-    def __init__(
-        self, path: Path, files: Files, lock: WriterLock, segment_bytes: int, make_summary: MakeSummary
-    ) -> None:
+    def __init__(self, path: Path, files: Files, lock: WriterLock, segment_bytes: int) -> None:
         self._path, self._files, self._lock, self._segment_bytes = path, files, lock, segment_bytes
-        self._make_summary = make_summary
         self._manifest_file = ManifestFile(files, path, LogManifest(secrets.token_bytes(LOG_ID_BYTES)))
-        self._active = OpenSegment(SegmentName(0), 0, 0, make_summary())
+        self._active = OpenSegment(SegmentName(0), 0, 0, IndexBlockBuilder())
         self._unsealed: deque[OpenSegment] = deque()
         self._failure = ""
         self.truncated_bytes = 0
 
     @classmethod
-    def open(
-        cls,
-        path: Path,
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        make_summary: MakeSummary = NoSummary,
-        files: Files = OS_FILES,
-    ) -> Self:
+    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = OS_FILES) -> Self:
         """Opens or creates the log at `path`. All that readers can see is durable when it returns.
 
         Args:
             segment_bytes: a record that would exceed this size starts a new segment.
-            make_summary: makes an empty summary for each segment's footer.
 
         Raises:
             StoreLocked: another process writes the log.
@@ -108,7 +98,7 @@ class LogWriter(ClosedAtExit):
             lock = WriterLock(path, files)
         except OSError as error:
             raise _error_class(error)(f"cannot write {path}: {error.strerror}") from error
-        writer = cls(path, files, lock, segment_bytes, make_summary)
+        writer = cls(path, files, lock, segment_bytes)
         try:
             writer._recover()
         except BaseException as error:
@@ -126,7 +116,7 @@ class LogWriter(ClosedAtExit):
     # Recovery, append, sync, rotation
 
     def _recover(self) -> None:
-        found = recover_log(self._files, self._path, self._manifest_file.manifest, self._make_summary)
+        found = recover_log(self._files, self._path, self._manifest_file.manifest)
         self._manifest_file.manifest = found.manifest
         self._unsealed.extend(found.unsealed)
         self.truncated_bytes = found.truncated_bytes
@@ -140,8 +130,8 @@ class LogWriter(ClosedAtExit):
     def append(self, kind: int, payload: Buffer, *, schema: int = 0, parsed: object = None) -> RecordRef:
         """Appends a record, which is acknowledged by the next `sync`. Readers can see it earlier.
 
-        The caller assigns `kind` (0 to 0xFEFF) and `schema` (a 32-bit fingerprint, 0 for none); the summary gets
-        `parsed`. Blocks for the disk when `MAX_PENDING_BYTES` are pending, and when a segment is full.
+        The caller assigns `kind` (0 to 0xFEFF) and `schema` (a 32-bit fingerprint, 0 for none); the index block
+        gets `parsed`. Blocks for the disk when `MAX_PENDING_BYTES` are pending, and when a segment is full.
 
         Raises:
             StoreFull: no space; this record was not taken. Earlier records are kept and will be written.
@@ -197,7 +187,7 @@ class LogWriter(ClosedAtExit):
         self._seal()
 
     def _start_segment(self, number: int, sequence: int, previous_bytes: int) -> None:
-        segment = OpenSegment(SegmentName(number), sequence, sequence, self._make_summary())
+        segment = OpenSegment(SegmentName(number), sequence, sequence, IndexBlockBuilder())
         with self._translated_errors(f"create segment {number}"):
             segment.create(self._files, self._path, self._manifest_file.manifest.log_id, previous_bytes)
         self._active = segment
@@ -238,7 +228,7 @@ class LogWriter(ClosedAtExit):
         with self._translated_errors("rewrite"), self._manifest_file.maintenance_lock:
             self._check()
             return segment_writer.rewrite_segments(
-                self._files, self._path, self._manifest_file, segments, keep, self._make_summary()
+                self._files, self._path, self._manifest_file, segments, keep, IndexBlockBuilder()
             )
 
     @property

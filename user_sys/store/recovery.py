@@ -11,6 +11,7 @@ from pathlib import Path
 from user_sys.errors import StoreCorrupt
 from user_sys.store import manifest
 from user_sys.store.files import Files
+from user_sys.store.index_block import IndexBlockBuilder
 from user_sys.store.manifest import LogManifest, SegmentEntry
 from user_sys.store.record_format import (
     FOOTER_COPY_SUFFIX,
@@ -28,7 +29,7 @@ from user_sys.store.record_format import (
     read_sound_footer,
     resolve_generations,
 )
-from user_sys.store.segment_writer import MakeSummary, OpenSegment
+from user_sys.store.segment_writer import OpenSegment
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class RecoveredLog:
     truncated_bytes: int = 0
 
 
-def recover_log(files: Files, path: Path, fresh: LogManifest, make_summary: MakeSummary) -> RecoveredLog:
+def recover_log(files: Files, path: Path, fresh: LogManifest) -> RecoveredLog:
     """Recovers the log at `path`, which the caller has locked; returns `fresh` if there is none.
 
     Afterwards all that readers can see is durable. A kill during recovery leaves a log that the next call recovers.
@@ -64,7 +65,7 @@ def recover_log(files: Files, path: Path, fresh: LogManifest, make_summary: Make
         StoreVersionMismatch: it has another format version.
         OSError: it cannot be read or written; no file stays open.
     """
-    recovery = _Recovery(files, path, fresh, make_summary)
+    recovery = _Recovery(files, path, fresh)
     try:
         recovery.run(fresh)
     except BaseException:
@@ -75,8 +76,8 @@ def recover_log(files: Files, path: Path, fresh: LogManifest, make_summary: Make
 
 
 class _Recovery:
-    def __init__(self, files: Files, path: Path, fresh: LogManifest, make_summary: MakeSummary) -> None:
-        self._files, self._path, self._make_summary = files, path, make_summary
+    def __init__(self, files: Files, path: Path, fresh: LogManifest) -> None:
+        self._files, self._path = files, path
         self.found, self.opened = RecoveredLog(fresh), list[int]()
 
     def run(self, fresh: LogManifest) -> None:
@@ -211,7 +212,7 @@ class _Recovery:
         return flat
 
     def _finished(self, name: SegmentName, fd: int, end: int, flat: array[int], sequences: range) -> None:
-        summary = self._make_summary()
+        summary = IndexBlockBuilder()
         for ref in RecordTable.from_flat(name.number, flat):
             summary.add(ref, self._files.pread(fd, ref.length, ref.offset + RECORD_HEADER_BYTES))
         self.found.unsealed.append(OpenSegment.durable(name, fd, end, flat, sequences, summary))

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from crc32c import crc32c
 
 from user_sys.codec import checksum
 from user_sys.errors import StoreCorrupt, StoreError
 from user_sys.store.files import CREATE, NO_SPACE_ERRNOS, Buffer, Files, drop_written, next_buffers, write_all
+from user_sys.store.index_block import IndexBlockBuilder
 from user_sys.store.manifest import LogManifest, ManifestFile, SegmentEntry
 from user_sys.store.record_format import (
     RECORD_HEADER_BYTES,
@@ -52,28 +52,6 @@ MAX_SPAN = (1 << 16) - 1
 _logger = logging.getLogger(__name__)
 
 
-class Summary(Protocol):
-    """The owner's summary of one segment's records, for its footer."""
-
-    def add(self, ref: RecordRef, payload: Buffer, parsed: object = None) -> None:
-        """Adds the next record; `parsed` is the argument of `LogWriter.append`, if the record comes from there."""
-
-    def encode(self) -> bytes: ...
-
-
-class NoSummary:
-    """The summary of a log whose owner needs none."""
-
-    def add(self, ref: RecordRef, payload: Buffer, parsed: object = None) -> None:
-        """Does nothing."""
-
-    def encode(self) -> bytes:
-        return b""
-
-
-MakeSummary = Callable[[], Summary]
-
-
 @dataclass(eq=False)
 class OpenSegment:
     """A segment that takes records or waits to be sealed: appended, written and durable offsets.
@@ -89,7 +67,7 @@ class OpenSegment:
     name: SegmentName
     first_sequence: int
     next_sequence: int
-    summary: Summary
+    summary: IndexBlockBuilder
     fd: int = -1
     end: int = SEGMENT_HEADER_BYTES
     written: int = SEGMENT_HEADER_BYTES
@@ -99,7 +77,7 @@ class OpenSegment:
 
     @classmethod
     def durable(
-        cls, name: SegmentName, fd: int, end: int, flat_refs: array[int], sequences: range, summary: Summary
+        cls, name: SegmentName, fd: int, end: int, flat_refs: array[int], sequences: range, summary: IndexBlockBuilder
     ) -> OpenSegment:
         """A segment whose records are on the disk up to `end`."""
         return cls(name, sequences.start, sequences.stop, summary, fd, end, end, end, flat_refs)
@@ -194,7 +172,7 @@ def rewrite_segments(
     manifest_file: ManifestFile,
     segments: Sequence[int],
     keep: Callable[[RecordRef], bool],
-    summary: Summary,
+    summary: IndexBlockBuilder,
 ) -> SegmentEntry:
     """See `LogWriter.rewrite`. The caller holds ``manifest_file.maintenance_lock``."""
     names = _neighbours(path, files, manifest_file, segments)
@@ -284,7 +262,7 @@ def _copy_records(
     sources: Sequence[_SealedSource],
     keep: Callable[[RecordRef], bool],
     manifest: LogManifest,
-    summary: Summary,
+    summary: IndexBlockBuilder,
 ) -> OpenSegment:
     """Writes the wanted records of `sources` into the new segment's file."""
     first, flat = sources[0], array("q")

@@ -108,7 +108,7 @@ class StoreWriter(ClosedAtExit):
             StoreLocked: another process writes it.
             StoreFull, StoreVersionMismatch, StoreError: as `LogWriter.open`.
         """
-        log = LogWriter.open(path, segment_bytes=segment_bytes, make_summary=IndexBlockBuilder, files=files)
+        log = LogWriter.open(path, segment_bytes=segment_bytes, files=files)
         ingested = IngestedChunks()
         try:
             with LogReader.open(path, files=files) as reader:
