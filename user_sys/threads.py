@@ -21,7 +21,7 @@ class ThreadedService(StartedAtEntry):
 
     def __init__(self, name: str, stop_timeout_s: float) -> None:
         self.failure: Exception | None = None
-        self._stop_timeout_s = stop_timeout_s
+        self._name, self._stop_timeout_s = name, stop_timeout_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
 
@@ -41,7 +41,7 @@ class ThreadedService(StartedAtEntry):
         self._thread.join(self._stop_timeout_s)
         if self._thread.is_alive():
             raise TunnelError(
-                f"the thread {self._thread.name} did not end within {self._stop_timeout_s:g} s: the disk is stuck"
+                f"the thread {self._name} did not end within {self._stop_timeout_s:g} s: the disk is stuck"
             )
 
     def _wake(self) -> None:  # noqa: B027  # most threads wait for a short time only
@@ -55,5 +55,5 @@ class ThreadedService(StartedAtEntry):
         try:
             self._work()
         except Exception as error:  # of any type: the owner raises `failure`
-            logger.exception("%s.failed", self._thread.name)
+            logger.exception("%s.failed", self._name)
             self.failure = error

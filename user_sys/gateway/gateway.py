@@ -94,7 +94,7 @@ class DiskThread(ThreadedService):
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
-            logger.error("disk.stuck thread=%s: %d tasks wait", self._thread.name, MAX_WAITING_TASKS)
+            logger.error("disk.stuck thread=%s: %d tasks wait", self._name, MAX_WAITING_TASKS)
             return False
         return True
 
