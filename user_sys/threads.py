@@ -19,9 +19,10 @@ class ThreadedService(StartedAtEntry):
         failure: the exception that ended the thread, or None.
     """
 
-    def __init__(self, name: str, stop_timeout_s: float) -> None:
+    def __init__(self, name: str, stop_timeout_s: float, stuck: str = "the disk is stuck") -> None:
+        """`stuck`: why the thread may not end within `stop_timeout_s`, for the error."""
         self.failure: Exception | None = None
-        self._name, self._stop_timeout_s = name, stop_timeout_s
+        self._name, self._stop_timeout_s, self._stuck = name, stop_timeout_s, stuck
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
 
@@ -40,9 +41,7 @@ class ThreadedService(StartedAtEntry):
         self._wake()
         self._thread.join(self._stop_timeout_s)
         if self._thread.is_alive():
-            raise TunnelError(
-                f"the thread {self._name} did not end within {self._stop_timeout_s:g} s: the disk is stuck"
-            )
+            raise TunnelError(f"the thread {self._name} did not end within {self._stop_timeout_s:g} s: {self._stuck}")
 
     def _wake(self) -> None:  # noqa: B027  # most threads wait for a short time only
         """Ends the thread's wait, after `_stopping` was set."""

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hal.context import StartedAtEntry
 from hal.spec import RobotSpec
 from hal.state_database import AuditEntry, AuditEvent, AuditSink, discard_audit_event
-from user_sys.errors import RunError, TunnelError, WireError
+from user_sys.errors import RunError, WireError
 from user_sys.messages import (
     PREVIOUS_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -32,6 +31,7 @@ from user_sys.messages import (
     Refusal,
     Welcome,
 )
+from user_sys.threads import ThreadedService
 from user_sys.tunnel.connection import RECEIVE_BURST, request_short_time_slice, silence_s
 from user_sys.tunnel.flow_control import ChannelFlow, ChannelMetrics, SendFrames, SendQueue
 from user_sys.tunnel.keys import AuthorizedKey, KeyPair, Keyring, Role, fingerprint
@@ -232,7 +232,7 @@ class TunnelHandler(Protocol):
         """
 
 
-class TunnelServer(StartedAtEntry):
+class TunnelServer(ThreadedService):
     """Listens on `endpoint` from `start` to `close`. Any thread may call its public methods."""
 
     def __init__(
@@ -245,6 +245,7 @@ class TunnelServer(StartedAtEntry):
         audit: AuditSink = discard_audit_event,
         unix_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        super().__init__("tunnel", STOP_TIMEOUT_S, "its handler blocks")
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
         self.metrics = {channel: ChannelMetrics() for channel in Channel}
@@ -253,9 +254,6 @@ class TunnelServer(StartedAtEntry):
         self._handler = handler
         self._limits = limits or TunnelLimits()
         self._audit, self._unix_ns = audit, unix_ns
-        self._stopping = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
 
     # Life cycle
 
@@ -272,28 +270,15 @@ class TunnelServer(StartedAtEntry):
             router.close()
             raise
         self.attach(router)
-        self._thread = threading.Thread(target=self._serve, name="tunnel-server", daemon=True)
-        self._thread.start()
+        super().start()
         logger.info("tunnel.listening endpoint=%s public_key=%s", self.endpoint, self._keys.public)
 
     def attach(self, router: GuardedRouter) -> None:
         """Uses `router` from now on. `start` calls this; a simulation without a thread calls it instead of `start`."""
         self._router = router
 
-    def close(self) -> None:
-        """Sends queued messages that libzmq accepts at once, and closes the port. Repeated calls have no effect."""
-        self._stopping.set()
-        if self._thread is None:
-            return
+    def _wake(self) -> None:
         self._router.wake()
-        self._thread.join(STOP_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TunnelError(f"the tunnel's thread did not end within {STOP_TIMEOUT_S} s; its handler blocks")
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended the server, or None."""
-        return self._failure
 
     # Methods for other threads
 
@@ -335,7 +320,7 @@ class TunnelServer(StartedAtEntry):
             self._router.wake()
 
     def _is_own_thread(self) -> bool:
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._thread.ident == threading.get_ident()
 
     def peers(self, role: Role | None = None) -> tuple[Peer, ...]:
         """The peers with an open session, sorted by name."""
@@ -348,7 +333,8 @@ class TunnelServer(StartedAtEntry):
 
     # The server's thread
 
-    def _serve(self) -> None:
+    def _work(self) -> None:
+        """Serves until `close`, and then sends the queued messages that libzmq accepts at once."""
         request_short_time_slice()
         router, next_tick = self._router, 0.0
         try:
@@ -360,9 +346,6 @@ class TunnelServer(StartedAtEntry):
                     next_tick = time.monotonic() + TICK_S
                 router.wait(retry_s)
             self.flush()
-        except Exception as error:
-            logger.exception("tunnel.failed")
-            self._failure = error
         finally:
             router.close()
 
