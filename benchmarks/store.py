@@ -29,10 +29,10 @@ from user_sys.episode import (
     frame_columns,
     parse_chunk,
 )
-from user_sys.store.index_block import CHUNK_KIND
 from user_sys.store.log_writer import LogWriter
 from user_sys.store.store import StoreWriter
 
+OTHER_KIND = 100  # of records that are neither chunks nor labels
 SIDE = 128
 FLOATS = 32
 GROUP = 32
@@ -115,12 +115,12 @@ class Disk:
                 yield time.perf_counter() - start
 
     def ours_as_log(self, group: int) -> Iterator[float]:
-        """As `ours`, for a log without chunks: the difference is the store's own work."""
+        """As `ours`, for records of another kind: the difference is the store's own work."""
         with LogWriter.open(self.fresh()) as writer:
             for packets in self.groups(group):
                 start = time.perf_counter()
                 for packet in packets:
-                    writer.append(CHUNK_KIND, packet)
+                    writer.append_record(OTHER_KIND, packet)
                 writer.sync()
                 yield time.perf_counter() - start
 

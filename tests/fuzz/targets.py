@@ -307,7 +307,7 @@ def _written_log() -> Path:
     if not path.exists():
         with LogWriter.open(path) as log:
             for number in range(3):
-                log.append(1, bytes([number]) * 40)
+                log.append_record(1, bytes([number]) * 40)
             log.sync()
     return path
 

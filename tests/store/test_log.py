@@ -33,7 +33,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(path: Path, contents: list[bytes], segment_bytes: int = 1 << 20) -> list[RecordRef]:
     with LogWriter.open(path, segment_bytes=segment_bytes) as writer:
-        return [writer.append(index % 7, content) for index, content in enumerate(contents)]
+        return [writer.append_record(index % 7, content) for index, content in enumerate(contents)]
 
 
 def read(path: Path) -> list[bytes]:
@@ -66,7 +66,7 @@ def test_truncated_tail_keeps_whole_records_and_takes_new_ones(tmp_path: Path) -
             assert reader.records() == refs[:-1] and reader.damaged == [], "a torn tail is no damage"
             with LogWriter.open(tmp_path) as writer:
                 assert writer.next_sequence == last.sequence and writer.truncated_bytes == cut - last.offset
-                added = writer.append(1, b"instead")
+                added = writer.append_record(1, b"instead")
             assert reader.records() == [added]
     assert read(tmp_path) == [*contents[:-1], b"instead"]
 
@@ -129,18 +129,18 @@ def test_second_writer_error_names_lock_holder(tmp_path: Path) -> None:
 
 def test_failed_sync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path)
-    writer.append(0, b"kept")
+    writer.append_record(0, b"kept")
     writer.sync()
 
     def fail(_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    writer.append(0, b"unknown")
+    writer.append_record(0, b"unknown")
     monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(StoreError, match="do not retry"):
         writer.sync()
     monkeypatch.undo()
-    for again in (writer.sync, lambda: writer.append(0, b"")):
+    for again in (writer.sync, lambda: writer.append_record(0, b"")):
         with pytest.raises(StoreError, match="do not retry"):
             again()
     writer.close()
@@ -158,7 +158,7 @@ def test_full_disk_bounds_pending_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(os, "pwritev", full)
         with pytest.raises(StoreFull):
             for _ in range(100):
-                writer.append(0, b"x" * 1_000_000)
+                writer.append_record(0, b"x" * 1_000_000)
                 taken += 1
         assert 0 < writer.pending_bytes < 9_000_000
     writer.close()
@@ -167,13 +167,13 @@ def test_full_disk_bounds_pending_bytes(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_full_disk_at_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path, segment_bytes=200)
-    writer.append(0, b"a" * 100)
+    writer.append_record(0, b"a" * 100)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         for _ in range(2):
             with pytest.raises(StoreFull):
-                writer.append(0, b"b" * 100)
-    writer.append(0, b"c" * 100)
+                writer.append_record(0, b"b" * 100)
+    writer.append_record(0, b"c" * 100)
     writer.close()
     assert read(tmp_path) == [b"a" * 100, b"c" * 100]
 

@@ -25,7 +25,7 @@ def filled(path: Path) -> list[RecordRef]:
     """Fifteen records, four per segment, the first six of them rewritten into one of five."""
     with LogWriter.open(path, segment_bytes=600) as writer:
         for number in range(COUNT):
-            writer.append(1, content(number))
+            writer.append_record(1, content(number))
         writer.rewrite([0, 1], lambda ref: ref.sequence != 5)
     with LogReader.open(path) as reader:
         return reader.records()
@@ -73,7 +73,7 @@ def test_missing_segment_is_reported_and_its_numbers_not_reused(tmp_path: Path) 
         (3, "the segment's file is missing"),
     ]
     with LogWriter.open(tmp_path) as writer:
-        assert writer.append(1, b"next").segment == 4 and writer.next_sequence > COUNT
+        assert writer.append_record(1, b"next").segment == 4 and writer.next_sequence > COUNT
     quarantine_damage(tmp_path, verify_log(tmp_path))
     assert verify_log(tmp_path) == [] and len(held(tmp_path)) == 8
 
@@ -84,7 +84,7 @@ def test_log_is_complete_without_manifest(tmp_path: Path, how: str) -> None:
     old = (tmp_path / MANIFEST).read_bytes()
     with LogWriter.open(tmp_path, segment_bytes=600) as writer:
         for number in range(COUNT, COUNT + 8):
-            writer.append(1, content(number))
+            writer.append_record(1, content(number))
         writer.rewrite([2, 3], lambda ref: ref.sequence != 8)
     whole, current = held(tmp_path), (tmp_path / MANIFEST).read_bytes()
     (tmp_path / MANIFEST).unlink()
@@ -106,5 +106,5 @@ def test_damage_has_segment_and_offset(tmp_path: Path) -> None:
     assert isinstance(damage, Damage) and damage.sequence == COUNT - 1 and "power cut" in damage.reason
     quarantine_damage(tmp_path, [damage])
     with LogWriter.open(tmp_path) as writer:
-        writer.append(1, b"after")
+        writer.append_record(1, b"after")
     assert verify_log(tmp_path) == [], "also once the segment is sealed behind it"

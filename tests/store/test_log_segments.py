@@ -26,7 +26,7 @@ def filled(path: Path, count: int = 20, segment_bytes: int = 600) -> LogWriter:
     """A writer with so many records, four per segment."""
     writer = LogWriter.open(path, segment_bytes=segment_bytes)
     for number in range(count):
-        writer.append(1 + number % 3, content(number), schema=number)
+        writer.append_record(1 + number % 3, content(number), schema=number)
     writer.sync()
     return writer
 
@@ -71,7 +71,7 @@ def test_rewritten_segment_keeps_wanted_records_and_number(tmp_path: Path) -> No
                         reader.read(ref)
                 else:
                     assert reader.read(ref) == content(ref.sequence)
-        writer.append(1, content(20))
+        writer.append_record(1, content(20))
     expected = [number for number in range(21) if number not in (5, 7, 9, 11)]
     with LogReader.open(tmp_path) as fresh:
         batches = fresh.refresh()

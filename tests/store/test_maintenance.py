@@ -104,7 +104,7 @@ def test_merge_with_labels_is_repeatable(tmp_path: Path) -> None:
 def test_merge_skips_chunks_of_another_robots_episode(tmp_path: Path) -> None:
     with LogWriter.open(tmp_path / "a") as log:  # bypasses the store's check
         for each in (chunk("e"), chunk("e", 1, robot="panda-1"), chunk("f")):
-            log.append(CHUNK_KIND, each.encode())
+            log.append_record(CHUNK_KIND, each.encode())
     report = merge_stores([tmp_path / "a"], tmp_path / "b")
     assert (report.chunks, report.damaged, report.duplicates) == (2, 1, 0)
     with StoreReader.open(tmp_path / "b") as reader:

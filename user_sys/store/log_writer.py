@@ -71,7 +71,7 @@ class LogWriter(ClosedAtExit):
     """
 
     def __init__(self, path: Path, files: Files, lock: WriterLock, segment_bytes: int) -> None:
-        self._path, self._files, self._lock, self._segment_bytes = path, files, lock, segment_bytes
+        self.path, self._files, self._lock, self._segment_bytes = path, files, lock, segment_bytes
         self._manifest_file = ManifestFile(files, path, LogManifest(secrets.token_bytes(LOG_ID_BYTES)))
         self._active = OpenSegment(SegmentName(0), 0, 0, IndexBlockBuilder())
         self._unsealed: deque[OpenSegment] = deque()
@@ -116,7 +116,7 @@ class LogWriter(ClosedAtExit):
     # Recovery, append, sync, rotation
 
     def _recover(self) -> None:
-        found = recover_log(self._files, self._path, self._manifest_file.manifest)
+        found = recover_log(self._files, self.path, self._manifest_file.manifest)
         self._manifest_file.manifest = found.manifest
         self._unsealed.extend(found.unsealed)
         self.truncated_bytes = found.truncated_bytes
@@ -127,7 +127,7 @@ class LogWriter(ClosedAtExit):
         self._update_manifest([])
         self._seal()
 
-    def append(self, kind: int, payload: Buffer, *, schema: int = 0, parsed: object = None) -> RecordRef:
+    def append_record(self, kind: int, payload: Buffer, *, schema: int = 0, parsed: object = None) -> RecordRef:
         """Appends a record, which is acknowledged by the next `sync`. Readers can see it earlier.
 
         The caller assigns `kind` (0 to 0xFEFF) and `schema` (a 32-bit fingerprint, 0 for none); the index block
@@ -189,7 +189,7 @@ class LogWriter(ClosedAtExit):
     def _start_segment(self, number: int, sequence: int, previous_bytes: int) -> None:
         segment = OpenSegment(SegmentName(number), sequence, sequence, IndexBlockBuilder())
         with self._translated_errors(f"create segment {number}"):
-            segment.create(self._files, self._path, self._manifest_file.manifest.log_id, previous_bytes)
+            segment.create(self._files, self.path, self._manifest_file.manifest.log_id, previous_bytes)
         self._active = segment
 
     def _seal(self) -> None:
@@ -202,7 +202,7 @@ class LogWriter(ClosedAtExit):
         except OSError as error:
             if error.errno not in NO_SPACE_ERRNOS | TOO_MANY_OPEN_ERRNOS:
                 raise self._fail_permanently(f"sealing failed: {error.strerror}") from error
-            _logger.warning("store.seal_failed path=%s: %s", self._path, error)
+            _logger.warning("store.seal_failed path=%s: %s", self.path, error)
 
     def _update_manifest(self, entries: Sequence[SegmentEntry]) -> None:
         last = self._active.name.number
@@ -228,7 +228,7 @@ class LogWriter(ClosedAtExit):
         with self._translated_errors("rewrite"), self._manifest_file.maintenance_lock:
             self._check()
             return segment_writer.rewrite_segments(
-                self._files, self._path, self._manifest_file, segments, keep, IndexBlockBuilder()
+                self._files, self.path, self._manifest_file, segments, keep, IndexBlockBuilder()
             )
 
     @property
@@ -246,13 +246,13 @@ class LogWriter(ClosedAtExit):
     def _failed(self, error: OSError, what: str) -> StoreError:
         if error.errno in NO_SPACE_ERRNOS:
             free = "free some space and retry; acknowledged records are safe"
-            return StoreFull(f"{self._path}: {error.strerror} ({what}); {free}")
+            return StoreFull(f"{self.path}: {error.strerror} ({what}); {free}")
         if error.errno in TOO_MANY_OPEN_ERRNOS:
-            return StoreError(f"{self._path}: {error.strerror} ({what}): raise the limit (ulimit -n) or close files")
+            return StoreError(f"{self.path}: {error.strerror} ({what}): raise the limit (ulimit -n) or close files")
         return self._fail_permanently(f"{what} failed: {error.strerror}")
 
     def _fail_permanently(self, why: str) -> StoreError:
-        self._failure = f"{self._path}: {why}; open it again; do not retry"
+        self._failure = f"{self.path}: {why}; open it again; do not retry"
         return StoreError(self._failure)
 
     def _check(self) -> None:
@@ -269,7 +269,7 @@ class LogWriter(ClosedAtExit):
         """
         if not self._manifest_file.maintenance_lock.acquire(timeout=CLOSE_TIMEOUT_S):
             raise StoreError(
-                f"{self._path}: a compaction is still running after {CLOSE_TIMEOUT_S:.0f} s; the log stays open"
+                f"{self.path}: a compaction is still running after {CLOSE_TIMEOUT_S:.0f} s; the log stays open"
             )
         try:
             if not self._failure:
@@ -278,7 +278,7 @@ class LogWriter(ClosedAtExit):
                 with self._translated_errors("write the manifest"):
                     self._manifest_file.flush()
         finally:
-            self._failure = self._failure or f"{self._path} is closed"
+            self._failure = self._failure or f"{self.path} is closed"
             self._release()
             self._manifest_file.maintenance_lock.release()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -35,8 +35,7 @@ from user_sys.store.index_block import (
 from user_sys.store.labels import ColumnLabel, DeleteLabel, Label, encode_label
 from user_sys.store.log_reader import LogReader, RecordBatch
 from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
-from user_sys.store.manifest import SegmentEntry
-from user_sys.store.record_format import Damage, RecordRef, segment_numbers
+from user_sys.store.record_format import Damage, segment_numbers
 
 POLL_S = 0.05
 _logger = logging.getLogger(__name__)
@@ -89,34 +88,32 @@ class IngestedChunks:
                 self.add_label(label)
 
 
-class StoreWriter(ClosedAtExit):
-    """The only writer of a store. Create it with `open`.
+class StoreWriter(LogWriter):
+    """The only writer of a store: a log of chunks and labels. Create it with `open`.
 
     One thread calls it, except `sealed_segments` and `rewrite`, which are thread-safe.
+
+    Attributes:
+        path: the store's folder.
     """
 
-    def __init__(self, path: Path, log: LogWriter, ingested: IngestedChunks) -> None:
-        self.path, self._log, self._ingested = path, log, ingested
+    _ingested: IngestedChunks  # of all segments; set by `open`
 
     @classmethod
     def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = OS_FILES) -> Self:
         """Opens or creates the store at `path`; reads the footers of sealed segments and scans the rest.
 
-        Arguments as `LogWriter.open`.
-
-        Raises:
-            StoreLocked: another process writes it.
-            StoreFull, StoreVersionMismatch, StoreError: as `LogWriter.open`.
+        Arguments and errors as `LogWriter.open`.
         """
-        log = LogWriter.open(path, segment_bytes=segment_bytes, files=files)
-        ingested = IngestedChunks()
+        writer = super().open(path, segment_bytes=segment_bytes, files=files)
+        writer._ingested = IngestedChunks()
         try:
             with LogReader.open(path, files=files) as reader:
-                ingested.add_blocks(_new_blocks(reader).blocks)
+                writer._ingested.add_blocks(_new_blocks(reader).blocks)
         except BaseException:
-            log.close()
+            writer.close()
             raise
-        return cls(path, log, ingested)
+        return writer
 
     @property
     def chunks(self) -> int:
@@ -127,11 +124,6 @@ class StoreWriter(ClosedAtExit):
     def steps(self) -> int:
         """Number of steps, with unsynced ones."""
         return self._ingested.steps
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes appended and not yet synced."""
-        return self._log.pending_bytes
 
     def has(self, episode: str, index: int) -> bool:
         """Whether that chunk was appended; it is durable only after the next `sync`."""
@@ -160,42 +152,20 @@ class StoreWriter(ClosedAtExit):
             raise WireError(f"the episode {header.episode} belongs to {owner}; {header.robot} cannot write to it")
         if ingested.has(header.episode, header.index) or (owner is None and header.episode in ingested.deleted):
             return False
-        self._log.append(CHUNK_KIND, packet, schema=chunk.schema, parsed=chunk)
+        self.append_record(CHUNK_KIND, packet, schema=chunk.schema, parsed=chunk)
         ingested.add(header.episode, header.robot, header.index, header.steps)
         return True
 
     def append_label(self, label: Label) -> None:
         """Adds a label; its episode may be unknown. Raises as `append`."""
         kind = COLUMN_KIND if isinstance(label, ColumnLabel) else LABEL_KIND
-        self._log.append(kind, encode_label(label))
+        self.append_record(kind, encode_label(label))
         self._ingested.add_label(label)
-
-    def sync(self) -> None:
-        """Makes all appended records durable, with one fdatasync. Raises as `LogWriter.sync`."""
-        self._log.sync()
-
-    # Freeing space
 
     @property
     def deleted_episodes(self) -> int:
         """Number of episodes that labels delete, with those already compacted away. Thread-safe."""
         return len(self._ingested.deleted)
-
-    def rotate(self) -> None:
-        """Starts a new segment, so that earlier ones can be rewritten; they are sealed when `close` returns."""
-        self._log.rotate()
-
-    def sealed_segments(self) -> tuple[SegmentEntry, ...]:
-        """The sealed segments, in order."""
-        return self._log.sealed_segments()
-
-    def rewrite(self, segments: Sequence[int], keep: Callable[[RecordRef], bool]) -> SegmentEntry:
-        """Rewrites neighbouring sealed segments into one with the records for which `keep` is true. See `LogWriter`."""
-        return self._log.rewrite(segments, keep)
-
-    def close(self) -> None:
-        """Syncs and releases the store. Idempotent."""
-        self._log.close()
 
 
 class StoreReader(ClosedAtExit):
