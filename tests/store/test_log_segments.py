@@ -13,7 +13,7 @@ from user_sys.store.files import Files
 from user_sys.store.index_block import decode_block
 from user_sys.store.log_reader import LogReader
 from user_sys.store.log_writer import LogWriter
-from user_sys.store.record_format import list_segments
+from user_sys.store.record_format import list_segments, refs_of
 
 WAIT_S = 240.0
 
@@ -48,7 +48,7 @@ def test_sealed_segment_is_read_from_its_footer(tmp_path: Path) -> None:
         assert [entry.number for entry in writer.sealed_segments()] == [0, 1, 2, 3]
         assert in_summary(batches[1].summary) == [4, 5, 6, 7]
         assert batches[4].summary is None and len(batches[4].records) == 4
-        refs = [ref for batch in batches for ref in batch.records]
+        refs = [ref for batch in batches for ref in refs_of(batch.records)]
         assert [(ref.sequence, ref.kind, ref.schema) for ref in refs] == [(n, 1 + n % 3, n) for n in range(20)]
         assert [bytes(reader.read(ref)) for ref in refs] == [content(number) for number in range(20)]
         assert not reader.damaged and not reader.refresh()
@@ -75,7 +75,7 @@ def test_rewritten_segment_keeps_wanted_records_and_number(tmp_path: Path) -> No
     expected = [number for number in range(21) if number not in (5, 7, 9, 11)]
     with LogReader.open(tmp_path) as fresh:
         batches = fresh.refresh()
-        assert [ref.sequence for batch in batches for ref in batch.records] == expected
+        assert [ref.sequence for batch in batches for ref in refs_of(batch.records)] == expected
         assert in_summary(batches[1].summary) == [4, 6, 8, 10]
         assert not fresh.damaged
     assert files(tmp_path) >= {"0000000001-00002.00001.seg", "MANIFEST"} and len(list_segments(tmp_path)) == 5

@@ -22,6 +22,7 @@ from user_sys.store import manifest
 from user_sys.store.files import OS_FILES, Files
 from user_sys.store.manifest import LogManifest
 from user_sys.store.record_format import (
+    RECORD_DTYPE,
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     SEGMENT_SUFFIX,
@@ -38,6 +39,7 @@ from user_sys.store.record_format import (
     read_footer,
     read_segment_header,
     read_sound_footer,
+    refs_of,
     resolve_generations,
 )
 
@@ -114,7 +116,7 @@ class _FollowedSegment:
     fd: int = -1
 
     def sequences(self) -> Column:
-        return np.concatenate([part.sequence for part in self.parts]) if self.parts else _NO_SEQUENCES
+        return np.concatenate([part["sequence"] for part in self.parts]) if self.parts else _NO_SEQUENCES
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +130,9 @@ class _SegmentLocation:
         """Offset of the record; None if it was dropped."""
         if self.records is None:
             return ref.offset
-        moved = self.records.find(ref.sequence)
-        return None if moved is None else moved.offset
+        at = int(np.searchsorted(self.records["sequence"], ref.sequence))
+        is_kept = at < len(self.records) and self.records["sequence"][at] == ref.sequence
+        return int(self.records["offset"][at]) if is_kept else None
 
 
 class LogReader(ClosedAtExit):
@@ -207,7 +210,7 @@ class LogReader(ClosedAtExit):
 
     def records(self) -> list[RecordRef]:
         """The records of `refresh` as a list, for small logs. Raises as `refresh`."""
-        return [ref for batch in self.refresh() for ref in batch.records]
+        return [ref for batch in self.refresh() for ref in refs_of(batch.records)]
 
     def _follow(self, found: list[RecordBatch]) -> None:
         chosen = self._list_current()
@@ -265,7 +268,7 @@ class LogReader(ClosedAtExit):
             with self._lock:
                 self._locations.pop(number, None)
             if followed.parts:
-                found.append(RecordBatch(number, RecordTable.of(number, []), dropped=followed.sequences()))
+                found.append(RecordBatch(number, np.empty(0, RECORD_DTYPE), dropped=followed.sequences()))
 
     def _start_segment(self, name: SegmentName, found: list[RecordBatch]) -> None:
         """Starts following a new file or one that replaced others."""
@@ -327,7 +330,7 @@ class LogReader(ClosedAtExit):
         for damage in found:
             if isinstance(damage, Damage):
                 self._report(damage)
-        records = RecordTable.of(name.number, (ref for ref in found if isinstance(ref, RecordRef)))
+        records = np.array([ref for ref in found if isinstance(ref, RecordRef)], RECORD_DTYPE)
         return Footer(records, None, scan.end, 0, scan.sequence, self._files.size(fd))
 
     def _is_listed(self, name: SegmentName) -> bool:
@@ -345,8 +348,8 @@ class LogReader(ClosedAtExit):
         if not len(before):
             found.append(RecordBatch(name.number, footer.records, footer.summary))
             return
-        fresh = footer.records.select(~np.isin(footer.records.sequence, before, assume_unique=True))
-        dropped = np.setdiff1d(before, footer.records.sequence, assume_unique=True)
+        fresh = footer.records[~np.isin(footer.records["sequence"], before, assume_unique=True)]
+        dropped = np.setdiff1d(before, footer.records["sequence"], assume_unique=True)
         if len(fresh) or len(dropped):
             found.append(RecordBatch(name.number, fresh, dropped=dropped))
 
@@ -368,7 +371,7 @@ class LogReader(ClosedAtExit):
                 refs.append(item)
         self._sequence = max(self._sequence, scan.sequence)
         if refs:
-            records = RecordTable.of(followed.name.number, refs)
+            records = np.array(refs, RECORD_DTYPE)
             followed.parts.append(records)
             found.append(RecordBatch(followed.name.number, records))
         if following is not None:

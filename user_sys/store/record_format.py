@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,11 @@ class RecordRef(NamedTuple):
     kind: int = 0
     sequence: int = -1
     schema: int = 0
+
+
+RECORD_DTYPE = np.dtype([(name, np.int64) for name in RecordRef._fields])
+RecordTable = npt.NDArray[np.void]
+"""Records of one segment in ascending order: `RECORD_DTYPE` (n,), whose fields are those of `RecordRef`."""
 
 
 @dataclass(frozen=True)
@@ -419,65 +424,31 @@ def is_locked(path: Path) -> bool:
         os.close(fd)
 
 
-@dataclass(frozen=True, eq=False)
-class RecordTable:
-    """Records of one segment in ascending order, as int64 columns (n,) with the fields of `RecordRef`."""
+def record_table(flat: array[int]) -> RecordTable:
+    """The table of the concatenated fields of references."""
+    return np.array(flat, np.int64).view(RECORD_DTYPE)
 
-    segment: int
-    offset: Column
-    length: Column
-    kind: Column
-    sequence: Column
-    schema: Column
 
-    @classmethod
-    def of(cls, segment: int, refs: Iterable[RecordRef]) -> Self:
-        flat = array("q")
-        for ref in refs:
-            flat.extend(ref)
-        return cls.from_flat(segment, flat)
+def refs_of(records: RecordTable) -> Iterator[RecordRef]:
+    """The references of a table."""
+    return map(RecordRef._make, records.tolist())
 
-    @classmethod
-    def from_flat(cls, segment: int, flat: array[int]) -> Self:
-        """From the concatenated fields of references."""
-        table = np.array(flat, np.int64).reshape(-1, len(RecordRef._fields))
-        _, offset, length, kind, sequence, schema = table.T.copy()
-        return cls(segment, offset, length, kind, sequence, schema)
 
-    def __len__(self) -> int:
-        return len(self.offset)
+def encode_records(records: RecordTable) -> bytes:
+    """The index of a footer: one column after the other."""
+    return b"".join(records[name].astype(code).tobytes() for name, code in _COLUMNS)
 
-    def __getitem__(self, index: int) -> RecordRef:
-        columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
-        return RecordRef(self.segment, *(int(column[index]) for column in columns))
 
-    def __iter__(self) -> Iterator[RecordRef]:
-        columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
-        return (RecordRef(self.segment, *row) for row in zip(*(column.tolist() for column in columns), strict=True))
-
-    def select(self, mask: npt.NDArray[np.bool_]) -> RecordTable:
-        """The records for which `mask` is true."""
-        columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
-        return RecordTable(self.segment, *(column[mask] for column in columns))
-
-    def find(self, sequence: int) -> RecordRef | None:
-        """The record with that sequence number, or None."""
-        at = int(np.searchsorted(self.sequence, sequence))
-        return self[at] if at < len(self) and self.sequence[at] == sequence else None
-
-    def encode(self) -> bytes:
-        return b"".join(getattr(self, name).astype(code).tobytes() for name, code in _COLUMNS)
-
-    @classmethod
-    def decode(cls, segment: int, payload: Buffer, count: int) -> Self:
-        """The inverse of `encode`. Raises StoreCorrupt if the payload does not hold `count` records."""
-        if len(payload) != count * _ROW_BYTES:
-            raise StoreCorrupt(f"an index of {len(payload)} bytes for {count} records")
-        columns, at = {}, 0
-        for name, code in _COLUMNS:
-            columns[name] = np.frombuffer(payload, code, count, at).astype(np.int64)
-            at += columns[name].size * np.dtype(code).itemsize
-        return cls(segment, **columns)
+def decode_records(segment: int, payload: Buffer, count: int) -> RecordTable:
+    """The inverse of `encode_records`. Raises StoreCorrupt if the payload does not hold `count` records."""
+    if len(payload) != count * _ROW_BYTES:
+        raise StoreCorrupt(f"an index of {len(payload)} bytes for {count} records")
+    records, at = np.zeros(count, RECORD_DTYPE), 0
+    records["segment"] = segment
+    for name, code in _COLUMNS:
+        records[name] = np.frombuffer(payload, code, count, at)
+        at += count * np.dtype(code).itemsize
+    return records
 
 
 @dataclass(frozen=True, eq=False)
@@ -500,10 +471,11 @@ class Footer:
 
     def gaps(self, name: SegmentName) -> Iterator[Damage]:
         """Byte ranges between its records that hold no record."""
-        starts = np.append(self.records.offset, self.end)
-        padded = RECORD_HEADER_BYTES + (self.records.length + 7) // 8 * 8
-        stops = np.append(SEGMENT_HEADER_BYTES, self.records.offset + padded)
-        before = np.append(self.first_sequence, self.records.sequence + 1)
+        offset = self.records["offset"]
+        starts = np.append(offset, self.end)
+        padded = RECORD_HEADER_BYTES + (self.records["length"] + 7) // 8 * 8
+        stops = np.append(SEGMENT_HEADER_BYTES, offset + padded)
+        before = np.append(self.first_sequence, self.records["sequence"] + 1)
         for at in np.flatnonzero(starts > stops):
             start, length = int(stops[at]), int(starts[at] - stops[at])
             yield Damage(name.number, start, length, "no whole record", int(before[at]), name.generation)
@@ -515,7 +487,7 @@ def encode_footer(name: SegmentName, records: RecordTable, summary: bytes, end: 
     Args:
         sequences: from the segment's first number to the first number after it.
     """
-    index = _framed(name, INDEX_KIND, records.encode(), end, sequences.stop)
+    index = _framed(name, INDEX_KIND, encode_records(records), end, sequences.stop)
     summary_at = end + sum(map(len, index))
     framed = _framed(name, SUMMARY_KIND, summary, summary_at, sequences.stop)
     size = summary_at + sum(map(len, framed)) + TRAILER_BYTES
@@ -561,7 +533,7 @@ def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
     if not SEGMENT_HEADER_BYTES <= end <= summary_at <= at or size != at + TRAILER_BYTES:
         raise StoreCorrupt("the trailer does not fit the file")
     block = memoryview(files.pread(fd, at - end, end))
-    records = RecordTable.decode(name.number, _unframed(name, INDEX_KIND, block, 0, end), count)
+    records = decode_records(name.number, _unframed(name, INDEX_KIND, block, 0, end), count)
     summary = _unframed(name, SUMMARY_KIND, block, summary_at - end, end)
     return Footer(records, bytes(summary), end, first, following, size)
 

@@ -19,7 +19,6 @@ from user_sys.store.record_format import (
     RECORD_HEADER_BYTES,
     TEMPORARY_SUFFIX,
     Damage,
-    RecordTable,
     SegmentHeader,
     SegmentName,
     SegmentScan,
@@ -27,6 +26,8 @@ from user_sys.store.record_format import (
     list_segments,
     read_segment_header,
     read_sound_footer,
+    record_table,
+    refs_of,
     resolve_generations,
 )
 from user_sys.store.segment_writer import OpenSegment
@@ -213,7 +214,7 @@ class _Recovery:
 
     def _finished(self, name: SegmentName, fd: int, end: int, flat: array[int], sequences: range) -> None:
         summary = IndexBlockBuilder()
-        for ref in RecordTable.from_flat(name.number, flat):
+        for ref in refs_of(record_table(flat)):
             summary.add(ref, self._files.pread(fd, ref.length, ref.offset + RECORD_HEADER_BYTES))
         self.found.unsealed.append(OpenSegment.durable(name, fd, end, flat, sequences, summary))
 

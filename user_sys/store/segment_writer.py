@@ -33,7 +33,6 @@ from user_sys.store.record_format import (
     Damage,
     Footer,
     RecordRef,
-    RecordTable,
     SegmentHeader,
     SegmentName,
     decode_record_header,
@@ -43,6 +42,8 @@ from user_sys.store.record_format import (
     read_segment_header,
     read_sound_footer,
     record_bytes,
+    record_table,
+    refs_of,
     resolve_generations,
 )
 
@@ -139,7 +140,7 @@ class OpenSegment:
         Raises:
             OSError: the footer could not be written. Retry unless the sync failed.
         """
-        records, summary = RecordTable.from_flat(self.name.number, self.flat_refs), self.summary.encode()
+        records, summary = record_table(self.flat_refs), self.summary.encode()
         sequences = range(self.first_sequence, self.next_sequence)
         if files.size(self.fd) > self.end:
             files.ftruncate(self.fd, self.end)
@@ -239,7 +240,7 @@ class _SealedSource:
         """The records to keep, with payload and CRC. Raises StoreCorrupt for damage that is not quarantined."""
         for damage in self.footer.gaps(self.name):
             self._require_quarantined(damage, manifest)
-        for ref in filter(keep, self.footer.records):
+        for ref in filter(keep, refs_of(self.footer.records)):
             found = self.payload(ref)
             if found is None:
                 place = (ref.segment, ref.offset, record_bytes(ref.length))

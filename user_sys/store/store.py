@@ -35,7 +35,7 @@ from user_sys.store.index_block import (
 from user_sys.store.labels import ColumnLabel, DeleteLabel, Label, encode_label
 from user_sys.store.log_reader import LogReader, RecordBatch
 from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
-from user_sys.store.record_format import Damage, segment_numbers
+from user_sys.store.record_format import Damage, refs_of, segment_numbers
 
 POLL_S = 0.05
 _logger = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ def _block_from_summary(batch: RecordBatch) -> IndexBlock | None:
 
 def _block_from_records(log: LogReader, batch: RecordBatch) -> IndexBlock | None:
     builder = IndexBlockBuilder()
-    for ref in batch.records:
+    for ref in refs_of(batch.records):
         try:
             builder.add(ref, log.read(ref))
         except StoreRecordGone as error:

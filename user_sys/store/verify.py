@@ -32,6 +32,7 @@ from user_sys.store.record_format import (
     read_segment_header,
     read_sound_footer,
     record_bytes,
+    refs_of,
     resolve_generations,
 )
 
@@ -182,9 +183,9 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
         next_sequences: dict[int, int] = {}
         for batch in batches:
             if len(batch.records):
-                next_sequences[batch.segment] = int(batch.records.sequence.max()) + 1
+                next_sequences[batch.segment] = int(batch.records["sequence"].max()) + 1
             generation = names[batch.segment].generation if batch.segment in names else 0
-            for ref in batch.records:
+            for ref in refs_of(batch.records):
                 if advance is not None:
                     advance(record_bytes(ref.length))
                 try:
