@@ -65,9 +65,6 @@ class LogWriter(ClosedAtExit):
     """The only writer of a log. Create it with `open`.
 
     One thread calls it, except `rewrite` and `sealed_segments`, which are thread-safe.
-
-    Attributes:
-        truncated_bytes: length of the unfinished append that `open` removed.
     """
 
     def __init__(self, path: Path, files: Files, lock: WriterLock, segment_bytes: int) -> None:
@@ -76,7 +73,6 @@ class LogWriter(ClosedAtExit):
         self._active = OpenSegment(SegmentName(0), 0, 0, IndexBlockBuilder())
         self._unsealed: deque[OpenSegment] = deque()
         self._failure = ""
-        self.truncated_bytes = 0
 
     @classmethod
     def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = OS_FILES) -> Self:
@@ -119,7 +115,6 @@ class LogWriter(ClosedAtExit):
         found = recover_log(self._files, self.path, self._manifest_file.manifest)
         self._manifest_file.manifest = found.manifest
         self._unsealed.extend(found.unsealed)
-        self.truncated_bytes = found.truncated_bytes
         if found.active is None:
             self._start_segment(found.next_number, found.next_sequence, found.last_segment_end)
         else:

@@ -45,7 +45,6 @@ class RecoveredLog:
         next_sequence: number of the next record.
         next_number: number of the segment to create.
         last_segment_end: end of the records in the segment before that one; 0 if unknown.
-        truncated_bytes: length of the unfinished append that recovery removed.
     """
 
     manifest: LogManifest
@@ -54,7 +53,6 @@ class RecoveredLog:
     next_sequence: int = 0
     next_number: int = 0
     last_segment_end: int = 0
-    truncated_bytes: int = 0
 
 
 def recover_log(files: Files, path: Path, fresh: LogManifest) -> RecoveredLog:
@@ -227,7 +225,6 @@ class _Recovery:
         if not scan.is_unfinished():
             _logger.warning("store.damaged %s: kept", place)
             return False
-        self.found.truncated_bytes = size - scan.end
         _logger.warning("store.truncated %s", place)
         self._files.ftruncate(fd, scan.end)
         return True

@@ -125,10 +125,6 @@ class StoreWriter(LogWriter):
         """Number of steps, with unsynced ones."""
         return self._ingested.steps
 
-    def has(self, episode: str, index: int) -> bool:
-        """Whether that chunk was appended; it is durable only after the next `sync`."""
-        return self._ingested.has(episode, index)
-
     def append(self, packet: bytes | memoryview, parsed: PackedChunk | None = None) -> bool:
         """Adds an encoded chunk; returns False, at no cost, if it is not needed.
 
