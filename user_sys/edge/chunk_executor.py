@@ -2,8 +2,8 @@
 
 With `ExecutionConfig.mode` ``async`` the control loop never waits for a policy. The next chunk is requested while
 promised actions are left for the predicted delay. When it arrives, its first actions belong to control periods that
-have passed; `ExecutionConfig.method` says how the robot passes from the old chunk to the new one, see
-`user_sys.execution`. One request is on its way at a time, so a chunk needs twice as many actions as the delay has
+have passed; `ExecutionConfig.method` says how the robot passes from the old chunk to the new one, see `Switch` and the
+classes after it. One request is on its way at a time, so a chunk needs twice as many actions as the delay has
 control periods.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,15 +20,147 @@ import numpy as np
 
 from hal.spec import Array, ArraySpec
 from user_sys.errors import PolicyUnavailable
-from user_sys.execution.a2c2 import A2c2
-from user_sys.execution.chunk import RunningChunk, current_chunk
-from user_sys.execution.ensemble import Ensemble
-from user_sys.execution.switch import Switch
-from user_sys.execution.vlash import Vlash
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod
 
 DELAYS_KEPT = 50
 DELAY_PERCENTILE = 95.0
+
+Observe = Callable[[], Mapping[str, Array]]
+"""Returns the present observation, see `Policy.act`; it may raise PolicyUnavailable."""
+
+
+@dataclass
+class RunningChunk:
+    """A chunk and its place in time, which counts the actions that the robot has executed in the episode.
+
+    Attributes:
+        chunk: as the policy returned it.
+        version: of the weights that acted.
+        number: of the chunk in the episode.
+        first: count of executed actions at which the chunk's first action is due.
+        t_observation_ns: monotonic clock of the edge: capture of the observation that the chunk was computed from.
+        delay: control periods in which actions were executed from that observation to the chunk's first use.
+    """
+
+    chunk: ActionChunk
+    version: int
+    number: int
+    first: int
+    t_observation_ns: int
+    delay: int
+
+    def __len__(self) -> int:
+        return len(self.chunk.actions)
+
+    def place(self, executed: int) -> int:
+        """The place of the action for the next control period; negative if the chunk begins later."""
+        return executed - self.first
+
+    def is_used_up(self, executed: int) -> bool:
+        return self.place(executed) >= len(self)
+
+
+def current_chunk(chunks: Sequence[RunningChunk], executed: int) -> RunningChunk | None:
+    """The newest chunk that has an action for the next control period."""
+    for chunk in reversed(chunks):
+        if 0 <= chunk.place(executed) < len(chunk):
+            return chunk
+    return None
+
+
+class Switch:
+    """Plain switching: a new chunk replaces the old one from the present control period on. The base of other methods.
+
+    Real-time chunking and training-time RTC switch in this way too: their policies make the new chunk begin as the old
+    one goes on (`user_sys.policies.rtc`).
+
+    Attributes:
+        requests_always: a chunk is requested in each control period, whether or not the last one has enough actions.
+    """
+
+    requests_always = False
+
+    def __init__(self, config: ExecutionConfig) -> None:
+        self.config = config
+
+    def first_period(self, executed: int, context: ChunkContext) -> int:
+        """Count of executed actions at which the first action of a chunk is due that is requested now."""
+        return executed
+
+    def take(self, chunks: Sequence[RunningChunk], taken: RunningChunk, executed: int) -> list[RunningChunk]:
+        """Returns the chunks that are still needed when `taken` arrives, the newest last."""
+        return [taken] if taken.place(executed) >= 0 else [*chunks[-1:], taken]
+
+    def action(
+        self, chunks: Sequence[RunningChunk], current: RunningChunk, executed: int, observe: Observe
+    ) -> tuple[Array, float]:
+        """The action for this control period, float32 (a,), and its log density.
+
+        Args:
+            chunks: at least one, the newest last.
+            current: the newest one that has an action for this period.
+        """
+        place = current.place(executed)
+        return current.chunk.actions[place], float(current.chunk.log_prob[place])
+
+
+class Ensemble(Switch):
+    """Temporal ensembling: each action is the weighted mean of all chunks that hold one for its control period.
+
+    Zhao et al., "Learning Fine-Grained Bimanual Manipulation with Low-Cost Hardware", RSS 2023 (arXiv 2304.13705): the
+    i-th oldest chunk has the weight exp(-m i), with m the setting `ensemble_decay`.
+    """
+
+    requests_always = True
+
+    def take(self, chunks: Sequence[RunningChunk], taken: RunningChunk, executed: int) -> list[RunningChunk]:
+        return [*chunks, taken]
+
+    def action(
+        self, chunks: Sequence[RunningChunk], current: RunningChunk, executed: int, observe: Observe
+    ) -> tuple[Array, float]:
+        """See `Switch.action`. The mean has no density."""
+        if len(chunks) == 1:
+            return super().action(chunks, current, executed, observe)
+        weights = np.exp(-self.config.ensemble_decay * np.arange(len(chunks)))
+        actions = [each.chunk.actions[each.place(executed)] for each in chunks]
+        return np.average(actions, axis=0, weights=weights).astype(np.float32), math.nan
+
+
+class Vlash(Switch):
+    """VLASH: the policy acts from the state in which the robot will be when its chunk is used.
+
+    Tang et al., "VLASH: Real-Time VLAs via Future-State-Aware Asynchronous Inference", 2025 (arXiv 2512.01031). The
+    policy rolls the observed state forward by the promised actions (`user_sys.policies.vlash`), so the chunk begins
+    when they end. A chunk that arrives before its first period waits for it.
+    """
+
+    def first_period(self, executed: int, context: ChunkContext) -> int:
+        return executed + min(context.delay, len(context.prefix))
+
+
+class A2c2(Switch):
+    """A2C2: a small network corrects each action of a chunk with the newest observation.
+
+    Sendai et al., "Leave No Observation Behind: Real-time Correction for VLA Action Chunks", 2025 (arXiv 2509.23224).
+    The network comes with the chunk (`user_sys.policies.correction`), so that the robot's computer evaluates it,
+    without torch and without waiting for a policy server.
+    """
+
+    def action(
+        self, chunks: Sequence[RunningChunk], current: RunningChunk, executed: int, observe: Observe
+    ) -> tuple[Array, float]:
+        """See `Switch.action`. A corrected action has no density; without a new observation nothing is corrected."""
+        action, log_prob = super().action(chunks, current, executed, observe)
+        if current.chunk.correction is None:
+            return action, log_prob
+        try:
+            observation = observe()
+        except PolicyUnavailable:
+            return action, log_prob
+        return current.chunk.correction.correct(action, current.place(executed), observation), math.nan
+
+
 METHODS: dict[ExecutionMethod, type[Switch]] = {
     "switch": Switch,
     "ensemble": Ensemble,
@@ -189,14 +321,8 @@ class ChunkExecutor:
         self.counters.disagreement = 0.0
         self._request = self._computed = None
 
-    def next_action(
-        self, observe: Callable[[], Mapping[str, Array]], t_observation_ns: int, instruction: str
-    ) -> ChunkAction:
-        """The action for this control period.
-
-        Args:
-            observe: returns the present observation, see `Policy.act`; it may raise PolicyUnavailable.
-            t_observation_ns: its capture.
+    def next_action(self, observe: Observe, t_observation_ns: int, instruction: str) -> ChunkAction:
+        """The action for this control period. `t_observation_ns`: capture of the present observation.
 
         Raises:
             PolicyUnavailable: there is no action now; the robot holds.
@@ -216,9 +342,7 @@ class ChunkExecutor:
             action, log_prob, current.version, current.number, place, current.t_observation_ns, current.delay
         )
 
-    def _wait_for_chunk(
-        self, observe: Callable[[], Mapping[str, Array]], t_observation_ns: int, instruction: str
-    ) -> None:
+    def _wait_for_chunk(self, observe: Observe, t_observation_ns: int, instruction: str) -> None:
         newest = self._chunks[-1] if self._chunks else None
         if newest is None or newest.place(self._executed) >= (newest.chunk.execute or len(newest)):
             chunk = self._policy.act(observe(), instruction, deterministic=self.deterministic)
@@ -227,7 +351,7 @@ class ChunkExecutor:
     def _advance(
         self,
         requests: AsyncPolicy,
-        observe: Callable[[], Mapping[str, Array]],
+        observe: Observe,
         t_observation_ns: int,
         instruction: str,
     ) -> None:

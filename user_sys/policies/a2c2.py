@@ -1,6 +1,6 @@
 """A2C2's training: a small network that corrects each action of a chunk by the newest observation.
 
-See `user_sys.execution.a2c2` for the method and `user_sys.policies.correction` for the network's function f. The policy
+See `edge.chunk_executor.A2c2` for the method and `policies.correction` for the network's function f. The policy
 stays as it is. f learns by least squares the difference from the executed action, at a random place k of the chunk::
 
     L(f) = | a_k + f(o_{t+k}, o_t, a_k, k / H) - a*_{t+k} |^2,     a = chunk of the policy at o_t

@@ -1,6 +1,6 @@
 """The network of A2C2 that corrects the actions of a chunk, in numpy: it travels with the chunk to the robot.
 
-See `user_sys.execution.a2c2`, and `user_sys.policies.a2c2` for its training. With o' the newest vectors, o those of the
+See `edge.chunk_executor.A2c2`, and `policies.a2c2` for its training. With o' the newest vectors, o those of the
 chunk's observation, both scaled, and a_k action k of H, scaled to [-1, 1]::
 
     a' = clip(a_k + f(o', o, a_k, k / H), -1, 1)
