@@ -178,7 +178,7 @@ def measure(
             successes += bool(done.success)
             third = np.diff(commanded, n=2, axis=0) / PERIOD_S**3  # of the place, as an action is a step
             jerks, count = jerks + float(np.square(third).sum()), count + len(third)
-    stalls = agent.scalars()["chunk_stalls"] / episodes
+    stalls = agent.chunks.counters.scalars()["chunk_stalls"] / episodes
     reaction_ms = float("nan")
     if task == "follow":
         reaction_ms = 1e3 * PERIOD_S * float(np.mean(list(reactions(robot, agent, seed))))

@@ -151,7 +151,12 @@ class NewestFrames:
 
 
 class PolicyAgent:
-    """Executes a policy's action chunks, one action in each control period."""
+    """Executes a policy's action chunks, one action in each control period.
+
+    Attributes:
+        chunks: executes them. Discard them after another source has moved the robot.
+        frames: update them with each time step in which another source has the robot.
+    """
 
     def __init__(
         self,
@@ -165,8 +170,8 @@ class PolicyAgent:
         """`follows_clock`: see `ChunkExecutor`."""
         self._policy = policy
         self._task = TaskInfo(name="", sentence="", max_steps=0)
-        self._frames = NewestFrames(spec)
-        self._chunks = ChunkExecutor(
+        self.frames = NewestFrames(spec)
+        self.chunks = ChunkExecutor(
             policy,
             spec.action,
             execution or ExecutionConfig(),
@@ -177,40 +182,14 @@ class PolicyAgent:
 
     def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
         self._task = task
-        self._chunks.begin_episode()
-        self._frames.begin_episode()
-
-    def set_deterministic(self, deterministic: bool) -> None:
-        """Sets whether the policy acts without exploration, from the next episode on."""
-        self._chunks.deterministic = deterministic
-
-    def discard_chunk(self) -> None:
-        """Drops the promised actions. Call it after another source has moved the robot."""
-        self._chunks.discard()
-
-    @property
-    def promised(self) -> Array:
-        """See `ChunkExecutor.promised`."""
-        return self._chunks.promised
-
-    @property
-    def disagreement(self) -> float:
-        """See `ExecutionCounters.disagreement`."""
-        return self._chunks.counters.disagreement
-
-    def scalars(self) -> dict[str, float]:
-        """Metrics of the chunks."""
-        return self._chunks.counters.scalars()
-
-    def observe(self, time_step: TimeStep) -> None:
-        """Takes the frames of a time step in which another source has the robot."""
-        self._frames.update(time_step)
+        self.chunks.begin_episode()
+        self.frames.begin_episode()
 
     def select_action(self, time_step: TimeStep) -> SelectedAction:
         """Raises PolicyUnavailable: there is no action now."""
-        self._frames.update(time_step)
-        chosen = self._chunks.next_action(
-            lambda: self._frames.observation(time_step, self._policy.cameras),
+        self.frames.update(time_step)
+        chosen = self.chunks.next_action(
+            lambda: self.frames.observation(time_step, self._policy.cameras),
             time_step.t_capture_ns,
             self._task.sentence,
         )
@@ -381,6 +360,9 @@ class SharedControlAgent:
     and nothing is recorded. An operator's label ends the episode with one neutral step. An operator who rewinds moves
     the robot back along its path of the episode, at most to the start. So does the robot itself, before it requests
     help, if the settings say so.
+
+    Attributes:
+        chunks: the policy's.
     """
 
     def __init__(
@@ -399,25 +381,13 @@ class SharedControlAgent:
         self._rules = InterventionRules(intervention or InterventionConfig())
         self._path, self._retraces = TravelledPath(spec), False
         self._policy, self._commands, self._session, self._max_steps = policy, commands, session, 0
-        self._chunks = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
+        self._policy_agent = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
+        self.chunks = self._policy_agent.chunks
         self._unavailable = ""  # why the policy gave no action last
         self._applied = _AppliedAction(spec)
         self._label: OperatorLabel | None = None
         self._reset = False
         self._policy_steps = self._human_steps = self._settling_steps = 0
-
-    def scalars(self) -> dict[str, float]:
-        """Metrics of the policy's action chunks."""
-        return self._chunks.scalars()
-
-    @property
-    def promised(self) -> Array:
-        """See `ChunkExecutor.promised`."""
-        return self._chunks.promised
-
-    def set_deterministic(self, deterministic: bool) -> None:
-        """See `PolicyAgent.set_deterministic`."""
-        self._chunks.set_deterministic(deterministic)
 
     @property
     def is_policy_suspended(self) -> bool:
@@ -432,7 +402,7 @@ class SharedControlAgent:
     def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
         self._max_steps = task.max_steps
         self._policy.begin_episode()
-        self._chunks.begin_episode(time_step, task)
+        self._policy_agent.begin_episode(time_step, task)
         self.authority.begin_episode()
         if self._rules.reset_instructions and self.authority.state is ControlState.POLICY:
             self.authority.request_help(self._rules.reset_instructions, for_reset=True)
@@ -448,17 +418,17 @@ class SharedControlAgent:
         if time_step.applied is not None:
             (self._path.retrace if self._retraces else self._path.advance)(time_step.applied)
         self._retraces = False
-        self._chunks.observe(time_step)
+        self._policy_agent.frames.update(time_step)
         state = self._update_authority(time_step)
         if self._label or self._reset or self._session.is_stopping():
             return SelectedAction(action=self._applied.rest_action(), phase=self.authority.phase)
         if not self._session.has_lease():
-            self._chunks.discard_chunk()
+            self.chunks.discard()
             return None
         if state is ControlState.POLICY:
             return self._return_action() or self._policy_action(time_step)
         self._rules.end_return()
-        self._chunks.discard_chunk()
+        self.chunks.discard()
         self._policy.pause()  # no chunk is in progress: a learner that waits for the robots need not wait for operators
         self._policy_steps = 0
         return self._operator_action(time_step) if state is ControlState.HUMAN else None
@@ -503,13 +473,14 @@ class SharedControlAgent:
         if self._policy.awaits_weights:
             self.authority.mark_policy_idle()
         try:
-            selected = self._chunks.select_action(time_step)
+            selected = self._policy_agent.select_action(time_step)
         except PolicyUnavailable as error:
             self._unavailable = str(error)
             return None
         self._unavailable = ""
-        if reason := self._rules.help_reason(self._policy_steps, time_step.outcome, self._chunks.disagreement):
-            self._chunks.discard_chunk()
+        disagreement = self.chunks.counters.disagreement
+        if reason := self._rules.help_reason(self._policy_steps, time_step.outcome, disagreement):
+            self.chunks.discard()
             if self._rules.begin_return():
                 self._policy_steps = 0
                 return self._return_action()
@@ -522,7 +493,7 @@ class SharedControlAgent:
         """The next action of the robot's own return to an earlier state; None if it does not return."""
         if not self._rules.take_step_back():
             return None
-        self._chunks.discard_chunk()
+        self.chunks.discard()
         self._policy.pause()
         if (back := self._action_back()) is None:
             self._rules.end_return()

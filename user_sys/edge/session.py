@@ -240,7 +240,7 @@ class RobotSession:
             self._shutdown.wait(LEASE_RETRY_S)
             return
         source, seed = next(self._starts)
-        self._agent.set_deterministic(source is EpisodeSource.EVALUATION)
+        self._agent.chunks.deterministic = source is EpisodeSource.EVALUATION
         try:
             result = run_episode(
                 self._driver,
@@ -332,11 +332,11 @@ class RobotSession:
         return self._driver.episode_task.name
 
     def weights_scalars(self) -> dict[str, float]:
-        return self._policy.scalars() | self._agent.scalars()
+        return self._policy.scalars() | self._agent.chunks.counters.scalars()
 
     @property
     def promised(self) -> Array:
-        return self._agent.promised
+        return self._agent.chunks.promised
 
     def status_note(self) -> str:
         if self._recording.paused_reason:
