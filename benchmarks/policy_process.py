@@ -24,6 +24,7 @@ from hal.durable import replace_durably
 from hal.spec import IMAGES, Array, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import PolicyConfig, RobotConfig, make_policy, robot_spec
+from user_sys.edge.agents import LoadedPolicy
 from user_sys.edge.robot_processes import module_argv
 from user_sys.errors import PolicyUnavailable, RunError
 from user_sys.inference.__main__ import select_device
@@ -32,14 +33,14 @@ from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
 from user_sys.inference.remote_policy import RemotePolicy, read_server_address
 from user_sys.logs import configure_logging
 from user_sys.policies.mlp import MlpPolicy
-from user_sys.policies.policy import AGE_SUFFIX, Policy
+from user_sys.policies.policy import AGE_SUFFIX, PolicyQuery
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
 RATE_HZ = 100.0
 ROBOTS = ("left", "right", "front", "back")
 CAMERAS = ("front", "wrist")
 START_S = 300.0
-Actor = Policy | RemotePolicy
+Actor = LoadedPolicy | RemotePolicy
 WAIT = 0.9  # of the control period: a later answer counts as missed
 
 
@@ -106,7 +107,7 @@ def await_policy(policy: Actor, spec: RobotSpec) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         try:
-            policy.act(observation(spec), "", deterministic=True)
+            policy.act(PolicyQuery(observation(spec), "", True))
             return
         except PolicyUnavailable:
             time.sleep(0.1)
@@ -129,7 +130,7 @@ def ask(policy: Actor, spec: RobotSpec, seconds: float, times_ms: list[float]) -
         time.sleep(max(0.0, due - time.monotonic()))
         began = time.perf_counter()
         try:
-            policy.act(seen, "", deterministic=False)
+            policy.act(PolicyQuery(seen, "", False))
             times_ms.append(1e3 * (time.perf_counter() - began))
         except PolicyUnavailable:
             times_ms.append(np.inf)
@@ -154,7 +155,7 @@ def rows(seconds: float, device: str) -> list[Row]:
         folder = Path(name)
         address = stack.enter_context(policy_process(folder, device))
         there: list[Actor] = [stack.enter_context(link_of(robot, folder, address, spec)) for robot in ROBOTS]
-        here = make_policy(PolicyConfig(), spec, 0)
+        here = LoadedPolicy(make_policy(PolicyConfig(), spec, 0))
         here.load(weights(spec))
         seeing = stack.enter_context(link_of(ROBOTS[0], folder, address, spec, CAMERAS))
         for policy in (here, *there, seeing):

@@ -35,6 +35,7 @@ from user_sys.errors import PolicyUnavailable, RunError
 from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
 from user_sys.inference.remote_policy import RemotePolicy, read_server_address
 from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.policies.policy import PolicyQuery
 from user_sys.run.allocation import plan_run
 from user_sys.run.config import ResourceRequestConfig, RunConfig
 from user_sys.tunnel.client import TunnelClient
@@ -111,7 +112,7 @@ class Site:
 
     def _acts(self) -> bool:
         try:
-            self._policy.act({"observation.pictures": np.zeros(PICTURES, np.float32)}, "", deterministic=False)
+            self._policy.act(PolicyQuery({"observation.pictures": np.zeros(PICTURES, np.float32)}, "", False))
         except PolicyUnavailable:
             return False
         return True

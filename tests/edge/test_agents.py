@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
 from typing import Any
@@ -34,7 +34,7 @@ from user_sys.episode import Phase
 from user_sys.errors import PolicyUnavailable
 from user_sys.logs import JsonFormatter
 from user_sys.messages import OperatorCommand, OperatorReply
-from user_sys.policies.policy import ActionChunk
+from user_sys.policies.policy import ActionChunk, PolicyQuery
 
 TASK = TaskInfo(name="reach", sentence="go", max_steps=50)
 LENGTH = 3
@@ -68,11 +68,11 @@ class MarchingPolicy:
     def pause(self) -> None:
         self.pauses += 1
 
-    def act(self, observation: Mapping[str, Array], instruction: str, *, deterministic: bool) -> ActionChunk:
+    def act(self, query: PolicyQuery) -> ActionChunk:
         if self.why or self.awaits_weights:
             raise PolicyUnavailable(self.why or "waiting for weights")
         self.calls += 1
-        self.seen = dict(observation)
+        self.seen = dict(query.observation)
         actions = np.zeros((LENGTH, 4), np.float32)
         actions[:, 0] = self.version * FAR + FAR / 10 * np.arange(LENGTH)
         actions[:, 3] = GRIPPER_M

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hal.spec import Array, ArraySpec
+from hal.spec import ArraySpec
 from user_sys.edge.chunk_executor import ChunkAction, ChunkExecutor
 from user_sys.errors import ConfigError, PolicyUnavailable
 from user_sys.policies.correction import ChunkCorrection
-from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig
+from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, PolicyQuery
 
 LENGTH = 6
 STEP_NS = 100_000_000
@@ -36,30 +36,16 @@ class Server:
         self.context: ChunkContext | None = None
         self._due = 0
 
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
+    def act(self, query: PolicyQuery) -> ActionChunk:
         self.requests += 1
-        self.context = context
-        actions = float(observation["t"][0]) + np.arange(LENGTH, dtype=np.float32) + self.drift * self.requests
+        self.context = query.context
+        actions = float(query.observation["t"][0]) + np.arange(LENGTH, dtype=np.float32) + self.drift * self.requests
         return ActionChunk(actions[:, None], -np.arange(LENGTH, dtype=np.float32), self.execute, self.correction)
 
-    def request(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> None:
+    def request(self, query: PolicyQuery) -> None:
         if self.away:
             raise PolicyUnavailable("the policy does not answer; the robot holds")
-        self._chunk = self.act(observation, instruction, deterministic=deterministic, context=context)
+        self._chunk = self.act(query)
         self._due = self.now + self.takes
 
     def response(self, *, wait: bool) -> ActionChunk | None:

@@ -26,7 +26,7 @@ class SidewaysPolicy:
 
     version, cameras, awaits_weights = 7, tuple[str, ...](), False
 
-    def act(self, observation: object, instruction: str, *, deterministic: bool, context: object = None) -> ActionChunk:
+    def act(self, query: object) -> ActionChunk:
         return ActionChunk(np.array([[0.0, 0.01, 0.0, 0.08]], np.float32), np.full(1, np.nan, np.float32))
 
     def begin_episode(self) -> None: ...

@@ -25,7 +25,7 @@ from user_sys.inference.remote_policy import RemotePolicy, read_server_address
 from user_sys.messages import NO_VERSION
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.correction import ChunkCorrection
-from user_sys.policies.policy import ActionChunk, ChunkContext
+from user_sys.policies.policy import ActionChunk, ChunkContext, PolicyQuery
 from user_sys.policies.scaling import feature_specs, require_features
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
@@ -232,7 +232,7 @@ def acts(policy: RemotePolicy, observation: Mapping[str, Array] = OBSERVATION) -
 
     def attempt() -> ActionChunk | None:
         try:
-            return policy.act(observation, "", deterministic=True)
+            return policy.act(PolicyQuery(observation, "", True))
         except PolicyUnavailable:
             return None
 
@@ -244,7 +244,7 @@ def unavailable(policy: RemotePolicy, reason: str) -> None:
 
     def attempt() -> bool:
         try:
-            policy.act(OBSERVATION, "", deterministic=True)
+            policy.act(PolicyQuery(OBSERVATION, "", True))
         except PolicyUnavailable as error:
             return reason in str(error)
         return False

@@ -13,7 +13,7 @@ from user_sys.errors import PolicyUnavailable
 from user_sys.inference.live_policy import LivePolicy
 from user_sys.messages import WeightsApplied
 from user_sys.policies.conformance import example_observation, example_spec
-from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.policies.policy import ActionChunk, Policy, PolicyQuery
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
 
 OBSERVATION = example_observation(np.random.default_rng(0))
@@ -57,7 +57,7 @@ class World:
 
     def act(self) -> int:
         """The version that acts."""
-        chunk: Array = self.policy.act(OBSERVATION, "", deterministic=True).actions
+        chunk: Array = self.policy.act(PolicyQuery(OBSERVATION, "", True)).actions
         assert chunk.shape == (1, 2)
         return self.policy.version
 

@@ -55,7 +55,7 @@ from user_sys.inference.remote_policy import STANDING_TIMEOUT_S, RemotePolicy, a
 from user_sys.messages import NO_VERSION
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.flow import FlowPolicy, FlowSettings
-from user_sys.policies.policy import ChunkContext, ExecutionConfig, ExecutionMethod
+from user_sys.policies.policy import ChunkContext, ExecutionConfig, ExecutionMethod, PolicyQuery
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
 OLD_REQUEST = Path(__file__).parent / "policy-protocol-4.msgpack"
@@ -216,7 +216,7 @@ def test_response_names_the_version_that_acted(server: EchoServer, keys: Path) -
     with remote(lambda: server.endpoint, keys, on_version=lambda *report: reports.append(report)) as policy:
         acts(policy)
         server.opened[0].ready.append(7)
-        policy.act(OBSERVATION, "", deterministic=True)
+        policy.act(PolicyQuery(OBSERVATION, "", True))
         assert policy.version == 7 and reports[-1] == (7, 0.5)
 
 
@@ -291,7 +291,7 @@ def test_first_request_after_a_pause_is_answered(server: EchoServer, keys: Path)
         acts(policy)
         for pause_s in (10.0, 3600.0):  # while a person drives, or the scene is reset
             paused_s += pause_s
-            policy.act(OBSERVATION, "", deterministic=True)
+            policy.act(PolicyQuery(OBSERVATION, "", True))
 
 
 def test_late_response_is_dropped(server: EchoServer, keys: Path) -> None:
@@ -308,7 +308,7 @@ def test_late_response_is_dropped(server: EchoServer, keys: Path) -> None:
 
 def test_robot_without_a_server_holds(keys: Path) -> None:
     with remote(lambda: "", keys) as policy, pytest.raises(PolicyUnavailable, match="is not found yet"):
-        policy.act(OBSERVATION, "", deterministic=True)
+        policy.act(PolicyQuery(OBSERVATION, "", True))
 
 
 def test_too_short_timeout_is_refused() -> None:
@@ -419,7 +419,7 @@ def test_promised_actions_travel_with_a_request(server: EchoServer, keys: Path) 
         acts(policy)
         assert server.opened[0].contexts == [None]
         prefix = np.arange(6, dtype=np.float32).reshape(3, 2)
-        policy.act(OBSERVATION, "", deterministic=True, context=ChunkContext(prefix, 2))
+        policy.act(PolicyQuery(OBSERVATION, "", True, ChunkContext(prefix, 2)))
         (context,) = server.opened[0].contexts
         assert context is not None and context.delay == 2
         np.testing.assert_array_equal(context.prefix, prefix)

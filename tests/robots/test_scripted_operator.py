@@ -31,7 +31,7 @@ class StillPolicy:
 
     version, cameras, awaits_weights = 7, tuple[str, ...](), False
 
-    def act(self, observation: object, instruction: str, *, deterministic: bool, context: object = None) -> ActionChunk:
+    def act(self, query: object) -> ActionChunk:
         still = np.array([[0.0, 0.0, 0.0, 0.08]], np.float32)
         return ActionChunk(still, np.full(1, np.nan, np.float32))
 

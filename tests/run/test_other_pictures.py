@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 
-from hal.spec import IMAGES, STATE, Array
+from hal.spec import IMAGES, STATE
 from user_sys.compose import PolicyConfig, RobotConfig
 from user_sys.errors import ConfigError
-from user_sys.policies.policy import ActionChunk
+from user_sys.policies.policy import ActionChunk, PolicyQuery
 from user_sys.run.config import EvaluationConfig
 from user_sys.run.evaluate import OtherPictures, evaluate
 
@@ -25,9 +23,8 @@ class Watching:
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
-    def act(
-        self, observation: Mapping[str, Array], instruction: str, *, deterministic: bool, context: object = None
-    ) -> ActionChunk:
+    def act(self, query: PolicyQuery) -> ActionChunk:
+        observation = query.observation
         self.seen.append((int(observation[STATE][0]), int(observation[FRONT][0])))
         return ActionChunk(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
 
@@ -39,7 +36,7 @@ def test_each_step_shows_the_same_step_of_the_episode_before() -> None:
         control.begin_episode()
         for number in range(first, first + steps):
             value = np.array([number])
-            control.act({STATE: value, FRONT: value}, "", deterministic=True)
+            control.act(PolicyQuery({STATE: value, FRONT: value}, "", True))
     own_first = [(10, 10), (11, 11)]
     assert watching.seen == [*own_first, (20, 10), (21, 11), (22, 11), (30, 20)]
     assert control.version == 3 and control.cameras == ("front",)

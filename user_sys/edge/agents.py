@@ -12,7 +12,7 @@ import numpy as np
 from hal.camera import CameraFrame, default_stale_after_s
 from hal.errors import SpecError
 from hal.spec import Array, RobotSpec
-from user_sys.edge.chunk_executor import ChunkExecutor
+from user_sys.edge.chunk_executor import ActingPolicy, ChunkExecutor
 from user_sys.edge.control_authority import ControlAuthority, ControlState, OperatorLabel
 from user_sys.edge.environment import TaskInfo, TimeStep
 from user_sys.edge.help_requests import InterventionConfig, InterventionRules
@@ -21,7 +21,7 @@ from user_sys.episode import Phase
 from user_sys.errors import PolicyUnavailable
 from user_sys.logs import order_id
 from user_sys.messages import OperatorCommand, OperatorReply
-from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, ChunkContext, ExecutionConfig, Policy
+from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, ExecutionConfig, Policy, PolicyQuery
 from user_sys.tunnel.flow_control import CoalescingQueue
 
 MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: bounds an episode that an operator left open
@@ -65,28 +65,6 @@ class ScriptedAgent:
         return task_outcome(after, late=steps >= self._max_steps)
 
 
-class ActingPolicy(Protocol):
-    """A policy with weights, as an agent uses it."""
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that acted last; -1 before the first."""
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """As `Policy.cameras`. A policy server's are known after its first response."""
-
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
-        """As `Policy.act`; it may change the version. Raises PolicyUnavailable: there is no action now, and why."""
-
-
 @dataclass(frozen=True)
 class LoadedPolicy:
     """A policy of this process, with the weights of one version."""
@@ -98,15 +76,10 @@ class LoadedPolicy:
     def cameras(self) -> tuple[str, ...]:
         return self.policy.cameras
 
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
-        return self.policy.act(observation, instruction, deterministic=deterministic, context=context)
+    def act(self, query: PolicyQuery) -> ActionChunk:
+        return self.policy.act(
+            query.observation, query.sentence, deterministic=query.deterministic, context=query.context
+        )
 
 
 class NewestFrames:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hal.spec import Array, ArraySpec
 from user_sys.errors import PolicyUnavailable
-from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod
+from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod, PolicyQuery
 
 DELAYS_KEPT = 50
 DELAY_PERCENTILE = 95.0
@@ -171,35 +171,25 @@ METHODS: dict[ExecutionMethod, type[Switch]] = {
 }
 
 
-class ChunkPolicyClient(Protocol):
-    """A policy as its executor uses it."""
+class ActingPolicy(Protocol):
+    """A policy with weights, as an agent uses it."""
 
     @property
     def version(self) -> int:
-        """The version of the weights of the newest chunk; -1 before the first."""
+        """The version of the weights that acted last; -1 before the first."""
 
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
-        """As `Policy.act`. Raises PolicyUnavailable."""
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """As `Policy.cameras`. A policy server's are known after its first response."""
+
+    def act(self, query: PolicyQuery) -> ActionChunk:
+        """As `Policy.act`; it may change the version. Raises PolicyUnavailable: there is no action now, and why."""
 
 
 class AsyncPolicy(Protocol):
     """A policy that computes a chunk while the robot moves on: one request at a time."""
 
-    def request(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> None:
+    def request(self, query: PolicyQuery) -> None:
         """Starts to compute a chunk; an earlier request is given up. Raises PolicyUnavailable."""
 
     def response(self, *, wait: bool) -> ActionChunk | None:
@@ -282,7 +272,7 @@ class ChunkExecutor:
 
     def __init__(
         self,
-        policy: ChunkPolicyClient,
+        policy: ActingPolicy,
         spec: ArraySpec,
         config: ExecutionConfig,
         *,
@@ -345,7 +335,7 @@ class ChunkExecutor:
     def _wait_for_chunk(self, observe: Observe, t_observation_ns: int, instruction: str) -> None:
         newest = self._chunks[-1] if self._chunks else None
         if newest is None or newest.place(self._executed) >= (newest.chunk.execute or len(newest)):
-            chunk = self._policy.act(observe(), instruction, deterministic=self.deterministic)
+            chunk = self._policy.act(PolicyQuery(observe(), instruction, self.deterministic))
             self._take(chunk, _Request(self._executed, self._period, t_observation_ns, self._executed))
 
     def _advance(
@@ -372,7 +362,7 @@ class ChunkExecutor:
         self, requests: AsyncPolicy, observation: Mapping[str, Array], t_observation_ns: int, instruction: str
     ) -> None:
         context, started_s = self._context(), self._clock()
-        requests.request(observation, instruction, deterministic=self.deterministic, context=context)
+        requests.request(PolicyQuery(observation, instruction, self.deterministic, context))
         first = self._method.first_period(self._executed, context)
         request = _Request(self._executed, self._period, t_observation_ns, first)
         if self._delay_periods == "measured":
@@ -468,19 +458,12 @@ class ChunkExecutor:
 class _ComputedAtOnce:
     """A policy of this process as an `AsyncPolicy`: the request computes the chunk."""
 
-    def __init__(self, policy: ChunkPolicyClient) -> None:
+    def __init__(self, policy: ActingPolicy) -> None:
         self._policy = policy
         self._chunk: ActionChunk | None = None
 
-    def request(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> None:
-        self._chunk = self._policy.act(observation, instruction, deterministic=deterministic, context=context)
+    def request(self, query: PolicyQuery) -> None:
+        self._chunk = self._policy.act(query)
 
     def response(self, *, wait: bool) -> ActionChunk | None:
         chunk, self._chunk = self._chunk, None

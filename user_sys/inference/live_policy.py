@@ -12,7 +12,7 @@ from typing import Self
 from hal.spec import Array
 from user_sys.errors import PolicyUnavailable
 from user_sys.messages import NO_VERSION
-from user_sys.policies.policy import ActionChunk, ChunkContext
+from user_sys.policies.policy import ActionChunk, ChunkContext, PolicyQuery
 from user_sys.tunnel.client import TunnelClient
 from user_sys.weights.governor import Governor
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
@@ -97,21 +97,16 @@ class LivePolicy:
         if self._config.swap_at == "chunk":
             self.swap()
 
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
+    def act(self, query: PolicyQuery) -> ActionChunk:
         """As `Policy.act`. Raises PolicyUnavailable: no weights, or too old ones."""
         if self._config.swap_at == "chunk" or self.hold_reason(explore=self._explore):
             self.swap()
         if reason := self.hold_reason(explore=self._explore):
             raise PolicyUnavailable(reason)
         started_s = time.perf_counter()
-        chunk = self._policies.policy.act(observation, instruction, deterministic=deterministic, context=context)
+        chunk = self._policies.policy.act(
+            query.observation, query.sentence, deterministic=query.deterministic, context=query.context
+        )
         self._governor.observe(time.perf_counter() - started_s)
         return chunk
 

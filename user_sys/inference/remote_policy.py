@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,7 +14,7 @@ import zmq
 from blake3 import blake3
 
 from hal.errors import SpecError
-from hal.spec import IMAGES, Array, ArraySpec, RobotSpec
+from hal.spec import IMAGES, ArraySpec, RobotSpec
 from user_sys.codec import encode_packet
 from user_sys.errors import ConfigError, PolicyUnavailable, WireError
 from user_sys.inference.protocol import (
@@ -34,7 +34,7 @@ from user_sys.inference.protocol import (
 )
 from user_sys.messages import NO_VERSION
 from user_sys.policies.correction import ChunkCorrection
-from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, ChunkContext
+from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, PolicyQuery
 from user_sys.policies.scaling import feature_specs, require_features
 from user_sys.tunnel.connection import ZmqSocket, configure_socket, enable_ipv6
 from user_sys.tunnel.keys import KeyPair
@@ -227,39 +227,26 @@ class RemotePolicy:
     def pause(self) -> None:
         """The server swaps weights by itself."""
 
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
+    def act(self, query: PolicyQuery) -> ActionChunk:
         """As `policies.policy.Policy.act`. Blocks for `timeout_s` at most.
 
         Raises:
             PolicyUnavailable: no response in time, or the server has no action. The robot holds.
         """
-        self.request(observation, instruction, deterministic=deterministic, context=context)
+        self.request(query)
         chunk = self.response(wait=True)
         assert chunk is not None  # as it has waited
         return chunk
 
     # chunk_executor.AsyncPolicy
 
-    def request(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> None:
+    def request(self, query: PolicyQuery) -> None:
         """Sends a request; an earlier one is given up. Does not block.
 
         Raises:
             PolicyUnavailable: the server is not connected.
         """
+        observation, context = query.observation, query.context
         require_features(self._observed, observation)
         if self._connection.renew():
             self.cameras = ()  # until its first request the server takes few bytes of a connection, so no pictures
@@ -268,7 +255,7 @@ class RemotePolicy:
         arrays |= {name: observation[name] for each in pictures for name in (each, each + AGE_SUFFIX)}
         if context is not None:
             arrays[PREFIX] = np.ascontiguousarray(context.prefix, np.float32)
-        self._send(instruction, deterministic, arrays, context)
+        self._send(query, arrays)
 
     def response(self, *, wait: bool) -> ActionChunk | None:
         """The response to the newest request. Without `wait` it is None while the server computes.
@@ -300,7 +287,7 @@ class RemotePolicy:
     def raise_failure(self) -> None:
         """It has no thread that could fail."""
 
-    def _send(self, instruction: str, deterministic: bool, arrays: Arrays, context: ChunkContext | None) -> None:
+    def _send(self, query: PolicyQuery, arrays: Arrays) -> None:
         if self._connection.socket is None:
             raise self._connection.unavailable("is not found yet")
         self._number += 1
@@ -309,12 +296,12 @@ class RemotePolicy:
             number=self._number,
             policy=self._digest,
             description=self._description if self._sends_description else b"",
-            instruction=instruction,
-            deterministic=deterministic,
+            instruction=query.sentence,
+            deterministic=query.deterministic,
             explore=self._explore and self.version == NO_VERSION,  # not after a restart of the server
             timeout_s=self.timeout_s,
-            delay=NO_CONTEXT if context is None else context.delay,
-            method="" if context is None else context.method,
+            delay=NO_CONTEXT if query.context is None else query.context.delay,
+            method="" if query.context is None else query.context.method,
         )
         self._until_s = self._clock() + self.timeout_s
         try:

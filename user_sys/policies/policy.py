@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from msgspec import Meta
 
@@ -77,6 +77,15 @@ class ChunkContext:
     prefix: Array
     delay: int
     method: ExecutionMethod = "switch"
+
+
+class PolicyQuery(NamedTuple):
+    """What an agent asks a policy for; see `Policy.act`."""
+
+    observation: Mapping[str, Array]
+    sentence: str
+    deterministic: bool
+    context: ChunkContext | None = None
 
 
 @dataclass(frozen=True)

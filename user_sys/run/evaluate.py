@@ -15,7 +15,8 @@ from hal.camera import Camera
 from hal.errors import HalError
 from hal.spec import IMAGES, Array
 from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, make_policy, robot_spec, select_cameras
-from user_sys.edge.agents import ActingPolicy, HoldingAgent, LoadedPolicy, PolicyAgent
+from user_sys.edge.agents import HoldingAgent, LoadedPolicy, PolicyAgent
+from user_sys.edge.chunk_executor import ActingPolicy
 from user_sys.edge.environment import TimeStep
 from user_sys.edge.local_environment import (
     StopCheck,
@@ -29,7 +30,7 @@ from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
 from user_sys.messages import WeightsManifest
-from user_sys.policies.policy import ActionChunk, ChunkContext
+from user_sys.policies.policy import ActionChunk, PolicyQuery
 from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.pins import current_pin
@@ -129,17 +130,10 @@ class OtherPictures:
         """Call it before each episode."""
         self._before, self._now = self._now, []
 
-    def act(
-        self,
-        observation: Mapping[str, Array],
-        instruction: str,
-        *,
-        deterministic: bool,
-        context: ChunkContext | None = None,
-    ) -> ActionChunk:
-        self._now.append({name: value for name, value in observation.items() if name.startswith(IMAGES)})
+    def act(self, query: PolicyQuery) -> ActionChunk:
+        self._now.append({name: value for name, value in query.observation.items() if name.startswith(IMAGES)})
         shown = self._before[min(len(self._now), len(self._before)) - 1] if self._before else {}
-        return self._policy.act({**observation, **shown}, instruction, deterministic=deterministic, context=context)
+        return self._policy.act(query._replace(observation={**query.observation, **shown}))
 
 
 def video_listener(on_frame: Callable[[Array], None], cameras: int, film: Sequence[Camera] = ()) -> StepListener:
