@@ -247,6 +247,17 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
         """The operator, and the address if it is known."""
         return f"{self.operator} at {self.address}" if self.address else self.operator
 
+    def reply(self, *, accepted: bool, reason: str = "") -> OperatorReply:
+        """The reply to this command."""
+        return OperatorReply(
+            robot=self.robot,
+            operator=self.operator,
+            order=self.order,
+            accepted=accepted,
+            reason=reason,
+            press=self.press,
+        )
+
 
 class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
     """Whether a command took effect. An ``e-stop`` is accepted when the driver has it."""

@@ -223,12 +223,6 @@ class _PendingCommand(NamedTuple):
     received_s: float
 
 
-def _rejection(command: OperatorCommand, reason: str) -> OperatorReply:
-    return OperatorReply(
-        robot=command.robot, operator=command.operator, order=command.order, accepted=False, reason=reason
-    )
-
-
 class OperatorCommandQueue:
     """Operators' commands on their way to the control loop. Any thread may `submit`; the control loop takes.
 
@@ -252,11 +246,11 @@ class OperatorCommandQueue:
             estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
         """
         if command.order == "re-arm" and command.sequence < self._newest_estop:
-            self._send_reply(_rejection(command, "the e-stop was pressed again since"))
+            self._send_reply(command.reply(accepted=False, reason="the e-stop was pressed again since"))
             return
         key = ("drive", command.operator) if command.order == "drive" else None
         if not self._queue.put(_PendingCommand(command, estop_sequence, self._clock()), key):
-            self._send_reply(_rejection(command, "busy"))
+            self._send_reply(command.reply(accepted=False, reason="busy"))
 
     def note_estop(self, command: OperatorCommand) -> None:
         """Notes an e-stop that is on its way to the driver. Never blocks and never rejects it."""
@@ -435,7 +429,7 @@ class SharedControlAgent:
             rearms = reply.accepted and command.order == "re-arm"
             if rearms and not self._session.rearm(command.operator, pending.estop_sequence):
                 self.authority.emergency_stop("the driver", "pressed again")
-                reply = _rejection(command, "the e-stop was pressed again since")
+                reply = command.reply(accepted=False, reason="the e-stop was pressed again since")
             if reply.accepted and command.order == "hand-back" and self._rules.ends_episode:
                 self._reset = True
             if command.order != "drive":

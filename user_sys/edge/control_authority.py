@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from hal.errors import SpecError
@@ -54,25 +55,13 @@ class ControlState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-_LEGAL_TRANSITIONS = frozenset(
-    {
-        (ControlState.POLICY, ControlState.HUMAN),
-        (ControlState.POLICY, ControlState.REQUESTING),
-        (ControlState.POLICY, ControlState.HOLD),
-        (ControlState.REQUESTING, ControlState.HUMAN),
-        (ControlState.REQUESTING, ControlState.POLICY),
-        (ControlState.REQUESTING, ControlState.HOLD),
-        (ControlState.REQUESTING, ControlState.STOPPED),
-        (ControlState.HUMAN, ControlState.POLICY),
-        (ControlState.HUMAN, ControlState.HOLD),
-        (ControlState.HOLD, ControlState.HUMAN),
-        (ControlState.HOLD, ControlState.POLICY),
-        (ControlState.POLICY, ControlState.STOPPED),
-        (ControlState.HUMAN, ControlState.STOPPED),
-        (ControlState.HOLD, ControlState.STOPPED),
-        (ControlState.STOPPED, ControlState.HOLD),
-    }
-)
+_LEGAL_TRANSITIONS = {
+    ControlState.POLICY: (ControlState.HUMAN, ControlState.REQUESTING, ControlState.HOLD, ControlState.STOPPED),
+    ControlState.REQUESTING: (ControlState.HUMAN, ControlState.POLICY, ControlState.HOLD, ControlState.STOPPED),
+    ControlState.HUMAN: (ControlState.POLICY, ControlState.HOLD, ControlState.STOPPED),
+    ControlState.HOLD: (ControlState.HUMAN, ControlState.POLICY, ControlState.STOPPED),
+    ControlState.STOPPED: (ControlState.HOLD,),
+}
 
 
 @dataclass(frozen=True)
@@ -265,8 +254,8 @@ class ControlAuthority:
             if command.order != "drive":
                 operator = command.operator[:MAX_OPERATOR_CHARS]
                 _log.info("authority.refused robot=%s operator=%r %s: %s", self.robot, operator, command.order, error)
-            return self._reply(command, accepted=False, reason=str(error))
-        return self._reply(command, accepted=True)
+            return msgspec.structs.replace(command, robot=self.robot).reply(accepted=False, reason=str(error))
+        return command.reply(accepted=True)
 
     def apply_local_input(self, local_input: TeleopInput | None) -> None:
         """Applies the input of a device on the robot's own computer in this control period; None without input.
@@ -401,23 +390,13 @@ class ControlAuthority:
 
     def _move(self, after: ControlState, operator: str, cause: str) -> None:
         before = self.state
-        if (before, after) not in _LEGAL_TRANSITIONS:
+        if after not in _LEGAL_TRANSITIONS[before]:
             raise AuthorityError(f"{self.robot}: no transition from {before} to {after} ({cause})")
         self.state = after
         self._control_request = self._help_request = _NO_REQUEST
         self.operator = "" if after is ControlState.POLICY or before is ControlState.STOPPED else operator
         _log.info(
             "authority.changed robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after
-        )
-
-    def _reply(self, command: OperatorCommand, accepted: bool, reason: str = "") -> OperatorReply:
-        return OperatorReply(
-            robot=self.robot,
-            operator=command.operator,
-            order=command.order,
-            accepted=accepted,
-            reason=reason,
-            press=command.press,
         )
 
     def _still(self) -> Array:

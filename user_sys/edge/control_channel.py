@@ -26,7 +26,6 @@ from user_sys.messages import (
     LeaseRelease,
     LeaseRequest,
     OperatorCommand,
-    OperatorReply,
     PreviewRequest,
     StopRun,
 )
@@ -48,15 +47,19 @@ class LeaseClient:
 
     The session continues while the tunnel is down and ends if the gateway refuses the lease. The driver holds the robot
     from `until_ns` on, until a renewal is granted.
+
+    Attributes:
+        token: the newest granted one; 0 before the first.
+        until_ns: when the lease expires, by `lease_clock_ns`.
     """
 
     def __init__(self, robot: str, holder: str, client: TunnelClient, min_token: int = 0) -> None:
         """`min_token`: the newest token that the robot's driver has seen, possibly of another run."""
         self._robot, self._holder, self._client, self._min_token = robot, holder, client, min_token
-        self._token = 0
+        self.token = 0
         self._renew_at = 0.0
         self._ttl_s = 0.0
-        self._until_ns = 0
+        self.until_ns = 0
 
     def acquire(self, shutdown: threading.Event) -> int:
         """Requests the lease until it is granted. Blocks. Logs once who holds the robot meanwhile.
@@ -100,19 +103,9 @@ class LeaseClient:
         if self._client.state is TunnelState.REFUSED:
             raise SessionRefused(self._client.reason)
 
-    @property
-    def token(self) -> int:
-        """The newest granted token; 0 before the first."""
-        return self._token
-
-    @property
-    def until_ns(self) -> int:
-        """When the lease expires, by `lease_clock_ns`."""
-        return self._until_ns
-
     def is_expired(self) -> bool:
         """Whether the lease has expired, so that the driver holds the robot."""
-        return lease_clock_ns() >= self._until_ns
+        return lease_clock_ns() >= self.until_ns
 
     def on_message(self, message: LeaseGrant | LeaseRefusal) -> None:
         """Processes a reply.
@@ -124,9 +117,9 @@ class LeaseClient:
             LeaseError: another session has the robot now.
         """
         if isinstance(message, LeaseGrant):
-            if message.token >= self._token:
+            if message.token >= self.token:
                 self._take(message)
-        elif message.token == self._token:
+        elif message.token == self.token:
             raise LeaseError(f"the lease of {self._robot} has ended: {message.reason}")
 
     def renew_if_due(self) -> None:
@@ -139,18 +132,18 @@ class LeaseClient:
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
             self._client.send(
-                LeaseRequest(robot=self._robot, holder=self._holder, token=self._token, asked_ns=lease_clock_ns())
+                LeaseRequest(robot=self._robot, holder=self._holder, token=self.token, asked_ns=lease_clock_ns())
             )
 
     def release(self) -> None:
         """Releases the lease. Never blocks."""
-        if self._token:
-            self._client.send(LeaseRelease(robot=self._robot, token=self._token))
+        if self.token:
+            self._client.send(LeaseRelease(robot=self._robot, token=self.token))
 
     def _take(self, grant: LeaseGrant) -> None:
         until_ns = min(grant.asked_ns, lease_clock_ns()) + round(grant.ttl_s * 1e9)
-        self._until_ns = until_ns if grant.token > self._token else max(self._until_ns, until_ns)
-        self._token, self._ttl_s = grant.token, grant.ttl_s
+        self.until_ns = until_ns if grant.token > self.token else max(self.until_ns, until_ns)
+        self.token, self._ttl_s = grant.token, grant.ttl_s
         self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
 
 
@@ -209,7 +202,7 @@ class EmergencyStopForwarder:
 
     def _on_command(self, driver: DriverClient, press: OperatorCommand) -> None:
         if press.press and (press.operator, press.press) in self._confirmed:
-            self._reply(press, accepted=True)
+            self._client.send(press.reply(accepted=True))
             return
         waiting = self._unconfirmed
         if waiting is not None and press.press and _key(waiting[0]) == _key(press):
@@ -227,29 +220,17 @@ class EmergencyStopForwarder:
             if is_first_attempt:
                 log.error("e-stop.undelivered %s; trying again", error)
                 self._write_latch(press.issuer)
-            self._reply(press, accepted=False, reason=str(error))
+            self._client.send(press.reply(accepted=False, reason=str(error)))
             return
         self._unconfirmed = None
         self._confirmed.append(_key(press))
-        self._reply(press, accepted=True)
+        self._client.send(press.reply(accepted=True))
 
     def _write_latch(self, person: str) -> None:
         try:
             EstopLatch(self._latch_path).press(new_emergency_stop(person, "pressed while the driver was unreachable"))
         except (OSError, HalError) as error:  # the forwarder goes on trying to reach the driver
             log.error("e-stop.latch_write_failed %s", error)
-
-    def _reply(self, press: OperatorCommand, accepted: bool, reason: str = "") -> None:
-        self._client.send(
-            OperatorReply(
-                robot=self._robot,
-                operator=press.operator,
-                order=press.order,
-                accepted=accepted,
-                reason=reason,
-                press=press.press,
-            )
-        )
 
 
 def _key(press: OperatorCommand) -> tuple[str, int]:

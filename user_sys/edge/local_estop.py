@@ -88,16 +88,7 @@ def with_local_estop(send: Send, owned: Mapping[str, str], on_reply: Callable[[O
         if result.ok and command.press:
             confirmed.append((command.robot, command.press))
         in_progress.discard(command.robot)
-        on_reply(
-            OperatorReply(
-                robot=command.robot,
-                operator=command.operator,
-                order=command.order,
-                accepted=result.ok,
-                reason=result.text,
-                press=command.press,
-            )
-        )
+        on_reply(command.reply(accepted=result.ok, reason=result.text))
 
     def send_and_press(message: ConsoleMessage) -> object:
         sent = send(message)

@@ -491,14 +491,7 @@ class Gateway:
         elif robot is None or not self.server.send(command.robot, command):
             reason = f"{command.robot} is not connected"
         if reason:
-            reply = OperatorReply(
-                robot=command.robot,
-                operator=command.operator,
-                order=command.order,
-                accepted=False,
-                reason=reason,
-                press=command.press,
-            )
+            reply = command.reply(accepted=False, reason=reason)
             self._operator_audit.on_reply(reply)
             self.server.send(console.name, reply)
 

@@ -29,7 +29,7 @@ from user_sys.edge.local_estop import press_estop
 from user_sys.edge.local_link import LocalLink
 from user_sys.errors import AuthorityError, UserSysError, WireError
 from user_sys.logs import configure_logging
-from user_sys.messages import OperatorCommand, OperatorReply, Preview, PreviewRequest
+from user_sys.messages import OperatorCommand, Preview, PreviewRequest
 from user_sys.tunnel.protocol import AnyMessage, Payload
 
 DESCRIBE_DEADLINE_S = 1.0
@@ -141,16 +141,7 @@ class EdgeConsole:
     def _press(self, message: OperatorCommand) -> None:
         files = robot_files(message.robot, simulated=message.robot in self._config.simulated)
         result = press_estop(files, message.operator, "pressed at the console of its computer")
-        self._hub.update(
-            OperatorReply(
-                robot=message.robot,
-                operator=message.operator,
-                order=message.order,
-                accepted=result.ok,
-                reason=result.text,
-                press=message.press,
-            )
-        )
+        self._hub.update(message.reply(accepted=result.ok, reason=result.text))
 
 
 def main(argv: list[str]) -> int:
