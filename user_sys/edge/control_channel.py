@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from hal.context import StartedAtEntry
 from hal.errors import HalError, LeaseError
 from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import lease_clock_ns
@@ -33,7 +34,7 @@ from user_sys.tunnel.client import TunnelClient, TunnelState
 
 REQUEST_PERIOD_S = 1.0
 RENEWALS_PER_TTL = 3
-RECEIVE_WAIT_S = 0.25  # bounds how long `EmergencyStopForwarder.__exit__` waits; an e-stop ends the wait at once
+RECEIVE_WAIT_S = 0.25  # bounds how long `EmergencyStopForwarder.close` waits; an e-stop ends the wait at once
 ESTOP_RETRY_S = 0.05
 ESTOP_CLOSE_TIMEOUT_S = 10.0  # longer than the driver's deadline for a reply
 INBOX_WAIT_S = 0.02
@@ -147,10 +148,10 @@ class LeaseClient:
         self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
 
 
-class EmergencyStopForwarder:
+class EmergencyStopForwarder(StartedAtEntry):
     """Forwards e-stops from the tunnel to the driver, in its own thread and on its own channel and local socket.
 
-    It runs from `__enter__` to `__exit__` and needs no lease. It repeats an e-stop until the driver confirms it. It
+    It runs from `start` to `close` and needs no lease. It repeats an e-stop until the driver confirms it. It
     writes an e-stop for an unreachable driver to the latch file, which the driver reads at its start, even after this
     session has ended. A repeat of a confirmed press is confirmed again and does not stop the robot again, so a repeat
     that arrives after a re-arm does nothing.
@@ -170,11 +171,10 @@ class EmergencyStopForwarder:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="e-stop", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._stopping.set()
         self._thread.join(ESTOP_CLOSE_TIMEOUT_S)
 

@@ -10,11 +10,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 import zmq
 
+from hal.context import StartedAtEntry
 from hal.machine_folder import runtime_folder
 from user_sys.edge.driver_client import MAX_SOCKET_PATH_BYTES
 from user_sys.errors import RunError, WireError
@@ -50,7 +49,7 @@ def local_console_endpoint(name: str) -> str:
     return f"ipc://{path}"
 
 
-class LocalLink:
+class LocalLink(StartedAtEntry):
     """One end of the link: that of `robot`'s session, or the console's. A context manager; any thread may send.
 
     Without an endpoint there is no console, and `send` has no effect. An error ends the link, and not the session.
@@ -77,12 +76,11 @@ class LocalLink:
         self._wakeup.set()
         return queued
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         if self._endpoint:
             self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._stopping.set()
         self._wakeup.set()
         if self._endpoint:

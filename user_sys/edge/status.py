@@ -10,11 +10,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 import msgspec
 
+from hal.context import StartedAtEntry
 from hal.decode_errors import DECODE_ERRORS
 from hal.machine_folder import runtime_folder
 from hal.motion_limits import SafetyReason
@@ -59,7 +59,7 @@ SessionActivity = Literal[
 log = logging.getLogger(__name__)
 
 
-class PreviewSender:
+class PreviewSender(StartedAtEntry):
     """Sends camera previews at the rate that a console requested, for as long as it requested. A context manager.
 
     A thread encodes them; only the newest image of each camera waits. The control loop's thread calls `on_step`.
@@ -114,11 +114,10 @@ class PreviewSender:
             except Exception as error:  # of any kind: the next `on_step` raises it
                 self._failure = error
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         """Drops the images that wait."""
         self._stopping.set()
         self._thread.join(ENCODER_CLOSE_TIMEOUT_S)
@@ -229,7 +228,7 @@ class StatusSource(Protocol):
         """Metrics of the policy, its weights and its action chunks, by name."""
 
 
-class StatusPublisher:
+class StatusPublisher(StartedAtEntry):
     """Sends a robot's status a few times a second, its metrics, and previews while a console requests them.
 
     It is a listener of the episode loop. Previews and the link to a console on this computer need its context.
@@ -280,12 +279,11 @@ class StatusPublisher:
         self._client.send(message)
         self._local.send(message)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         for each in (self.previews, self.local_previews, self._local):
             self._stack.enter_context(each)
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._stack.close()
 
     def publish(self, real_time: bool = False) -> None:
@@ -348,7 +346,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped_episodes: int
 
 
-class SessionReporter:
+class SessionReporter(StartedAtEntry):
     """Writes a `SessionReport` to a file in the runtime folder once a second, in a thread.
 
     ``user-sys edge``, which supervises the session, reads it. Any thread may set `activity`.
@@ -360,11 +358,10 @@ class SessionReporter:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._stopping.set()
         self._thread.join(2 * REPORT_PERIOD_S)
 

@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from hal.context import StartedAtEntry
 from hal.spec import Array
 from user_sys.errors import PolicyUnavailable
 from user_sys.messages import NO_VERSION
@@ -21,7 +20,7 @@ WAITING_FOR_WEIGHTS = "waiting for weights: holds until the first version; take 
 TOO_STALE = "holds: its weights are older than weights.max_staleness_versions allows; waiting for newer ones"
 
 
-class LivePolicy:
+class LivePolicy(StartedAtEntry):
     """Two copies of a policy, of which one acts, and the thread that receives weights. A context manager.
 
     One thread calls it, except `scalars` and `raise_failure`.
@@ -50,11 +49,10 @@ class LivePolicy:
         self._report_lock = threading.Lock()  # the last report must name the version that acts
         self._receiver = WeightsReceiver(client, policies, config, keys, folder, self._governor, self._report_version)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._receiver.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._receiver.close()
 
     @property

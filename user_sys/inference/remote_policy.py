@@ -6,13 +6,12 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import zmq
 from blake3 import blake3
 
+from hal.context import ClosedAtExit
 from hal.errors import SpecError
 from hal.spec import IMAGES, ArraySpec, RobotSpec
 from user_sys.codec import encode_packet
@@ -167,7 +166,7 @@ class _Connection:
         return socket
 
 
-class RemotePolicy:
+class RemotePolicy(ClosedAtExit):
     """A robot's policy at a policy server. A context manager; the control loop's thread calls it.
 
     A response counts only if it arrives in time and answers the newest request. It finds a restarted server by itself.
@@ -213,10 +212,7 @@ class RemotePolicy:
         self._until_s = -math.inf  # the response to the newest request counts until then
         self._report_at_s = -math.inf
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._connection.close()
 
     # agents.UpdatingPolicy

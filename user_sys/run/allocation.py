@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 
+from hal.context import ClosedAtExit
 from hal.discovery import DiscoveryResult, Probe, discover
 from hal.errors import LeaseHeld, SpecError
 from hal.lease import MachineLock, driver_process_of
@@ -218,8 +218,8 @@ def _with_sites(records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
 # Claims
 
 
-class Allocation(ABC):
-    """A run's robots and compute. One thread calls it; leaving the context releases them.
+class Allocation(ClosedAtExit, ABC):
+    """A run's robots and compute. One thread calls it; `close` releases them.
 
     Attributes:
         config: the run's configuration; after `acquire`, with only the robots that the run drives.
@@ -240,10 +240,7 @@ class Allocation(ABC):
         self._locks: list[MachineLock] = []
         self._plan_again = False  # a claim has found a resource to be unusable; others may do
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._unlock()
 
     def acquire(self, print_line: PrintLine) -> None:

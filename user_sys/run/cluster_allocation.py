@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 from rich.console import Console
@@ -60,7 +59,7 @@ class _Share:
 
 
 class ClusterAllocation(Allocation):
-    """A run's robots and compute on a Ray cluster. Leaving the context leaves the cluster.
+    """A run's robots and compute on a Ray cluster. `close` leaves the cluster.
 
     Attributes:
         slot_from_robot: of the robots that nodes declare.
@@ -88,7 +87,7 @@ class ClusterAllocation(Allocation):
         self._token = secrets.token_hex(16)
         self._token_file: Path | None = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         try:
             self._cluster.shutdown()
         finally:
