@@ -23,7 +23,7 @@ from hal.registry import OperatorOverrides, OverrideKind, operator_name, read_re
 from hal.resource import Health, Kind, ResourceRecord
 from hal.settings import suggest
 from hal.state_database import STATE_FILE, AuditEntry, StateDatabase, machine_state_path, read_audit_log
-from user_sys.commands.options import PATH, Verb, by_option, json_option, reason_option
+from user_sys.commands.options import PATH, by_option, combined, json_option, reason_option
 from user_sys.commands.output import print_json, print_line, print_table
 from user_sys.compose import (
     OPTIONAL_LIBRARIES,
@@ -156,14 +156,11 @@ def _plan_table(found: PlacementPlan, remote_robots: Mapping[str, str]) -> Table
     return table
 
 
-def _override_options(verb: Verb) -> Verb:
-    for option in (
-        by_option,
-        click.option("--run", type=PATH, required=True, metavar="RUN", help="run folder, such as runs/latest"),
-        click.argument("robot", metavar="ROBOT"),
-    ):
-        verb = option(verb)
-    return verb
+_override_options = combined(
+    click.argument("robot", metavar="ROBOT"),
+    click.option("--run", type=PATH, required=True, metavar="RUN", help="run folder, such as runs/latest"),
+    by_option,
+)
 
 
 @click.command()

@@ -21,7 +21,7 @@ from hal.placement import format_list
 from hal.ray_cluster import require_cluster
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token_file, node_argv, node_environment, sanitize_label
 from hal.resource import Kind, ResourceRecord, drop_hidden_gpus, parse_host_port
-from user_sys.commands.options import PATH, Verb
+from user_sys.commands.options import PATH, combined
 from user_sys.commands.output import print_line
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.config import load
@@ -33,15 +33,12 @@ SLOW_START_S = (30.0, 180.0)  # Ray that ends in between did not start in time
 PORT = 6379
 
 
-def _node_options(verb: Verb) -> Verb:
-    for option in (
-        click.option("--ip", default="", metavar="ADDRESS", help="this computer's own address"),
-        click.option("--label", multiple=True, metavar="NAME=VALUE", help="such as site=lab; repeatable"),
-        click.option("--robot", multiple=True, metavar="NAME", help="only this robot of CONFIG; repeatable"),
-        click.argument("config", type=PATH, metavar="[CONFIG]", required=False),
-    ):
-        verb = option(verb)
-    return verb
+_node_options = combined(
+    click.argument("config", type=PATH, metavar="[CONFIG]", required=False),
+    click.option("--robot", multiple=True, metavar="NAME", help="only this robot of CONFIG; repeatable"),
+    click.option("--label", multiple=True, metavar="NAME=VALUE", help="such as site=lab; repeatable"),
+    click.option("--ip", default="", metavar="ADDRESS", help="this computer's own address"),
+)
 
 
 @click.command()

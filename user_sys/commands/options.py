@@ -63,24 +63,30 @@ class ConfiguredVerb(click.Command):
         return rest
 
 
-def episode_filter_options(verb: Verb) -> Verb:
-    """Adds the options that filter episodes: `episode`, `source`, `task`, `driven` and `success`."""
-    for option in (
-        click.option(
-            "--success", type=click.Choice(("yes", "no")), help="only episodes that succeeded, or that failed"
-        ),
-        click.option(
-            "--driven",
-            multiple=True,
-            type=click.Choice(DRIVEN),
-            help="only episodes controlled by the policy, by a person (or scripted expert), or by both; repeatable",
-        ),
-        click.option("--task", multiple=True, metavar="NAME", help="only this task; repeatable"),
-        click.option("--source", multiple=True, type=click.Choice(SOURCES), help="only of this source; repeatable"),
-        click.option("--episode", multiple=True, metavar="ID", help="only this one; repeatable"),
-    ):
-        verb = option(verb)
-    return verb
+def combined(*options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+    """The decorator that adds all of these options and arguments, in this order."""
+
+    def add(verb: Verb) -> Verb:
+        for option in reversed(options):
+            verb = option(verb)
+        return verb
+
+    return add
+
+
+episode_filter_options = combined(
+    click.option("--episode", multiple=True, metavar="ID", help="only this one; repeatable"),
+    click.option("--source", multiple=True, type=click.Choice(SOURCES), help="only of this source; repeatable"),
+    click.option("--task", multiple=True, metavar="NAME", help="only this task; repeatable"),
+    click.option(
+        "--driven",
+        multiple=True,
+        type=click.Choice(DRIVEN),
+        help="only episodes controlled by the policy, by a person (or scripted expert), or by both; repeatable",
+    ),
+    click.option("--success", type=click.Choice(("yes", "no")), help="only episodes that succeeded, or that failed"),
+)
+"""Filter episodes: `episode`, `source`, `task`, `driven` and `success`."""
 
 
 def parse_size(text: str) -> int:

@@ -17,7 +17,7 @@ from user_sys.commands.options import (
     PATH,
     ConfiguredVerb,
     Number,
-    Verb,
+    combined,
     config_argument,
     json_option,
     keys_option,
@@ -39,18 +39,15 @@ from user_sys.run.report import success_text, wilson_interval
 WIDTH = 120  # of the table if the output is no terminal
 
 
-def _run_options(verb: Verb) -> Verb:
-    for option in (
-        click.option("--any-result", is_flag=True, help="exit status 0 also if the target was not reached"),
-        click.option(
-            "--restart-if-unreadable", is_flag=True, help="with --resume: train again what has no readable checkpoint"
-        ),
-        click.option("--profile", is_flag=True, help="write trace.json: what each process does when"),
-        click.option("--resume", type=PATH, metavar="RUN", help="continue the run in this folder"),
-        click.argument("config", type=PATH, metavar="[CONFIG]", required=False),
-    ):
-        verb = option(verb)
-    return verb
+_run_options = combined(
+    click.argument("config", type=PATH, metavar="[CONFIG]", required=False),
+    click.option("--resume", type=PATH, metavar="RUN", help="continue the run in this folder"),
+    click.option("--profile", is_flag=True, help="write trace.json: what each process does when"),
+    click.option(
+        "--restart-if-unreadable", is_flag=True, help="with --resume: train again what has no readable checkpoint"
+    ),
+    click.option("--any-result", is_flag=True, help="exit status 0 also if the target was not reached"),
+)
 
 
 @click.command(cls=ConfiguredVerb)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hal.placement import format_list
 from hal.registry import operator_name
-from user_sys.commands.options import PATH, Verb, by_option, json_option, reason_option
+from user_sys.commands.options import PATH, by_option, combined, json_option, reason_option
 from user_sys.commands.output import print_json, print_line, print_table
 from user_sys.compose import make_policy
 from user_sys.errors import RunError
@@ -23,10 +23,10 @@ from user_sys.run.pins import current_pin, set_pin
 from user_sys.store.record_format import is_locked
 from user_sys.weights.version_store import VersionStore
 
-
-def _learner_options(verb: Verb) -> Verb:
-    verb = click.option("--learner", default=LEARNER, metavar="NAME", help="of the run (default: the first)")(verb)
-    return click.argument("run", type=PATH, metavar="RUN")(verb)
+_learner_options = combined(
+    click.argument("run", type=PATH, metavar="RUN"),
+    click.option("--learner", default=LEARNER, metavar="NAME", help="of the run (default: the first)"),
+)
 
 
 @click.command()
