@@ -256,55 +256,25 @@ class RunConfig:
         return tuple(each.to_request() for each in self.resources if each.use == "policy")
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run's files."""
+    """The paths of one run's files.
 
-    path: Path
+    Attributes:
+        trace: spans of the run's processes, with ``--profile``; see `user_sys.trace`.
+        robots: a record of each robot (`user_sys.robot_records`), also of those that connect through the tunnel.
+        policy_address: written by the policy server: the address on which it listens.
+        console_address: written by the console's process: the address of its page, with the secret.
+    """
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def store(self) -> Path:
-        return self.path / "store"
-
-    @property
-    def keys(self) -> Path:
-        return self.path / "keys"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def trace(self) -> Path:
-        """Spans of the run's processes, with ``--profile``; see `user_sys.trace`."""
-        return self.path / "trace"
-
-    @property
-    def policy_address(self) -> Path:
-        """Written by the policy server: the address on which it listens."""
-        return self.path / "policy.address"
-
-    @property
-    def console_address(self) -> Path:
-        """Written by the console's process: the address of its page, with the secret."""
-        return self.path / "console.address"
+    def __init__(self, path: Path) -> None:
+        self.path, self.config = path, path / "config.yaml"
+        self.store, self.keys, self.robots = path / "store", path / "keys", path / "robots"
+        self.checkpoints, self.weights, self.trace = path / "checkpoints", path / "weights", path / "trace"
+        self.policy_address, self.console_address = path / "policy.address", path / "console.address"
 
     def edge(self, robot: str) -> Path:
         """Files of one robot's processes: outbox, fence, e-stop latch, configurations."""
         return self.path / "edge" / robot
-
-    @property
-    def robots(self) -> Path:
-        """A record of each robot (`user_sys.robot_records`), also of those that connect through the tunnel."""
-        return self.path / "robots"
 
     def link(self, robot: str) -> Path:
         """Settings of the emulated network between a robot's session and the gateway."""
