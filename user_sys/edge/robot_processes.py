@@ -16,12 +16,10 @@ import msgspec
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import make_folder_durably
 from hal.process_supervisor import (
-    MAX_LOG_BYTES,
     ProcessState,
     ProcessStatus,
     ProcessSupervisor,
     RestartPolicy,
-    shift_copies,
 )
 from user_sys.compose import RobotConfig
 from user_sys.config import save
@@ -147,7 +145,7 @@ class RobotProcesses:
         self._logs: dict[str, Path] = {}
         supervisors = []
         for part, (name, argv) in zip(("driver", "session"), robot_process_argv(robot, state), strict=True):
-            self._logs[part] = _rotate_log(logs / f"{name}.log")
+            self._logs[part] = logs / f"{name}.log"
             environment = PROCESS_ENVIRONMENT | log_environment(process=name, robot=robot)
             supervisors.append(ProcessSupervisor(argv, environment, self._logs[part], RESTART_POLICY))
         self._driver, self._session = supervisors
@@ -230,14 +228,6 @@ class RobotProcesses:
 
     def _print(self, text: str) -> None:
         self._print_line(f"{self.robot}: {text}")
-
-
-def _rotate_log(log: Path) -> Path:
-    """Returns `log`, after a large log of an earlier start was moved away."""
-    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
-        shift_copies(log)
-        log.replace(log.with_suffix(".log.1"))
-    return log
 
 
 def _duration(seconds: float) -> str:
