@@ -258,6 +258,7 @@ class Outbox(ClosedAtExit):
         self._write_lock = threading.Lock()
         chunks, self._last_acknowledged, self.next_sequence = self._recover()
         self.dropped = read_drop_record(files, path / "dropped")
+        self._dropped_before = self.dropped.episodes
         interrupted = [chunk for chunk in chunks if chunk.name in self.dropped.names]
         for chunk in interrupted:
             self._unlink(self._path(chunk))
@@ -462,6 +463,11 @@ class Outbox(ClosedAtExit):
     def used_bytes(self) -> int:
         """Bytes on disk of the chunks that are not acknowledged."""
         return self._queue.used_bytes
+
+    @property
+    def newly_dropped_episodes(self) -> int:
+        """How many it has dropped since it was opened."""
+        return self.dropped.episodes - self._dropped_before
 
     def scalars(self) -> dict[str, float]:
         """Metrics of waiting and dropped chunks. Any thread may call it."""

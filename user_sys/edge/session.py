@@ -194,7 +194,7 @@ class RobotSession:
         estops.on_press = commands.note_estop
         self._starts = config.starts.draw(config.robot, outbox.next_sequence)
         self._writer_thread = WriterThread(on_blocked=lambda: self._status.publish())
-        self._recording = _RecordingState(outbox)
+        self._outbox = outbox
         outbox.allocate_reserve()
         self._recorder = Recorder(
             spec,
@@ -339,13 +339,15 @@ class RobotSession:
         return self._agent.chunks.promised
 
     def status_note(self) -> str:
-        if self._recording.paused_reason:
-            return f"recording paused: {self._recording.paused_reason}"
+        if reason := self._outbox.paused_reason:
+            return f"recording paused: {reason}"
         if self._driver_error:
             return self._driver_error
         if self._lease.is_expired():
             return "holds: its lease has expired, and the gateway cannot be reached"
-        return self._agent.policy_error or self._recording.drop_note()
+        if self._agent.policy_error or not (dropped := self._outbox.newly_dropped_episodes):
+            return self._agent.policy_error
+        return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
 
 
 class LateCommandLog:
@@ -365,23 +367,6 @@ class LateCommandLog:
                 (time_step.t_command_ns - selected.t_inference_ns) / 1e6,
             )
         self._captured_ns = time_step.t_capture_ns
-
-
-class _RecordingState:
-    """The outbox's pauses and drops in this session."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox, self._dropped_before = outbox, outbox.dropped.episodes
-
-    @property
-    def paused_reason(self) -> str:
-        return self._outbox.paused_reason
-
-    def drop_note(self) -> str:
-        dropped = self._outbox.dropped.episodes - self._dropped_before
-        if not dropped:
-            return ""
-        return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
 
 
 def main(argv: list[str]) -> int:
