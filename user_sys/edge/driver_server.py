@@ -182,50 +182,52 @@ class DriverServer:
 
     def run(self) -> None:
         """Raises HardwareLost when the robot is lost, after the reply to a pending request."""
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.bind(self._address)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.bind(self._address)
+        self._environment.wait_for_period_end = self._wait_for_period_end
+        self._environment.robot.check_stop = self._check_stop
         self._period.feed_watchdog(self._watchdog_periods)
         try:
             while not self.stop.is_set():
-                self._serve(socket)
+                self._serve()
         finally:
-            socket.close()
+            self._socket.close()
 
     @property
     def _watchdog_periods(self) -> int:
         return self._environment.spec.limits.watchdog_periods
 
-    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+    def _serve(self) -> None:
         """Answers one request, or runs the watchdog when it is due. Requests without a command do not postpone that."""
-        request = self._queue.popleft() if self._queue else self._next_request(socket, self._period.watchdog_ns)
+        request = self._queue.popleft() if self._queue else self._next_request(self._period.watchdog_ns)
         if request is not None:
-            self._answer(*request, socket)
+            self._answer(*request)
         if self._period.clock() >= self._period.watchdog_ns:
             self._run_watchdog()
 
-    def _next_request(self, socket: zmq.Socket[bytes], until_ns: int) -> tuple[bytes, bytes] | None:
+    def _next_request(self, until_ns: int) -> tuple[bytes, bytes] | None:
         """The sender and packet of the next request; None if none arrives until then, or a malformed one does."""
         whole_ms, rest_ns = divmod(max(0, until_ns - self._period.clock()), 1_000_000)
-        if not self._poll(socket, whole_ms):
+        if not self._poll(whole_ms):
             time.sleep(rest_ns / 1e9)  # polling counts in milliseconds
-            if not socket.poll(0):
+            if not self._socket.poll(0):
                 return None
-        frames = socket.recv_multipart()
+        frames = self._socket.recv_multipart()
         if len(frames) != 3 or frames[1]:
             log.warning("request.malformed robot=%s frames=%d", self._setup.name, len(frames))
             return None
         return frames[0], frames[2]
 
-    def _poll(self, socket: zmq.Socket[bytes], timeout_ms: int) -> bool:
+    def _poll(self, timeout_ms: int) -> bool:
         """Whether a message arrived in time. Meanwhile an e-stop of another program stops the robot."""
         while timeout_ms > LATCH_POLL_MS:
-            if socket.poll(LATCH_POLL_MS):
+            if self._socket.poll(LATCH_POLL_MS):
                 return True
             self._environment.stop_if_latched()
             timeout_ms -= LATCH_POLL_MS
-        return bool(socket.poll(timeout_ms))
+        return bool(self._socket.poll(timeout_ms))
 
     def _run_watchdog(self) -> None:
         self._environment.run_watchdog()
@@ -236,24 +238,22 @@ class DriverServer:
         self._held_periods += 1
         self._period.feed_watchdog(1)
 
-    def _answer(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
+    def _answer(self, identity: bytes, packet: bytes) -> None:
         """Executes a request and replies. Raises HardwareLost after the reply that reports it."""
         arrays: dict[str, Array] = {}
         lost: HardwareLost | None = None
         try:
             request, received = decode_packet(packet, DriverRequest)
-            reply, arrays = self._execute(request, received, socket)
+            reply, arrays = self._execute(request, received)
         except (HalError, WireError, OSError) as error:
             log.warning("request.refused %s: %s", type(error).__name__, error)
             reply = DriverReply(error=type(error).__name__, message=str(error))
             lost = error if isinstance(error, HardwareLost) else None
-        socket.send_multipart([identity, b"", encode_packet(reply, arrays)])
+        self._socket.send_multipart([identity, b"", encode_packet(reply, arrays)])
         if lost is not None:
             raise lost
 
-    def _execute(
-        self, request: DriverRequest, arrays: dict[str, Array], socket: zmq.Socket[bytes]
-    ) -> tuple[DriverReply, dict[str, Array]]:
+    def _execute(self, request: DriverRequest, arrays: dict[str, Array]) -> tuple[DriverReply, dict[str, Array]]:
         kernel = self._environment.kernel
         if request.order == "e-stop":
             if self._estops.accept_press(request):
@@ -279,7 +279,7 @@ class DriverServer:
             kernel.load_latched_estop()
             log.info("session.attached robot=%s %s token=%d", self._setup.name, request.session, request.token)
             return self._description(), {}
-        return self._step(request, arrays, socket)
+        return self._step(request, arrays)
 
     def _rearm(self, request: DriverRequest) -> DriverReply:
         """`DriverReply.stopped`: a newer e-stop stands."""
@@ -297,15 +297,11 @@ class DriverServer:
             latch=self._latch,
         )
 
-    def _step(
-        self, request: DriverRequest, arrays: dict[str, Array], socket: zmq.Socket[bytes]
-    ) -> tuple[DriverReply, dict[str, Array]]:
+    def _step(self, request: DriverRequest, arrays: dict[str, Array]) -> tuple[DriverReply, dict[str, Array]]:
         """Runs the control period, or the reset, that a request asks for."""
         environment = self._environment
         environment.real_time = self.real_time or request.real_time
         environment.kernel.is_speed_reduced = request.reduced
-        environment.wait_for_period_end = lambda: self._wait_for_period_end(socket)
-        environment.robot.check_stop = lambda: self._check_stop(socket)
         held, self._held_periods = self._held_periods, 0
         if (expired := self._lease.is_expired()) or request.order == "hold":
             time_step = environment.hold()
@@ -326,38 +322,38 @@ class DriverServer:
             reply = msgspec.structs.replace(reply, task=environment.episode_task)
         return reply, columns
 
-    def _wait_for_period_end(self, socket: zmq.Socket[bytes]) -> None:
+    def _wait_for_period_end(self) -> None:
         """Sleeps to the end of the control period after a command was applied, and answers e-stops meanwhile."""
         end_ns = self._period.begin()
         while (left_ns := end_ns - self._period.clock()) > 0 and not self.stop.is_set():
             if left_ns < PRECISE_SLEEP_NS:
                 time.sleep(left_ns / 1e9)
-            elif (request := self._next_request(socket, end_ns - PRECISE_SLEEP_NS)) is not None:
-                self._answer_in_period(*request, socket)
+            elif (request := self._next_request(end_ns - PRECISE_SLEEP_NS)) is not None:
+                self._answer_in_period(*request)
 
-    def _check_stop(self, socket: zmq.Socket[bytes]) -> None:
+    def _check_stop(self) -> None:
         """See `hal.robot.Robot.check_stop`. Never waits."""
-        while (request := self._next_request(socket, self._period.clock())) is not None:
-            self._answer_in_period(*request, socket)
+        while (request := self._next_request(self._period.clock())) is not None:
+            self._answer_in_period(*request)
         self._environment.check_stop()
         if self._lease.is_expired():
             raise LeaseError(f"the lease of {self._setup.name} expired during the reset")
         if self.stop.is_set():
             raise HalError(f"the driver of {self._setup.name} is stopping")
 
-    def _answer_in_period(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
+    def _answer_in_period(self, identity: bytes, packet: bytes) -> None:
         """Answers an e-stop or a renewal at once, and queues any other request for the end of the control period."""
         try:
             urgent = decode_packet(packet, DriverRequest)[0].order in ("e-stop", "renew")
         except WireError:
             urgent = True  # its refusal is
         if urgent:
-            self._answer(identity, packet, socket)
+            self._answer(identity, packet)
         elif len(self._queue) < MAX_QUEUED_REQUESTS:
             self._queue.append((identity, packet))
         else:
             busy = DriverReply(error="HalError", message=f"{MAX_QUEUED_REQUESTS} requests are queued; try again")
-            socket.send_multipart([identity, b"", encode_packet(busy, {})])
+            self._socket.send_multipart([identity, b"", encode_packet(busy, {})])
 
 
 def _is_superseded(request: DriverRequest, by: tuple[str, int]) -> bool:
