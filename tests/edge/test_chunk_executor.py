@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hal.spec import ArraySpec
-from user_sys.edge.chunk_executor import ChunkAction, ChunkExecutor
+from user_sys.edge.chunk_executor import ChunkExecutor
+from user_sys.edge.recorder import SelectedAction
 from user_sys.errors import ConfigError, PolicyUnavailable
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, PolicyQuery
@@ -65,7 +66,7 @@ class Robot:
         self.executor = ChunkExecutor(server, spec, config, deterministic=True, follows_clock=real_time, clock=clock)
         self.executor.begin_episode()
 
-    def period(self) -> ChunkAction | None:
+    def period(self) -> SelectedAction | None:
         """One control period; None if the robot held."""
         self.server.now += 1
         observation = {"t": np.array([self.executed + self.shift], np.float32)}

@@ -161,20 +161,10 @@ class PolicyAgent:
     def select_action(self, time_step: TimeStep) -> SelectedAction:
         """Raises PolicyUnavailable: there is no action now."""
         self.frames.update(time_step)
-        chosen = self.chunks.next_action(
+        return self.chunks.next_action(
             lambda: self.frames.observation(time_step, self._policy.cameras),
             time_step.t_capture_ns,
             self._task.sentence,
-        )
-        return SelectedAction(
-            action=chosen.action,
-            phase=Phase.POLICY,
-            policy_version=chosen.version,
-            log_prob=chosen.log_prob,
-            chunk=chosen.chunk,
-            chunk_step=chosen.chunk_step,
-            t_observation_ns=chosen.t_observation_ns,
-            delay=chosen.delay,
         )
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:

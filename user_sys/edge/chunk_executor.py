@@ -14,11 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hal.spec import Array, ArraySpec
+from user_sys.edge.recorder import SelectedAction
+from user_sys.episode import Phase
 from user_sys.errors import PolicyUnavailable
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod, PolicyQuery
 
@@ -196,24 +198,6 @@ class AsyncPolicy(Protocol):
         """The chunk of the newest request; None while it is computed. Raises PolicyUnavailable: there will be none."""
 
 
-class ChunkAction(NamedTuple):
-    """One action of a chunk.
-
-    Attributes:
-        chunk, chunk_step: number of the chunk in the episode, and the action's place in it.
-        t_observation_ns: monotonic clock of the edge: capture of the observation that the chunk was computed from.
-        delay: control periods in which actions were executed from that observation to the chunk's first use.
-    """
-
-    action: Array
-    log_prob: float
-    version: int
-    chunk: int
-    chunk_step: int
-    t_observation_ns: int
-    delay: int
-
-
 @dataclass
 class _Request:
     """A chunk that is computed.
@@ -311,7 +295,7 @@ class ChunkExecutor:
         self.counters.disagreement = 0.0
         self._request = self._computed = None
 
-    def next_action(self, observe: Observe, t_observation_ns: int, instruction: str) -> ChunkAction:
+    def next_action(self, observe: Observe, t_observation_ns: int, instruction: str) -> SelectedAction:
         """The action for this control period. `t_observation_ns`: capture of the present observation.
 
         Raises:
@@ -328,8 +312,15 @@ class ChunkExecutor:
         action, log_prob = self._method.action(self._chunks, current, self._executed, observe)
         place = current.place(self._executed)
         self._executed += 1
-        return ChunkAction(
-            action, log_prob, current.version, current.number, place, current.t_observation_ns, current.delay
+        return SelectedAction(
+            action=action,
+            phase=Phase.POLICY,
+            policy_version=current.version,
+            log_prob=log_prob,
+            chunk=current.number,
+            chunk_step=place,
+            t_observation_ns=current.t_observation_ns,
+            delay=current.delay,
         )
 
     def _wait_for_chunk(self, observe: Observe, t_observation_ns: int, instruction: str) -> None:

@@ -62,7 +62,9 @@ class SelectedAction:
         policy_version: the weights that selected it; -1 without a policy.
         log_prob: under the behaviour policy; NaN if it has none.
         t_inference_ns: monotonic clock of the edge when the action was known.
-        chunk, chunk_step, t_observation_ns, delay: see `chunk_executor.ChunkAction`; -1, -1, 0 and 0 without a policy.
+        chunk, chunk_step: number of the policy's chunk in the episode, and the action's place in it; -1 without one.
+        t_observation_ns: monotonic clock of the edge: capture of the observation that the chunk was computed from.
+        delay: control periods in which actions were executed from that observation to the chunk's first use.
     """
 
     action: Array
