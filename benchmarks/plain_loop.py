@@ -29,10 +29,11 @@ from user_sys.edge.agents import LoadedPolicy, PolicyAgent
 from user_sys.edge.demonstrations import generate_demonstrations
 from user_sys.edge.environment import TaskInfo, TimeStep
 from user_sys.edge.local_environment import open_local_environment
-from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.loop import run_episode
 from user_sys.edge.recorder import Recorder, SelectedAction, StepOutcome
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.learner.trainer import Trainer
+from user_sys.messages import EpisodeReport
 from user_sys.run.config import RunConfig
 from user_sys.run.evaluate import EvaluationConfig, evaluate
 from user_sys.store.store import StoreReader, StoreWriter
@@ -141,7 +142,7 @@ class PlainLoop:
         ]
         return Result(seconds, self._steps, self._updates, sum(found), len(found), done, self._assisted)
 
-    def _demonstrations(self) -> Iterator[EpisodeResult]:
+    def _demonstrations(self) -> Iterator[EpisodeReport]:
         config = self._config
         return generate_demonstrations(
             self._robot, config.demonstrations, 0, self._keep, config.recorder, seed=self._seed

@@ -13,9 +13,10 @@ from hal.task import Task, TaskMix
 from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FaultPlan, fake_expert
 from user_sys.edge.agents import ScriptedAgent
 from user_sys.edge.environment import RobotEnvironment, TimeStep
-from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.loop import run_episode
 from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction
 from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
+from user_sys.messages import EpisodeReport
 
 
 class Bench:
@@ -34,7 +35,7 @@ class Bench:
     def chunks(self) -> list[Chunk]:
         return [decode_chunk(packet) for packet in self.packets]
 
-    def run(self, agent: ScriptedAgent, seed: int = 3) -> EpisodeResult:
+    def run(self, agent: ScriptedAgent, seed: int = 3) -> EpisodeReport:
         return run_episode(
             self.driver,
             agent,

@@ -15,10 +15,10 @@ from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent
 from user_sys.edge.control_authority import ControlAuthority, ControlState
 from user_sys.edge.driver_client import decode_time_step, encode_time_step
 from user_sys.edge.environment import RobotEnvironment
-from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.loop import run_episode
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
-from user_sys.messages import OperatorReply
+from user_sys.messages import EpisodeReport, OperatorReply
 from user_sys.policies.policy import ActionChunk
 
 ROBOT = RobotConfig(
@@ -63,12 +63,12 @@ def operated_environment() -> Iterator[RobotEnvironment]:
     environment.close()
 
 
-def run_operated(environment: RobotEnvironment, episodes: int) -> tuple[list[EpisodeResult], list[ControlState]]:
+def run_operated(environment: RobotEnvironment, episodes: int) -> tuple[list[EpisodeReport], list[ControlState]]:
     """Also returns who had the robot at the first step of each episode."""
     authority = ControlAuthority("arm", environment.spec)
     commands = OperatorCommandQueue(authority.clock, lambda reply: None)
     agent = SharedControlAgent(environment.spec, authority, StillPolicy(), commands, NoSession())
-    results, first = list[EpisodeResult](), list[ControlState]()
+    results, first = list[EpisodeReport](), list[ControlState]()
     for seed in range(episodes):
         states = list[ControlState]()
         results.append(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,8 +23,8 @@ from hal.spec import Array
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
-from user_sys.edge.loop import EpisodeResult
 from user_sys.errors import RunError
+from user_sys.messages import EpisodeReport
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate_and_report, success_by_task, video_listener
 from user_sys.run.report import (
@@ -160,9 +161,18 @@ def test_latest_does_not_replace_a_folder(tmp_path: Path) -> None:
 
 
 def test_evaluation_of_several_tasks_reports_each(tmp_path: Path, console: Console) -> None:
-    done = [
-        EpisodeResult("", 9, won, 0.0, 0, 1, task) for task, won in (("lift", True), ("lift", False), ("peg", True))
-    ]
+    base = EpisodeReport(
+        robot="",
+        episode="",
+        source="evaluation",
+        steps=9,
+        success=True,
+        intervention_steps=0,
+        episode_return=0.0,
+        policy_version=1,
+    )
+    outcomes = (("lift", True), ("lift", False), ("peg", True))
+    done = [msgspec.structs.replace(base, success=won, task=task) for task, won in outcomes]
     assert success_by_task(done[2:]) == {}
     summary = replace(_summary(2, 3), tasks=success_by_task(done))
     write_report(tmp_path, summary, [], console)

@@ -10,10 +10,11 @@ from hal.settings import Amount, Limit
 from user_sys.compose import RobotConfig, build_robot_setup, describe_robot
 from user_sys.edge.agents import ScriptedAgent
 from user_sys.edge.local_environment import StopCheck, never_stop, open_local_environment, raise_if_stopped
-from user_sys.edge.loop import EpisodeResult, StepListener, run_episode
+from user_sys.edge.loop import StepListener, run_episode
 from user_sys.edge.recorder import Recorder, RecorderConfig
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
+from user_sys.messages import EpisodeReport
 
 MAX_ATTEMPTS_PER_DEMONSTRATION = 5
 DEMONSTRATION_SEED = 7_000_000  # differs from the seeds of online and evaluation episodes
@@ -63,7 +64,7 @@ def generate_demonstrations(
     seed: int,
     check_stop: StopCheck = never_stop,
     locked: bool = False,
-) -> Iterator[EpisodeResult]:
+) -> Iterator[EpisodeReport]:
     """Records the missing demonstrations, and yields each successful one after `persist` has stored its chunks.
 
     Args:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from user_sys.edge.environment import Environment, TaskInfo, TimeStep
 from user_sys.edge.recorder import Recorder, SelectedAction, StepOutcome
 from user_sys.episode import EpisodeSource, Phase
+from user_sys.messages import EpisodeReport
 from user_sys.trace import span
 
 
@@ -25,19 +26,6 @@ class Agent(Protocol):
         """The outcome of the step that led to `after`, the `steps`-th of the episode."""
 
 
-@dataclass(frozen=True)
-class EpisodeResult:
-    """One finished episode."""
-
-    episode: str
-    steps: int
-    success: bool | None
-    episode_return: float
-    intervention_steps: int
-    policy_version: int
-    task: str
-
-
 StepListener = Callable[[TimeStep, SelectedAction | None], None]
 """Called after each control period, with None if the robot held."""
 
@@ -50,8 +38,8 @@ def run_episode(
     source: EpisodeSource,
     seed: int,
     listeners: Sequence[StepListener] = (),
-) -> EpisodeResult:
-    """Runs one episode to its end.
+) -> EpisodeReport:
+    """Runs one episode to its end. Without a recorder the report names neither episode nor robot.
 
     Raises:
         HalError: an error of the environment. The episode stays open and is never sampled past its last step.
@@ -80,7 +68,17 @@ def run_episode(
         version = max(version, selected.policy_version)
         _notify(listeners, after, selected)
         if outcome.is_last:
-            return EpisodeResult(episode, steps, outcome.success, total, interventions, version, task.name)
+            return EpisodeReport(
+                robot=recorder.robot if recorder else "",
+                episode=episode,
+                source=source.value,
+                steps=steps,
+                success=outcome.success,
+                intervention_steps=interventions,
+                episode_return=total,
+                policy_version=version,
+                task=task.name,
+            )
         time_step = after
 
 

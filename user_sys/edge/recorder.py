@@ -161,7 +161,7 @@ class Recorder:
             ConfigError: the raw images of one step do not fit into a chunk.
         """
         _check_raw_image_size(spec, config)
-        self._spec, self._robot = spec, robot
+        self._spec, self.robot = spec, robot
         self._sink, self._config, self._run_task = sink, config, run_task
         self.episode = ""
         self._open: _OpenChunk
@@ -172,14 +172,14 @@ class Recorder:
 
         The open chunk of an unfinished episode is discarded.
         """
-        self.episode = new_episode_id(self._robot)
+        self.episode = new_episode_id(self.robot)
         unix_ns = time.time_ns()
         header = ChunkHeader(
             episode=self.episode,
             index=0,
             first_step=0,
             steps=0,
-            robot=self._robot,
+            robot=self.robot,
             embodiment=self._spec.embodiment,
             task=task.name,
             sentence=task.sentence,

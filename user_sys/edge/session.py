@@ -33,7 +33,7 @@ from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.environment import TimeStep
 from user_sys.edge.help_requests import InterventionConfig
 from user_sys.edge.local_link import LocalLink
-from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.loop import run_episode
 from user_sys.edge.outbox import OUTBOX_RETRY_S, Outbox, OutboxConfig
 from user_sys.edge.realtime import (
     CONTROL_LOOP_PRIORITY,
@@ -51,7 +51,6 @@ from user_sys.logs import add_log_ids, configure_logging
 from user_sys.messages import (
     PROTOCOL_VERSION,
     DevicesReport,
-    EpisodeReport,
     Hello,
     OperatorCommand,
     OperatorReply,
@@ -242,7 +241,7 @@ class RobotSession:
         source, seed = next(self._starts)
         self._agent.chunks.deterministic = source is EpisodeSource.EVALUATION
         try:
-            result = run_episode(
+            report = run_episode(
                 self._driver,
                 self._agent,
                 self._recorder,
@@ -256,7 +255,7 @@ class RobotSession:
             self._on_driver_error(error)
             return
         self._driver_error = ""
-        self._status.send(self._episode_report(source, result))
+        self._status.send(report)
 
     def _set_driver_mode(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
         error, suspended = self._agent.policy_error, self._agent.is_policy_suspended
@@ -287,19 +286,6 @@ class RobotSession:
             except HardwareLost:
                 if time.monotonic() > deadline:
                     raise
-
-    def _episode_report(self, source: EpisodeSource, result: EpisodeResult) -> EpisodeReport:
-        return EpisodeReport(
-            robot=self._config.robot,
-            episode=result.episode,
-            source=source.value,
-            steps=result.steps,
-            success=result.success,
-            intervention_steps=result.intervention_steps,
-            episode_return=result.episode_return,
-            policy_version=result.policy_version,
-            task=result.task,
-        )
 
     def _report_activity(self) -> None:
         if self._lease.is_expired():

@@ -25,11 +25,11 @@ from user_sys.edge.local_environment import (
     open_local_environment,
     raise_if_stopped,
 )
-from user_sys.edge.loop import EpisodeResult, StepListener, run_episode
+from user_sys.edge.loop import StepListener, run_episode
 from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
-from user_sys.messages import WeightsManifest
+from user_sys.messages import EpisodeReport, WeightsManifest
 from user_sys.policies.policy import ActionChunk, PolicyQuery
 from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
@@ -55,7 +55,7 @@ def evaluate(
     seed: int = 0,
     numbers: Sequence[int] = (),
     other_pictures: bool = False,
-) -> Iterator[EpisodeResult]:
+) -> Iterator[EpisodeReport]:
     """Runs `config.episodes` episodes on `robot` and yields each result.
 
     The robot is driven in this process, by the same environment, safety kernel and loop as in training. A policy reads
@@ -194,7 +194,7 @@ def run_evaluation(
     numbers: Sequence[int] = (),
     *,
     other_pictures: bool = False,
-) -> tuple[list[EpisodeResult], list[Array], WeightsManifest]:
+) -> tuple[list[EpisodeReport], list[Array], WeightsManifest]:
     """Evaluates the policy of `learner` on `robot` (default: the first) and shows progress.
 
     Args:
@@ -286,7 +286,7 @@ def _evaluate_and_film(
     return replace(counts, successes=successes, episodes=len(episodes), control_s=control_s, tasks=tasks)
 
 
-def success_by_task(episodes: Sequence[EpisodeResult]) -> dict[str, tuple[int, int]]:
+def success_by_task(episodes: Sequence[EpisodeReport]) -> dict[str, tuple[int, int]]:
     """Successes and episodes of each task; empty for one task."""
     names = sorted({episode.task for episode in episodes})
     chosen = {name: [bool(episode.success) for episode in episodes if episode.task == name] for name in names}

@@ -33,7 +33,6 @@ from user_sys.edge.demonstrations import (
     generate_demonstrations,
 )
 from user_sys.edge.local_environment import StopCheck, defer_signals, never_stop
-from user_sys.edge.loop import EpisodeResult
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import write_process_configs
 from user_sys.edge.session import EpisodeStarts, SessionConfig
@@ -49,7 +48,7 @@ from user_sys.learner.checkpoint import (
     unreadable_message,
 )
 from user_sys.learner.config import LearnerConfig
-from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy, load_reward, with_absolute_paths
 from user_sys.robot_records import LEARNER, is_learner_name, save_robot_record
 from user_sys.run.config import (
@@ -446,7 +445,7 @@ def record_demonstrations(
     seed: int,
     check_stop: StopCheck = never_stop,
     locked: bool = False,
-) -> Iterator[EpisodeResult]:
+) -> Iterator[EpisodeReport]:
     """Records until the store has the configured number of successful demonstrations; yields each durable one.
 
     `check_stop` and `locked`: see `generate_demonstrations`.
