@@ -13,17 +13,18 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hal.errors import HalError, SpecError
 from hal.spec import IMAGES
 from hal.state_database import discard_audit_event
-from user_sys.codec import Array, encode_packet
+from user_sys.codec import encode_packet
 from user_sys.errors import UserSysError, WireError
+from user_sys.inference.live_policy import LivePolicy
 from user_sys.inference.protocol import (
     ACTIONS,
     CORRECTION,
@@ -39,7 +40,7 @@ from user_sys.inference.protocol import (
     require_digest,
 )
 from user_sys.messages import NO_VERSION
-from user_sys.policies.policy import ActionChunk, ChunkContext
+from user_sys.policies.policy import ChunkContext
 from user_sys.trace import span
 from user_sys.tunnel.connection import request_short_time_slice
 from user_sys.tunnel.keys import KeyPair, Keyring
@@ -55,35 +56,7 @@ MAX_REASON_CHARS = 1000
 log = logging.getLogger(__name__)
 
 
-class ServedPolicy(Protocol):
-    """A policy that the server runs; see `live_policy.LivePolicy`."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def cameras(self) -> tuple[str, ...]: ...
-
-    @property
-    def swap_delay_s(self) -> float: ...
-
-    def hold_reason(self, *, explore: bool) -> str: ...
-
-    def swap(self) -> None: ...
-
-    def act_batch(
-        self,
-        observations: Sequence[Mapping[str, Array]],
-        instructions: Sequence[str],
-        *,
-        deterministic: bool,
-        contexts: Sequence[ChunkContext | None] = (),
-    ) -> list[ActionChunk]: ...
-
-    def raise_failure(self) -> None: ...
-
-
-OpenPolicy = Callable[[PolicyDescription], AbstractContextManager[ServedPolicy]]
+OpenPolicy = Callable[[PolicyDescription], AbstractContextManager[LivePolicy]]
 """Opens a policy. Raises ConfigError or SpecError: there is no such policy."""
 
 
@@ -138,13 +111,13 @@ class _PolicyTable:
     def __init__(self, open_policy: OpenPolicy, clock: Callable[[], float]) -> None:
         self._open_policy, self._clock = open_policy, clock
         self._executor = ThreadPoolExecutor(1, "policies")
-        self._opened: dict[bytes, Future[tuple[ServedPolicy, ExitStack]]] = {}
+        self._opened: dict[bytes, Future[tuple[LivePolicy, ExitStack]]] = {}
         self._used: dict[str, tuple[bytes, float]] = {}  # by robot: its policy, and when it used it last
 
     def is_known(self, digest: bytes) -> bool:
         return digest in self._opened
 
-    def get(self, robot: str, digest: bytes, description: bytes) -> ServedPolicy:
+    def get(self, robot: str, digest: bytes, description: bytes) -> LivePolicy:
         """The robot's policy. Raises UserSysError or HalError: it is not open; the message continues "the policy"."""
         opened = self._opened.get(digest)
         if opened is None:
@@ -165,7 +138,7 @@ class _PolicyTable:
         except Exception as error:  # of any kind, such as too little memory: the other policies go on
             raise WireError(f"cannot be loaded: {type(error).__name__}: {error}") from error
 
-    def _open(self, robot: str, encoded: bytes) -> tuple[ServedPolicy, ExitStack]:
+    def _open(self, robot: str, encoded: bytes) -> tuple[LivePolicy, ExitStack]:
         description = decode_description(encoded)
         stack = ExitStack()
         policy = stack.enter_context(self._open_policy(description))
@@ -184,7 +157,7 @@ class _PolicyTable:
                 del self._opened[key]
                 self._executor.submit(_close, opened)
 
-    def _has_failed(self, opened: Future[tuple[ServedPolicy, ExitStack]]) -> bool:
+    def _has_failed(self, opened: Future[tuple[LivePolicy, ExitStack]]) -> bool:
         """Whether it could not be opened, or has failed since. The next request then opens it again."""
         try:
             opened.result()[0].raise_failure()
@@ -200,7 +173,7 @@ class _PolicyTable:
         self._executor.shutdown()
 
 
-def _close(opened: Future[tuple[ServedPolicy, ExitStack]]) -> None:
+def _close(opened: Future[tuple[LivePolicy, ExitStack]]) -> None:
     try:
         opened.result()[1].close()
     except Exception as error:  # of any kind: the other policies go on
@@ -295,7 +268,7 @@ class PolicyServer:
         """Answers the most urgent of the requests, which are sorted, and those that act with it as a batch."""
         self._waiting = {}
         batches: defaultdict[tuple[bytes, bool, str], list[_Request]] = defaultdict(list)
-        policies: dict[bytes, ServedPolicy] = {}
+        policies: dict[bytes, LivePolicy] = {}
         for each in requests:
             digest, description = each.request.policy, each.request.description
             if not description and not self._policies.is_known(digest):
@@ -320,7 +293,7 @@ class PolicyServer:
             self._act_batch(policies[digest], batch[:count], deterministic)
             self._waiting |= {each.robot: each for each in batch[count:]}
 
-    def _act_batch(self, policy: ServedPolicy, requests: Sequence[_Request], deterministic: bool) -> None:
+    def _act_batch(self, policy: LivePolicy, requests: Sequence[_Request], deterministic: bool) -> None:
         batch = []
         for each in requests:
             if each.until_s < self._clock():
