@@ -53,7 +53,7 @@ def test_two_embodiments_learn_in_one_run_and_one_that_is_pulled_out_comes_back(
     run = tmp_path / "runs" / "fleet"
     with user_sys(tmp_path, "train", "fleet.yaml", "--name", "fleet") as launch:
         until(lambda: len(read_robot_records(run / "robots")) == 2 or over(launch), "both robots are known", WITHIN_S)
-        learners = [plan.name for plan in assign_learners(read_robot_records(run / "robots"))]
+        learners = list(assign_learners(read_robot_records(run / "robots")))
         assert len(learners) == 2
         for learner in learners:
             until(lambda name=learner: updates(run, name) > 50 or over(launch), f"{learner} learns", WITHIN_S)  # type: ignore[misc]

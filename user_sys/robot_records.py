@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +123,30 @@ EXIT_ORPHANED = 3
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9]+")
 
 
-@dataclass(frozen=True)
-class LearnerAssignment:
-    """One learner: its name, which begins with `LEARNER`, and the spec of its embodiment."""
+def assign_learners(records: Iterable[RobotRecord]) -> dict[str, RobotSpec]:
+    """The name of each learner, and the spec of its embodiment, in the order of the embodiments' first records.
 
-    name: str
-    spec: RobotSpec
-
-
-def assign_learners(records: Iterable[RobotRecord]) -> tuple[LearnerAssignment, ...]:
-    """One learner for each embodiment, in the order of the embodiments' first records. The first is `LEARNER`."""
-    learners: dict[str, LearnerAssignment] = {}
+    Each name begins with `LEARNER`, which is the name of the first.
+    """
+    learners: dict[str, RobotSpec] = {}
+    known = set[str]()
     for record in records:
         embodiment = record.spec.embodiment
-        if embodiment not in learners:
+        if embodiment not in known:
             model = _UNSAFE_CHARACTERS.sub("-", record.spec.model)
-            name = f"{LEARNER}-{model}-{embodiment[:6]}" if learners else LEARNER
-            learners[embodiment] = LearnerAssignment(name, record.spec)
-    return tuple(learners.values())
+            learners[f"{LEARNER}-{model}-{embodiment[:6]}" if learners else LEARNER] = record.spec
+            known.add(embodiment)
+    return learners
+
+
+def learner_from_embodiment(records: Iterable[RobotRecord]) -> dict[str, str]:
+    """The name of each embodiment's learner."""
+    return {spec.embodiment: name for name, spec in assign_learners(records).items()}
 
 
 def learner_from_robot(records: Sequence[RobotRecord]) -> dict[str, str]:
     """The name of each robot's learner."""
-    names = {learner.spec.embodiment: learner.name for learner in assign_learners(records)}
+    names = learner_from_embodiment(records)
     return {record.robot: names[record.spec.embodiment] for record in records}
 
 

@@ -38,7 +38,7 @@ CARDS = [
     RobotRecord(robot=name, spec=spec, known_since_unix_ns=number)
     for number, (name, spec) in enumerate((("a", PANDA), ("b", ARM), ("c", PANDA)))
 ]
-FIRST, SECOND = (plan.name for plan in assign_learners(CARDS))
+FIRST, SECOND = assign_learners(CARDS)
 
 
 def robot(name: str, spec: RobotSpec | None, via: str = "") -> Peer:
@@ -93,8 +93,8 @@ class RouterBench:
 
 def test_each_embodiment_has_a_learner() -> None:
     assert FIRST == LEARNER and SECOND == f"learner-so-101-{ARM.embodiment[:6]}"
-    assert [plan.spec for plan in assign_learners(CARDS)] == [PANDA, ARM]
-    assert assign_learners([]) == ()
+    assert list(assign_learners(CARDS).values()) == [PANDA, ARM]
+    assert assign_learners([]) == {}
 
 
 def test_robot_gets_weights_of_its_embodiment_only(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from user_sys.config import load
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT, check_demonstrable
 from user_sys.edge.local_environment import defer_signals
 from user_sys.errors import EXIT_DEADLINE_S, RunError, exit_now
-from user_sys.robot_records import ROBOTS_FOLDER, assign_learners, read_robot_records, save_robot_record
+from user_sys.robot_records import ROBOTS_FOLDER, learner_from_embodiment, read_robot_records, save_robot_record
 from user_sys.run.compare import comparison_table, draw_comparison, read_variants
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, open_run_folder
 from user_sys.run.evaluate import run_evaluation, success_by_task
@@ -163,11 +163,10 @@ def _select_robot(config: RunConfig, folder: RunFolder, name: str | None) -> tup
     robot = next((robot for robot in config.robots if name in (None, robot.name)), None)
     if robot is None:
         raise RunError(f"{folder.path} has no robot {name!r}; it has {[robot.name for robot in config.robots]}")
-    embodiment = robot_spec(robot).embodiment
-    for learner in assign_learners(read_robot_records(folder.robots)):
-        if learner.spec.embodiment == embodiment:
-            return learner.name, robot
-    raise RunError(f"{folder.path} has no learner for the embodiment of {robot.name}; evaluate on another robot")
+    learners = learner_from_embodiment(read_robot_records(folder.robots))
+    if (learner := learners.get(robot_spec(robot).embodiment)) is None:
+        raise RunError(f"{folder.path} has no learner for the embodiment of {robot.name}; evaluate on another robot")
+    return learner, robot
 
 
 @click.command()

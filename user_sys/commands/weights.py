@@ -143,7 +143,7 @@ def export(run: Path, output: Path, learner: str) -> None:
     folder, config, _ = open_run_folder(run)
     if output.exists():
         raise RunError(f"{output} exists; give a new folder")
-    specs = {each.name: each.spec for each in assign_learners(read_robot_records(folder.robots))}
+    specs = assign_learners(read_robot_records(folder.robots))
     if learner not in specs:
         raise RunError(f"{run} has no learner {learner!r}; it has {', '.join(sorted(specs)) or 'none'}")
     manifest, weights = load_acting_weights(folder, learner)

@@ -31,7 +31,7 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
 from user_sys.messages import EpisodeReport, WeightsManifest
 from user_sys.policies.policy import ActionChunk, PolicyQuery
-from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
+from user_sys.robot_records import LEARNER, learner_folder, learner_from_embodiment, read_robot_records
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.pins import current_pin
 from user_sys.run.report import FAILURES, VIDEO, RunSummary, success_text, training_history, write_report, write_video
@@ -173,13 +173,12 @@ def robots_to_evaluate(config: RunConfig, folder: RunFolder) -> dict[str, RobotC
 
     Real robots are evaluated with `user-sys evaluate` only, by a person who stands by.
     """
-    records = read_robot_records(folder.robots)
-    learner_from_embodiment = {each.spec.embodiment: each.name for each in assign_learners(records)}
+    learners = learner_from_embodiment(read_robot_records(folder.robots))
     found: dict[str, RobotConfig] = {}
     for robot in config.robots:
         if not robot.simulated:
             continue
-        if (learner := learner_from_embodiment.get(robot_spec(robot).embodiment)) is not None:
+        if (learner := learners.get(robot_spec(robot).embodiment)) is not None:
             found.setdefault(learner, robot)
     return found
 

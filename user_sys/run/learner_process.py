@@ -232,10 +232,9 @@ def _wait_for_spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec 
     first = wait_for_robot_record(robots, stop)
     if first is None or name == LEARNER:
         return None if first is None else first.spec
-    for assignment in assign_learners(read_robot_records(robots)):
-        if assignment.name == name:
-            return assignment.spec
-    raise RunError(f"the run has no robot for {name}; resume it with a robot of that embodiment")
+    if (spec := assign_learners(read_robot_records(robots)).get(name)) is None:
+        raise RunError(f"the run has no robot for {name}; resume it with a robot of that embodiment")
+    return spec
 
 
 if __name__ == "__main__":

@@ -148,11 +148,11 @@ class RunProcesses:
 
     def start_new_learners(self) -> None:
         """Starts a learner for each embodiment that has none. The first learner waits for its robot by itself."""
-        for assignment in assign_learners(read_robot_records(self._folder.robots)):
-            if assignment.name not in self.learners:
-                log.info("run.learner_started name=%s model=%s", assignment.name, assignment.spec.model)
-                allow_process(self._folder, assignment.name, "learner")
-                self._start_learner(assignment.name)
+        for name, spec in assign_learners(read_robot_records(self._folder.robots)).items():
+            if name not in self.learners:
+                log.info("run.learner_started name=%s model=%s", name, spec.model)
+                allow_process(self._folder, name, "learner")
+                self._start_learner(name)
 
     def poll_compute(self, print_line: PrintLine) -> None:
         """Moves learners and policy server off lost nodes as soon as other nodes are free. Prints what changes."""

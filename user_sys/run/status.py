@@ -37,7 +37,7 @@ _ENDED = ("ended", "interrupted")
 _log = logging.getLogger(__name__)
 
 
-class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessReport(ProcessStatus, frozen=True, kw_only=True):
     """One process of a run.
 
     Attributes:
@@ -46,11 +46,6 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    state: ProcessState
-    restarts: int
-    last_exit: int | None
-    error: str
-    pid: int | None = None
     reported_unix_s: float = 0.0
     restarted_unix_s: float = 0.0
 
@@ -118,11 +113,7 @@ class StatusFile:
             reports.append(
                 ProcessReport(
                     name=name,
-                    state=process.state,
-                    restarts=process.restarts,
-                    last_exit=process.last_exit,
-                    error=process.error,
-                    pid=process.pid,
+                    **msgspec.structs.asdict(process),
                     reported_unix_s=self._reported_s.get(name, 0.0),
                     restarted_unix_s=at_s,
                 )
