@@ -1,4 +1,4 @@
-"""Logging of every process: one line for each event, to standard error, which its supervisor writes to a file.
+"""Processes and their logs: one line for each event, to standard error, which a supervisor writes to a file.
 
 In a terminal the lines are text. A process with `LOG_VARIABLE` in its environment writes JSON, with the ids of its run,
 process and robot, `order_id`, and those of `add_log_ids`. Files are rotated: `LOG_COPIES` older ones of `MAX_LOG_BYTES`
@@ -11,13 +11,17 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from hal.errors import HalError
 from hal.process_supervisor import LOG_COPIES, MAX_LOG_BYTES
+from hal.signals import stop_on_signals
+from user_sys.errors import UserSysError
 
 TAIL_BYTES = 65536
 FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
@@ -103,6 +107,23 @@ def configure_logging(level: int = logging.INFO) -> None:
             if LOG_VARIABLE in os.environ:
                 handler.setFormatter(JsonFormatter(_ids_from_environment()))
     root.setLevel(level)
+
+
+def run_process(name: str, serve: Callable[[threading.Event], object]) -> int:
+    """Runs a process: `serve` returns after SIGTERM or Ctrl-C has set its event.
+
+    Returns:
+        0; or 2, after a line in the log, for an error of ours or of the system.
+    """
+    configure_logging()
+    stop = threading.Event()
+    stop_on_signals(stop)
+    try:
+        serve(stop)
+    except (UserSysError, HalError, OSError) as error:
+        logging.getLogger(__name__).error("%s.failed %s: %s", name, type(error).__name__, error)
+        return 2
+    return 0
 
 
 def _ids_from_environment() -> dict[str, str]:

@@ -27,17 +27,15 @@ from blake3 import blake3
 
 from hal.discovery import probe_gpus
 from hal.durable import replace_durably
-from hal.errors import HalError
 from hal.resource import local_node
 from hal.settings import Count
-from hal.signals import stop_on_signals
 from user_sys.compose import Device, PolicyConfig, make_policy
 from user_sys.config import load
-from user_sys.errors import ConfigError, UserSysError
+from user_sys.errors import ConfigError
 from user_sys.inference.live_policy import LivePolicy
 from user_sys.inference.policy_server import OpenPolicy, PolicyServer
 from user_sys.inference.protocol import POLICY_NODE, PolicyDescription, encode_description
-from user_sys.logs import configure_logging
+from user_sys.logs import run_process
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, load_public_key
@@ -132,30 +130,22 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(f"{__doc__}\n{PolicyServerConfig.__doc__}\n")
         return 0
-    configure_logging()
-    stop = threading.Event()
-    stop_on_signals(stop)
-    try:
-        path = Path(argv[0]) if argv and not argv[0].startswith("--") else None
-        config = load(PolicyServerConfig, path, argv[1:] if path else argv)
-        check_listen_endpoint(config.listen)
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # `TorchPolicy` reads it
-        server = PolicyServer(
-            config.listen,
-            load_keypair(config.keys / f"{POLICY_NODE}.key"),
-            Keyring(config.keys),
-            policy_opener(config),
-        )
+    return run_process("policy", lambda stop: _serve(argv, stop))
 
-        def announce(endpoint: str) -> None:
-            if config.announce:
-                replace_durably(Path(config.announce), endpoint.encode())
 
-        server.run(stop, announce)
-    except (UserSysError, HalError, OSError) as error:
-        log.error("policy.failed %s: %s", type(error).__name__, error)
-        return 2
-    return 0
+def _serve(argv: list[str], stop: threading.Event) -> None:
+    path = Path(argv[0]) if argv and not argv[0].startswith("--") else None
+    config = load(PolicyServerConfig, path, argv[1:] if path else argv)
+    check_listen_endpoint(config.listen)
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)  # `TorchPolicy` reads it
+    keys = load_keypair(config.keys / f"{POLICY_NODE}.key")
+    server = PolicyServer(config.listen, keys, Keyring(config.keys), policy_opener(config))
+
+    def announce(endpoint: str) -> None:
+        if config.announce:
+            replace_durably(Path(config.announce), endpoint.encode())
+
+    server.run(stop, announce)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hal.durable import replace_durably
-from hal.errors import HalError
 from hal.signals import stop_on_signals
 from hal.state_database import STATE_FILE, AuditLog
 from user_sys.compose import drawing_source
@@ -23,8 +22,8 @@ from user_sys.console.config import ADDRESS_MODE, as_before
 from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.local_estop import with_local_estop
-from user_sys.errors import RunError, UserSysError, WireError
-from user_sys.logs import configure_logging
+from user_sys.errors import RunError, WireError
+from user_sys.logs import run_process
 from user_sys.messages import ResourceUpdate, RobotStatus
 from user_sys.robot_records import learner_from_robot, read_robot_records
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata, open_run_folder
@@ -150,15 +149,7 @@ def serve_console(run: Path, port: int | None, on_address: Callable[[str], None]
 
 def main(argv: list[str]) -> int:
     """Serves the console of the run in the folder `argv[0]` until it is stopped."""
-    configure_logging()
-    stop = threading.Event()
-    stop_on_signals(stop)
-    try:
-        ConsoleProcess(*open_run_folder(Path(argv[0]))).serve(stop)
-    except (UserSysError, HalError, OSError) as error:
-        log.error("console.failed %s: %s", type(error).__name__, error)
-        return 2
-    return 0
+    return run_process("console", lambda stop: ConsoleProcess(*open_run_folder(Path(argv[0]))).serve(stop))
 
 
 if __name__ == "__main__":

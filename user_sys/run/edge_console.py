@@ -19,7 +19,6 @@ from hal.durable import replace_durably
 from hal.errors import HalError
 from hal.machine_folder import robot_files
 from hal.resource import local_node
-from hal.signals import stop_on_signals
 from hal.state_database import STATE_FILE, AuditEntry, AuditLog
 from user_sys.config import load
 from user_sys.console.config import ADDRESS_MODE, ConsoleConfig, as_before
@@ -27,8 +26,8 @@ from user_sys.console.hub import ConsoleHub, HubMessage, OverrideOrder
 from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.local_estop import press_estop
 from user_sys.edge.local_link import LocalLink
-from user_sys.errors import AuthorityError, UserSysError, WireError
-from user_sys.logs import configure_logging
+from user_sys.errors import AuthorityError, WireError
+from user_sys.logs import run_process
 from user_sys.messages import OperatorCommand, Preview, PreviewRequest
 from user_sys.tunnel.protocol import AnyMessage, Payload
 
@@ -146,15 +145,7 @@ class EdgeConsole:
 
 def main(argv: list[str]) -> int:
     """Serves the console that the file `argv[0]` describes until it is stopped."""
-    configure_logging()
-    stop = threading.Event()
-    stop_on_signals(stop)
-    try:
-        EdgeConsole(load(EdgeConsoleConfig, Path(argv[0]))).serve(stop)
-    except (UserSysError, HalError, OSError) as error:
-        log.error("console.failed %s: %s", type(error).__name__, error)
-        return 2
-    return 0
+    return run_process("console", lambda stop: EdgeConsole(load(EdgeConsoleConfig, Path(argv[0]))).serve(stop))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
-from hal.errors import HalError
-from hal.signals import stop_on_signals
-from user_sys.errors import LinkDown, UserSysError
+from user_sys.errors import LinkDown
 from user_sys.interchange.episodes import EpisodeFilter
-from user_sys.logs import configure_logging
+from user_sys.logs import run_process
 from user_sys.plugins import load_reward
 from user_sys.rewards.labelling import EpisodeLabeller
 from user_sys.run.config import open_run_folder
@@ -30,23 +28,19 @@ STORE_TIMEOUT_S = 60.0
 
 def main(argv: list[str]) -> int:
     """Labels until it is stopped. `argv`: the run's folder."""
-    configure_logging()
-    stop = threading.Event()
-    stop_on_signals(stop, threading.Event())
-    try:
-        folder, config, _ = open_run_folder(Path(argv[0]))
-        reward = load_reward(config.rewards)
-        with StoreReader.open(folder.store, wait_s=STORE_TIMEOUT_S) as store:
-            selection = EpisodeFilter(sources=config.rewards.sources)
-            labeller = EpisodeLabeller(store, reward, config.rewards.kind, selection)
-            log.info("reward.started labeller=%s", labeller.labeller)
-            while not stop.wait(POLL_S):
-                label_new(labeller, folder.store)
+    return run_process("reward", lambda stop: _label(Path(argv[0]), stop))
+
+
+def _label(run: Path, stop: threading.Event) -> None:
+    folder, config, _ = open_run_folder(run)
+    reward = load_reward(config.rewards)
+    with StoreReader.open(folder.store, wait_s=STORE_TIMEOUT_S) as store:
+        selection = EpisodeFilter(sources=config.rewards.sources)
+        labeller = EpisodeLabeller(store, reward, config.rewards.kind, selection)
+        log.info("reward.started labeller=%s", labeller.labeller)
+        while not stop.wait(POLL_S):
             label_new(labeller, folder.store)
-    except (UserSysError, HalError, OSError) as error:
-        log.error("reward.failed %s: %s", type(error).__name__, error)
-        return 2
-    return 0
+        label_new(labeller, folder.store)
 
 
 def label_new(labeller: EpisodeLabeller, store: Path) -> None:
