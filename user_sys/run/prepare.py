@@ -60,9 +60,9 @@ from user_sys.run.config import (
     open_run_folder,
     require_no_run,
 )
+from user_sys.run.report import stored_episodes
 from user_sys.run.topology import CONSOLE, LOOPBACK
-from user_sys.store.record_format import segment_numbers
-from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 from user_sys.tunnel.limits import is_loopback
@@ -428,11 +428,7 @@ def free_endpoint(endpoint: str) -> str:
 
 def count_demonstrations(store: Path, robot: str) -> int:
     """Complete, successful demonstrations of `robot` in the store at `store`; 0 if there is no store."""
-    if not segment_numbers(store):
-        return 0
-    with StoreReader.open(store) as reader:
-        reader.refresh()
-        episodes = reader.episodes()
+    episodes = stored_episodes(store)
     return sum(e.source is EpisodeSource.DEMO and e.robot == robot and bool(e.success) for e in episodes)
 
 

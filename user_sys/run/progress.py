@@ -24,9 +24,8 @@ from user_sys.messages import EpisodeReport, MetricsReport
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunFolder
 from user_sys.run.metrics import METRICS, RUN, read_metrics
-from user_sys.run.report import wilson_interval
+from user_sys.run.report import stored_episodes, wilson_interval
 from user_sys.store.index import EpisodeSummary
-from user_sys.store.store import StoreReader
 
 PLAIN_INTERVAL_S = 10.0  # between lines without a terminal
 REFRESH_HZ = 4.0
@@ -211,11 +210,7 @@ def previous_elapsed_s(metrics: Path) -> float:
 
 def previous_episodes(store: Path) -> tuple[int, int, int]:
     """Online episodes of earlier launches, their steps, and how many of them had interventions."""
-    if not store.exists():
-        return 0, 0, 0
-    with StoreReader.open(store) as reader:
-        reader.refresh()
-        online = [episode for episode in reader.episodes() if episode.source == "online"]
+    online = [episode for episode in stored_episodes(store) if episode.source == EpisodeSource.ONLINE]
     return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
 
 
@@ -225,11 +220,9 @@ def previous_outcomes(folder: RunFolder) -> list[tuple[float, EpisodeReport]]:
     for line in read_metrics(folder.path / METRICS / f"{RUN}.jsonl"):
         if (at_s := line.get("time_unix_s")) is not None and (elapsed_s := line.get("elapsed_s")) is not None:
             known.append((at_s, elapsed_s))
-    if not known or not folder.store.exists():
+    if not known:
         return []
-    with StoreReader.open(folder.store) as reader:
-        reader.refresh()
-        finished = [each for each in reader.episodes() if each.complete and each.source != EpisodeSource.DEMO]
+    finished = [each for each in stored_episodes(folder.store) if each.complete and each.source != EpisodeSource.DEMO]
     finished.sort(key=lambda each: each.started_unix_ns)
     times = np.array(known, np.float64)
     seconds = np.interp([each.started_unix_ns / 1e9 for each in finished], times[:, 0], times[:, 1])

@@ -26,6 +26,7 @@ from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_recor
 from user_sys.run.config import RunFolder
 from user_sys.run.metrics import METRICS, read_metrics
 from user_sys.store.index import EpisodeSummary
+from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
 
 Z_95 = 1.959964  # two-sided 95% of the normal distribution
@@ -309,16 +310,22 @@ class Reached:
     updates: int
 
 
+def stored_episodes(store: Path) -> list[EpisodeSummary]:
+    """The episodes in the store at `store`, in the order of their first chunks; none if there is no store yet."""
+    if not segment_numbers(store):
+        return []
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        return reader.episodes()
+
+
 def training_history(folder: RunFolder) -> list[EpisodePoint]:
     """The complete online episodes in the run's store, with their newest labels, in the order in which they began.
 
     Episodes that a label deletes are left out. The robots' clocks place episodes among the learner's reports.
     """
-    if not folder.store.exists():
-        return []
-    with StoreReader.open(folder.store) as reader:
-        reader.refresh()
-        online = [e for e in reader.episodes() if e.source == EpisodeSource.ONLINE and e.complete and not e.deleted]
+    stored = stored_episodes(folder.store)
+    online = [e for e in stored if e.source == EpisodeSource.ONLINE and e.complete and not e.deleted]
     learners = learner_from_robot(read_robot_records(folder.robots))
     points: list[tuple[int, EpisodePoint]] = []
     by_learner = sorted(online, key=lambda episode: learners.get(episode.robot, LEARNER))
