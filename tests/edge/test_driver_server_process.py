@@ -46,7 +46,7 @@ def driver(tmp_path: Path) -> Iterator[NodeProcess]:
 
 def test_newest_token_drives_after_a_restart(tmp_path: Path) -> None:
     with driver_process(tmp_path, FAKE) as running, session(2) as first:
-        assert first.spec.model == "fake" and first.task.name == "reach"
+        assert first.spec.model == "fake" and first.episode_task.name == "reach"
         first.reset(seed=1)
         np.testing.assert_array_equal(first.step(RIGHT).applied, RIGHT)
         with DriverClient("fake-0", token=1) as older:

@@ -154,14 +154,15 @@ def decode_time_step(reply: DriverReply, arrays: dict[str, Array]) -> TimeStep:
 
 
 def driver_endpoint(robot: str) -> str:
-    """The local socket of `robot`'s driver process on this machine.
+    """The local socket of `robot`'s driver process on this machine. Raises as `socket_endpoint`."""
+    return socket_endpoint(f"{robot}.sock", "give the robot a shorter name")
 
-    Raises:
-        RunError: the path is too long for a Unix socket; the message gives the fix.
-    """
-    path = str(runtime_folder() / f"{robot}.sock")
+
+def socket_endpoint(name: str, fix: str) -> str:
+    """The socket `name` in this user's runtime folder. Raises RunError, with `fix`: its path is too long for one."""
+    path = str(runtime_folder() / name)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise RunError(f"socket path is too long: {path}; give the robot a shorter name")
+        raise RunError(f"socket path is too long: {path}; {fix}")
     return f"ipc://{path}"
 
 
@@ -169,8 +170,8 @@ class DriverClient(ClosedAtExit):
     """The environment of a driver process. One thread uses an instance; a second thread opens its own.
 
     Attributes:
-        spec, task, latch_path: set by `describe` and `attach`. `latch_path` is the e-stop's latch file that the driver
-            reads at its next start.
+        spec, episode_task, latch_path: set by `describe` and `attach`; the task by `reset` too. `latch_path` is the
+            e-stop's latch file that the driver reads at its next start.
         refused_realtime: the real-time settings that the system refused the driver process; empty if it refused none.
         newest_token: the newest token that the driver has seen.
         real_time: control periods follow the clock; otherwise a simulated robot runs as fast as it can.
@@ -180,7 +181,7 @@ class DriverClient(ClosedAtExit):
     """
 
     spec: RobotSpec
-    task: TaskInfo
+    episode_task: TaskInfo
     latch_path: Path
 
     def __init__(self, robot: str, *, token: int = 0, owner: str = "", shutdown: threading.Event | None = None) -> None:
@@ -246,17 +247,12 @@ class DriverClient(ClosedAtExit):
         reply, _ = self._request(order, deadline_s=deadline_s)
         if reply.spec is None or reply.task is None:
             raise HardwareLost(f"the driver of {self.robot} sent no spec or no task")
-        self.spec, self.task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
+        self.spec, self.episode_task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
         self.newest_token, self.latch_path = reply.newest_token, Path(reply.latch)
-
-    @property
-    def episode_task(self) -> TaskInfo:
-        """The task of the newest reset or description."""
-        return self.task
 
     def reset(self, seed: int) -> TimeStep:
         reply, arrays = self._request("reset", seed=seed, deadline_s=RESET_DEADLINE_S)
-        self.task = reply.task or self.task
+        self.episode_task = reply.task or self.episode_task
         return decode_time_step(reply, arrays)
 
     def step(self, action: Array) -> TimeStep:

@@ -7,16 +7,14 @@ connects to it. What cannot be sent at once is dropped: all messages are states,
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 
 import zmq
 
 from hal.context import StartedAtEntry
-from hal.machine_folder import runtime_folder
-from user_sys.edge.driver_client import MAX_SOCKET_PATH_BYTES
-from user_sys.errors import RunError, WireError
+from user_sys.edge.driver_client import socket_endpoint
+from user_sys.errors import WireError
 from user_sys.messages import Preview
 from user_sys.tunnel.connection import Wakeup
 from user_sys.tunnel.flow_control import CoalescingQueue
@@ -42,11 +40,8 @@ OnMessage = Callable[[AnyMessage, Payload | None], object]
 
 
 def local_console_endpoint(name: str) -> str:
-    """The socket of the console `name` on this computer. Raises RunError: the path is too long for a Unix socket."""
-    path = str(runtime_folder() / f"{name}.console")
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise RunError(f"socket path is too long: {path}; give the runtime folder a shorter path")
-    return f"ipc://{path}"
+    """The socket of the console `name` on this computer. Raises as `socket_endpoint`."""
+    return socket_endpoint(f"{name}.console", "give the runtime folder a shorter path")
 
 
 class LocalLink(StartedAtEntry):

@@ -136,7 +136,11 @@ def is_expected_restart(now: RobotHealth, reported: RobotHealth) -> bool:
 
 
 class RobotProcesses:
-    """Starts a robot's driver and session, restarts them, and prints each change. One thread calls it."""
+    """Starts a robot's driver and session, restarts them, and prints each change. One thread calls it.
+
+    Attributes:
+        health: the robot's condition at the last `poll`.
+    """
 
     def __init__(self, robot: str, state: Path, logs: Path, gateway: str, print_line: Callable[[str], None]) -> None:
         """`state`: folder of the two config files."""
@@ -149,7 +153,7 @@ class RobotProcesses:
             environment = PROCESS_ENVIRONMENT | log_environment(process=name, robot=robot)
             supervisors.append(ProcessSupervisor(argv, environment, self._logs[part], RESTART_POLICY))
         self._driver, self._session = supervisors
-        self._reported = RobotHealth("", "")
+        self.health = RobotHealth("", "")
         self._since_s = self._remind_at_s = 0.0
         self._unsent = (0, 0, 0)  # chunks, bytes, dropped episodes
         self._pid: int | None = None
@@ -157,12 +161,7 @@ class RobotProcesses:
     @property
     def is_finished(self) -> bool:
         """The run has ended and the session has exited."""
-        return self._reported is RUN_FINISHED
-
-    @property
-    def health(self) -> RobotHealth:
-        """The robot's condition at the last `poll`."""
-        return self._reported
+        return self.health is RUN_FINISHED
 
     def start(self) -> None:
         """Raises SupervisionError: a process cannot be started, or its log cannot be written."""
@@ -181,9 +180,9 @@ class RobotProcesses:
         report = self._read_report(session.pid)
         last_lines = {part: last_log_message(path) for part, path in self._logs.items()}
         now = robot_health(self._gateway, self._driver.status(), session, report, last_lines)
-        if is_expected_restart(now, self._reported):
+        if is_expected_restart(now, self.health):
             return
-        last, offline = self._reported, (UNREACHABLE, HELD)
+        last, offline = self.health, (UNREACHABLE, HELD)
         if now.kind != last.kind:
             if last.kind in offline and now.kind not in offline and report is not None:
                 offline_s = time.monotonic() - self._since_s
@@ -196,7 +195,7 @@ class RobotProcesses:
             self._remind_at_s += REMINDER_PERIOD_S
             offline_s = time.monotonic() - self._since_s
             self._print(f"still unreachable, for {_duration(offline_s)}; {self._outbox_text()}")
-        self._reported = now
+        self.health = now
 
     def request_stop(self) -> None:
         """Asks the session to end: it truncates its episode, delivers chunks, and releases the lease."""
