@@ -40,7 +40,12 @@ from user_sys.compose import (
 )
 from user_sys.config import as_dict, build, load, read_yaml, save
 from user_sys.console.config import ConsoleConfig
-from user_sys.edge.demonstrations import DemonstrationConfig, check_demonstrable, generate_demonstrations
+from user_sys.edge.demonstrations import (
+    SEEDS_PER_ROBOT,
+    DemonstrationConfig,
+    check_demonstrable,
+    generate_demonstrations,
+)
 from user_sys.edge.help_requests import InterventionConfig
 from user_sys.edge.local_link import local_console_endpoint
 from user_sys.edge.outbox import Outbox, OutboxConfig
@@ -319,7 +324,7 @@ def _record_demonstrations(
                 outbox.append(chunk, sync=False)
             outbox.sync()
 
-        seed = config.seed + 100 * number
+        seed = config.seed + SEEDS_PER_ROBOT * number
         recorded = generate_demonstrations(
             robot, config.demonstrations, existing, persist, config.recorder, seed=seed, check_stop=check_stop
         )
