@@ -329,13 +329,7 @@ class ChunkExecutor:
             chunk = self._policy.act(PolicyQuery(observe(), instruction, self.deterministic))
             self._take(chunk, _Request(self._executed, self._period, t_observation_ns, self._executed))
 
-    def _advance(
-        self,
-        requests: AsyncPolicy,
-        observe: Observe,
-        t_observation_ns: int,
-        instruction: str,
-    ) -> None:
+    def _advance(self, requests: AsyncPolicy, observe: Observe, t_observation_ns: int, instruction: str) -> None:
         unavailable: PolicyUnavailable | None = None
         try:
             self._receive(requests)
