@@ -15,7 +15,6 @@ from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.loop import run_episode
 from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import EpisodeSource, Phase
-from user_sys.messages import OperatorReply
 from user_sys.policies.policy import ActionChunk
 
 STEPS, BACK = 10, 6
@@ -35,8 +34,6 @@ class SidewaysPolicy:
 
 
 class LastingSession:
-    def send_reply(self, reply: OperatorReply) -> None: ...
-
     def rearm(self, person: str, estop_sequence: int) -> bool:
         return True
 

@@ -18,7 +18,7 @@ from user_sys.edge.environment import RobotEnvironment
 from user_sys.edge.loop import run_episode
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
-from user_sys.messages import EpisodeReport, OperatorReply
+from user_sys.messages import EpisodeReport
 from user_sys.policies.policy import ActionChunk
 
 ROBOT = RobotConfig(
@@ -41,8 +41,6 @@ class StillPolicy:
 
 
 class NoSession:
-    def send_reply(self, reply: OperatorReply) -> None: ...
-
     def rearm(self, person: str, estop_sequence: int) -> bool:
         return True
 

@@ -222,9 +222,9 @@ class OperatorCommandQueue:
     def __init__(self, clock: Callable[[], float], send_reply: Callable[[OperatorReply], object]) -> None:
         """Args:
         clock: monotonic seconds.
-        send_reply: sends the rejection of a command; called in the thread that submits it.
+        send_reply: sends the reply to a command; called in the thread that submits it, or in the control loop's.
         """
-        self._clock, self._send_reply = clock, send_reply
+        self._clock, self.send_reply = clock, send_reply
         self._queue: CoalescingQueue[_PendingCommand] = CoalescingQueue(MAX_PENDING_COMMANDS)
         self._estop: OperatorCommand | None = None  # an e-stop that the control loop has not taken
         self._newest_estop = 0  # the `sequence` of the newest e-stop
@@ -236,11 +236,11 @@ class OperatorCommandQueue:
             estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
         """
         if command.order == "re-arm" and command.sequence < self._newest_estop:
-            self._send_reply(command.reply(accepted=False, reason="the e-stop was pressed again since"))
+            self.send_reply(command.reply(accepted=False, reason="the e-stop was pressed again since"))
             return
         key = ("drive", command.operator) if command.order == "drive" else None
         if not self._queue.put(_PendingCommand(command, estop_sequence, self._clock()), key):
-            self._send_reply(command.reply(accepted=False, reason="busy"))
+            self.send_reply(command.reply(accepted=False, reason="busy"))
 
     def note_estop(self, command: OperatorCommand) -> None:
         """Notes an e-stop that is on its way to the driver. Never blocks and never rejects it."""
@@ -259,9 +259,6 @@ class OperatorCommandQueue:
 
 class SessionControl(Protocol):
     """The session functions that its agent calls."""
-
-    def send_reply(self, reply: OperatorReply) -> None:
-        """Sends the reply to an operator's command."""
 
     def rearm(self, person: str, estop_sequence: int) -> bool:
         """Releases the driver's e-stop; False if it was pressed again since."""
@@ -423,7 +420,7 @@ class SharedControlAgent:
             if reply.accepted and command.order == "hand-back" and self._rules.ends_episode:
                 self._reset = True
             if command.order != "drive":
-                self._session.send_reply(reply)
+                self._commands.send_reply(reply)
         order_id.set("")
 
     def _policy_action(self, time_step: TimeStep) -> SelectedAction | None:

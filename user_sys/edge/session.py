@@ -53,7 +53,6 @@ from user_sys.messages import (
     DevicesReport,
     Hello,
     OperatorCommand,
-    OperatorReply,
     PreviewRequest,
     WeightsApplied,
 )
@@ -179,7 +178,7 @@ class RobotSession:
             driver.max_gap_s = 0.0 if config.real_time else self._policy.timeout_s
         tool_drive = ToolDrive(spec, config.description)
         authority = ControlAuthority(config.robot, spec, tool_drive=tool_drive)
-        commands = OperatorCommandQueue(authority.clock, self.send_reply)
+        commands = OperatorCommandQueue(authority.clock, lambda reply: self._status.send(reply))
         self._agent = SharedControlAgent(
             spec,
             authority,
@@ -294,9 +293,6 @@ class RobotSession:
             self._reporter.activity = "waiting for weights" if self._policy.awaits_weights else "driving"
 
     # agents.SessionControl
-
-    def send_reply(self, reply: OperatorReply) -> None:
-        self._status.send(reply)
 
     def rearm(self, person: str, estop_sequence: int) -> bool:
         return self._driver.rearm(person, estop_sequence)
