@@ -14,13 +14,10 @@ A file is written under a temporary name and renamed; a killed export repeats mi
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from foxglove_schemas_protobuf.CompressedImage_pb2 import CompressedImage
 from mcap.well_known import MessageEncoding, SchemaEncoding
 from mcap.writer import CompressionType, Writer
@@ -28,13 +25,11 @@ from mcap_protobuf.schema import register_schema
 
 from hal.durable import sync_folder
 from hal.spec import RobotSpec
-from user_sys.codec import Array
-from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX
-from user_sys.interchange.episodes import UNFINISHED_SUFFIX, EpisodeReader, StoredEpisode, element_labels
-from user_sys.interchange.frames import Frame, encode_png
+from user_sys.episode import IMAGE_PREFIX
+from user_sys.interchange.episodes import UNFINISHED_SUFFIX, EpisodeReader, StoredEpisode
+from user_sys.interchange.frames import Frame
+from user_sys.interchange.viewers import Viewer, finite, image_file, json_schema, show_episode
 from user_sys.store.index import EpisodeSummary
-
-_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def export_mcap(
@@ -67,7 +62,7 @@ def write_mcap(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> No
         writer = Writer(file, compression=CompressionType.ZSTD)
         writer.start(profile="", library="user-sys")
         writer.add_metadata("episode", _episode_metadata(episode))
-        _EpisodeWriter(writer, episode, spec).write()
+        show_episode(_McapViewer(writer), episode, spec)
         writer.finish()  # type: ignore[no-untyped-call]  # the library leaves it untyped
         file.flush()
         os.fsync(file.fileno())
@@ -92,90 +87,35 @@ def _episode_metadata(episode: StoredEpisode) -> dict[str, str]:
     }
 
 
-class _EpisodeWriter:
-    """Writes the messages of one episode in order of time."""
+class _McapViewer(Viewer):
+    """Writes the messages of one episode, in order of time."""
 
-    def __init__(self, writer: Writer, episode: StoredEpisode, spec: RobotSpec | None) -> None:
-        self._writer, self._episode = writer, episode
-        self._labels = element_labels(spec)
+    number_prefix = "value_"
 
-    def write(self) -> None:
-        episode = self._episode
-        times_ns = _unix_times_ns(episode)
-        captured_ns = {name: _unix(times, episode) for name, times in episode.captured_ns.items()}
-        vectors = {
-            n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED_ACTION)
-        }
-        fields = _step_fields({n: c for n, c in episode.columns.items() if n not in vectors and c.ndim == 1})
-        names = {name: _element_names(column, self._labels.get(name)) for name, column in vectors.items()}
-        images = register_schema(self._writer, CompressedImage)
-        channels = {camera: self._channel(camera, MessageEncoding.Protobuf, images) for camera in episode.frames}
-        for name, elements in names.items():
-            channels[name] = self._json_channel(name, {each: {"type": "number"} for each in elements})
-        channels["step"] = self._json_channel("step", {name: _json_type(column) for name, column in fields.items()})
-        for step, at_ns in enumerate(times_ns):
-            for camera, frames in episode.frames.items():
-                if (frame := frames[step]) is not None:
-                    message = _image(frame, camera, captured_ns[camera][step]).SerializeToString()
-                    self._add(channels[camera], at_ns, message)
-            for name, column in vectors.items():
-                values = column[step].reshape(-1).tolist()
-                self._add(channels[name], at_ns, _json(dict(zip(names[name], values, strict=True))))
-            numbers = {name: column[step].item() for name, column in fields.items()}
-            self._add(channels["step"], at_ns, _json(numbers))
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._channels: dict[str, int] = {}
+        self._image_schema = register_schema(writer, CompressedImage)
 
-    def _json_channel(self, name: str, properties: Mapping[str, Any]) -> int:
-        title = f"{self._episode.header.robot}.{name}"
-        schema = {"$schema": _SCHEMA_DIALECT, "title": title, "type": "object", "properties": dict(properties)}
-        number = self._writer.register_schema(title, SchemaEncoding.JSONSchema, json.dumps(schema).encode())
-        return self._channel(name, MessageEncoding.JSON, number)
+    def show_picture(self, topic: str, image: Frame, at_ns: int, captured_ns: int | None = None) -> None:
+        robot, _, camera = topic.partition("/")
+        content, kind = image_file(image)
+        message = CompressedImage(frame_id=camera, data=content, format=kind)
+        message.timestamp.FromNanoseconds(captured_ns or at_ns)
+        channel = self._channel(f"{robot}/{IMAGE_PREFIX}{camera}", MessageEncoding.Protobuf, self._image_schema)
+        self._add(channel, at_ns, message.SerializeToString())
 
-    def _channel(self, name: str, encoding: str, schema: int) -> int:
-        return self._writer.register_channel(f"/{self._episode.header.robot}/{name}", encoding, schema)
+    def show_numbers(self, topic: str, numbers: Mapping[str, float], at_ns: int) -> None:
+        if topic not in self._channels:
+            schema = json.dumps(json_schema(topic, numbers)).encode()
+            number = self._writer.register_schema(topic.replace("/", "."), SchemaEncoding.JSONSchema, schema)
+            self._channel(topic, MessageEncoding.JSON, number)
+        self._add(self._channels[topic], at_ns, json.dumps(finite(numbers)).encode())
+
+    def _channel(self, topic: str, encoding: str, schema: int) -> int:
+        if topic not in self._channels:
+            self._channels[topic] = self._writer.register_channel(f"/{topic}", encoding, schema)
+        return self._channels[topic]
 
     def _add(self, channel: int, at_ns: int, content: bytes) -> None:
         self._writer.add_message(channel, log_time=at_ns, publish_time=at_ns, data=content)
-
-
-def _json(fields: Mapping[str, float]) -> bytes:
-    return json.dumps({key: value for key, value in fields.items() if math.isfinite(value)}).encode()  # no NaN in JSON
-
-
-def _step_fields(scalars: Mapping[str, Array]) -> dict[str, Array]:
-    """The numbers of a step; times become delays after the capture, in milliseconds."""
-    fields = {n: c for n, c in scalars.items() if not n.startswith("t_")}
-    captured = scalars.get("t_capture_ns")
-    for name, column in scalars.items():
-        if name.startswith("t_") and name != "t_capture_ns" and captured is not None:
-            fields[name.removeprefix("t_").removesuffix("_ns") + "_delay_ms"] = (column - captured) / 1e6
-    steps = len(next(iter(scalars.values()))) if scalars else 0
-    return {"step": np.arange(steps), **fields}
-
-
-def _unix_times_ns(episode: StoredEpisode) -> list[int]:
-    """Capture time of each step, at least 0 because MCAP times are unsigned; without them, the episode's start."""
-    captured, header = episode.columns.get("t_capture_ns"), episode.header
-    if captured is None:
-        return [max(0, header.started_unix_ns)] * episode.steps
-    return _unix(captured, episode)
-
-
-def _unix(monotonic_ns: Array, episode: StoredEpisode) -> list[int]:
-    times: list[int] = np.maximum(monotonic_ns + episode.header.unix_offset_ns, 0).tolist()
-    return times
-
-
-def _image(frame: Frame, camera: str, captured_ns: int) -> CompressedImage:
-    content, kind = (frame, "jpeg") if isinstance(frame, bytes) else (encode_png(frame), "png")
-    message = CompressedImage(frame_id=camera.removeprefix(IMAGE_PREFIX), data=content, format=kind)
-    message.timestamp.FromNanoseconds(captured_ns)
-    return message
-
-
-def _element_names(column: Array, labels: Sequence[str] | None) -> Sequence[str]:
-    width = column.size // len(column)
-    return labels if labels and len(labels) == width else [f"value_{number}" for number in range(width)]
-
-
-def _json_type(column: Array) -> dict[str, str]:
-    return {"type": "boolean" if column.dtype == np.bool_ else "number" if column.dtype.kind == "f" else "integer"}

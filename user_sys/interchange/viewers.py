@@ -1,6 +1,7 @@
 """Streams steps and pictures to other viewers on this computer: Rerun, or Foxglove by its WebSocket.
 
-Both are read-only: nothing that a viewer sends is handled.
+Both are read-only: nothing that a viewer sends is handled. `user_sys.interchange.mcap_export` writes files in the same
+way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from hal.errors import install_hint
 from hal.spec import RobotSpec
+from user_sys.codec import Array
 from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import StoredEpisode, element_labels
@@ -29,15 +31,23 @@ from user_sys.interchange.frames import Frame, encode_png
 LOOPBACK = "127.0.0.1"
 RERUN_PORT, FOXGLOVE_PORT = 9876, 8765
 FLUSH_TIMEOUT_S = 30.0
-STEP_COLUMNS = ("reward", "phase", "policy_version")
+
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
+JSON_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Viewer(ABC):
-    """Where a robot's steps and pictures are shown. Times are Unix times in ns."""
+    """Where a robot's steps and pictures are shown. Times are Unix times in ns; a topic is ``ROBOT/NAME``.
+
+    Attributes:
+        number_prefix: of the names of values without labels.
+    """
+
+    number_prefix = ""
 
     @abstractmethod
-    def show_picture(self, topic: str, image: Frame, at_ns: int) -> None:
-        """`image` is a JPEG file, or uint8 (h, w, 3) RGB."""
+    def show_picture(self, topic: str, image: Frame, at_ns: int, captured_ns: int | None = None) -> None:
+        """`image` is a JPEG file, or uint8 (h, w, 3) RGB. It was captured at `at_ns` unless `captured_ns` is given."""
 
     @abstractmethod
     def show_numbers(self, topic: str, numbers: Mapping[str, float], at_ns: int) -> None:
@@ -52,7 +62,7 @@ class RerunViewer(Viewer):
 
         self._rerun, self.recording = rerun, rerun.RecordingStream(name)
 
-    def show_picture(self, topic: str, image: Frame, at_ns: int) -> None:
+    def show_picture(self, topic: str, image: Frame, at_ns: int, captured_ns: int | None = None) -> None:
         kind = self._rerun
         shown = (
             kind.Image(image)
@@ -65,7 +75,7 @@ class RerunViewer(Viewer):
     def show_numbers(self, topic: str, numbers: Mapping[str, float], at_ns: int) -> None:
         self.recording.set_time("time", timestamp=np.datetime64(at_ns, "ns"))
         for label, value in numbers.items():
-            self.recording.log([*topic.split("/"), label], self._rerun.Scalars(value))
+            self.recording.log([*topic.split("/"), label], self._rerun.Scalars(float(value)))
 
 
 class FoxgloveViewer(Viewer):
@@ -78,22 +88,35 @@ class FoxgloveViewer(Viewer):
         self._foxglove, self._picture_channel = foxglove, CompressedImageChannel
         self._channels: dict[str, object] = {}
 
-    def show_picture(self, topic: str, image: Frame, at_ns: int) -> None:
+    def show_picture(self, topic: str, image: Frame, at_ns: int, captured_ns: int | None = None) -> None:
         from foxglove.messages import CompressedImage, Timestamp
 
         channel = self._channels.setdefault(topic, self._picture_channel(f"/{topic}"))
-        content, kind = (encode_png(image), "png") if isinstance(image, np.ndarray) else (image, "jpeg")
-        stamp = Timestamp(*divmod(at_ns, 10**9))
-        message = CompressedImage(timestamp=stamp, frame_id=topic, data=bytes(content), format=kind)
+        content, kind = image_file(image)
+        stamp = Timestamp(*divmod(captured_ns or at_ns, 10**9))
+        message = CompressedImage(timestamp=stamp, frame_id=topic, data=content, format=kind)
         channel.log(message, log_time=at_ns)  # type: ignore[attr-defined]
 
     def show_numbers(self, topic: str, numbers: Mapping[str, float], at_ns: int) -> None:
         if topic not in self._channels:
-            properties = {label: {"type": "number"} for label in numbers}
-            schema = {"type": "object", "title": topic.replace("/", "."), "properties": properties}
-            self._channels[topic] = self._foxglove.Channel(f"/{topic}", schema=schema)
-        finite = {label: value for label, value in numbers.items() if math.isfinite(value)}
-        self._channels[topic].log(finite, log_time=at_ns)  # type: ignore[attr-defined]
+            self._channels[topic] = self._foxglove.Channel(f"/{topic}", schema=json_schema(topic, numbers))
+        self._channels[topic].log(finite(numbers), log_time=at_ns)  # type: ignore[attr-defined]
+
+
+def image_file(image: Frame) -> tuple[bytes, str]:
+    """The content of a JPEG or lossless PNG file, and which of the two it is."""
+    return (encode_png(image), "png") if isinstance(image, np.ndarray) else (bytes(image), "jpeg")
+
+
+def json_schema(topic: str, numbers: Mapping[str, float]) -> dict[str, object]:
+    """The JSON schema of a topic's messages; no value is required."""
+    properties = {label: {"type": JSON_TYPES[type(value)]} for label, value in numbers.items()}
+    return {"$schema": JSON_DIALECT, "title": topic.replace("/", "."), "type": "object", "properties": properties}
+
+
+def finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The numbers that JSON can express."""
+    return {label: value for label, value in numbers.items() if math.isfinite(value)}
 
 
 @contextmanager
@@ -151,22 +174,48 @@ def show_episode(
 ) -> None:
     """Shows all steps: at once, or with `stop` at their recorded pace, until it is set."""
     labels, robot = element_labels(spec), episode.header.robot
-    times_ns = episode.columns.get("t_capture_ns", np.zeros(episode.steps, np.int64))
     vectors = [n for n in episode.columns if n.startswith("observation.") or n in ("action", APPLIED_ACTION)]
-    for step, at_ns in enumerate(int(each) + episode.header.unix_offset_ns for each in times_ns):
-        if stop is not None and stop.wait(max(0, times_ns[step] - times_ns[max(0, step - 1)]) / 1e9):
+    fields = _step_fields({n: c for n, c in episode.columns.items() if n not in vectors and c.ndim == 1})
+    captured_ns = {name: _unix_ns(times, episode) for name, times in episode.captured_ns.items()}
+    times_ns = _step_times_ns(episode)
+    for step, at_ns in enumerate(times_ns):
+        if stop is not None and stop.wait(max(0, at_ns - times_ns[max(0, step - 1)]) / 1e9):
             return
         for camera, frames in episode.frames.items():
             if (frame := frames[step]) is not None:
-                viewer.show_picture(f"{robot}/{camera.removeprefix(IMAGE_PREFIX)}", frame, at_ns)
+                topic = f"{robot}/{camera.removeprefix(IMAGE_PREFIX)}"
+                viewer.show_picture(topic, frame, at_ns, captured_ns[camera][step])
         for name in vectors:
             values = episode.columns[name][step].reshape(-1).tolist()
-            viewer.show_numbers(f"{robot}/{name}", named(values, labels.get(name)), at_ns)
-        numbers = {name: float(episode.columns[name][step]) for name in STEP_COLUMNS if name in episode.columns}
+            viewer.show_numbers(f"{robot}/{name}", named(values, labels.get(name), viewer.number_prefix), at_ns)
+        numbers = {"step": step} | {name: column[step].item() for name, column in fields.items()}
         viewer.show_numbers(f"{robot}/step", numbers, at_ns)
 
 
-def named(values: Sequence[float], labels: Sequence[str] | None) -> dict[str, float]:
-    """The values by their labels, or by their numbers if these do not fit."""
+def _step_fields(scalars: Mapping[str, Array]) -> dict[str, Array]:
+    """The numbers of a step; times become delays after the capture, in milliseconds."""
+    fields = {n: c for n, c in scalars.items() if not n.startswith("t_")}
+    captured = scalars.get("t_capture_ns")
+    for name, column in scalars.items():
+        if name.startswith("t_") and name != "t_capture_ns" and captured is not None:
+            fields[name.removeprefix("t_").removesuffix("_ns") + "_delay_ms"] = (column - captured) / 1e6
+    return fields
+
+
+def _step_times_ns(episode: StoredEpisode) -> list[int]:
+    """Capture time of each step; without them, the episode's start."""
+    captured = episode.columns.get("t_capture_ns")
+    return [max(0, episode.header.started_unix_ns)] * episode.steps if captured is None else _unix_ns(captured, episode)
+
+
+def _unix_ns(monotonic_ns: Array, episode: StoredEpisode) -> list[int]:
+    """Unix times, at least 0 because MCAP's times are unsigned."""
+    times: list[int] = np.maximum(monotonic_ns + episode.header.unix_offset_ns, 0).tolist()
+    return times
+
+
+def named(values: Sequence[float], labels: Sequence[str] | None, prefix: str = "") -> dict[str, float]:
+    """The values by their labels; if these do not fit, by their numbers after `prefix`."""
     fits = labels is not None and len(labels) == len(values)
-    return dict(zip(labels if labels and fits else map(str, range(len(values))), values, strict=True))
+    names = labels if labels and fits else [f"{prefix}{number}" for number in range(len(values))]
+    return dict(zip(names, values, strict=True))
