@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hal.robot import no_op
 from hal.spec import Array, CameraSpec
 
 CAPTURE_LATENCY_S = 0.1  # from capture to `Camera.read`: exposure, transfer, decoding
@@ -24,10 +25,6 @@ class CameraFrame:
     t_capture_ns: int
 
 
-def _no_op() -> None:
-    """Default for `check_stop`: never interrupts."""
-
-
 class Camera(ABC):
     """One camera; `spec` is known before `connect`. One thread calls it.
 
@@ -39,7 +36,7 @@ class Camera(ABC):
 
     spec: CameraSpec
     real_time: bool = False
-    check_stop: Callable[[], None] = staticmethod(_no_op)
+    check_stop: Callable[[], None] = staticmethod(no_op)
 
     def preload(self) -> None:
         """Imports what `connect` requires. Called before the robot is connected, since an import may block all threads

@@ -32,11 +32,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from hal.context import StartedAtEntry
 from hal.resource import UUID_LABEL, Health, Kind, ResourceRecord, local_node, parse_host_port
 from hal.spec import RobotSpec
 
@@ -461,7 +461,8 @@ class Discoverer:
 
     def _update(self, source: str, records: Iterable[ResourceRecord], failure: str) -> Iterator[DiscoveryEvent]:
         if failure != self._failures.get(source, ""):
-            self._failures = {**self._failures, source: failure} if failure else _without(self._failures, source)
+            self._failures.pop(source, None)
+            self._failures |= {source: failure} if failure else {}
             works = ResourceChange.PROBE_FAILED if failure else ResourceChange.PROBE_WORKS
             yield DiscoveryEvent(change=works, probe=source, text=failure)
         found: dict[str, ResourceRecord] = {}
@@ -483,10 +484,6 @@ class Discoverer:
                 yield DiscoveryEvent(change=change, probe=source, record=record, text=record.trouble)
 
 
-def _without(failures: Mapping[str, str], source: str) -> dict[str, str]:
-    return {name: failure for name, failure in failures.items() if name != source}
-
-
 def classify_change(before: ResourceRecord | None, now: ResourceRecord) -> ResourceChange | None:
     """The change from `before` to `now`; None without one."""
     lost = now.health is Health.LOST
@@ -501,10 +498,9 @@ def classify_change(before: ResourceRecord | None, now: ResourceRecord) -> Resou
     return None if msgspec.structs.replace(now, load=before.load) == before else ResourceChange.CHANGED
 
 
-class DeviceMonitor:
+class DeviceMonitor(StartedAtEntry):
     """Calls `on_devices` with the present devices, at most `MAX_REPORTED_DEVICES` and without their changing load: at
-    each change, and every `DEVICE_REPORT_INTERVAL_S`. A context manager.
-    """
+    each change, and every `DEVICE_REPORT_INTERVAL_S`."""
 
     def __init__(
         self,
@@ -522,11 +518,10 @@ class DeviceMonitor:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._stop.set()
         self._thread.join(_JOIN_TIMEOUT_S)
 

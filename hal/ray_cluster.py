@@ -422,9 +422,9 @@ class RayCluster:
         self._last[name] = ProcessStatus(state=ProcessState.WAITING)
         self._stop_timeout_s[name] = policy.stop_after_s + STOP_MARGIN_S
 
-    def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, ProcessStatus]:
-        """The status of every process. A process whose actor does not answer in time (not placed yet, restarting) is
-        WAITING. After `request_stop`, a process keeps its last status until it has ended."""
+    def statuses(self) -> dict[str, ProcessStatus]:
+        """The status of every process. A process whose actor does not answer in `STATUS_TIMEOUT_S` (not placed yet,
+        restarting) is WAITING. After `request_stop`, a process keeps its last status until it has ended."""
         for name, call in list(self._stop_calls.items()):
             self._status_calls.pop(name, None)
             if name in self._actors and self._wait([call], 0.0):
@@ -432,7 +432,7 @@ class RayCluster:
         for name, actor in self._actors.items():
             if name not in self._status_calls and name not in self._stop_calls:  # one call at a time, or they pile up
                 self._status_calls[name] = actor.status.remote()
-        self._wait(list(self._status_calls.values()), timeout_s)
+        self._wait(list(self._status_calls.values()), STATUS_TIMEOUT_S)
         for name, call in list(self._status_calls.items()):
             if self._wait([call], 0.0):
                 self._last[name] = self._status_answer(name, self._status_calls.pop(name))

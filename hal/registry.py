@@ -81,9 +81,8 @@ _RECORD_DECODER = msgspec.json.Decoder(ResourceRecord)
 class OperatorOverrides:
     """The overrides in a database. Any process and thread may use it; each change is synced before a method returns."""
 
-    def __init__(self, database: StateDatabase, clock: Callable[[], float] = time.time) -> None:
-        """`clock` returns seconds since 1970."""
-        self._database, self._clock = database, clock
+    def __init__(self, database: StateDatabase) -> None:
+        self._database = database
 
     def read(self) -> dict[str, Override]:
         """The overrides in force, by resource. Raises StateError: the database cannot be read."""
@@ -100,9 +99,8 @@ class OperatorOverrides:
 
     def set_override(self, name: str, kind: OverrideKind, by: str, why: str = "") -> Override:
         """Quarantines or drains `name`, in place of an earlier override. Raises RegistryError if `by` is empty."""
-        override = Override(
-            what=kind, by=_require_person(by), why=shorten(why, MAX_TEXT_CHARS), since_unix_s=self._clock()
-        )
+        person, reason = _require_person(by), shorten(why, MAX_TEXT_CHARS)
+        override = Override(what=kind, by=person, why=reason, since_unix_s=time.time())
         with self._database.change() as connection:
             content = msgspec.json.encode(override)
             connection.execute("INSERT OR REPLACE INTO override VALUES (?, ?, NULL)", (name, content))

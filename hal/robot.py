@@ -32,8 +32,8 @@ class Observation:
     t_capture_ns: int
 
 
-def _no_op() -> None:
-    """Default for `check_stop`: never interrupts."""
+def no_op() -> None:
+    """Default for a `check_stop`: never interrupts."""
 
 
 class Robot(ABC):
@@ -51,7 +51,7 @@ class Robot(ABC):
     """
 
     spec: RobotSpec
-    check_stop: Callable[[], None] = staticmethod(_no_op)
+    check_stop: Callable[[], None] = staticmethod(no_op)
 
     @abstractmethod
     def connect(self) -> None:

@@ -222,17 +222,15 @@ class AuditLog:
         path: Path | None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         """Args:
         path: of the database; None keeps the log in memory, for tests.
         clock: monotonic seconds.
-        wall_clock: seconds since 1970.
         max_bytes: of all entries.
         """
         self._database = StateDatabase(path, synced=False, timeout_s=AUDIT_BUSY_TIMEOUT_S)
-        self._clock, self._wall, self._max_bytes = clock, wall_clock, max_bytes
+        self._clock, self._max_bytes = clock, max_bytes
         self._lock = threading.Lock()
         self._open: dict[AuditEntry, tuple[float, int]] = {}  # the time of its last entry, and its repetitions since
         self._allowances: dict[AuditEvent, TokenBucket] = {}
@@ -287,7 +285,7 @@ class AuditLog:
         return is_allowed
 
     def _append(self, entry: AuditEntry) -> None:
-        content = msgspec.json.encode(msgspec.structs.replace(entry, time=_utc(self._wall())))
+        content = msgspec.json.encode(msgspec.structs.replace(entry, time=_utc(time.time())))
         try:
             with self._database.change() as connection:
                 (newest,) = connection.execute("SELECT coalesce(max(end_byte), 0) FROM audit").fetchone()

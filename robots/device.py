@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from hal.errors import HalError, HardwareLost, LeaseHeld, SpecError, StaleObservation, install_hint
 from hal.lease import MachineLock
 from hal.machine_folder import TEST_FOLDER_VARIABLE, shared_file, tests_folder
+from hal.robot import no_op
 
 STOP_CHECK_INTERVAL_S = 0.1
 EXIT_TIMEOUT_S = 2.0  # for a call that hangs at exit; libfranka gives up after 1 s
@@ -30,10 +31,6 @@ _MAX_KEY_CHARS = 100
 _LOCAL_PREFIXES = ("gamepad-", "ros2-")
 
 T = TypeVar("T")
-
-
-def _no_op() -> None:
-    """Never stops."""
 
 
 class DeviceThread:
@@ -50,7 +47,7 @@ class DeviceThread:
         self._thread.start()
 
     def call(
-        self, operation: str, function: Callable[[], T], timeout_s: float, check_stop: Callable[[], None] = _no_op
+        self, operation: str, function: Callable[[], T], timeout_s: float, check_stop: Callable[[], None] = no_op
     ) -> T:
         """Call `function` on the thread and return its result.
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from hal.errors import HardwareLost, SpecError, install_hint
 from hal.resource import Kind, ResourceRecord, local_node
+from hal.robot import no_op
 from robots.device import DeviceLock, DeviceThread
 
 DeviceKind = Literal["robot", "teleoperator"]
@@ -28,10 +29,6 @@ CONNECT_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def _no_op() -> None:
-    """Never stops."""
 
 
 class PluginDevice:
@@ -53,7 +50,7 @@ class PluginDevice:
     def is_connected(self) -> bool:
         return self._thread is not None
 
-    def connect(self, function: Callable[[], object], check_stop: Callable[[], None] = _no_op) -> bool:
+    def connect(self, function: Callable[[], object], check_stop: Callable[[], None] = no_op) -> bool:
         """Call `function`, which connects LeRobot's object. Returns whether the device is calibrated.
 
         Raises:
@@ -67,7 +64,7 @@ class PluginDevice:
         )
 
     def call(
-        self, operation: str, function: Callable[[], T], timeout_s: float, check_stop: Callable[[], None] = _no_op
+        self, operation: str, function: Callable[[], T], timeout_s: float, check_stop: Callable[[], None] = no_op
     ) -> T:
         """Call `function` on the thread, again if the bus drops a packet: LeRobot raises at the first."""
         if self._thread is None:
