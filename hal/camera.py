@@ -30,7 +30,7 @@ class Camera(ABC):
 
     Attributes:
         real_time: set before `connect` if the caller reads in real time: `read` then takes a small part of a control
-            period. A simulated camera then draws in another thread.
+            period. A simulated camera then returns an older image while it draws.
         check_stop: `connect` calls it repeatedly while it waits; an error that it raises ends the wait.
     """
 

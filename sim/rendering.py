@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -24,7 +24,6 @@ from sim.world import MujocoWorld
 
 TIME_TOLERANCE_S = 1e-6  # of simulated time
 REAL_TIME_WAIT_SHARE = 0.1  # of a control period, for an image
-T = TypeVar("T")
 NO_REQUEST = (-1, 0.0, 0)
 _FLAGS_OFF = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX")
 
@@ -55,7 +54,7 @@ class SimCamera(Camera):
         """
         if self._renderer is None:
             _require_renderable(self.spec, self._robot.world)
-            self._renderer = SceneRenderer.acquire(self._robot.world, self, own_thread=self.real_time)
+            self._renderer = SceneRenderer.acquire(self._robot.world, self)
 
     def read(self) -> CameraFrame:
         """Render the current world (a few ms), or return the last frame until the next is due in simulated time.
@@ -109,12 +108,12 @@ def make_cameras(robot: SimRobot) -> Mapping[str, SimCamera]:
 
 
 class SceneRenderer:
-    """An EGL context with one world's scene; its cameras are its owners."""
+    """An EGL context with one world's scene, in a thread of its own; the scene's cameras are its owners."""
 
-    def __init__(self, world: MujocoWorld, own_thread: bool) -> None:
-        """`own_thread`: render in a separate thread, else in the caller's. Raises HardwareLost if EGL is missing."""
+    def __init__(self, world: MujocoWorld) -> None:
+        """Raises HardwareLost if EGL is missing."""
         self._world, self._owners = world, set[object]()
-        self._executor: Executor = ThreadPoolExecutor(1, thread_name_prefix="draw") if own_thread else _InlineExecutor()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="draw")
         try:
             self._executor.submit(self._open).result()
         except HardwareLost:
@@ -122,11 +121,11 @@ class SceneRenderer:
             raise
 
     @staticmethod
-    def acquire(world: MujocoWorld, owner: object, own_thread: bool) -> SceneRenderer:
+    def acquire(world: MujocoWorld, owner: object) -> SceneRenderer:
         """The renderer of `world`, made on first use; `owner` must `release` it."""
         renderer = _RENDERERS.get(world)
         if renderer is None:
-            renderer = _RENDERERS[world] = SceneRenderer(world, own_thread)
+            renderer = _RENDERERS[world] = SceneRenderer(world)
         renderer._owners.add(owner)
         return renderer
 
@@ -170,18 +169,6 @@ class SceneRenderer:
         upside_down = np.empty(camera.shape, np.uint8)
         mujoco.mjr_readPixels(upside_down, None, rect, self._context)
         return np.ascontiguousarray(upside_down[::-1])
-
-
-class _InlineExecutor(Executor):
-    """Runs submitted work in the caller's thread."""
-
-    def submit(self, work: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
-        done = Future[T]()
-        try:
-            done.set_result(work(*args, **options))
-        except Exception as error:
-            done.set_exception(error)
-        return done
 
 
 def _require_renderable(spec: CameraSpec, world: MujocoWorld) -> None:
