@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,15 @@ SAC_FLOW = (
 FLOW = ("--policy.kind=flow", "--demonstrations.episodes=5", "--learner.batch_size=64")
 ON_DROP = "--learner.publish.on_success_drop=best"
 REAL_TIME = ("--robots.0.real_time=true",)
+HG_DAGGER = (
+    "--learner.algorithm=hg_dagger",
+    "--learner.options={steps: [demonstrations, successes]}",
+    "--robots.0.teleoperators=[{kind: scripted, after_steps: 25}]",
+    "--demonstrations.episodes=5",
+    "--learner.max_training_s=900",
+    "--learner.batch_size=64",
+    TRAINED_ENCODER,
+)
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,10 @@ PARTS: dict[str, Part] = {
         goal=14,
         check=lambda runs, quick: scaling_rows(runs),
     ),
+    "hg-dagger": Part((Entry("hg-dagger", "demo-pixels.yaml", HG_DAGGER, 0.95),)),
+    "staying": Part(
+        (Entry("staying", "demo.yaml"),), check=lambda runs, quick: staying_rows(runs["staying"].runs, quick)
+    ),
 }  # fmt: skip
 
 
@@ -320,11 +332,10 @@ def scaling_rows(runs: dict[str, Finished]) -> Iterator[Row]:
             yield Row(14, f"{robots} robots: time to 80%; bound: one", "s", took, seconds[1], faster, 0.8 * robots, met)
 
 
-def staying_rows(seeds: Sequence[int], quick: bool, runs: Path) -> Iterator[Row]:
+def staying_rows(runs: Sequence[Path], quick: bool) -> Iterator[Row]:
     """Success after half an hour of training beyond the target, with a failure of a person marked as a success."""
     before, after = list[float](), list[float]()
-    for seed in seeds:
-        folder = train(Entry("staying", "demo.yaml"), seed, runs, QUICK if quick else ())
+    for folder in runs:
         summary = json.loads((folder / "summary.json").read_text())
         learning_checks.add_hand_driven(folder)
         until_s = summary["training_s"] + (10.0 if quick else BEYOND_S)
@@ -336,21 +347,6 @@ def staying_rows(seeds: Sequence[int], quick: bool, runs: Path) -> Iterator[Row]
     worst, note = min(after), f"before: {min(before):.0%}"
     yield Row(12, f"staying good: success, worst of {len(after)} seeds", "share", worst, 1.0, worst, 0.95,
               worst >= 0.95, note=note)  # fmt: skip
-
-
-HG_DAGGER = (
-    "--learner.algorithm=hg_dagger",
-    "--learner.options={steps: [demonstrations, successes]}",
-    "--demonstrations.episodes=5",
-    "--learner.max_training_s=900",
-    "--learner.batch_size=64",
-    TRAINED_ENCODER,
-)
-PROGRAMMED: dict[str, Callable[[Sequence[int], bool, Path], Iterator[Row]]] = {
-    "hg-dagger": partial(learning_checks.hg_dagger_rows, overrides=HG_DAGGER),
-    "staying": staying_rows,
-}
-"""Parts whose runs a program steers: seeds, whether in short form, and a folder for runs, to rows."""
 
 
 def run_part(name: str, seeds: Sequence[int], quick: bool, runs: Path) -> list[Row]:
@@ -374,24 +370,19 @@ def run_part(name: str, seeds: Sequence[int], quick: bool, runs: Path) -> list[R
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*PARTS, *PROGRAMMED]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="such as 0,1,2")
     parser.add_argument("--quick", action="store_true", help="short runs, only to see whether they work")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(known):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     seeds = [int(seed) for seed in options.seeds.split(",")]
     reduced = "short runs" if options.quick else "" if set(SEEDS) <= set(seeds) else f"seeds {options.seeds}"
-    for name in options.parts or known:
+    for name in options.parts or PARTS:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="user-sys-learning-") as temporary:
-            runs = options.runs or Path(temporary)
-            if name in PROGRAMMED:
-                rows = list(PROGRAMMED[name](seeds, options.quick, runs / name))
-            else:
-                rows = run_part(name, seeds, options.quick, runs)
+            rows = run_part(name, seeds, options.quick, options.runs or Path(temporary))
         report(f"learning-{name}", rows, reduced=reduced)
         print(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
 

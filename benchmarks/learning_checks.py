@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.harness import ROOT, Row
+from benchmarks.harness import Row
 from benchmarks.plain_loop import PlainLoop
 from user_sys.compose import build_robot_setup
 from user_sys.config import load
@@ -28,7 +28,6 @@ WANTED = 0.95
 CONTROL_MAX, COST_MAX = 0.20, 1.5
 EVALUATION_S = 1800.0
 HAND_DRIVEN_SEED = 7_000_000
-HG_DAGGER_STEPS_PER_UPDATE = 2.0
 
 
 def success_with_other_pictures(run: Path, episodes: int) -> float:
@@ -63,20 +62,6 @@ def plain_s(config: Path, seed: int, steps_per_update: float, limit_s: float) ->
         plain = loop.run(limit_s)
     enough = plain.done and plain.successes >= WANTED * plain.episodes
     return plain.seconds if enough else plain.words
-
-
-def hg_dagger_rows(seeds: Sequence[int], quick: bool, runs: Path, overrides: Sequence[str]) -> Iterator[Row]:
-    """HG-DAgger in the plain loop, with the task's expert as the operator; then alone."""
-    shares = []
-    for seed in seeds:
-        config = load(RunConfig, ROOT / "configs" / "demo-pixels.yaml", overrides)
-        with PlainLoop(config, seed, HG_DAGGER_STEPS_PER_UPDATE, is_operated=True) as loop:
-            found = loop.run(10.0 if quick else None)
-        print(f"hg-dagger, seed {seed}: {found.words}, {found.updates} updates, {found.assisted} episodes with help")
-        shares.append(found.successes / found.episodes)
-    worst = min(shares)
-    yield Row(12, f"hg-dagger: success alone, worst of {len(shares)} seeds", "share", worst, 1.0, worst, WANTED,
-              worst >= WANTED)  # fmt: skip
 
 
 def add_hand_driven(run: Path) -> None:

@@ -3,7 +3,7 @@
 All settings are those of a run's configuration: robot, demonstrations, algorithm, policy, sampler, the rule by which
 training ends, its time limit, and the evaluation. Robot, safety kernel, episode loop, recorder, store and replay buffer
 are the product's. Cameras are off unless the policy reads them. A plain loop chooses only how many steps it takes for
-each update. A scripted operator may take over, as a person does in a run.
+each update.
 """
 
 from __future__ import annotations
@@ -20,32 +20,26 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 
-from hal.driver import RobotSetup
 from user_sys.compose import build_robot_setup, make_policy, select_cameras
 from user_sys.edge.agents import LoadedPolicy, PolicyAgent
 from user_sys.edge.demonstrations import generate_demonstrations
-from user_sys.edge.environment import TaskInfo, TimeStep
+from user_sys.edge.environment import TimeStep
 from user_sys.edge.local_environment import open_local_environment
 from user_sys.edge.loop import run_episode
-from user_sys.edge.recorder import Recorder, SelectedAction, StepOutcome
-from user_sys.episode import EpisodeSource, Phase
+from user_sys.edge.recorder import Recorder, SelectedAction
+from user_sys.episode import EpisodeSource
 from user_sys.learner.trainer import Trainer
 from user_sys.messages import EpisodeReport
 from user_sys.run.config import RunConfig
 from user_sys.run.evaluate import EvaluationConfig, evaluate
 from user_sys.store.store import StoreReader, StoreWriter
 
-TAKE_OVER_STEP = 25  # of an episode: a scripted operator takes over if it is not over by then
-
 
 @dataclass(frozen=True)
 class Result:
-    """`successes` of `episodes` evaluations after `seconds` of acting and training; `done`: the rule ended it.
-
-    `assisted`: training episodes in which the operator took over."""
+    """`successes` of `episodes` evaluations after `seconds` of acting and training; `done`: the rule ended it."""
 
     seconds: float
     steps: int
@@ -53,7 +47,6 @@ class Result:
     successes: int
     episodes: int
     done: bool
-    assisted: int = 0
 
     @property
     def words(self) -> str:
@@ -61,41 +54,17 @@ class Result:
         return f"{end}{self.successes} of {self.episodes} after {self.seconds:.0f} s"
 
 
-class OperatedAgent:
-    """A policy, and the task's expert as its operator: it takes over at `TAKE_OVER_STEP`, until the episode ends."""
-
-    def __init__(self, policy: PolicyAgent, setup: RobotSetup) -> None:
-        self._policy, self._setup, self._episode, self._step = policy, setup, 0, 0
-
-    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
-        self._policy.begin_episode(time_step, task)
-        self._episode, self._step = self._episode + 1, 0
-        self._expert = self._setup.task.make_expert(self._setup.robot, self._episode, 0.0)
-
-    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
-        self._step += 1
-        corrected = np.asarray(self._expert(time_step.observation), np.float32)
-        if self._step <= TAKE_OVER_STEP:
-            return self._policy.select_action(time_step)
-        return SelectedAction(action=corrected, phase=Phase.CORRECTION)
-
-    def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
-        return self._policy.evaluate_step(after, steps)
-
-
 class PlainLoop:
     """Acting and training in turns, in one thread. A context manager."""
 
-    def __init__(self, config: RunConfig, seed: int, steps_per_update: float, *, is_operated: bool = False) -> None:
-        """`is_operated`: the task's expert takes over in late episodes (`OperatedAgent`)."""
+    def __init__(self, config: RunConfig, seed: int, steps_per_update: float) -> None:
         torch.set_num_threads(config.learner.threads)
         torch.set_flush_denormal(True)
         robot = config.robots[0]
         blind = replace(robot, options={**robot.options, "cameras": []})
         self._robot = robot if select_cameras(config.policy, robot) else blind
-        self._is_operated = is_operated
         self._config, self._seed, self._owed_a_step = config, seed, 1 / steps_per_update
-        self._steps = self._updates = self._assisted = 0
+        self._steps = self._updates = 0
         self._owed, self._published_s = 0.0, 0.0
 
     def __enter__(self) -> PlainLoop:
@@ -115,9 +84,8 @@ class PlainLoop:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, limit_s: float | None = None) -> Result:
-        """Trains by the demo's rule and evaluates. `limit_s`: at most; None is the demo's limit."""
-        limit_s = self._config.learner.max_training_s if limit_s is None else limit_s
+    def run(self, limit_s: float) -> Result:
+        """Trains by the demo's rule, for `limit_s` at most, and evaluates."""
         for _ in self._demonstrations():
             pass
         self._share.refresh()
@@ -140,7 +108,7 @@ class PlainLoop:
                 self._robot, self._config.policy, weights, judged, lambda picture: None, seed=self._seed
             )
         ]
-        return Result(seconds, self._steps, self._updates, sum(found), len(found), done, self._assisted)
+        return Result(seconds, self._steps, self._updates, sum(found), len(found), done)
 
     def _demonstrations(self) -> Iterator[EpisodeReport]:
         config = self._config
@@ -152,9 +120,7 @@ class PlainLoop:
         """Without end: whether each succeeded."""
         station, chunks = self._station, list[bytes]()
         record = Recorder(station.robot.spec, station.name, chunks.append)
-        acting = LoadedPolicy(self._policy)
-        pilot = PolicyAgent(acting, station.robot.spec, deterministic=False)
-        agent = OperatedAgent(pilot, station) if self._is_operated else pilot
+        agent = PolicyAgent(LoadedPolicy(self._policy), station.robot.spec, deterministic=False)
         with open_local_environment(station, self._robot) as driver:
             for number in itertools.count():
                 start = 1_000_000 * self._seed + number
@@ -164,8 +130,7 @@ class PlainLoop:
                 self._keep(chunks)
                 chunks.clear()
                 self._share.refresh()
-                self._assisted += summary.intervention_steps > 0
-                yield bool(summary.success) and not summary.intervention_steps
+                yield bool(summary.success)
 
     def _keep(self, chunks: Sequence[bytes]) -> None:
         for chunk in chunks:

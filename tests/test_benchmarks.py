@@ -123,13 +123,11 @@ def test_make_bench_runs_every_program() -> None:
     assert reporting <= {program.module for program in PROGRAMS}
     assert [program.arguments for program in PROGRAMS if program.module == "vla"] == list(vla.PARTS)
     learned = [program.arguments for program in PROGRAMS if program.module == "learning"]
-    assert learned == [*learning.PARTS, *learning.PROGRAMMED]
+    assert learned == list(learning.PARTS)
 
 
 def variants() -> list[Any]:
-    own = learning.PROGRAMMED["hg-dagger"].keywords["overrides"]  # type: ignore[attr-defined]
     entries = [(f"{name}: {entry.name}", entry) for name, part in learning.PARTS.items() for entry in part.entries]
-    entries.append(("hg-dagger", learning.Entry("hg-dagger", "demo-pixels.yaml", own)))
     for name, overrides in (
         ("vla start", vla.DEMONSTRATIONS_ALONE),
         ("vla hg-dagger", ("--learner.algorithm=hg_dagger", vla.robots(2, more=vla.OPERATOR))),
