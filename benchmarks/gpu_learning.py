@@ -49,7 +49,9 @@ FULL = Scale(side=128, batch=256, episodes=40, seconds=25.0)
 SMOKE = Scale(side=32, batch=4, episodes=2, seconds=0.5)
 
 
-def robot(side: int) -> RobotSpec:
+def robot(side: int, state: int, action: int) -> RobotSpec:
+    """A robot with vectors of these sizes, and two cameras of `side` pixels."""
+
     def vector(name: str, size: int) -> ArraySpec:
         labels = tuple(f"x{number}" for number in range(size))
         return ArraySpec(name=name, labels=labels, units=("m",) * size, low=(-1.0,) * size, high=(1.0,) * size)
@@ -57,10 +59,10 @@ def robot(side: int) -> RobotSpec:
     return RobotSpec(
         model="benchmark",
         rate_hz=10.0,
-        observation=(vector(STATE, STATE_SIZE),),
-        action=vector(ACTION, 4),
+        observation=(vector(STATE, state),),
+        action=vector(ACTION, action),
         cameras=tuple(CameraSpec(name=str(n), height=side, width=side, rate_hz=10.0) for n in range(CAMERAS)),
-        neutral=(0.0,) * 4,
+        neutral=(0.0,) * action,
     )
 
 
@@ -119,7 +121,7 @@ def measure(trainer: Trainer, scale: Scale, device: str, is_compiled: bool) -> I
 
 
 def rows(device: str, scale: Scale) -> Iterator[Row]:
-    spec = robot(scale.side)
+    spec = robot(scale.side, STATE_SIZE, 4)
     with tempfile.TemporaryDirectory(prefix="user-sys-gpu-learning-") as temporary, training_stream(device):
         fill(folder := Path(temporary), spec, scale)
         for encoder, is_compiled in (("trained", False), ("trained", True), ("frozen", False)):

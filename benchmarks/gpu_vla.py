@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from benchmarks.gpu_learning import robot
 from benchmarks.harness import Row, report
-from hal.spec import ACTION, STATE, ArraySpec, CameraSpec, RobotSpec
+from hal.spec import STATE
 from user_sys.algorithms.algorithm import TensorBatch
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import EXAMPLE_SENTENCES
@@ -39,6 +40,7 @@ TRAINS = {
     "full": TrainSettings(),
 }
 ROBOTS = 8
+STATE_SIZE, ACTION_SIZE = 14, 7
 HOST = torch.device("cpu")
 STOP_S = 60.0
 BUDGET = GovernorConfig(budget=0.05, quantile=0.99)
@@ -62,27 +64,12 @@ SIZES = (
 SMOKE = (Size("tiny", VlaSettings(width=32, heads=2, prefix_layers=2, expert_layers=2), 4, 0.2, 32),)
 
 
-def robot(picture: int) -> RobotSpec:
-    def vector(name: str, size: int) -> ArraySpec:
-        labels = tuple(f"x{number}" for number in range(size))
-        return ArraySpec(name=name, labels=labels, units=("m",) * size, low=(-1.0,) * size, high=(1.0,) * size)
-
-    return RobotSpec(
-        model="benchmark",
-        rate_hz=10.0,
-        observation=(vector(STATE, 14),),
-        action=vector(ACTION, 7),
-        cameras=tuple(CameraSpec(name=n, height=picture, width=picture, rate_hz=10.0) for n in ("front", "wrist")),
-        neutral=(0.0,) * 7,
-    )
-
-
 class Bench:
     """A policy that trains and acts on a device."""
 
     def __init__(self, size: Size, train: TrainSettings, device: torch.device) -> None:
         self.size, self.device = size, device
-        spec, settings = robot(size.picture), replace(size.settings, train=train)
+        spec, settings = robot(size.picture, STATE_SIZE, ACTION_SIZE), replace(size.settings, train=train)
         torch.manual_seed(0)
         with device:
             module = apply_train_settings(VlaPolicy.make_module(spec, settings=settings), settings)
@@ -95,12 +82,12 @@ class Bench:
         self._views = {n: self._draw(n).observation for n in (1, ROBOTS)}
 
     def _draw(self, n: int) -> TensorBatch:
-        spec, device = robot(self.size.picture), self.device
+        spec, device = robot(self.size.picture, STATE_SIZE, ACTION_SIZE), self.device
         words = self.module.encode_sentences(EXAMPLE_SENTENCES[:1] * n).to(device)
-        observation = {STATE: torch.rand(n, 14, device=device), SENTENCE: words}
+        observation = {STATE: torch.rand(n, STATE_SIZE, device=device), SENTENCE: words}
         for camera in spec.cameras:
             observation[camera.feature] = torch.randint(0, 256, (n, *camera.shape), device=device, dtype=torch.uint8)
-        action = torch.rand(n, self.module.chunk_length, 7, device=device)
+        action = torch.rand(n, self.module.chunk_length, ACTION_SIZE, device=device)
         none, ones = torch.zeros(n, device=device), torch.ones(n, device=device)
         mask = torch.ones(n, self.module.chunk_length, dtype=torch.bool, device=device)
         return TensorBatch(observation, {}, action, none, ones, none.bool(), ones, mask)
