@@ -80,7 +80,6 @@ PROGRAMS = (
     Program("faults", 8, "lerobot", quick="--pairs 1", environment=".venv-lerobot"),
     Program("faults", 6, "ros2", quick="--pairs 1", environment=".venv-ros2"),
     Program("faults", 6, "franka", quick="--pairs 1", environment=".venv-franka"),
-    Program("hardware", 1),
     Program("simulation", 3),
     Program("policy_process", 2, quick="--seconds 5"),
     Program("control", 23, quick="--seconds 10"),

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import simplejpeg
 
-from benchmarks.harness import ROOT, Row, reached, report
+from benchmarks.harness import ROOT, Row, at_most, reached, report
 from benchmarks.replay import features, sampler
 from benchmarks.store import FLOATS, chunk
 from benchmarks.tunnel import gateway_process
@@ -160,8 +160,8 @@ def fleet_rows(side: int, seconds: float) -> Iterator[Row]:
         ratio = ours / bound
         met = reached(ratio, ENOUGH, done)
         yield Row(26, f"{name}, {where}", unit, ours, bound, ratio, ENOUGH, met, share=done, note=note)
-    yield Row(26, f"record to durable acknowledgement, p99, {where}", "ms", found["p99_ms"], None, None)
-    yield Row(26, f"the robots' process, {where}", "cores", found["cores"], None, None)
+    yield Row(26, f"record to durable acknowledgement, p99, {where}", "ms", found["p99_ms"])
+    yield Row(26, f"the robots' process, {where}", "cores", found["cores"])
 
 
 def draw(store: Path, side: int, rows: int, seconds: float) -> list[float]:
@@ -206,8 +206,7 @@ def edge_row() -> Row:
                 finally:
                     edge.terminate()
     used = sum(sizes) / 1e6
-    return Row(26, f"memory of an edge with one robot, {len(sizes)} processes", "MB", used, EDGE_MB, EDGE_MB / used,
-               1.0, used <= EDGE_MB)  # fmt: skip
+    return at_most(26, f"memory of an edge with one robot, {len(sizes)} processes", "MB", used, EDGE_MB)
 
 
 def descendants(pid: int) -> Iterator[int]:

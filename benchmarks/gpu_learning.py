@@ -128,7 +128,7 @@ def rows(device: str, scale: Scale) -> Iterator[Row]:
             with training(folder, spec, scale, device, encoder) as trainer:
                 for what, unit, figure in measure(trainer, scale, device, is_compiled):
                     name = f"{scale.side}x{scale.side}, {encoder}{', compiled' if is_compiled else ''}: {what}"
-                    yield Row(23, name, unit, figure, None, None)
+                    yield Row(23, name, unit, figure)
 
 
 def main() -> None:

@@ -196,7 +196,7 @@ def rows(gpu: Gpu, mode: Mode) -> list[Row]:
     seconds = float(np.median(pushes)) if pushes else float("nan")
     return [
         *found,
-        Row(11, f"{gpu.scale.title}, {mode.title}: a push of {size / 1e6:,.3g} MB", "ms", 1e3 * seconds, None, None),
+        Row(11, f"{gpu.scale.title}, {mode.title}: a push of {size / 1e6:,.3g} MB", "ms", 1e3 * seconds),
     ]
 
 

@@ -182,7 +182,7 @@ def rows(size: Size, device: torch.device, trains: Mapping[str, TrainSettings] =
             bench = Bench(size, train, device)
             seconds = float(np.median(times_s(bench.train, size.seconds)))
         except torch.cuda.OutOfMemoryError:
-            yield Row(23, f"{size.name}, {title}: samples trained", "1/s", None, None, None, note="too little memory")
+            yield Row(23, f"{size.name}, {title}: samples trained", "1/s", None, note="too little memory")
             continue
         yield row(f"{title}: samples trained", "1/s", size.batch / seconds)
         if device.type == "cuda":

@@ -1,6 +1,7 @@
-"""The safety of the hardware layer: hostile actions by the million, the kernel's cost, and how soon a robot is safe.
+"""The safety of the hardware layer: hostile actions by the million, and how soon a robot is safe; and its costs.
 
-``python -m benchmarks.hal [--rounds N]``. A failing party is a process of its own if that matters: a commander that is
+``python -m benchmarks.hal [--rounds N]``. The costs are those of the safety kernel in each control period, of a durable
+lease, and of the start of Ray. A failing party is a process of its own if that matters: a commander that is
 stopped or killed while a driver process obeys it. Times to the safe state are those of the driver process's own log.
 """
 
@@ -25,15 +26,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.hardware import arm, joint_arm, kernel_rows
-from benchmarks.harness import Row, report
+from benchmarks.harness import Row, at_most, compare, report
 from benchmarks.limits import Limits
 from hal.driver import installed_drivers
 from hal.errors import HardwareLost, LeaseError, StaleObservation
-from hal.lease import Fence
+from hal.lease import Fence, LeaseTable
+from hal.ray_cluster import start_local_cluster
 from hal.robot import Observation
 from hal.safety import SafetyKernel
-from hal.spec import STATE, Array
+from hal.spec import STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
+from hal.state_database import STATE_FILE, StateDatabase
 from robots.fake import FakeRobot, FakeRobotConfig, FakeTable
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import save
@@ -44,9 +46,74 @@ ROUNDS = 1_000_000
 PAIRS = 7
 PERIODS_BEFORE = 20  # the commander drives before it is stopped
 DEADLINE_S = 120.0
+KERNEL_BUDGET_US, RAY_BUDGET_S = 100.0, 30.0
+BATCHES = 15
 HOSTILE = (np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45)
 DRIVERS = {"fake": ("reach", {}), "sim": ("reach", {"cameras": []}), "point": ("upright", {})}
 """Driver -> task and options; ``point`` is docs/template, if it is installed."""
+
+
+def arm() -> RobotSpec:
+    """Seven joints, their speeds and a tool: every limit of the kernel is in use."""
+    seven = tuple(range(7))
+    labels = tuple(f"q{i}" for i in seven) + tuple(f"v{i}" for i in seven) + ("x", "y", "z", "width")
+    units = ("rad",) * 7 + ("rad/s",) * 7 + ("m",) * 4
+    state = ArraySpec(name=STATE, labels=labels, units=units, low=(-9.0,) * 18, high=(9.0,) * 18)
+    return RobotSpec(
+        model="arm",
+        rate_hz=10.0,
+        observation=(state,),
+        action=ArraySpec(
+            name="action",
+            labels=("dx", "dy", "dz", "width"),
+            units=("m",) * 4,
+            low=(-0.05, -0.05, -0.05, 0.0),
+            high=(0.05, 0.05, 0.05, 0.08),
+        ),
+        limits=SafetyLimits(
+            workspace_low=(-0.5, -0.5, -0.5),
+            workspace_high=(0.5, 0.5, 0.5),
+            tool_position=(14, 15, 16),
+            joint_position=seven,
+            joint_low=(-3.0,) * 7,
+            joint_high=(3.0,) * 7,
+            joint_velocity=tuple(range(7, 14)),
+            joint_velocity_max=(2.0,) * 7,
+            keep_out=(Box((0.3, -0.1, -0.1), (0.4, 0.1, 0.1)), Box((-0.4, -0.1, -0.1), (-0.3, 0.1, 0.1))),
+            tool_speed_max=0.4,
+            tool_acceleration_max=3.0,
+            tool_jerk_max=40.0,
+            tool_force=(14, 15, 16),
+            tool_force_max=20.0,
+            action_rate_max=(0.03, 0.03, 0.03, 0.08),
+        ),
+        neutral=(0.0, 0.0, 0.0, 0.08),
+        tool_delta=(0, 1, 2),
+        gripper=3,
+    )
+
+
+def joint_arm() -> RobotSpec:
+    """Seven joints with position targets."""
+    joints = tuple(range(7))
+    labels = tuple(f"q{i}" for i in joints)
+    bounds: dict[str, tuple[float, ...]] = {"low": (-9.0,) * 7, "high": (9.0,) * 7}
+    return RobotSpec(
+        model="joint_arm",
+        rate_hz=10.0,
+        observation=(ArraySpec(name=STATE, labels=labels, units=("rad",) * 7, **bounds),),
+        action=ArraySpec(name="action", labels=labels, units=("rad",) * 7, **bounds),
+        limits=SafetyLimits(
+            joint_position=joints,
+            joint_low=(-3.0,) * 7,
+            joint_high=(3.0,) * 7,
+            joint_velocity_max=(2.0,) * 7,
+            joint_acceleration_max=(15.0,) * 7,
+            joint_jerk_max=(150.0,) * 7,
+        ),
+        neutral=(0.0,) * 7,
+        joint_target=joints,
+    )
 
 
 class Clock:
@@ -300,7 +367,7 @@ def hold_rows(name: str) -> list[Row]:
             with tempfile.TemporaryDirectory(dir="/tmp") as folder:
                 figures.append(time_to_hold(config, number, Path(folder)) / period_s)
         what = f"{name}: control periods from {number.name} of the policy process to hold, worst of {PAIRS}"
-        rows.append(_periods(what, max(figures), 2.0, {"median": statistics.median(figures)}))
+        rows.append(at_most(21, what, "periods", max(figures), 2.0, {"median": statistics.median(figures)}))
     return rows
 
 
@@ -332,12 +399,82 @@ def fault_rows() -> list[Row]:
         ("readings that freeze (stale after 0.5 s = 25 periods)", {"stale_at": 20}, StaleObservation, 27.0),
     ):
         what = f"fake: control periods from {name} until the driver says so"
-        rows.append(_periods(what, periods_until_noticed(faults, kind), allowed, {}))
+        rows.append(at_most(21, what, "periods", periods_until_noticed(faults, kind), allowed))
     return rows
 
 
-def _periods(name: str, figure: float, allowed: float, peers: dict[str, float | str]) -> Row:
-    return Row(21, name, "periods", figure, allowed, allowed / figure, 1.0, figure <= allowed, peers)
+# Costs ---------------------------------------------------------------------------------------------------------------
+
+
+def call_us(call: Callable[[], object], repeats: int) -> float:
+    """Microseconds that one call takes, on average over `repeats`."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def kernel_rows() -> list[Row]:
+    tool, joints = SafetyKernel(arm()), SafetyKernel(joint_arm())
+    good = np.array([0.01, 0.0, 0.01, 0.04], np.float32)
+    broken = np.array([np.nan, 0.0, 0.0, 0.0], np.float32)
+    far = np.full(7, 9.0, np.float32)
+
+    def propose(kernel: SafetyKernel, action: object) -> Callable[[], object]:
+        state = np.zeros(kernel.spec.feature(STATE).shape, np.float32)
+        return lambda: kernel.filter(action, Observation({STATE: state}, time.monotonic_ns()))
+
+    rows = []
+    for name, kernel, action in (
+        ("an action within limits", tool, good),
+        ("one that is reduced", tool, good * 99),
+        ("a NaN", tool, broken),
+        ("targets of joints that are held up", joints, far),
+    ):
+        median = statistics.median(call_us(propose(kernel, action), 500) for _ in range(BATCHES))
+        rows.append(at_most(21, f"safety kernel: {name}; bound: its budget", "µs", median, KERNEL_BUDGET_US))
+    return rows
+
+
+def lease_rows(folder: Path) -> list[Row]:
+    table, fence, tokens = (
+        LeaseTable(StateDatabase(folder / STATE_FILE)),
+        Fence(folder / "fence"),
+        iter(range(1, 1_000_000)),
+    )
+    content = b"x" * 60
+
+    def raw() -> None:
+        with (folder / "raw.new").open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        (folder / "raw.new").replace(folder / "raw")
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+    def bound() -> float:
+        return call_us(raw, 50)
+
+    def acquire() -> float:
+        return call_us(lambda: table.acquire("arm-0", "bench"), 50)
+
+    def admit() -> float:
+        return call_us(lambda: fence.check_token(next(tokens)), 50)
+
+    written = "bound: raw write, sync, rename, sync"
+    return [
+        compare(f"lease: acquire; {written}", acquire, bound, unit="µs", more_is_better=False),
+        compare(f"fence: a newer token; {written}", admit, bound, unit="µs", more_is_better=False),
+    ]
+
+
+def ray_row() -> Row:
+    start = time.perf_counter()
+    with start_local_cluster({"robot:arm-0": 1.0}, num_cpus=1):
+        took_s = time.perf_counter() - start
+    return at_most(0, "Ray: start of a local cluster; bound: its budget", "s", took_s, RAY_BUDGET_S)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -349,7 +486,9 @@ def main(argv: list[str] | None = None) -> None:
         command_for_ever(args.command)
     with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as runtime:
         os.environ["USER_SYS_TEST_FOLDER"] = runtime
-        rows = [*kernel_rows(), *fault_rows(), *attack_rows(args.rounds)]
+        rows = [*kernel_rows(), *fault_rows(), *attack_rows(args.rounds), ray_row()]
+        with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+            rows += lease_rows(Path(folder))
         for name in DRIVERS:
             rows += hold_rows(name) if name in ("fake", "sim", *installed_drivers()) else []
     report("hal", rows, reduced="" if args.rounds >= ROUNDS else f"{args.rounds:,} actions of {ROUNDS:,}")

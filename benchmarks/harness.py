@@ -55,8 +55,8 @@ class Row(msgspec.Struct, frozen=True):
     name: str
     unit: str
     ours: float | None
-    bound: float | None
-    ratio: float | None
+    bound: float | None = None
+    ratio: float | None = None
     target: float | None = None
     met: bool | None = None
     peers: Mapping[str, float | str] = {}
@@ -140,6 +140,16 @@ def compare(
         spread=(min(ratios(second)), max(ratios(second))),
         spreads={peer: (min(ratios(figures)), max(ratios(figures))) for peer, figures in others.items()},
     )
+
+
+def at_most(goal: int, name: str, unit: str, figure: float, bound: float, peers: Mapping[str, float | str] = {}) -> Row:
+    """The row of a goal that is met if `figure` is at most `bound`."""
+    return Row(goal, name, unit, figure, bound, bound / max(figure, 1e-9), 1.0, figure <= bound, peers)
+
+
+def at_least(goal: int, name: str, share: float, target: float | None, note: str = "") -> Row:
+    """The row of a goal that is met if `share`, of 1, is at least `target`; None for a share that is only reported."""
+    return Row(goal, name, "share", share, 1.0, share, target, None if target is None else share >= target, note=note)
 
 
 def against(row: Row, peer: str, target: float) -> Row:

@@ -308,7 +308,7 @@ def rows_of(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
         driven, count = (
             float(np.mean(each)) for each in ([r.driven_min for r in runs], [len(r.episodes) for r in runs])
         )
-        yield Row(GOAL, f"{method}: the operator drove", "min", driven, None, None, note=f"{count:.0f} episodes")
+        yield Row(GOAL, f"{method}: the operator drove", "min", driven, note=f"{count:.0f} episodes")
     draw(found, least, OUT / "interventions.png" if bench.minutes < MINUTES else PLOT)
 
 

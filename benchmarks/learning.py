@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import learning_checks, peers
-from benchmarks.harness import OUT, ROOT, Row, report
+from benchmarks.harness import OUT, ROOT, Row, at_least, at_most, report
 from user_sys.run.compare import Variant, draw_comparison, read_variants
 
 SEEDS = (0, 1, 2)
@@ -247,22 +247,19 @@ def rows_of(part: Part, finished: Finished) -> Iterator[Row]:
     success = min(summary["success"] or 0.0 for summary in summaries)
     longest = max(summary["training_s"] for summary in summaries)
     worst = f"worst of {len(summaries)} seeds"
-    met = None if entry.success is None else success >= entry.success
-    ratio = None if entry.success is None else success
-    yield Row(part.goal, f"{entry.name}: success, {worst}", "share", success, 1.0, ratio, entry.success, met)
+    yield at_least(part.goal, f"{entry.name}: success, {worst}", success, entry.success)
     if entry.seconds is not None:
-        ratio, met = entry.seconds / max(longest, 1e-9), longest <= entry.seconds
-        yield Row(part.goal, f"{entry.name}: training time, {worst}", "s", longest, entry.seconds, ratio, 1.0, met)
+        yield at_most(part.goal, f"{entry.name}: training time, {worst}", "s", longest, entry.seconds)
     [variant] = read_variants(finished.runs) if len(finished.runs) == 1 else _one_variant(finished.runs)
     reached = variant.as_json(0.9)["reached"]
     for name, unit in (("training_s", "s"), ("episodes", "episodes"), ("updates", "updates")):
         if reached[name]:
             note = f"{reached['runs']} of {len(finished.runs)} seeds"
             figure = float(sorted(reached[name])[len(reached[name]) // 2])
-            yield Row(part.goal, f"{entry.name}: {name} to 90%", unit, figure, None, None, note=note)
+            yield Row(part.goal, f"{entry.name}: {name} to 90%", unit, figure, note=note)
     for name, unit in (("env_steps", "steps"), ("updates", "updates"), ("successes_per_hour", "1/h")):
         figures = sorted(summary[name] or 0.0 for summary in summaries)
-        yield Row(part.goal, f"{entry.name}: {name}, median", unit, float(figures[len(figures) // 2]), None, None)
+        yield Row(part.goal, f"{entry.name}: {name}, median", unit, float(figures[len(figures) // 2]))
 
 
 def _one_variant(runs: Sequence[Path]) -> list[Variant]:
@@ -345,8 +342,7 @@ def staying_rows(runs: Sequence[Path], quick: bool) -> Iterator[Row]:
         before.append(summary["success"] or 0.0)
         after.append(json.loads((folder / "summary.json").read_text())["success"] or 0.0)
     worst, note = min(after), f"before: {min(before):.0%}"
-    yield Row(12, f"staying good: success, worst of {len(after)} seeds", "share", worst, 1.0, worst, 0.95,
-              worst >= 0.95, note=note)  # fmt: skip
+    yield at_least(12, f"staying good: success, worst of {len(after)} seeds", worst, 0.95, note)
 
 
 def run_part(name: str, seeds: Sequence[int], quick: bool, runs: Path) -> list[Row]:

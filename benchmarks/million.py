@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from benchmarks.harness import OUT, Row, reached, report
+from benchmarks.harness import OUT, Row, at_most, reached, report
 from benchmarks.replay import BATCH, CHUNK_STEPS, EPISODE_STEPS, FLOATS, features, per_second, replaying, sampler
 from benchmarks.store import chunk
 from user_sys.episode import IMAGE_PREFIX, Chunk, frame_columns
@@ -149,7 +149,7 @@ def opening(path: Path, what: str) -> list[Row]:
         for cold in (False, True):
             seconds = statistics.median(_timed(action, path, cold) for _ in range(5))
             name = f"opening {what}: {who}{', nothing in the page cache' if cold else ''}"
-            rows.append(Row(4, name, "s", seconds, 1.0, 1.0 / seconds, 1.0, seconds < 1.0))
+            rows.append(at_most(4, name, "s", seconds, 1.0))
     return rows
 
 
@@ -229,7 +229,7 @@ def insert(folder: Path, begun: Event, stop: Event, found: Results) -> None:
 
 
 def _hold(name: str, seconds: float) -> Row:
-    return Row(4, name, "ms", 1e3 * seconds, HOLD_MS, HOLD_MS / (1e3 * seconds), 1.0, 1e3 * seconds <= HOLD_MS)
+    return at_most(4, name, "ms", 1e3 * seconds, HOLD_MS)
 
 
 class Point(NamedTuple):
@@ -276,7 +276,7 @@ def curve(points: list[Point], steps: int) -> list[Row]:
     rows = []
     for ratio, rate, memory, budget in points:
         held = f"{ratio:.0%} of {steps:,} in the cache"
-        rows.append(Row(1, f"sampling with {held}", "transitions/s", rate, None, None))
+        rows.append(Row(1, f"sampling with {held}", "transitions/s", rate))
         rows.append(Row(1, f"memory with {held}; bound: its budget", "MB", memory / 1e6, budget / 1e6, budget / memory))
     return rows
 

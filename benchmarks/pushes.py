@@ -179,8 +179,8 @@ def rows(runs: int, seconds: float) -> list[Row]:
         Row(16, f"{name}, period error, p99; bound: without pushes", "ms", *period_ms, period_ms[1] / period_ms[0]),
         *(hold_row(f"{name}, watchdog holds a minute {where} episodes; bound: without pushes", found, where)
           for where in ("within", "between")),
-        Row(11, f"{name}, share of updates with a push", "", share, None, None),
-        Row(11, f"{name}, share left to pushes", "", statistics.median(run.share for run in found), None, None),
+        Row(11, f"{name}, share of updates with a push", "", share),
+        Row(11, f"{name}, share left to pushes", "", statistics.median(run.share for run in found)),
         Row(11, f"{name}, step without a push, by the governor; bound: as measured", "ms",
             statistics.median(run.idle_ms for run in found), statistics.median(off for _, off in mean_ms), None),
     ]  # fmt: skip

@@ -213,7 +213,7 @@ def states_alone(folder: Path, jpegs: list[bytes]) -> Row:
         drawing = sampler(replay)
         batch = drawing.empty_batch()
         rate = statistics.median(per_second(lambda: drawing.sample(batch), 1) for _ in range(7))
-    return Row(1, f"a batch of {BATCH} transitions of states alone", "us", 1e6 / rate, None, None)
+    return Row(1, f"a batch of {BATCH} transitions of states alone", "us", 1e6 / rate)
 
 
 NEW_TASK = "drop"  # of the data written meanwhile

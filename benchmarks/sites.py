@@ -273,8 +273,7 @@ def herd_rows() -> list[Row]:
     return [
         Row(0, f"{ROBOTS} robots after a gateway's restart: all are back; bound: the longest pause", "s", back[-1],
             limit, limit / back[-1]),
-        Row(0, f"{ROBOTS} robots after a gateway's restart: most sessions opened within {MOMENT_S:g} s", "", at_once,
-            None, None),
+        Row(0, f"{ROBOTS} robots after a gateway's restart: most sessions opened within {MOMENT_S:g} s", "", at_once),
     ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import OUT, ROOT, Row, report
+from benchmarks.harness import OUT, ROOT, Row, at_least, report
 from sim.tasks import TASKS, LiftColourTask
 from user_sys.compose import TaskConfig
 from user_sys.run.compare import Variant, draw_comparison, read_variants
@@ -166,9 +166,8 @@ def per_task_rows(bench: Bench, label: str, folders: Sequence[Path], wanted: flo
     for name in NAMES:
         found = [share(success(folder, TaskConfig(name), bench.episodes)) for folder in folders]
         means.append(share(found))
-        yield Row(GOAL, f"{label}: success, {name}", "share", means[-1], 1.0, means[-1])
-    met = None if wanted is None else min(means) >= wanted
-    yield Row(GOAL, f"{label}: success, worst task", "share", min(means), 1.0, min(means), wanted, met)
+        yield at_least(GOAL, f"{label}: success, {name}", means[-1], None)
+    yield at_least(GOAL, f"{label}: success, worst task", min(means), wanted)
 
 
 def share(values: Sequence[float]) -> float:
@@ -181,7 +180,7 @@ def start_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
     longest = max(seconds for _, seconds in runs)
     updates = share([updates_of(folder) for folder, _ in runs])
     yield Row(GOAL, "start: training time", "s", longest, START_S, START_S / max(longest, 1e-9))
-    yield Row(GOAL, "start: updates, mean of the seeds", "updates", updates, None, None)
+    yield Row(GOAL, "start: updates, mean of the seeds", "updates", updates)
     yield from per_task_rows(bench, "start", [folder for folder, _ in runs], None)
 
 
@@ -196,12 +195,9 @@ def language_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
             own += success(folder, TaskConfig(name), bench.episodes)
             obeyed += success(folder, TaskConfig(other), bench.episodes)
             first_goal += success(folder, exchanged, bench.episodes)
-    yield Row(GOAL, "language: success with the own sentence", "share", share(own), 1.0, share(own))
-    yield Row(GOAL, "language: with the other sentence, the other goal is reached", "share", share(obeyed), 1.0,
-              share(obeyed), 0.8, share(obeyed) >= 0.8)  # fmt: skip
-    yield Row(
-        GOAL, "language: with the other sentence, the first goal is reached", "share", share(first_goal), None, None
-    )
+    yield at_least(GOAL, "language: success with the own sentence", share(own), None)
+    yield at_least(GOAL, "language: with the other sentence, the other goal is reached", share(obeyed), 0.8)
+    yield Row(GOAL, "language: with the other sentence, the first goal is reached", "share", share(first_goal))
 
 
 def online_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
@@ -213,7 +209,7 @@ def online_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
     yield from per_task_rows(bench, "hg-dagger", folders, 0.9)
     for which, half in (("first", 0), ("second", 1)):
         helped = share([assisted_share(folder, half) for folder in folders])
-        yield Row(GOAL, f"hg-dagger: episodes with help, {which} half", "share", helped, None, None)
+        yield Row(GOAL, f"hg-dagger: episodes with help, {which} half", "share", helped)
 
 
 def alone_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
@@ -268,7 +264,7 @@ def fifth_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
     for kind, found in after.items():
         lost = share(before) - share(found)
         guarded = kind != "without"
-        yield Row(GOAL, f"fifth task {kind}: its success", "share", share(fifth[kind]), 1.0, share(fifth[kind]))
+        yield at_least(GOAL, f"fifth task {kind}: its success", share(fifth[kind]), None)
         yield Row(GOAL, f"fifth task {kind}: lost by the four", "share", lost, 0.05, None, None,
                   lost <= 0.05 if guarded else None)  # fmt: skip
 
@@ -311,7 +307,7 @@ def paraphrase_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
             for sentence in task.unseen_sentences:
                 unseen += success(folder, TaskConfig(name, sentence=sentence), max(2, bench.episodes // 5))
     kept = share(unseen) / max(share(own), 1e-9)
-    yield Row(GOAL, "paraphrases: success with the first sentence", "share", share(own), 1.0, share(own))
+    yield at_least(GOAL, "paraphrases: success with the first sentence", share(own), None)
     yield Row(GOAL, "paraphrases: success with five unseen ones", "share", share(unseen), share(own), kept, 0.8,
               kept >= 0.8)  # fmt: skip
 
@@ -333,10 +329,8 @@ def progress_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
         wanted = 0.9 if kind == "recorded" else None
         met = rank >= 0.9 if kind == "recorded" else None
         yield Row(GOAL, f"progress: rank correlation with time, {kind}", "", rank, 1.0, rank, wanted, met)
-        yield Row(GOAL, f"progress: at the end, {kind}", "", share([each["at_end"] for each in clips]), None, None)
-        yield Row(
-            GOAL, f"progress: found successful, {kind}", "share", share([c["success"] for c in clips]), None, None
-        )
+        yield Row(GOAL, f"progress: at the end, {kind}", "", share([each["at_end"] for each in clips]))
+        yield Row(GOAL, f"progress: found successful, {kind}", "share", share([c["success"] for c in clips]))
 
 
 def _user_sys(*argv: str) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.harness import Row, compare, report
+from benchmarks.harness import Row, at_most, compare, report
 from benchmarks.weights_ends import Holder, MakePair, pushing, sizes_of
 from benchmarks.weights_links import far_rows, fleet_row
 from benchmarks.weights_models import (
@@ -86,8 +86,7 @@ def _stage_rows(title: str, pushes: Sequence[Mapping[str, float]]) -> list[Row]:
     rest = [times["all"] - sum(times[stage] for stage in STAGES) for times in pushes]
     found = {stage: [times[stage] for times in pushes] for stage in STAGES} | {"offer and swap": rest}
     return [
-        Row(9, f"of it: {stage}, {title}", "ms", 1e3 * statistics.median(seconds), None, None)
-        for stage, seconds in found.items()
+        Row(9, f"of it: {stage}, {title}", "ms", 1e3 * statistics.median(seconds)) for stage, seconds in found.items()
     ]
 
 
@@ -102,8 +101,8 @@ def change_rows(name: str, make: MakePair, target: float | None = None) -> list[
     return [
         Row(10, f"{name}: all weights / payload, {sizes.codecs}", "times", smaller, target,
             None if target is None else smaller / target, target=None if target is None else 1.0, met=met),
-        Row(9, f"{name}: push, wire to applied", "ms", statistics.median(times), None, None),
-        Row(10, f"{name}: encoding, once for all robots", "ms", 1e3 * sizes.encode_s, None, None),
+        Row(9, f"{name}: push, wire to applied", "ms", statistics.median(times)),
+        Row(10, f"{name}: encoding, once for all robots", "ms", 1e3 * sizes.encode_s),
     ]  # fmt: skip
 
 
@@ -151,7 +150,7 @@ def swap_row() -> Row:
     stop.set()
     loader.join()
     worst = float(np.quantile(times, 0.999)) / 1e3
-    return Row(9, "swap pause, p99.9 next to a busy loader", "µs", worst, 100.0, 100.0 / worst, 1.0, worst <= 100.0)
+    return at_most(9, "swap pause, p99.9 next to a busy loader", "µs", worst, 100.0)
 
 
 def main() -> None:

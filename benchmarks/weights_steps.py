@@ -170,7 +170,7 @@ def _row(
     pushed = 2 * (publisher.published - published) / (fleet.steps - steps)
     share = None if every_s else pushed
     return [
-        Row(11, f"share of steps with a push, a push {title}", "", pushed, None, None),
+        Row(11, f"share of steps with a push, a push {title}", "", pushed),
         _half_row(
             f"learner's median step, {name}", [h.step_ms for h in pushing], [h.step_ms for h in idle], target, share
         ),
