@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -51,6 +51,12 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):
             raise SpecError(f"{self.name}: labels, units, low and high differ in length: {sorted(sizes)}")
         if not all(a <= b for a, b in zip(self.low, self.high, strict=True)):
             raise SpecError(f"{self.name}: a lower bound exceeds its upper bound")
+
+    @classmethod
+    def from_rows(cls, name: str, rows: Iterable[tuple[str, str, float, float]], frame: str = "base") -> Self:
+        """The spec of a float32 vector with an element for each row: label, unit, low and high."""
+        labels, units, low, high = zip(*rows, strict=True) if (rows := tuple(rows)) else ((),) * 4
+        return cls(name=name, labels=labels, units=units, low=low, high=high, frame=frame)
 
     @property
     def shape(self) -> tuple[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,14 +84,9 @@ class DeltaArm:
         """
         n, moves_joints, grip = len(self.joints), config.moves_joints, () if self.stroke is None else (self.stroke,)
         moves = tuple(f"d_{name}" for name in self.joints) if moves_joints else ("dx", "dy", "dz")
-        step = ((config.joint_speed if moves_joints else config.tool_speed) / config.rate_hz,) * len(moves)
-        action = ArraySpec(
-            name=ACTION,
-            labels=(*moves, *(("width",) if grip else ())),
-            units=(*(("rad" if moves_joints else "m",) * len(moves)), *(("m",) * len(grip))),
-            low=(*(-each for each in step), *(0.0 for _ in grip)),
-            high=(*step, *grip),
-        )
+        unit, speed = ("rad", config.joint_speed) if moves_joints else ("m", config.tool_speed)
+        step = speed / config.rate_hz
+        rows = [*((move, unit, -step, step) for move in moves), *(("width", "m", 0.0, stroke) for stroke in grip)]
         limits = SafetyLimits(
             workspace_low=config.workspace_low,
             workspace_high=config.workspace_high,
@@ -112,7 +107,7 @@ class DeltaArm:
             model=self.model,
             rate_hz=config.rate_hz,
             observation=(self._state(),),
-            action=action,
+            action=ArraySpec.from_rows(ACTION, rows),
             cameras=camera_specs(config.cameras),
             limits=limits,
             neutral=(*(0.0 for _ in moves), *grip),
@@ -123,7 +118,7 @@ class DeltaArm:
         )
 
     def _state(self) -> ArraySpec:
-        rows: Sequence[tuple[str, str, float, float]] = (
+        rows = (
             *((f"{n}.pos", "rad", low, high) for n, low, high in zip(self.joints, self.low, self.high, strict=True)),
             *((f"{name}.vel", "rad/s", -self.speed, self.speed) for name in self.joints),
             *((f"tool_{axis}", "m", -self.reach, self.reach) for axis in "xyz"),
@@ -131,8 +126,7 @@ class DeltaArm:
             *((f"force_{axis}", "N", -self.force, self.force) for axis in "xyz"),
             *(() if self.stroke is None else (("width", "m", 0.0, self.stroke),)),
         )
-        labels, units, low, high = zip(*rows, strict=True)
-        return ArraySpec(name=STATE, labels=labels, units=units, low=low, high=high)
+        return ArraySpec.from_rows(STATE, rows)
 
 
 def add_step(

@@ -71,40 +71,24 @@ class FakeRobotConfig:
 
 def fake_spec(config: FakeRobotConfig) -> RobotSpec:
     """The spec of the configured robot."""
-    metres, span, table = ("m",) * 3, (HALF_RANGE_M,) * 3, config.table
-    lowest = tuple(-x for x in span)
-    most_n = (2 * HALF_RANGE_M * table.stiffness_n_per_m,) * 3 if table else ()
-    state = ArraySpec(
-        name=STATE,
-        labels=("x", "y", "z", "width", "vx", "vy", "vz", *(("fx", "fy", "fz") if table else ())),
-        units=(*metres, "m", "m/s", "m/s", "m/s", *(("N",) * 3 if table else ())),
-        low=(*lowest, 0.0, *(-STEP_M * config.rate_hz,) * 3, *(-each for each in most_n)),
-        high=(*span, GRIPPER_M, *(STEP_M * config.rate_hz,) * 3, *most_n),
-    )
-    goal = ArraySpec(
-        name=ENVIRONMENT_STATE,
-        labels=("goal_x", "goal_y", "goal_z", "to_goal_x", "to_goal_y", "to_goal_z"),
-        units=metres * 2,
-        low=(*lowest, *(2 * x for x in lowest)),
-        high=(*span, *(2 * x for x in span)),
-    )
-    action = ArraySpec(
-        name=ACTION,
-        labels=("dx", "dy", "dz", "width"),
-        units=(*metres, "m"),
-        low=(*(-STEP_M,) * 3, 0.0),
-        high=(*(STEP_M,) * 3, GRIPPER_M),
-    )
-    size = config.image_size
+    far, speed, table, size = HALF_RANGE_M, STEP_M * config.rate_hz, config.table, config.image_size
+    state = [*((axis, "m", -far, far) for axis in "xyz"), ("width", "m", 0.0, GRIPPER_M)]
+    state += [(f"v{axis}", "m/s", -speed, speed) for axis in "xyz"]
+    if table:
+        most_n = 2 * HALF_RANGE_M * table.stiffness_n_per_m
+        state += [(f"f{axis}", "N", -most_n, most_n) for axis in "xyz"]
+    goal = [(f"goal_{axis}", "m", -far, far) for axis in "xyz"]
+    goal += [(f"to_goal_{axis}", "m", -2 * far, 2 * far) for axis in "xyz"]
+    action = [*((f"d{axis}", "m", -STEP_M, STEP_M) for axis in "xyz"), ("width", "m", 0.0, GRIPPER_M)]
     return RobotSpec(
         model="fake",
         rate_hz=config.rate_hz,
-        observation=(state, goal),
-        action=action,
+        observation=(ArraySpec.from_rows(STATE, state), ArraySpec.from_rows(ENVIRONMENT_STATE, goal)),
+        action=ArraySpec.from_rows(ACTION, action),
         cameras=tuple(CameraSpec(name=n, height=size, width=size, rate_hz=config.rate_hz) for n in config.cameras),
         limits=SafetyLimits(
-            workspace_low=lowest,
-            workspace_high=span,
+            workspace_low=(-far,) * 3,
+            workspace_high=(far,) * 3,
             tool_position=(0, 1, 2),
             tool_force=(7, 8, 9) if table else (),
             tool_force_max=table.force_max if table else None,

@@ -116,13 +116,7 @@ class LerobotFeatures:
         self._scale = np.array([each.scale for each in self.features])
 
     def spec(self, feature: str) -> ArraySpec:
-        return ArraySpec(
-            name=feature,
-            labels=self.names,
-            units=tuple(each.unit for each in self.features),
-            low=tuple(each.low for each in self.features),
-            high=tuple(each.high for each in self.features),
-        )
+        return ArraySpec.from_rows(feature, ((each.name, each.unit, each.low, each.high) for each in self.features))
 
     def to_vector(self, values: Mapping[str, Any], fallback: Array | None = None) -> Array:
         """Convert LeRobot's values to ours: float32 (n,).

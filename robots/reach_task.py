@@ -193,16 +193,11 @@ def _spec_with_goal(spec: RobotSpec, where: list[int], low: Array, high: Array, 
     """The same robot with a goal, and with joint steps instead of joint targets."""
     state, action, limits = spec.feature(STATE), spec.action, spec.limits
     labels, units = [state.labels[i] for i in where], [state.units[i] for i in where]
-    farthest_up = high - np.minimum([state.low[i] for i in where], low)
-    farthest_down = low - np.maximum([state.high[i] for i in where], high)
-    goal = ArraySpec(
-        name=ENVIRONMENT_STATE,
-        labels=(*(f"goal_{label}" for label in labels), *(f"to_goal_{label}" for label in labels)),
-        units=(*units, *units),
-        low=(*low.tolist(), *farthest_down.tolist()),
-        high=(*high.tolist(), *farthest_up.tolist()),
-        frame=state.frame,
-    )
+    most_up = high - np.minimum([state.low[i] for i in where], low)
+    most_down = low - np.maximum([state.high[i] for i in where], high)
+    goals = zip((f"goal_{label}" for label in labels), units, low.tolist(), high.tolist(), strict=True)
+    ways = zip((f"to_goal_{label}" for label in labels), units, most_down.tolist(), most_up.tolist(), strict=True)
+    goal = ArraySpec.from_rows(ENVIRONMENT_STATE, (*goals, *ways), state.frame)
     reach, each = dict(zip(spec.joint_target, step.tolist(), strict=True)), range(len(action.labels))
     neutral, rate = spec.neutral or (0.0,) * len(each), limits.action_rate_max
     steps = msgspec.structs.replace(

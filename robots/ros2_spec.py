@@ -378,15 +378,13 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
     rows = [(f"{name}.pos", unit, least, most) for name, unit, least, most, _ in arm]
     if grip is not None:
         rows.append((f"{grip.joint}.pos", units[-1], grip.low, grip.high))
-    labels, of_what, lows, highs = zip(*rows, strict=True)
-    action = ArraySpec(name=ACTION, labels=labels, units=of_what, low=lows, high=highs)
+    action = ArraySpec.from_rows(ACTION, rows)
     if config.velocities:
         rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, _, _, fastest in arm]
     tool_at = tuple(range(len(rows), len(rows) + 3)) if tool is not None else ()
     rows += [(f"tool_{axis}", "m", -TOOL_RANGE_M, TOOL_RANGE_M) for axis, _ in zip("xyz", tool_at, strict=False)]
     force_at = tuple(range(len(rows), len(rows) + 3)) if wrench is not None else ()
     rows += [(f"force_{axis}", "N", -FORCE_RANGE_N, FORCE_RANGE_N) for axis, _ in zip("xyz", force_at, strict=False)]
-    labels, of_what, lows, highs = zip(*rows, strict=True)
     joints = tuple(range(len(config.joints)))
     limits = SafetyLimits(
         workspace_low=() if box is None else box.low,
@@ -407,7 +405,7 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
     spec = RobotSpec(
         model=config.model,
         rate_hz=config.rate_hz,
-        observation=(ArraySpec(name=STATE, labels=labels, units=of_what, low=lows, high=highs),),
+        observation=(ArraySpec.from_rows(STATE, rows),),
         action=action,
         cameras=camera_specs(config.cameras),
         limits=limits,

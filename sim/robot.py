@@ -27,7 +27,7 @@ EGL_MISSING = (
 )
 
 PHYSICS_STEP_S = 0.002
-_WRENCH_MAX = (200.0, 200.0, 200.0, 20.0, 20.0, 20.0)
+FORCE_MAX_N, TORQUE_MAX_NM = 200.0, 20.0  # of the readings
 
 TOOL_POSITION = slice(-8, -5)
 TOOL_VELOCITY = slice(-5, -2)
@@ -229,50 +229,36 @@ def sim_robot_spec(config: SimRobotConfig) -> RobotSpec:
 
 
 def _state_spec(config: SimRobotConfig) -> ArraySpec:
-    arm, box = config.arm, config.workspace
-    n, width = len(arm.joints), arm.gripper.width_max_m
-    speed = tuple(1.2 * v for v in arm.joint_speed_max_rad_s)
+    arm, box, width = config.arm, config.workspace, config.arm.gripper.width_max_m
     margin = 0.05  # beyond the joints' ranges (rad) and the workspace (m), so that readings show an overshoot
-    joints = tuple(f"{j}.position" for j in arm.joints) + tuple(f"{j}.velocity" for j in arm.joints)
-    tool = ("tool.x", "tool.y", "tool.z", "tool.vx", "tool.vy", "tool.vz")
-    joint_low, joint_high = (v - margin for v in arm.joint_low_rad), (v + margin for v in arm.joint_high_rad)
-    tool_low, tool_high = (v - margin for v in box.low), (v + margin for v in box.high)
-    wrench = _WRENCH_MAX if config.has_wrench else ()
-    axes = ("force.x", "force.y", "force.z", "torque.x", "torque.y", "torque.z")[: len(wrench)]
-    return ArraySpec(
-        name=STATE,
-        labels=(*joints, *axes, *tool, "gripper.width", "gripper.set_width"),
-        units=("rad",) * n
-        + ("rad/s",) * n
-        + ("N", "N", "N", "N m", "N m", "N m")[: len(wrench)]
-        + ("m",) * 3
-        + ("m/s",) * 3
-        + ("m",) * 2,
-        low=(*joint_low, *(-v for v in speed), *(-v for v in wrench), *tool_low, -1.0, -1.0, -1.0, -0.01, 0.0),
-        high=(*joint_high, *speed, *wrench, *tool_high, 1.0, 1.0, 1.0, width + 0.01, width),
-    )
+    ranges = zip(arm.joints, arm.joint_low_rad, arm.joint_high_rad, strict=True)
+    speeds = zip(arm.joints, (1.2 * v for v in arm.joint_speed_max_rad_s), strict=True)
+    rows = [(f"{joint}.position", "rad", low - margin, high + margin) for joint, low, high in ranges]
+    rows += [(f"{joint}.velocity", "rad/s", -speed, speed) for joint, speed in speeds]
+    if config.has_wrench:
+        rows += [(f"force.{axis}", "N", -FORCE_MAX_N, FORCE_MAX_N) for axis in "xyz"]
+        rows += [(f"torque.{axis}", "N m", -TORQUE_MAX_NM, TORQUE_MAX_NM) for axis in "xyz"]
+    places = zip("xyz", box.low, box.high, strict=True)
+    rows += [(f"tool.{axis}", "m", low - margin, high + margin) for axis, low, high in places]
+    rows += [(f"tool.v{axis}", "m/s", -1.0, 1.0) for axis in "xyz"]
+    rows += [("gripper.width", "m", -0.01, width + 0.01), ("gripper.set_width", "m", 0.0, width)]
+    return ArraySpec.from_rows(STATE, rows)
 
 
 def _tracker_spec(config: SimRobotConfig) -> ArraySpec:
-    names, tracked, far = config.objects, config.arm.tracker_box, config.arm.tracker_range_m
-    return ArraySpec(
-        name=ENVIRONMENT_STATE,
-        labels=tuple(f"{name}{of}.{axis}" for name in names for of in ("", "_from_tool") for axis in "xyz"),
-        units=("m",) * 6 * len(names),
-        low=(*tracked.low, -far, -far, -far) * len(names),
-        high=(*tracked.high, far, far, far) * len(names),
-    )
+    tracked, far = config.arm.tracker_box, config.arm.tracker_range_m
+    places = list(zip("xyz", tracked.low, tracked.high, strict=True))
+    rows: list[tuple[str, str, float, float]] = []
+    for name in config.objects:
+        rows += [(f"{name}.{axis}", "m", low, high) for axis, low, high in places]
+        rows += [(f"{name}_from_tool.{axis}", "m", -far, far) for axis in "xyz"]
+    return ArraySpec.from_rows(ENVIRONMENT_STATE, rows)
 
 
 def _action_spec(config: SimRobotConfig) -> ArraySpec:
     step = config.step_max_m or config.arm.step_max_m
-    return ArraySpec(
-        name=ACTION,
-        labels=("tool.dx", "tool.dy", "tool.dz", "gripper.width"),
-        units=("m",) * 4,
-        low=(-step, -step, -step, 0.0),
-        high=(step, step, step, config.arm.gripper.width_max_m),
-    )
+    rows = [(f"tool.d{axis}", "m", -step, step) for axis in "xyz"]
+    return ArraySpec.from_rows(ACTION, [*rows, ("gripper.width", "m", 0.0, config.arm.gripper.width_max_m)])
 
 
 def _camera_spec(name: str, config: SimRobotConfig) -> CameraSpec:
@@ -288,7 +274,7 @@ def _limits(config: SimRobotConfig) -> SafetyLimits:
     arm, box = config.arm, config.workspace
     n, more = len(arm.joints), 1.001  # float32 may round a change from bound to bound up
     swing = more * 2 * (config.step_max_m or arm.step_max_m)
-    tool = 2 * n + (len(_WRENCH_MAX) if config.has_wrench else 0)
+    tool = 2 * n + (6 if config.has_wrench else 0)
     return SafetyLimits(
         workspace_low=box.low,
         workspace_high=box.high,
