@@ -59,18 +59,19 @@ MAX_PIXELS = 96  # per side of such a frame
 
 Statistics = Mapping[str, Array]
 
-_USER_COLUMNS = {
-    "episode": pa.string(),
-    "task": pa.string(),
-    "sentence": pa.string(),
-    "seed": pa.int64(),
-    "started_unix_ns": pa.int64(),
-    "unix_offset_ns": pa.int64(),
-    "complete": pa.bool_(),
-    "success": pa.bool_(),
-    "reward_source": pa.string(),
-    "chunk_steps": pa.list_(pa.int64()),
+_USER_COLUMNS: Mapping[str, tuple[pa.DataType, Callable[[StoredEpisode], object]]] = {
+    "episode": (pa.string(), lambda episode: episode.header.episode),
+    "task": (pa.string(), lambda episode: episode.header.task),
+    "sentence": (pa.string(), lambda episode: episode.header.sentence),
+    "seed": (pa.int64(), lambda episode: episode.header.seed),
+    "started_unix_ns": (pa.int64(), lambda episode: episode.header.started_unix_ns),
+    "unix_offset_ns": (pa.int64(), lambda episode: episode.header.unix_offset_ns),
+    "complete": (pa.bool_(), lambda episode: episode.header.end is not None),
+    "success": (pa.bool_(), lambda episode: episode.header.end and episode.header.end.success),
+    "reward_source": (pa.string(), lambda episode: episode.header.end.reward_source if episode.header.end else ""),
+    "chunk_steps": (pa.list_(pa.int64()), lambda episode: list(episode.chunk_steps)),
 }
+"""Of the episodes' table, besides LeRobot's own: type and value."""
 
 
 def column_statistics(column: Array) -> Statistics | None:
@@ -423,22 +424,8 @@ def _images(frames: Sequence[Frame]) -> pa.Array:
 
 
 def _user_columns(episode: StoredEpisode) -> dict[str, object]:
-    header = episode.header
-    end = header.end
-    values: dict[str, object] = {
-        "episode": header.episode,
-        "task": header.task,
-        "sentence": header.sentence,
-        "seed": header.seed,
-        "started_unix_ns": header.started_unix_ns,
-        "unix_offset_ns": header.unix_offset_ns,
-        "complete": end is not None,
-        "success": end.success if end else None,
-        "reward_source": end.reward_source if end else "",
-        "chunk_steps": list(episode.chunk_steps),
-    }
-    final = {FINAL_PREFIX + name: _final_value(name, value) for name, value in episode.final.items()}
-    return {USER_PREFIX + name: value for name, value in values.items()} | final
+    values: dict[str, object] = {USER_PREFIX + name: value(episode) for name, (_, value) in _USER_COLUMNS.items()}
+    return values | {FINAL_PREFIX + name: _final_value(name, value) for name, value in episode.final.items()}
 
 
 def _final_value(name: str, value: Array) -> object:
@@ -466,7 +453,7 @@ def episodes_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
         if feature.dtype == "video":
             fields += [(f"videos/{name}/{kind}_index", whole) for kind in ("chunk", "file")]
             fields += [(f"videos/{name}/{kind}_timestamp", pa.float64()) for kind in ("from", "to")]
-    fields += [(USER_PREFIX + name, kind) for name, kind in _USER_COLUMNS.items()]
+    fields += [(USER_PREFIX + name, kind) for name, (kind, _) in _USER_COLUMNS.items()]
     for name, feature in features.items():
         if name.startswith("observation."):
             fields.append((FINAL_PREFIX + name, pa.binary() if feature.is_visual else pa.list_(pa.float32())))
