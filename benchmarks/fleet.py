@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import simplejpeg
 
-from benchmarks.harness import ROOT, Row, at_most, reached, report
+from benchmarks.harness import ROOT, Row, at_most, reached, report, user_sys
 from benchmarks.replay import features, sampler
 from benchmarks.store import FLOATS, chunk
 from benchmarks.tunnel import gateway_process
@@ -197,8 +197,7 @@ def edge_row() -> Row:
         folder = Path(name)
         (folder / "robots.yaml").write_text(EDGE_ROBOT)
         with gateway_process(folder / "run") as (address, _):
-            command = [sys.executable, "-m", "user_sys.commands.main", "edge", "robots.yaml"]
-            command += ["--connect", address.endpoint, "--keys", "run/keys"]
+            command = user_sys("edge", "robots.yaml", "--connect", address.endpoint, "--keys", "run/keys")
             with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log) as edge:
                 try:
                     _until_recorded(folder / "run" / "store")

@@ -166,6 +166,11 @@ def reached(ratio: float, target: float | None, share: float | None = None) -> b
     return None if target is None else ratio >= target and (share is None or share >= WHOLE)
 
 
+def user_sys(*arguments: object) -> list[str]:
+    """The command line of ``user-sys`` with these arguments, in this environment."""
+    return [sys.executable, "-m", "user_sys.commands.main", *map(str, arguments)]
+
+
 def machine() -> str:
     """The machine in words: processor, cores, memory, kernel."""
     model = platform.machine()

@@ -25,7 +25,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +39,7 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
-from benchmarks.harness import OUT, ROOT, Row, report
+from benchmarks.harness import OUT, ROOT, Row, report, user_sys
 from hal.robot import Observation, Robot
 from hal.task import ExpertPolicy, Task, TaskOutcome
 from sim.tasks import LiftTask
@@ -223,11 +222,14 @@ class Bench:
     episodes: int
 
     def train(self, name: str, *overrides: str, port: int = 0) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "user_sys.commands.main", "train", str(ROOT / "configs" / "demo.yaml")]
-        command += ["--any-result", f"--name={name}", f"--runs={self.runs}", *ALWAYS, *overrides]
+        command = user_sys("train", ROOT / "configs" / "demo.yaml", "--any-result", f"--name={name}")
+        command += [f"--runs={self.runs}", *ALWAYS, *overrides]
         print("==", " ".join(command[2:]), flush=True)
+        return subprocess.Popen(command, env=self._environment(port))
+
+    def _environment(self, port: int = 0) -> dict[str, str]:
         paths = os.pathsep.join(map(str, (ROOT, self.runs / "plugin")))
-        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths, WATCH_PORT: str(port)})
+        return {**os.environ, "PYTHONPATH": paths, WATCH_PORT: str(port)}
 
     def start(self, seed: int) -> tuple[Path, float]:
         """The policy that both runs start from, and its success."""
@@ -267,10 +269,8 @@ class Bench:
         return Corrected(minutes, episodes, driven_min, self.success_alone(folder.path))
 
     def success_alone(self, run: Path) -> float:
-        command = [sys.executable, "-m", "user_sys.commands.main", "evaluate", str(run), "--json"]
-        paths = os.pathsep.join(map(str, (ROOT, self.runs / "plugin")))
-        env = {**os.environ, "PYTHONPATH": paths, WATCH_PORT: "0"}
-        done = subprocess.check_output([*command, f"--episodes={self.episodes}"], env=env, timeout=EVALUATION_S)
+        command = user_sys("evaluate", run, "--json", f"--episodes={self.episodes}")
+        done = subprocess.check_output(command, env=self._environment(), timeout=EVALUATION_S)
         return float(json.loads(done)["success"])
 
     def install_task(self) -> None:

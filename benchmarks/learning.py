@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import learning_checks, peers
-from benchmarks.harness import OUT, ROOT, Row, at_least, at_most, report
+from benchmarks.harness import OUT, ROOT, Row, at_least, at_most, report, user_sys
 from user_sys.run.compare import Variant, draw_comparison, read_variants
 
 SEEDS = (0, 1, 2)
@@ -232,8 +231,8 @@ def train(entry: Entry, seed: int, runs: Path, overrides: Sequence[str]) -> Path
         return folder
     start = [f"--learner.initial_policy={runs / f'{entry.start}-seed{seed}'}"] if entry.start else []
     arguments = [f"--name={folder.name}", f"--runs={runs}", f"--seed={seed}", "--any-result"]
-    command = [sys.executable, "-m", "user_sys.commands.main", "train", str(ROOT / "configs" / entry.config)]
-    command += [*arguments, *ALWAYS, *entry.overrides, *start, *overrides]
+    command = user_sys("train", ROOT / "configs" / entry.config, *arguments)
+    command += [*ALWAYS, *entry.overrides, *start, *overrides]
     print("==", " ".join(command[2:]), flush=True)
     done = subprocess.run(command, timeout=RUN_MAX_S + RUN_SLACK_S)
     if done.returncode not in ENDED or not (folder / "summary.json").exists():
@@ -337,8 +336,7 @@ def staying_rows(runs: Sequence[Path], quick: bool) -> Iterator[Row]:
         learning_checks.add_hand_driven(folder)
         until_s = summary["training_s"] + (10.0 if quick else BEYOND_S)
         options = (*ALWAYS[2:], ON_DROP, *_lasting(until_s), *(QUICK[3:] if quick else ()), "--any-result")
-        command = [sys.executable, "-m", "user_sys.commands.main", "train", "--resume", str(folder), *options]
-        subprocess.run(command, check=True, timeout=BEYOND_S + RUN_SLACK_S)
+        subprocess.run(user_sys("train", "--resume", folder, *options), check=True, timeout=BEYOND_S + RUN_SLACK_S)
         before.append(summary["success"] or 0.0)
         after.append(json.loads((folder / "summary.json").read_text())["success"] or 0.0)
     worst, note = min(after), f"before: {min(before):.0%}"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row, at_most
+from benchmarks.harness import Row, at_most, user_sys
 from benchmarks.plain_loop import PlainLoop
 from user_sys.compose import build_robot_setup
 from user_sys.config import load
@@ -32,8 +31,7 @@ HAND_DRIVEN_SEED = 7_000_000
 
 def success_with_other_pictures(run: Path, episodes: int) -> float:
     """The share of `episodes` in which the run's newest policy succeeds with the pictures of other episodes."""
-    command = [sys.executable, "-m", "user_sys.commands.main", "evaluate", str(run)]
-    command += ["--other-pictures", f"--episodes={episodes}", "--json"]
+    command = user_sys("evaluate", run, "--other-pictures", f"--episodes={episodes}", "--json")
     return float(json.loads(subprocess.check_output(command, text=True, timeout=EVALUATION_S))["success"])
 
 

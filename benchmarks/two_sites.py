@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 import msgspec
 from matplotlib.figure import Figure
 
-from benchmarks.harness import OUT, ROOT, Row, at_least, report
+from benchmarks.harness import OUT, ROOT, Row, at_least, report, user_sys
 from user_sys.config import load
 from user_sys.episode import EpisodeSource, decode_chunk
 from user_sys.run.config import RunConfig, RunFolder
@@ -69,17 +68,7 @@ def rehearse(runs: Path, overrides: Sequence[str]) -> Outcome:
     """Raises CalledProcessError when the run fails, and TimeoutError after `RUN_DEADLINE_S`."""
     robot = load(RunConfig, CONFIG, overrides).robots[0].name
     folder = RunFolder(runs / "two-sites")
-    command = [
-        sys.executable,
-        "-m",
-        "user_sys.commands.main",
-        "train",
-        str(CONFIG),
-        "--name",
-        "two-sites",
-        "--runs",
-        str(runs),
-    ]
+    command = user_sys("train", CONFIG, "--name", "two-sites", "--runs", runs)
     watch, deadline = OutboxWatch(folder.edge(robot) / "outbox"), time.monotonic() + RUN_DEADLINE_S
     with subprocess.Popen([*command, "--console.port", "0", *overrides]) as run:
         while run.poll() is None:

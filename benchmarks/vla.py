@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import OUT, ROOT, Row, at_least, report
+from benchmarks.harness import OUT, ROOT, Row, at_least, report, user_sys
 from sim.tasks import TASKS, LiftColourTask
 from user_sys.compose import TaskConfig
 from user_sys.run.compare import Variant, draw_comparison, read_variants
@@ -113,9 +112,8 @@ class Bench:
         done = trained_s(folder)
         if done < 0.98 * wanted:
             until = min(wanted, done + 60 * self.minutes)
-            command = [sys.executable, "-m", "user_sys.commands.main", "train", "--any-result"]
-            command += ["--resume", str(folder)] if folder.exists() else [str(CONFIG), f"--name={folder.name}"]
-            command += [] if folder.exists() else [f"--runs={self.runs}", f"--seed={seed}"]
+            new = (CONFIG, f"--name={folder.name}", f"--runs={self.runs}", f"--seed={seed}")
+            command = user_sys("train", "--any-result", *(("--resume", folder) if folder.exists() else new))
             command += [*ALWAYS, f"--learner.max_training_s={until:g}", *overrides, *(QUICK if self.quick else ())]
             print("==", " ".join(command[2:]), flush=True)
             subprocess.run(command, check=True, timeout=until - done + SLACK_S)
@@ -315,14 +313,14 @@ def paraphrase_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
 def progress_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
     """See the module."""
     store, updates = bench.runs / "progress-demonstrations", 30 if bench.quick else PROGRESS_UPDATES
-    _user_sys("record", str(CONFIG), "--output", str(store), "--episodes", str(PROGRESS_EPISODES * len(NAMES)))
+    _output_of("record", str(CONFIG), "--output", str(store), "--episodes", str(PROGRESS_EPISODES * len(NAMES)))
     found: dict[str, list[dict[str, float]]] = {}
     for seed in seeds:
         model = bench.runs / f"progress-seed{seed}.safetensors"
         train = ("train", str(store), "--kind=progress", f"--updates={updates}", f"--seed={seed}", f"--output={model}")
-        _user_sys("reward", *train)
+        _output_of("reward", *train)
         audit = ("audit", str(store), "--reward=progress", f"--options.model={model}", "--json")
-        for kind, each in json.loads(_user_sys("reward", *audit))["progress"].items():
+        for kind, each in json.loads(_output_of("reward", *audit))["progress"].items():
             found.setdefault(kind, []).append(each)
     for kind, clips in found.items():
         rank = share([each["rank_correlation"] for each in clips])
@@ -333,10 +331,9 @@ def progress_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
         yield Row(GOAL, f"progress: found successful, {kind}", "share", share([c["success"] for c in clips]))
 
 
-def _user_sys(*argv: str) -> str:
+def _output_of(*argv: str) -> str:
     """Runs a command. Returns what it prints; raises CalledProcessError if it fails."""
-    command = [sys.executable, "-m", "user_sys.commands.main", *argv]
-    return subprocess.run(command, check=True, timeout=SLACK_S, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(user_sys(*argv), check=True, timeout=SLACK_S, stdout=subprocess.PIPE, text=True).stdout
 
 
 PARTS: dict[str, Callable[[Bench, Sequence[int]], Iterator[Row]]] = {
