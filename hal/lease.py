@@ -20,6 +20,7 @@ import os
 import pwd
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -338,7 +339,8 @@ class MachineLock:
 
 def robot_lock(robot: str, holder: str = "", *, simulated: bool) -> MachineLock:
     """The lock of a robot on this computer; raises as `hal.machine_folder.robot_files` does."""
-    _warn_of_tests_folder()
+    if (folder := tests_folder()) is not None:
+        _warn_of_tests_folder(folder)
     return MachineLock(robot_files(robot, simulated=simulated).lock_path, holder, robot)
 
 
@@ -360,14 +362,9 @@ def _user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-def _warn_of_tests_folder() -> None:
-    folder = tests_folder()
-    if folder is not None and folder not in _warned_folders:
-        _warned_folders.add(folder)
-        logger.warning("machine.test_folder %s=%s: for tests only", TEST_FOLDER_VARIABLE, folder)
-
-
-_warned_folders: set[Path] = set()
+@cache
+def _warn_of_tests_folder(folder: Path) -> None:
+    logger.warning("machine.test_folder %s=%s: for tests only", TEST_FOLDER_VARIABLE, folder)
 
 
 def _read_token(path: Path | None) -> int:
@@ -375,13 +372,11 @@ def _read_token(path: Path | None) -> int:
         return 0
     try:
         handle = open_shared_file(path, create=False)
+        try:
+            return int(os.pread(handle, _TOKEN_BYTES, 0).strip() or b"0")
+        finally:
+            os.close(handle)
     except FileNotFoundError:
         return 0
-    except OSError as error:
-        raise LeaseError(f"the fencing token in {path} cannot be read ({error}); check who drives the robot") from error
-    try:
-        return int(os.pread(handle, _TOKEN_BYTES, 0).strip() or b"0")
     except (OSError, ValueError) as error:
         raise LeaseError(f"the fencing token in {path} cannot be read ({error}); check who drives the robot") from error
-    finally:
-        os.close(handle)
