@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.harness import Row, report
+from benchmarks.harness import LEAVE_S, Row, report, running
 from benchmarks.holds import Holds, count_holds
 from hal.spec import Array
 from user_sys.algorithms.algorithm import policy_arrays
@@ -62,7 +62,6 @@ PUSH_EVERY_S = 1.0
 ALONE_S = 60.0
 MOST_HOLDS = {False: 0, True: 1}  # in `STATED_S`, with a learner or without
 SETTLE_S = 3.0  # at the start, while processes still import
-LEAVE_S = 60.0
 START_S = 300.0  # imports take long on a busy machine
 NAME = "fake-0"
 
@@ -97,15 +96,15 @@ def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning
         folder, card = create_run_folder(config, "run", free_endpoint("tcp://127.0.0.1:0"))
         prepare_run_folder(config, folder, card)
         gateway = module_argv("user_sys.gateway", "--run", folder.path)
-        stack.enter_context(_process(gateway, folder.path / "gateway.log"))
+        stack.enter_context(running(gateway, folder.path / "gateway.log"))
         (_, driver), (_, session) = robot_process_argv(NAME, folder.edge(NAME))
-        stack.enter_context(_process(driver, folder.path / "driver.log"))
-        acting = stack.enter_context(_process(session, folder.path / "session.log"))
+        stack.enter_context(running(driver, folder.path / "driver.log"))
+        acting = stack.enter_context(running(session, folder.path / "session.log"))
         console = stack.enter_context(_client(CONSOLE, folder.keys, card.endpoint))
         pushes = None if learning else stack.enter_context(_client(LEARNER, folder.keys, card.endpoint))
         if learning:
             argv = module_argv("user_sys.run.learner_process", folder.path, LEARNER, card.endpoint)
-            trainer = stack.enter_context(_process(argv, folder.path / "learner.log"))
+            trainer = stack.enter_context(running(argv, folder.path / "learner.log"))
         if not _takes_steps(console, acting):
             words = {name: last_log_message(folder.path / f"{name}.log") for name in ("gateway", "driver", "session")}
             raise RunError(f"the robot has not taken a step within {START_S:g} s: {words}")
@@ -132,17 +131,6 @@ def _takes_steps(console: TunnelClient, session: subprocess.Popen[bytes]) -> boo
         if isinstance(message, RobotStatus) and message.step > 0:
             return True
     return False
-
-
-@contextmanager
-def _process(argv: tuple[str, ...], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(argv, stdout=output, stderr=output)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(LEAVE_S)
 
 
 @contextmanager

@@ -36,8 +36,8 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
-from benchmarks.control import LEAVE_S, NAME, _client, _process, _takes_steps
-from benchmarks.harness import Row, at_most, report
+from benchmarks.control import NAME, _client, _takes_steps
+from benchmarks.harness import LEAVE_S, Row, at_most, report, running
 from user_sys.compose import RobotConfig
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
@@ -108,7 +108,7 @@ class Site:
         self.url = str(_await(lambda: address.exists() and address.read_text(), "the console's address"))
 
     def _start(self, name: str, argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        return self._stack.enter_context(_process(argv, self.folder.path / f"{name}.log"))
+        return self._stack.enter_context(running(argv, self.folder.path / f"{name}.log"))
 
     def latched_ms(self) -> list[float]:
         """When the driver latched each e-stop, in milliseconds of the epoch."""
@@ -221,7 +221,7 @@ def rows(presses: int, leaves: int) -> list[Row]:
                 with ExitStack() as during:
                     if flooded:
                         argv = module_argv("benchmarks.estop", "--flood", site.url)
-                        during.enter_context(_process(argv, site.folder.path / "flood.log"))
+                        during.enter_context(running(argv, site.folder.path / "flood.log"))
                         page.wait_for_timeout(2000)
                     latched, confirmed = press(site, page, presses)
                 found += _figures(name, latched, confirmed, target_ms)

@@ -15,7 +15,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "out"
 WIDTH = 150  # at least, also if the output is a file
+LEAVE_S = 60.0  # from SIGTERM to the end of a process
 WHOLE = 0.99  # the least share that counts as all of the work
 MEASURED = ("hal", "robots", "sim", "user_sys", "configs", "benchmarks/*.py", "constraints.txt")
 """Paths that a figure depends on: an uncommitted change here is noted with the commit."""
@@ -164,6 +166,18 @@ def against(row: Row, peer: str, target: float) -> Row:
 def reached(ratio: float, target: float | None, share: float | None = None) -> bool | None:
     """Whether a goal is met: `ratio` is at its target, and all of the stated work was done. None without a target."""
     return None if target is None else ratio >= target and (share is None or share >= WHOLE)
+
+
+@contextmanager
+def running(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes its output to `log`; SIGTERM ends it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(LEAVE_S)
 
 
 def user_sys(*arguments: object) -> list[str]:

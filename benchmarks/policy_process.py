@@ -8,7 +8,6 @@ from the question to the action, in milliseconds.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.harness import Row, report
+from benchmarks.harness import Row, report, running
 from hal.durable import replace_durably
 from hal.spec import IMAGES, Array, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
@@ -87,14 +86,9 @@ def policy_process(folder: Path, device: str) -> Iterator[Path]:
     for robot in ROBOTS:
         save_keypair(new_keypair(), folder, robot)
         Keyring(folder).allow(load_keypair(folder / f"{robot}.key").public, robot, "robot")
-    with (folder / "log").open("wb") as log:
-        argv = module_argv("benchmarks.policy_process", "--serve", folder, "--device", device)
-        process = subprocess.Popen(argv, stderr=log)
-    try:
+    argv = module_argv("benchmarks.policy_process", "--serve", folder, "--device", device)
+    with running(argv, folder / "log"):
         yield folder / "address"
-    finally:
-        process.terminate()
-        process.wait(START_S)
 
 
 def link_of(robot: str, folder: Path, address: Path, spec: RobotSpec, cameras: Sequence[str] = ()) -> RemotePolicy:

@@ -12,7 +12,6 @@ it next to the store. A robot reaches a process at another site through an emula
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.harness import Row, compare, reached, report
+from benchmarks.harness import Row, compare, reached, report, running
 from benchmarks.tunnel_ends import announce, far_end
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
@@ -155,18 +154,13 @@ def policy_process(folder: Path, robot: str) -> Iterator[str]:
     address = folder / "address"
     settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": folder, "device": "cpu"}
     options = [f"--{key}={value}" for key, value in {**settings, "announce": address}.items()]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(module_argv("user_sys.inference", *options), stderr=log)
-    try:
+    with running(module_argv("user_sys.inference", *options), folder / "log") as process:
         deadline = time.monotonic() + DEADLINE_S
         while not (endpoint := read_server_address(address)):
             if time.monotonic() > deadline or process.poll() is not None:
                 raise RunError(f"the policy process did not start: {(folder / 'log').read_text()}")
             time.sleep(LOOK_S)
         yield endpoint
-    finally:
-        process.terminate()
-        process.wait(DEADLINE_S)
 
 
 def episode_s(found: list[Site]) -> float:

@@ -7,7 +7,6 @@ each far end is a process of its own, as in a run.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.grpc_ends import grpc_peer
-from benchmarks.harness import Row, compare, report
+from benchmarks.harness import Row, compare, report, running
 from benchmarks.ray_ends import ABSENT, ray_peer
 from benchmarks.tunnel_ends import LOAD_PAYLOAD, MemorySource, bare_curve, hello, push_weights, tunnel
 from user_sys.edge.outbox import Outbox
@@ -129,19 +128,17 @@ def chunk(number: int, size: int, episode: str) -> bytes:
 
 @contextmanager
 def gateway_process(run: Path) -> Iterator[tuple[GatewayAddress, KeyPair]]:
+    """A gateway's process, and the keys of the robot ``panda-0``."""
     keys = new_keypair()
     save_keypair(keys, run / "keys", "panda-0")
     Keyring(run / "keys").allow(keys.public, "panda-0", "robot")
     argv = [sys.executable, "-m", "user_sys.gateway", "--run", str(run)]
-    with (run / "gateway.log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
-        try:
-            deadline = time.monotonic() + DEADLINE_S
-            while (address := read_gateway_address(run)) is None:
-                assert time.monotonic() < deadline, (run / "gateway.log").read_text()
-                time.sleep(0.01)
-            yield address, keys
-        finally:
-            process.terminate()
+    with running(argv, run / "gateway.log"):
+        deadline = time.monotonic() + DEADLINE_S
+        while (address := read_gateway_address(run)) is None:
+            assert time.monotonic() < deadline, (run / "gateway.log").read_text()
+            time.sleep(0.01)
+        yield address, keys
 
 
 def durable_row(size: int) -> Row:

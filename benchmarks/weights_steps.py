@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,16 +19,18 @@ import numpy as np
 import torch
 
 from benchmarks.harness import OUT, Row, reached
+from benchmarks.tunnel import gateway_process
+from benchmarks.tunnel_ends import hello
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import Rlpd, RlpdSettings
-from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
+from user_sys.gateway.gateway import GatewayAddress
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.publisher_protocol import PublisherSettings
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.keys import Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
@@ -77,18 +77,11 @@ class Fleet:
         spec, rng = example_spec(), np.random.default_rng(0)
         self.algorithm = Rlpd(RlpdSettings(), MlpPolicy.make_module(spec), spec)
         self.batch = example_batch(rng, BATCH)
-        for name, role in (("learner", "learner"), ("panda-0", "robot")):
-            allow(self.run, name, role)  # type: ignore[arg-type]
-        argv = [sys.executable, "-m", "user_sys.gateway", "--run", str(self.run)]
-        log = self._stack.enter_context((self.run / "gateway.log").open("wb"))
-        gateway = self._stack.enter_context(subprocess.Popen(argv, stdout=log, stderr=log))
-        self._stack.callback(gateway.terminate)
-        deadline = time.monotonic() + 30
-        while (address := read_gateway_address(self.run)) is None:
-            assert time.monotonic() < deadline, (self.run / "gateway.log").read_text()
-            time.sleep(0.01)
-        self.address = address
-        robot = multiprocessing.get_context("spawn").Process(target=act, args=(self.run, address), daemon=True)
+        learner = new_keypair()
+        save_keypair(learner, self.run / "keys", "learner")
+        Keyring(self.run / "keys").allow(learner.public, "learner", "learner")
+        self.address, _ = self._stack.enter_context(gateway_process(self.run))
+        robot = multiprocessing.get_context("spawn").Process(target=act, args=(self.run, self.address), daemon=True)
         robot.start()
         self._stack.callback(robot.terminate)
         return self
@@ -122,22 +115,12 @@ class Fleet:
         return taken_s
 
 
-def allow(run: Path, name: str, role: Role) -> None:
-    keys = new_keypair()
-    save_keypair(keys, run / "keys", name)
-    Keyring(run / "keys").allow(keys.public, name, role)
-
-
-def connect(run: Path, address: GatewayAddress, name: str, role: Role) -> TunnelClient:
-    hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name)
-    return TunnelClient(address.endpoint, load_keypair(run / "keys" / f"{name}.key"), address.public_key, hello)
-
-
 def act(run: Path, address: GatewayAddress) -> None:
     """A robot that does nothing but take each version, at 100 Hz. Its process is terminated."""
     spec = example_spec()
     swapper, config = DoubleBufferedPolicy(lambda: MlpPolicy(spec)), ReceiverConfig()
-    with connect(run, address, "panda-0", "robot") as client:
+    keys = load_keypair(run / "keys" / "panda-0.key")
+    with TunnelClient(address.endpoint, keys, address.public_key, hello()) as client:
         client.wait_open(30)
         with WeightsReceiver(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)) as inlet:
             while True:
