@@ -74,24 +74,13 @@ _CONFIG_FROM_NORM_MODE = {
 """By the normalization mode of a motor in LeRobot's motor bus."""
 
 
-@dataclass(frozen=True)
-class LerobotFeature:
-    """One number of a robot, in our unit (`speed_max` per second). LeRobot's value times `scale` is ours."""
-
-    name: str
-    unit: str
-    scale: float
-    low: float
-    high: float
-    speed_max: float
-
-    @property
-    def is_position(self) -> bool:
-        return self.name.endswith(POSITION_SUFFIX)
-
-
 class LerobotFeatures:
-    """Some features in a fixed order; converts LeRobot's dictionaries to vectors and back."""
+    """Some features in a fixed order; converts LeRobot's dictionaries to vectors and back.
+
+    Attributes:
+        units: ours.
+        low, high, speed_max: float64 (n,), in our units and per second. LeRobot's value times a scale is ours.
+    """
 
     def __init__(self, names: Mapping[str, Any], configs: Mapping[str, FeatureConfig], device: Any) -> None:
         """Select the numeric features in `names` (LeRobot's ``observation_features`` or ``action_features``), in order.
@@ -99,9 +88,11 @@ class LerobotFeatures:
         A feature's unit comes from the first matching pattern of `configs`, else from the device's motor bus.
 
         Raises:
-            SpecError: a feature without a unit.
+            SpecError: a feature without a unit, or no numeric feature.
         """
         self.names = tuple(name for name, kind in names.items() if kind in (float, int, "float32", "float"))
+        if not self.names:
+            raise SpecError(f"LeRobot's device has no numeric features; it has {sorted(names)}")
         modes = {f"{motor}{POSITION_SUFFIX}": mode for motor, mode in _norm_modes(device)}
         found = {
             name: _declared_config(name, configs) or _CONFIG_FROM_NORM_MODE.get(modes.get(name, ""))
@@ -112,11 +103,16 @@ class LerobotFeatures:
                 f"the units of {unknown} are not known; set them by name or pattern: "
                 f"`features: {{'{unknown[0]}': {{unit: deg, low: -180, high: 180}}}}`"
             )
-        self.features = tuple(_feature(name, config) for name, config in found.items() if config is not None)
-        self._scale = np.array([each.scale for each in self.features])
+        known = [config for config in found.values() if config is not None]
+        self.units, scale = zip(*(_SI_UNITS.get(each.unit, (each.unit, 1.0)) for each in known), strict=True)
+        self._scale = np.array(scale)
+        self.low, self.high = (self._scale * bounds for bounds in zip(*((c.low, c.high) for c in known), strict=True))
+        speeds = [(c.high - c.low) / 4 if c.speed_max is None else c.speed_max for c in known]
+        self.speed_max: Array = self._scale * speeds
 
     def spec(self, feature: str) -> ArraySpec:
-        return ArraySpec.from_rows(feature, ((each.name, each.unit, each.low, each.high) for each in self.features))
+        rows = zip(self.names, self.units, self.low.tolist(), self.high.tolist(), strict=True)
+        return ArraySpec.from_rows(feature, rows)
 
     def to_vector(self, values: Mapping[str, Any], fallback: Array | None = None) -> Array:
         """Convert LeRobot's values to ours: float32 (n,).
@@ -148,12 +144,6 @@ def _declared_config(name: str, declared: Mapping[str, FeatureConfig]) -> Featur
     return next((config for pattern, config in declared.items() if fnmatchcase(name, pattern)), None)
 
 
-def _feature(name: str, config: FeatureConfig) -> LerobotFeature:
-    unit, scale = _SI_UNITS.get(config.unit, (config.unit, 1.0))
-    speed_max = (config.high - config.low) / 4 if config.speed_max is None else config.speed_max
-    return LerobotFeature(name, unit, scale, config.low * scale, config.high * scale, speed_max * scale)
-
-
 def _norm_modes(device: Any) -> Iterator[tuple[str, str]]:
     bus = getattr(device, "bus", None)
     for motor, described in getattr(bus, "motors", {}).items():
@@ -165,7 +155,7 @@ def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Ar
 
     Infinite without a calibration, and for values that are a share of the calibrated range.
     """
-    low, high = np.full(len(features.features), -np.inf), np.full(len(features.features), np.inf)
+    low, high = np.full(len(features.names), -np.inf), np.full(len(features.names), np.inf)
     bus = getattr(device, "bus", None)
     for motor, mode in _norm_modes(device):
         name = f"{motor}{POSITION_SUFFIX}"
@@ -341,11 +331,11 @@ class LerobotRobot(Robot):
         """Make the measured pose the goal; enables the torque of released motors."""
         measured = self._measured = self._state.to_vector(self._call("reading", self.device.get_observation))
         goal = np.array(self.spec.neutral, np.float32)
-        for index, feature in enumerate(self._action.features):
+        for index, name in enumerate(self._action.names):
             if index == self.spec.gripper and self._moving:
                 goal[index] = self._goal[index]  # keeps its grip
-            elif feature.is_position and feature.name in self._state.names:
-                goal[index] = measured[self._state.index(feature.name)]
+            elif name.endswith(POSITION_SUFFIX) and name in self._state.names:
+                goal[index] = measured[self._state.index(name)]
         self._send(goal)  # unclipped: clipping to a bound would make the joint jump
         if self._released:
             self._call("enabling the torque", self.device.bus.enable_torque, CONNECT_TIMEOUT_S)
@@ -380,10 +370,14 @@ def _make_plugin(config: LerobotConfig) -> PluginDevice:
 
 def _spec(config: LerobotConfig, state: LerobotFeatures, action: LerobotFeatures) -> RobotSpec:
     gripper = next((i for i, name in enumerate(action.names) if config.gripper and config.gripper in name), -1)
-    joints = tuple(
-        i for i, each in enumerate(action.features) if each.is_position and each.name in state.names and i != gripper
-    )
-    targets = [action.features[i] for i in joints]
+    joints = [
+        i
+        for i, name in enumerate(action.names)
+        if name.endswith(POSITION_SUFFIX) and name in state.names and i != gripper
+    ]
+    neutral = np.clip(0.0, action.low, action.high)
+    if gripper >= 0:
+        neutral[gripper] = action.high[gripper]
     return RobotSpec(
         model=config.type,
         rate_hz=config.rate_hz,
@@ -391,17 +385,15 @@ def _spec(config: LerobotConfig, state: LerobotFeatures, action: LerobotFeatures
         action=action.spec(ACTION),
         cameras=camera_specs(config.cameras),
         limits=SafetyLimits(
-            joint_position=tuple(state.index(each.name) for each in targets),
-            joint_low=tuple(each.low for each in targets),
-            joint_high=tuple(each.high for each in targets),
-            joint_velocity_max=tuple(each.speed_max for each in targets),
+            joint_position=tuple(state.index(action.names[joint]) for joint in joints),
+            joint_low=tuple(action.low[joints].tolist()),
+            joint_high=tuple(action.high[joints].tolist()),
+            joint_velocity_max=tuple(action.speed_max[joints].tolist()),
             reduced_speed=config.reduced_speed,
             stale_after_s=config.stale_after_s,
         ),
-        neutral=tuple(
-            each.high if i == gripper else min(max(0.0, each.low), each.high) for i, each in enumerate(action.features)
-        ),
-        joint_target=joints,
+        neutral=tuple(neutral.tolist()),
+        joint_target=tuple(joints),
         gripper=gripper,
         safe_stop="holds its pose" + (", then releases its motors and sinks" if config.torque_off else ""),
     )
@@ -438,7 +430,7 @@ class LerobotLeader(Teleoperator):
         if missing:
             raise SpecError(f"LeRobot's {config.type} lacks {missing}, which the action of {spec.model} needs")
         self._order = [self._features.index(name) for name in spec.action.labels]
-        units = tuple(self._features.features[index].unit for index in self._order)
+        units = tuple(self._features.units[index] for index in self._order)
         if units != spec.action.units:
             raise SpecError(
                 f"{config.type} has the units {units}, {spec.model} has {spec.action.units}; set `features`"
