@@ -210,12 +210,7 @@ class CameraConformance(ABC):
             camera.close()
 
     def test_connect_and_close_twice_are_harmless_then_read_raises(self) -> None:
-        camera = self.make_camera()
-        camera.close()
-        for step in (camera.connect, camera.connect, camera.close, camera.close):
-            step()
-        with _raises(HardwareLost, "read after close"):
-            camera.read()
+        _check_life_cycle(self.make_camera())
 
 
 class TeleoperatorConformance(ABC):
@@ -238,12 +233,15 @@ class TeleoperatorConformance(ABC):
             assert isinstance(reading.engaged, bool)
 
     def test_connect_and_close_twice_are_harmless_then_read_raises(self) -> None:
-        device = self.make_teleoperator()
-        device.close()
-        for step in (device.connect, device.connect, device.close, device.close):
-            step()
-        with _raises(HardwareLost, "read after close"):
-            device.read()
+        _check_life_cycle(self.make_teleoperator())
+
+
+def _check_life_cycle(device: Camera | Teleoperator) -> None:
+    device.close()
+    for step in (device.connect, device.connect, device.close, device.close):
+        step()
+    with _raises(HardwareLost, "read after close"):
+        device.read()
 
 
 def _assert_within(applied: Array, spec: RobotSpec) -> None:
