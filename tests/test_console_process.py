@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.robot_processes import module_argv
@@ -189,7 +189,7 @@ def test_console_of_a_run_without_one(tmp_path: Path) -> None:
         run.close()
 
 
-def test_console_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "user_sys.commands.main", "console", str(tmp_path / "none")]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "none" in done.stderr
+def test_console_refuses_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["console", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "none" in error

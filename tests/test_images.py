@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 EXTRAS = sorted(set(re.findall(r"(?:\bEXTRAS=|RUN docker/install )([a-z0-9,]+)", DOCKERFILE)))
 """Of every image: those that it is built with by default, and those that the Dockerfile offers."""
+QUICK = ("edge,lerobot", "edge,ros2", "edge,sim,learner,interchange,backup")
+"""Resolved by default: other constraints, another index, and most packages."""
 MINE = {
     "edge": "user-sys",
     "lerobot": "lerobot",
@@ -50,7 +52,10 @@ def resolve(extras: str, folder: Path, environment: dict[str, str]) -> str:
     return re.sub(r"\x1b\[\d*m", "", done.stderr)
 
 
-@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize(
+    "extras",
+    [pytest.param(extras, marks=() if extras in QUICK else pytest.mark.slow) for extras in EXTRAS],
+)
 def test_versions_of_an_image_fit(extras: str, tmp_path: Path, uv: dict[str, str]) -> None:
     resolved = resolve(extras, tmp_path, uv)
     wanted = [package for extra, package in MINE.items() if extra in extras.split(",")]

@@ -116,7 +116,7 @@ def test_it_improves_a_mediocre_flow() -> None:
     rng = np.random.default_rng(0)
     flow = FlowPolicy.make_module(POINT, settings=FlowSettings(chunk_length=2, flow_steps=3, hidden=(32, 32)))
     cloning = Bc(BcSettings(learning_rate=3e-3, acting_rate=0.05), flow, POINT)
-    for number in range(300):
+    for number in range(200):
         x = rng.uniform(-1, 1, (128, 1)).astype(np.float32)
         side = np.where(rng.random((128, 1, 1)) < 0.5, -1.0, 1.0)
         cloning.update(chunks(x, (side * expert(x, 2)).astype(np.float32)), number)
@@ -126,7 +126,7 @@ def test_it_improves_a_mediocre_flow() -> None:
     policy = SteeredPolicy(POINT, settings=STEERED)
     policy.load(policy_arrays(algorithm.policy))
     before = success_rate(policy)
-    for number in range(300):
+    for number in range(200):
         x = rng.uniform(-1, 1, (128, 1)).astype(np.float32)
         noise = torch.from_numpy(rng.uniform(-1, 1, (128, 2)).astype(np.float32))
         observation = {STATE: torch.from_numpy(x)}

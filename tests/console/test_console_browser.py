@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.long(40)]
 DESKTOP = {"width": 1280, "height": 800}
 TIMEOUT_MS = 120_000
 PHONE = {"width": 390, "height": 844}
+SMALL = {"width": 480, "height": 360}  # a processor draws the scene
 JOINTED = joint_spec("joint_delta")
 IWER = Path(__file__).with_name("vendor") / "iwer.min.js"
 """Meta's Immersive Web Emulation Runtime 2.5.0 (MIT), ``build/iwer.min.js`` of its npm package: a headset for tests."""
@@ -277,6 +278,7 @@ def test_scene_shows_the_joints_to_signed_in_people_only(browser: Any, simulated
             page.get_by_role("link", name="3D view").click()
         scene = opened.value
         scene.set_default_timeout(TIMEOUT_MS)
+        scene.set_viewport_size(SMALL)
         complaints: list[str] = []
         scene.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         scene.wait_for_selector("canvas")
@@ -781,8 +783,15 @@ def serious_problems(page: Any, name: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        pytest.param(DESKTOP, "dark", id="desktop-dark"),
+        pytest.param(PHONE, "light", id="phone-light"),
+        pytest.param(DESKTOP, "light", id="desktop-light", marks=pytest.mark.slow),
+        pytest.param(PHONE, "dark", id="phone-dark", marks=pytest.mark.slow),
+    ],
+)
 def test_pages_are_accessible_and_stay_at_their_origin(
     browser: Any, url: str, simulated: SimulatedRun, tmp_path: Path, size: dict[str, int], scheme: str
 ) -> None:

@@ -100,8 +100,8 @@ def test_slow_robot_completes_versions_of_a_fast_learner(tmp_path: Path) -> None
         transfer.add({"w": np.random.default_rng(version).normal(size=BLOB_BYTES // 2)}, version)
         transfer.planner.on_offer(transfer.offer(version))
         transfer.planner.step()
-        message, payload = transfer._coming.pop(0)
-        transfer._deliver(message, payload)
+        message, payload = transfer.coming.pop(0)
+        transfer.deliver(message, payload)
     transfer.run()
     assert [number for number, *_ in transfer.loaded] == [1, 20]
 
@@ -292,7 +292,7 @@ def test_version_that_the_policy_refuses_is_not_loaded_again(tmp_path: Path) -> 
         tried.append(manifest.version)
         raise WireError("these weights do not fit")
 
-    transfer.planner._load = refuse
+    transfer.load = refuse  # type: ignore[method-assign]
     transfer.push(random_weights(1), 1)
     transfer.planner.on_offer(transfer.offer(1))
     transfer.run(5)
@@ -325,8 +325,8 @@ def test_replies_nobody_requested_change_nothing(tmp_path: Path) -> None:
     transfer.tamper = record
     transfer.push(random_weights(2), 2)
     for message, payload in messages:
-        transfer._deliver(message, payload)
-        transfer._deliver(message, payload[: len(payload) // 2])
+        transfer.deliver(message, payload)
+        transfer.deliver(message, payload[: len(payload) // 2])
     transfer.run(3)
     assert [number for number, *_ in transfer.loaded] == [1, 2] and not transfer.planner.rejected
 

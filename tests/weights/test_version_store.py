@@ -18,7 +18,7 @@ from user_sys.codec import Array
 from user_sys.messages import WeightsManifest, WeightsOffer
 from user_sys.weights.catalog import BlobCache, VersionCatalog, WeightsServer, thin_versions
 from user_sys.weights.signing import Signer, next_epoch, run_id_of
-from user_sys.weights.version_store import VersionStore, newest_version, read_tensors
+from user_sys.weights.version_store import INDEX_FILE, VersionStore, newest_version, read_tensors
 
 WRITER = """
 import sys
@@ -137,12 +137,14 @@ def test_load_while_the_writer_replaces_files_reports_no_damage(
     signer, _ = learner_key(tmp_path)
     save(tmp_path, signer, {1: random_weights(1)})
     reader = VersionStore(tmp_path / "kept")
-    indexes = [reader._read_index()]
+    stale = [(reader.folder / INDEX_FILE).read_bytes()]
     catalog = reader.load()
     add_version(catalog, random_weights(2), 2, signer)
     reader.save(list(catalog.versions.values())[1:], catalog.cache)
-    read_index = VersionStore._read_index
-    monkeypatch.setattr(VersionStore, "_read_index", lambda self: indexes.pop() if indexes else read_index(self))
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: stale.pop() if path.name == INDEX_FILE and stale else read_bytes(path)
+    )
     assert list(stored(tmp_path)) == [2] and caplog.messages == []
 
 

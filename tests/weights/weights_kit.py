@@ -79,6 +79,7 @@ class DirectTransfer:
         loaded: version, precision and arrays of each load.
         requests: of the robot.
         sent_bytes: payload to the robot.
+        coming: messages to the robot.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class DirectTransfer:
             payload,
         )
         self.offered = -1
-        self._coming = list[tuple[AnyMessage, bytes]]()
+        self.coming = list[tuple[AnyMessage, bytes]]()
         self.restart_server()
         self.cache_bytes, self.precisions = cache_bytes, precisions
         self.start_robot()
@@ -102,7 +103,7 @@ class DirectTransfer:
     def start_robot(self) -> None:
         self.planner = UpdatePlanner(
             self.trust,
-            self._load,
+            lambda *found: self.load(*found),
             self._request,
             precisions=self.precisions,
             clock=lambda: self.now_s,
@@ -135,18 +136,18 @@ class DirectTransfer:
         """Delivers messages until none has come for so many pauses, so that requests are repeated."""
         while pauses:
             self.planner.step()
-            pauses -= not self._coming
-            self.now_s += 0.001 if self._coming else 0.5
-            while self._coming:
-                message, payload = self._coming.pop(0)
+            pauses -= not self.coming
+            self.now_s += 0.001 if self.coming else 0.5
+            while self.coming:
+                message, payload = self.coming.pop(0)
                 if (arrived := self.tamper(message, payload)) is not None:
-                    self._deliver(*arrived)
+                    self.deliver(*arrived)
 
-    def _deliver(self, message: AnyMessage, payload: bytes) -> None:
+    def deliver(self, message: AnyMessage, payload: bytes) -> None:
         if isinstance(message, WeightsBlobs | WeightsGone):
             self.planner.on_reply(message, memoryview(payload))
 
-    def _load(self, manifest: WeightsManifest, arrays: Mapping[str, Array], announced_s: float) -> None:
+    def load(self, manifest: WeightsManifest, arrays: Mapping[str, Array], announced_s: float) -> None:
         self.loaded.append((manifest.version, manifest.precision, dict(arrays)))
 
     def _request(self, request: WeightsRequest) -> bool:
@@ -156,7 +157,7 @@ class DirectTransfer:
 
     def _send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
         self.sent_bytes += len(payload or b"")
-        self._coming.append((message, bytes(payload or b"")))
+        self.coming.append((message, bytes(payload or b"")))
         return True
 
 
