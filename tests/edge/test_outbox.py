@@ -40,18 +40,6 @@ def indexes(outbox: Outbox, after: int = -1) -> list[int]:
     return [decode_chunk(chunk.packet).header.index for chunk in outbox.pending(after)]
 
 
-def test_unacknowledged_chunks_survive_a_restart_in_order(tmp_path: Path) -> None:
-    with Outbox.open(tmp_path) as outbox:
-        assert [outbox.append(packet(index)) for index in range(5)] == [0, 1, 2, 3, 4]
-        assert indexes(outbox) == [0, 1, 2, 3, 4] and indexes(outbox, 2) == [3, 4]
-        outbox.acknowledge(1)
-        outbox.acknowledge(0)
-        assert indexes(outbox) == [2, 3, 4] and len(outbox) == 3
-    with Outbox.open(tmp_path) as outbox:
-        assert indexes(outbox) == [2, 3, 4]
-        assert outbox.append(packet(5)) == outbox.next_sequence - 1 == 5
-
-
 def test_unsynced_chunk_is_not_pending(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         appended: list[int] = []

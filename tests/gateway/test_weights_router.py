@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import pytest
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.gateway.weights import EMBODIMENT_FILE, WeightsRouter
@@ -218,8 +217,3 @@ def test_metrics_of_other_learners_have_a_prefix(tmp_path: Path) -> None:
     bench.router.on_peer_opened(learner(SECOND, ARM))
     scalars = bench.router.scalars()
     assert {"weights_version", f"{SECOND}/weights_version"} <= set(scalars)
-
-
-@pytest.mark.parametrize(("name", "place"), [(LEARNER, "."), ("learner-x", "learner-x")])
-def test_learner_folders(name: str, place: str, tmp_path: Path) -> None:
-    assert learner_folder(tmp_path, name) == tmp_path / place

@@ -23,7 +23,7 @@ from user_sys.algorithms.algorithm import Algorithm, TdErrors, TensorBatch, Trai
 from user_sys.algorithms.conformance import example_batch
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
-from user_sys.config import load, save
+from user_sys.config import load
 from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
@@ -214,19 +214,6 @@ def test_fetched_weights_equal_those_of_a_cpu_learner(bench: LearnerBench, monke
     monkeypatch.setattr("user_sys.learner.trainer.make_host_copier", lambda *_: HostCopier(torch.device("cpu")))
     bench.train(config, "there")
     assert [(each.updates, each.state.digest) for each in bench.published] == here and len(here) > 5
-
-
-def test_resumed_run_is_bit_identical(bench: LearnerBench) -> None:
-    bench.fill(EpisodeSource.DEMO, 3)
-    bench.fill(EpisodeSource.ONLINE, 4)
-    bench.train(replace(CONFIG, max_updates=30), "straight")
-    bench.train(replace(CONFIG, max_updates=13), "halves")
-    learner = bench.train(replace(CONFIG, max_updates=30), "halves", seed=99)
-    assert learner.updates == 30
-    straight, halves = (load_latest_checkpoint(bench.folder / name) for name in ("straight", "halves"))
-    assert straight is not None and halves is not None
-    for name, value in straight.arrays.items():
-        np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
 
 
 def test_resumed_run_continues_time_and_versions(bench: LearnerBench) -> None:
@@ -475,21 +462,6 @@ def test_learner_waits_for_slow_robots(bench: LearnerBench) -> None:
     assert len(behind.updated_at) == 5 and min(behind.updated_at) > 50, "no update before the robots had caught up"
 
 
-def test_learner_publishes_by_kl_or_at_episode_ends(bench: LearnerBench) -> None:
-    bench.fill(EpisodeSource.DEMO, 3)
-    moved = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9), max_updates=25)
-    bench.train(moved, "moved")
-    assert [published.updates for published in bench.published] == [10, 20, 25], "each tenth update, and at the end"
-    bench.published.clear()
-    far = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e9), max_updates=25)
-    bench.train(far, "far")
-    assert [published.updates for published in bench.published] == [10, 25], "the first has nothing to be compared with"
-    bench.published.clear()
-    ends = replace(CONFIG, publish=PublishConfig(every_s=0.0, at_episode_ends=True), max_updates=5)
-    bench.train(ends, "ends")
-    assert [published.updates for published in bench.published] == [1, 5]
-
-
 # The rows of `scene`: twelve an episode, in this order.
 DEMO, OTHER_DEMO, HELPED, NEWEST, EVALUATION = (set(range(at, at + STEPS)) for at in range(0, 5 * STEPS, STEPS))
 PERSONS = {2 * STEPS + 3, 2 * STEPS + 4}
@@ -615,12 +587,3 @@ def test_invalid_sampler_settings_are_refused(tmp_path: Path, text: str) -> None
         load(RunConfig, path)
     message = str(caught.value)
     assert [part for part in ("run.yaml: ", *SAMPLER_ERRORS[text]) if part not in message] == [], message
-
-
-def test_sampler_settings_are_saved_with_the_run(tmp_path: Path) -> None:
-    text = "{kind: tasks, n_step: 3, tasks: {window: 50}, only: {robots: [a], phases: [policy], success: true}}"
-    (tmp_path / "run.yaml").write_text(f"learner: {{sampler: {text}}}")
-    config = load(RunConfig, tmp_path / "run.yaml")
-    save(config, tmp_path / "saved.yaml")
-    assert load(RunConfig, tmp_path / "saved.yaml") == config
-    assert config.learner.sampler.only == StepFilter(robots=("a",), phases=("policy",), success=True)

@@ -81,7 +81,7 @@ def test_stream_delivers_rgb_frames_in_order(shared: NetworkCamera) -> None:
 
 
 def test_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
-    device = camera(mortal.address, stale_after_s=5.0)
+    device = camera(mortal.address, stale_after_s=1.0)
     device.connect()
     mortal.freeze()
     try:

@@ -176,16 +176,6 @@ def test_undo_removes_newest_labels_first() -> None:
     assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
 
 
-def test_deleted_episode_can_be_restored() -> None:
-    index = indexed(block(chunk("b", 0), chunk("a", 0)))
-    change = index.apply([block(label(DeleteLabel))])
-    assert change.dropped.tolist() == [3, 4, 5] and index.steps.alive.tolist() == [True] * 3 + [False] * 3
-    index.apply([block(chunk("a", 1))])
-    assert index.chunks.alive.tolist() == [True, False, False]
-    change = index.apply([block(label(DeleteLabel, deleted=False))])
-    assert change.revived.tolist() == [3, 4, 5, 6, 7, 8] and index.steps.alive.all()
-
-
 def test_gone_chunk_has_no_predecessor_link() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1), chunk("a", 2, last=True)))
     assert index.mark_gone(np.array([1])).tolist() == [3, 4, 5]

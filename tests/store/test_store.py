@@ -15,7 +15,7 @@ from store_kit import chunk, segment_path, stored
 
 from user_sys.commands.main import main
 from user_sys.errors import StoreCorrupt, StoreError, WireError
-from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel
+from user_sys.store.labels import DeleteLabel, RewardLabel
 from user_sys.store.maintenance import reclaim_space
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -50,10 +50,6 @@ with StoreReader.open(room / "store") as reader:
     assert reader.index.chunks.index.tolist() == list(range(400)) and not reader.damaged
 """
 EPISODES, CHUNKS, READERS = 60, 4, 3
-
-
-def label(episode: str, success: bool, labeller: str = "ada") -> SuccessLabel:
-    return SuccessLabel(episode=episode, success=success, labeller=labeller, at_unix_ns=1)
 
 
 def test_repeated_chunk_is_ignored_after_restart(tmp_path: Path) -> None:
@@ -127,19 +123,6 @@ def test_episode_summary_covers_all_chunks(tmp_path: Path) -> None:
         assert (a.episode, a.steps, a.chunks, a.episode_return, a.intervention_steps) == ("a", 8, 2, 4.0, 6)
         assert a.complete and a.success is True and a.policy_versions == (3, 4)
         assert not b.complete and b.success is None and b.policy_versions == (3, 3)
-
-
-def test_newest_label_wins_and_is_durable(tmp_path: Path) -> None:
-    with StoreWriter.open(tmp_path) as writer:
-        writer.append_label(label("a", True))
-        writer.append(chunk("a", end=True, success=None).encode())
-        writer.append_label(label("a", False, "grace"))
-    with StoreReader.open(tmp_path) as reader:
-        reader.refresh()
-        (episode,) = reader.episodes()
-        assert episode.success is False and episode.labelled_by == "grace"
-        end = reader.read(0).header.end
-        assert end is not None and end.success is False and end.reward_source == "person"
 
 
 def test_damaged_chunk_is_reported_and_can_be_resent(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, status, stored, until
 
+from hal.discovery import DeviceMonitor
 from hal.errors import StateError
 from hal.lease import LeaseTable
 from hal.registry import OperatorOverrides, read_registry
@@ -440,7 +442,8 @@ def test_commands_are_audited_with_the_robots_reply(run: Path) -> None:
     assert next(e.address for e in read_audit_log(log) if e.order == "e-stop") == "10.0.0.9"
 
 
-def test_device_changes_are_reported_to_consoles(run: Path) -> None:
+def test_device_changes_are_reported_to_consoles(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.gateway.gateway.DeviceMonitor", partial(DeviceMonitor, interval_s=0.05))
     plugged = [camera("head", "7")]
     with serving(run, probes={"usb": lambda: tuple(plugged)}) as site:
         robot, console = site.client("panda-0"), site.client("console-0")

@@ -80,20 +80,6 @@ def test_numbers_of_another_run_and_of_one_that_is_not_known_yet_count_as_none_o
     assert swap.version == 1
 
 
-def test_two_copies_serve_all_versions() -> None:
-    made: list[MlpPolicy] = []
-
-    def make() -> MlpPolicy:
-        made.append(MlpPolicy(SPEC))
-        return made[-1]
-
-    swap = DoubleBufferedPolicy(make)
-    for version in range(1, 20):
-        swap.load(version, weights(version))
-        assert swap.swap_if_ready() == version
-    assert len(made) == 2
-
-
 def test_no_forward_pass_mixes_versions_while_loading_and_acting_race() -> None:
     known = {version: weights(version) for version in range(1, 4)}
     actions = {version: expected(version) for version in known}
