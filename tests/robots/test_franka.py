@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from franka_kit import FrankaSimulator
-from peer_kit import eventually
+from peer_kit import PeerProcess, eventually, free_host
 
 from hal.conformance import RobotConformance
 from hal.driver import RobotSetupRequest
@@ -16,6 +17,21 @@ from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array
 from robots.franka import FrankaConfig, FrankaRobot, make_robot_setup
+
+
+class FrankaSimulator(PeerProcess):
+    def __init__(self) -> None:
+        self.host = free_host()
+        super().__init__("franka_peer.py", self.host)
+
+    def set(self, name: str, value: Any) -> None:
+        self.ask(f"set {name} {json.dumps(value)}")
+
+    def angles(self) -> list[float]:
+        """The joint angles (7,) of the arm, rad."""
+        found: list[float] = self.ask("angles")
+        return found
+
 
 pytestmark = pytest.mark.franka
 PATIENT = {"rate_hz": 10.0, "answer_within_s": 30.0, "stale_after_s": 30.0, "realtime": False}
