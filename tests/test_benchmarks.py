@@ -45,18 +45,18 @@ def put(out: Path, rows: list[Row], **changes: object) -> Run:
     return run
 
 
-def test_the_page_is_what_the_generator_makes() -> None:
+def test_page_is_what_the_generator_makes() -> None:
     assert page.PAGE.read_text() == page.page(kept()), "run make bench-docs"
 
 
-def test_a_run_names_date_commit_and_machine(out: Path) -> None:
+def test_run_names_date_commit_and_machine(out: Path) -> None:
     report("steps", [row()])
     written = msgspec.json.decode((out / "steps.json").read_bytes())
     assert written["machine"] and written["commit"] and written["date"].endswith("+00:00")
     assert written["rows"][0]["met"] is True and written["rows"][0]["goal"] == 11
 
 
-def test_a_reduced_run_meets_no_goal(out: Path) -> None:
+def test_reduced_run_meets_no_goal(out: Path) -> None:
     run = report("steps", [row(), row(met=False)], reduced="60 s of 600")
     assert [each.met for each in run.rows] == [None, None]
 
@@ -70,7 +70,7 @@ def test_work_done_less_often_meets_no_goal() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"), [({"reduced": "60 s of 600"}, "60 s of 600"), ({"commit": "0123-dirty"}, "not committed")]
 )
-def test_what_proves_nothing_is_not_kept(out: Path, tmp_path: Path, changes: dict[str, str], why: str) -> None:
+def test_result_without_proof_is_not_kept(out: Path, tmp_path: Path, changes: dict[str, str], why: str) -> None:
     put(out, [row()])
     run = msgspec.json.decode((out / "steps.json").read_bytes(), type=Run)
     (out / "steps.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(run, **changes)))
@@ -79,7 +79,7 @@ def test_what_proves_nothing_is_not_kept(out: Path, tmp_path: Path, changes: dic
     assert kept(tmp_path / "results") == {}
 
 
-def test_the_page_has_each_kept_run_and_its_misses(out: Path, tmp_path: Path) -> None:
+def test_page_has_each_kept_run_and_its_misses(out: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     for day, ratio in (("2026-01-01", 4.8), ("2026-01-02", 3.0)):
         rows = [row(name="against a peer", goal=1, ratio=ratio, target=3.5, met=ratio >= 3.5)]
@@ -93,7 +93,7 @@ def test_the_page_has_each_kept_run_and_its_misses(out: Path, tmp_path: Path) ->
     assert "crash states of the store (18)" in text
 
 
-def test_a_ratio_comes_with_its_range() -> None:
+def test_ratio_comes_with_its_range() -> None:
     rates = iter([1.0, *(float(n) for n in range(1, 8))])
     found = compare("rate", lambda: next(rates), lambda: 1.0)
     assert (found.ratio, found.spread) == (4.0, (1.0, 7.0))
@@ -152,7 +152,7 @@ def test_variants_of_learning_can_be_built(entry: learning.Entry) -> None:
     assert algorithm(settings, module, spec).data.batches(config.learner.sampler.n_step)
 
 
-def test_a_part_reports_the_worst_of_its_seeds(tmp_path: Path) -> None:
+def test_part_reports_the_worst_of_its_seeds(tmp_path: Path) -> None:
     finished = learning.Finished(
         learning.Entry("fast", "demo.yaml", success=0.95, seconds=60.0),
         tuple(make_run(tmp_path, f"fast-seed{n}", [False] * 10 + [True] * 90, seed=n).path for n in range(3)),

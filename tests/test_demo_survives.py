@@ -54,7 +54,7 @@ def train_demo(tmp_path: Path, kills: list[Callable[[Launch], int | None]], *set
 
 
 @pytest.mark.slow
-def test_the_demo_learns_although_learner_session_and_gateway_are_killed(tmp_path: Path) -> None:
+def test_demo_learns_although_learner_session_and_gateway_are_killed(tmp_path: Path) -> None:
     modules = (LEARNER, "user_sys.edge.session", "user_sys.gateway")
     run = train_demo(tmp_path, [lambda launch, module=module: launch.pid_of(module) for module in modules])  # type: ignore[misc]
     with LogReader.open(run / "store") as reader:

@@ -189,7 +189,7 @@ def test_every_page_and_picture_is_linked() -> None:
 
 
 @pytest.mark.parametrize("page", [each for each in PAGES if each.name not in GENERATED], ids=lambda page: page.name)
-def test_a_page_is_short(page: Path) -> None:
+def test_page_is_short(page: Path) -> None:
     assert len(page.read_text().split()) <= 1200
 
 

@@ -48,7 +48,7 @@ def over(launch: Launch) -> bool:
 
 
 @pytest.mark.slow
-def test_two_embodiments_learn_in_one_run_and_one_that_is_pulled_out_comes_back(tmp_path: Path) -> None:
+def test_two_embodiments_learn_in_one_run_and_return_after_a_loss(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     run = tmp_path / "runs" / "fleet"
     with user_sys(tmp_path, "train", "fleet.yaml", "--name", "fleet") as launch:

@@ -80,7 +80,7 @@ def test_versions_that_do_not_fit_are_told(set_up: SetUp, calls: Path) -> None:
 
 
 @pytest.mark.parametrize("extras", ["edge", "--bench"])
-def test_an_environment_that_cannot_import_is_not_ready(set_up: SetUp, extras: str) -> None:
+def test_environment_that_cannot_import_is_not_ready(set_up: SetUp, extras: str) -> None:
     done = set_up(extras, CPU)  # nothing was installed in truth
     assert done.returncode == 1
     assert "cannot be imported" in done.stderr and "is not ready" in done.stderr

@@ -42,7 +42,7 @@ class TestHgDaggerOnChunks(AlgorithmConformance):
 
 
 @pytest.mark.parametrize("kind", [MlpPolicy, FlowPolicy])
-def test_it_acts_like_the_expert(kind: type[MlpPolicy | FlowPolicy]) -> None:
+def test_cloned_policy_acts_like_the_expert(kind: type[MlpPolicy | FlowPolicy]) -> None:
     torch.manual_seed(0)
     rng, length = np.random.default_rng(0), 1 if kind is MlpPolicy else FLOW.chunk_length
     settings = MLP if kind is MlpPolicy else FLOW

@@ -65,7 +65,7 @@ class TestSteeredPolicy(PolicyConformance):
         return policy_arrays(SteeredPolicy.make_module(spec, settings=STEERED))
 
 
-def test_the_frozen_policy_stays_and_the_noise_is_bounded() -> None:
+def test_frozen_policy_stays_and_the_noise_is_bounded() -> None:
     torch.manual_seed(0)
     algorithm = Dsrl(SMALL, SteeredPolicy.make_module(example_spec(), settings=STEERED), example_spec())
     before = policy_arrays(algorithm.policy)
@@ -78,7 +78,7 @@ def test_the_frozen_policy_stays_and_the_noise_is_bounded() -> None:
     assert algorithm.policy.base.layers[0].weight is algorithm.actor.base.layers[0].weight, "one copy in memory"
 
 
-def test_what_cannot_be_steered_is_refused() -> None:
+def test_policy_that_cannot_be_steered_is_refused() -> None:
     with pytest.raises(ConfigError, match="dsrl needs the policy steered"):
         Dsrl(SMALL, MlpPolicy.make_module(example_spec()), example_spec())
     with pytest.raises(ConfigError, match="no policy 'mlp'; known are flow, lerobot, vla"):
@@ -87,7 +87,7 @@ def test_what_cannot_be_steered_is_refused() -> None:
         SteeredPolicy.make_module(example_spec(), settings=replace(STEERED, execute=3))
 
 
-def test_it_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:
+def test_steered_policy_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:
     torch.manual_seed(0)
     spec, options = example_spec(), TestDsrlOnSentences.options
     module = SteeredPolicy.make_module(spec, settings=options)
@@ -110,7 +110,7 @@ def test_it_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:
         SteeredNetwork(spec, (), options, (), torch.nn.Linear(1, 1))
 
 
-def test_it_improves_a_mediocre_flow() -> None:
+def test_dsrl_improves_a_mediocre_flow() -> None:
     """The frozen flow moves the point to the origin or away from it, as the noise would have it."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)

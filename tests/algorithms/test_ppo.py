@@ -117,7 +117,7 @@ def rollout(algorithm: Ppo, rng: np.random.Generator, length: int) -> TensorBatc
     return replace(batch, extras=batch.extras | {"log_prob": torch.stack(log_probs, 1)})
 
 
-def test_it_learns_from_a_sparse_reward_with_stale_rollouts() -> None:
+def test_algorithm_learns_from_a_sparse_reward_with_stale_rollouts() -> None:
     torch.manual_seed(0)
     algorithm, policy = small(POINT, replace(SMALL, window=12, learning_rate=2e-3)), MlpPolicy(POINT)
     rng, waiting = np.random.default_rng(0), deque[TensorBatch]()

@@ -68,7 +68,7 @@ def test_other_policies_are_refused() -> None:
         QChunkingSettings(behaviour_steps=0)
 
 
-def test_it_learns_from_a_sparse_reward() -> None:
+def test_algorithm_learns_from_a_sparse_reward() -> None:
     torch.manual_seed(0)
     settings = replace(SMALL, distillation=0.1, learning_rate=2e-3, acting_rate=0.05)
     rng, algorithm, policy = np.random.default_rng(0), small(POINT, settings), FlowPolicy(POINT, settings=FLOW)

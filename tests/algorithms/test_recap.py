@@ -36,7 +36,7 @@ class TestRecap(AlgorithmConformance):
         return FlowPolicy(spec, settings=FLOW)
 
 
-def test_the_top_share_of_each_instruction_is_positive_and_so_are_people() -> None:
+def test_top_share_of_each_instruction_is_positive_and_so_are_people() -> None:
     algorithm, advantage = small(example_spec()), torch.arange(40.0)
     by_person, sentence = torch.zeros(40, dtype=torch.bool), (torch.arange(40) % 2).long()
     positive = algorithm.is_positive(advantage, by_person, sentence)
@@ -46,7 +46,7 @@ def test_the_top_share_of_each_instruction_is_positive_and_so_are_people() -> No
     assert algorithm.is_positive(advantage - 100.0, by_person, None).sum() == by_person.sum(), "failures are no example"
 
 
-def test_a_way_back_is_no_example() -> None:
+def test_way_back_is_no_example() -> None:
     algorithm = small(POINT)
     batch = chunks(np.zeros((8, 1), np.float32), np.zeros((8, 2, 1), np.float32))
     assert batch.phase is not None
@@ -72,7 +72,7 @@ def test_other_policies_and_settings_are_refused() -> None:
             RecapSettings(**wrong)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_it_exceeds_the_steps_that_it_imitates() -> None:
+def test_recap_exceeds_the_steps_that_it_imitates() -> None:
     """Half of the recorded steps go the wrong way. Behaviour cloning would do so too."""
     torch.manual_seed(0)
     settings = replace(SMALL, learning_rate=3e-3, acting_rate=0.05)

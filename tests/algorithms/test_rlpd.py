@@ -92,7 +92,7 @@ def test_each_critic_of_the_batch_is_a_network_of_its_own() -> None:
         torch.testing.assert_close(together[i], alone)
 
 
-def test_the_squashed_density_is_torchs_own() -> None:
+def test_squashed_density_is_torchs_own() -> None:
     generator = torch.Generator().manual_seed(0)
     mean, log_std, noise = (0.5 * torch.randn(50, 3, generator=generator, dtype=torch.float64) for _ in range(3))
     action, log_prob = squash(mean, log_std, noise)
@@ -101,7 +101,7 @@ def test_the_squashed_density_is_torchs_own() -> None:
     torch.testing.assert_close(log_prob, tanh.log_prob(action).sum(-1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_value_of_a_terminal_step_is_its_reward() -> None:
+def test_value_of_a_terminal_step_is_its_reward() -> None:
     rng, algorithm = np.random.default_rng(0), small(example_spec())
     for number in range(160):
         batch = example_batch(rng, 64)
@@ -112,7 +112,7 @@ def test_the_value_of_a_terminal_step_is_its_reward() -> None:
     assert algorithm.scalars()["target"] == pytest.approx(0.7, abs=1e-6)
 
 
-def test_a_sample_without_weight_does_not_train_the_critics() -> None:
+def test_sample_without_weight_does_not_train_the_critics() -> None:
     batch, algorithm = example_batch(np.random.default_rng(0), 64), small(example_spec())
     before = save_state(algorithm)
     algorithm.update(replace(batch, weight=torch.zeros(64)), 0)
@@ -122,7 +122,7 @@ def test_a_sample_without_weight_does_not_train_the_critics() -> None:
     assert not any(np.array_equal(before[name], save_state(algorithm)[name]) for name in critics)
 
 
-def test_the_batch_gives_the_discount_and_gets_each_samples_error() -> None:
+def test_batch_gives_the_discount_and_gets_each_samples_error() -> None:
     batch, algorithm = example_batch(np.random.default_rng(0), 64), small(example_spec())
     batch.terminated[:] = False
     batch.reward[:] = torch.linspace(0.0, 1.0, 64)
@@ -156,7 +156,7 @@ def test_invalid_settings_are_refused() -> None:
         Rlpd(SMALL, torch.nn.Linear(3, 2), example_spec())
 
 
-def test_it_learns_from_a_sparse_reward() -> None:
+def test_algorithm_learns_from_a_sparse_reward() -> None:
     torch.manual_seed(0)
     rng, algorithm, policy = np.random.default_rng(0), small(POINT), MlpPolicy(POINT)
     policy.load(policy_arrays(algorithm.policy))

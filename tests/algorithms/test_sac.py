@@ -34,7 +34,7 @@ class TestSac(AlgorithmConformance):
         return MlpPolicy(spec)
 
 
-def test_the_value_of_a_step_includes_the_entropy_of_the_next_action() -> None:
+def test_value_of_a_step_includes_the_entropy_of_the_next_action() -> None:
     batch = example_batch(np.random.default_rng(0), 64)
     batch.terminated[:] = False
     batch.reward[:] = 0.0
@@ -48,7 +48,7 @@ def test_the_value_of_a_step_includes_the_entropy_of_the_next_action() -> None:
     assert extra == pytest.approx(0.97 * values[True]["entropy"], rel=0.3)
 
 
-def test_it_draws_demonstrations_and_online_steps_alike() -> None:
+def test_batch_has_demonstrations_and_online_steps_alike() -> None:
     (part,) = small(example_spec()).data.mixture
     assert {source.value for source in part.filters[0].sources} == {"demo", "online"} and part.share == 1.0
 

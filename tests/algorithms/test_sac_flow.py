@@ -48,7 +48,7 @@ class TestGatedFlowPolicy(PolicyConformance):
         return policy_arrays(network(spec))
 
 
-def test_a_rollout_has_the_density_of_its_path() -> None:
+def test_rollout_has_the_density_of_its_path() -> None:
     torch.manual_seed(0)
     module, steps = network(example_spec()), FLOW.flow_steps
     context, noise = torch.randn(5, module.observation_size), torch.randn(steps + 1, 5, 2, 2)
@@ -98,7 +98,7 @@ def test_other_policies_are_refused() -> None:
         SacFlow(SMALL, torch.nn.Linear(1, 1), example_spec())
 
 
-def test_it_learns_from_a_sparse_reward() -> None:
+def test_algorithm_learns_from_a_sparse_reward() -> None:
     torch.manual_seed(0)
     settings = GatedFlowSettings(flow_steps=2, hidden=(32, 32))
     quick = replace(SMALL, critics=2, learning_rate=1e-3, acting_rate=0.05)

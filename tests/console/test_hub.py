@@ -211,7 +211,7 @@ def test_success_far_below_its_best_warns_until_it_is_back(hub: ConsoleHub) -> N
     assert not hub.view().warning
 
 
-def test_an_old_task_that_gets_worse_warns_by_its_name(hub: ConsoleHub) -> None:
+def test_old_task_that_gets_worse_warns_by_its_name(hub: ConsoleHub) -> None:
     for task in ["reach"] * 50 + ["lift"] * 200:
         hub.update(episode(True, task=task))
     for _ in range(10):
@@ -221,7 +221,7 @@ def test_an_old_task_that_gets_worse_warns_by_its_name(hub: ConsoleHub) -> None:
     assert hub.view().warning.startswith("success of reach fell to 80% of the newest 50 autonomous episodes, from 100%")
 
 
-def test_an_evaluated_task_that_gets_worse_warns_after_fewer_episodes(hub: ConsoleHub) -> None:
+def test_evaluated_task_that_gets_worse_warns_after_fewer_episodes(hub: ConsoleHub) -> None:
     for success in [True] * 20 + [False] * 5:
         hub.update(episode(success, task="reach", source="evaluation"))
         hub.update(episode(True, task="lift"))

@@ -196,7 +196,7 @@ def test_lines_of_an_order_have_its_id(session: Session) -> None:
     ]
 
 
-def test_a_new_episode_discards_the_chunk() -> None:
+def test_new_episode_discards_the_chunk() -> None:
     policy = MarchingPolicy(version=7)
     time_step = TimeStep({STATE: np.zeros(7, np.float32)}, {}, 0, None, 0, 0, NO_OUTCOME, 0, False)
     agent = PolicyAgent(policy, FakeRobot().spec, deterministic=True)

@@ -81,7 +81,7 @@ def test_local_operators_name_is_reserved(authority: ControlAuthority) -> None:
     assert not reply.accepted and "reserved for" in reply.reason
 
 
-def test_a_hand_back_at_the_device_gives_the_robot_to_the_policy(authority: ControlAuthority, clock: Clock) -> None:
+def test_hand_back_at_the_device_gives_the_robot_to_the_policy(authority: ControlAuthority, clock: Clock) -> None:
     authority.apply_local_input(hand(1.0, 0.0))
     clock.now_s += INPUT_TIMEOUT_S + 0.01
     assert authority.update() is ControlState.HOLD

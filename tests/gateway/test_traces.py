@@ -85,7 +85,7 @@ def add(traces: EpisodeTraces, episode: str, index: int, end: bool, durable_s: f
     traces.add_chunk(header, captured, captured + 10**7, captured + 2 * 10**7, int(durable_s * 1e9))
 
 
-def test_a_trace_has_each_stage_of_an_episode(collector: Collector) -> None:
+def test_trace_has_each_stage_of_an_episode(collector: Collector) -> None:
     traces = EpisodeTraces(collector.url, "run")
     add(traces, "e0", 0, False, 1.5)
     add(traces, "unfinished", 0, False, 1.5)
@@ -106,7 +106,7 @@ def test_a_trace_has_each_stage_of_an_episode(collector: Collector) -> None:
     assert {each.key: each.value.int_value for each in whole["apply"][0].attributes} == {"version": 7}
 
 
-def test_a_collector_that_is_away_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_that_is_away_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("user_sys.gateway.traces.EXPORT_TIMEOUT_S", 0.1)
     traces = EpisodeTraces("http://127.0.0.1:9/v1/traces", "run")
     for number in range(300):
@@ -114,13 +114,13 @@ def test_a_collector_that_is_away_stops_nothing(monkeypatch: pytest.MonkeyPatch)
     traces.close()
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+def test_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="write http://HOST:PORT/v1/traces"):
         build(GatewayConfig, {"traces": "localhost:4318"}, "run.yaml")
 
 
 @pytest.mark.slow
-def test_a_run_sends_all_stages_in_one_trace(collector: Collector, tmp_path: Path) -> None:
+def test_run_sends_all_stages_in_one_trace(collector: Collector, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(CONFIG)
     with user_sys(tmp_path, "train", "run.yaml", f"--gateway.traces={collector.url}") as launch:
 

@@ -47,7 +47,7 @@ def test_computer_without_gpus_ignores_the_variable() -> None:
     assert drop_hidden_gpus([ARM], {"CUDA_VISIBLE_DEVICES": "0"}) == (ARM,)
 
 
-def test_slot_sees_its_own_gpu_first_then_others_of_its_reservation_on_its_computer() -> None:
+def test_slot_sees_its_own_gpu_first_and_others_of_its_reservation() -> None:
     def gpu_bundle(node: str, uuid: str) -> Bundle:
         return Bundle(node=node, resources={}, is_gpu=True, uuid=uuid)
 

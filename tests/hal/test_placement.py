@@ -45,11 +45,6 @@ def test_job_gets_robots_and_smallest_sufficient_gpu() -> None:
     assert names(place(wanted, records)) == [["a", "b"], ["fits"]]
 
 
-def test_flexible_request_leaves_resource_to_specific_request() -> None:
-    wanted = [ResourceRequest(kind=Kind.ROBOT), ResourceRequest(kind=Kind.ROBOT, model="panda")]
-    assert names(place(wanted, [robot("a"), robot("z", "ur5e")])) == [["z"], ["a"]]
-
-
 def test_capabilities_and_labels_are_required() -> None:
     seeing = msgspec.structs.replace(robot("b", site="lab"), capabilities=("camera:front",))
     wanted = [ResourceRequest(kind=Kind.ROBOT, capabilities=("camera:front",), labels={"site": "lab"})]
@@ -86,10 +81,6 @@ def test_computer_is_shared_within_its_capacity() -> None:
     assert sorted(sum(names(place(wanted, records)), [])) == ["big", "big", "little"]
     with pytest.raises(PlacementError, match="not together with the others"):
         place([*wanted, ResourceRequest(kind=Kind.COMPUTE, cores=4)], records)
-
-
-def test_empty_request_gets_nothing() -> None:
-    assert place([], [robot("a")]) == ()
 
 
 fleet = st.lists(st.tuples(st.sampled_from("pu"), st.sampled_from("xy"), st.sampled_from([*Health])), max_size=5)

@@ -41,24 +41,24 @@ def updates_of(folder: Path) -> list[int]:
     return [int(path.stem.split("-")[1]) for path in sorted(folder.glob("*.checkpoint"), reverse=True)]
 
 
-def test_only_the_newest_are_kept_and_no_leavings(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for updates in (5, 900, 1000, 12000):
         save_checkpoint(tmp_path, example(updates), keep=2)
     assert updates_of(tmp_path) == [12000, 1000] and len(list(tmp_path.iterdir())) == 2
 
 
-def test_one_of_the_same_update_takes_the_place_of_the_former(tmp_path: Path) -> None:
+def test_checkpoint_of_the_same_update_replaces_the_former(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, example(5), keep=1)
     save_checkpoint(tmp_path, replace(example(5), scalars={"version": 9}), keep=1)
     back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.scalars == {"version": 9} and updates_of(tmp_path) == [5]
 
 
-def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
+def test_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert load_latest_checkpoint(tmp_path / "absent") is None
 
 
-def test_a_large_state_is_several_files_and_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_large_checkpoint_of_several_files_loads_equal(tmp_path: Path) -> None:
     arrays = {f"w{n}": np.full(1000 * (n + 1), n, np.float32) for n in range(4)}
     path = save_checkpoint(tmp_path, Checkpoint(1, {}, arrays), keep=1, shard_bytes=9000)
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
@@ -69,7 +69,7 @@ def test_a_large_state_is_several_files_and_comes_back_as_it_was(tmp_path: Path)
         np.testing.assert_array_equal(back.arrays[name], value)
 
 
-def test_a_scalar_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_path: Path) -> None:
+def test_unreadable_scalar_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, example(1), keep=1)
     with pytest.raises(RunError, match="could not be read back"):
         save_checkpoint(tmp_path, Checkpoint(2, {"loss": float("nan")}, {}), keep=1)
@@ -78,7 +78,7 @@ def test_a_scalar_that_could_not_be_read_again_is_refused_when_it_is_written(tmp
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_torn_or_damaged_checkpoint_is_ever_taken(draw: st.DataObject) -> None:
+def test_torn_or_damaged_checkpoint_is_never_loaded(draw: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save_checkpoint(Path(folder), example(1), keep=1, shard_bytes=20)
         file = draw.draw(st.sampled_from(sorted(path.iterdir())))
@@ -116,7 +116,7 @@ SPOILT = ["torn", "damaged", "incomplete", "other version"]
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_an_unreadable_one_is_named_and_the_newest_readable_one_is_used(
+def test_unreadable_checkpoint_is_named_and_an_older_one_loaded(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_checkpoint(tmp_path, example(1), keep=3)
@@ -130,7 +130,7 @@ def test_an_unreadable_one_is_named_and_the_newest_readable_one_is_used(
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_a_folder_with_unreadable_ones_alone_is_no_folder_without_any(tmp_path: Path, how: str) -> None:
+def test_folder_of_unreadable_checkpoints_is_refused(tmp_path: Path, how: str) -> None:
     both = [save_checkpoint(tmp_path, example(updates), keep=3) for updates in (1, 2)]
     said = [spoil(path, how) for path in both][0]
     with pytest.raises(RunError, match="no checkpoint .* can be read.*--restart-if-unreadable") as caught:
@@ -145,7 +145,7 @@ def test_a_folder_with_unreadable_ones_alone_is_no_folder_without_any(tmp_path: 
     assert quarantine_checkpoints(tmp_path) != aside
 
 
-def test_pruning_keeps_the_newest_readable_ones(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_readable_checkpoints(tmp_path: Path) -> None:
     first = save_checkpoint(tmp_path, example(1), keep=9)
     second = save_checkpoint(tmp_path, example(2), keep=9)
     damaged = save_checkpoint(tmp_path, example(9), keep=9)
@@ -157,7 +157,7 @@ def test_pruning_keeps_the_newest_readable_ones(tmp_path: Path) -> None:
     assert back is not None and back.updates == 4 and list(tmp_path.glob("*.checkpoint")) == [newest]
 
 
-def test_what_a_killed_writer_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+def test_partial_checkpoint_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, example(1), keep=2)
     shutil.copytree(path, tmp_path / "000001-000000000002.tmp")
     (tmp_path / "000001-000000000002.tmp" / "index.json").unlink()
@@ -167,7 +167,7 @@ def test_what_a_killed_writer_left_is_no_checkpoint_and_is_removed(tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_writer_takes_one_at_a_time_and_reports_a_failure(tmp_path: Path) -> None:
+def test_checkpoint_writer_reports_a_failure(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "good", keep=2)
     writer.write(example(1))
     writer.finish()
@@ -200,9 +200,7 @@ def test_new_folder_of_checkpoints_survives_a_power_cut(tmp_path: Path, monkeypa
     assert synced.issuperset(map(str, (folder, folder.parent, tmp_path)))
 
 
-def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_keeps_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     former = save_checkpoint(tmp_path, example(1), keep=2)
 
     def full(_: int) -> None:
@@ -216,9 +214,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_half_written(
     assert back is not None and back.updates == 1 and list(tmp_path.iterdir()) == [former]
 
 
-def test_a_learner_that_was_replaced_and_is_alive_still_keeps_its_successor_waiting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_successor_waits_for_a_living_learner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     leave, never, took_over = threading.Event(), threading.Event(), threading.Event()
 
     def succeed() -> None:

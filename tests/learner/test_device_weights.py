@@ -175,13 +175,13 @@ def test_rounding_on_the_device_is_published(site: PublisherSite) -> None:
     assert manifest.precision == "bf16" and manifest.digest == build_tensor_set(expected).digest
 
 
-def test_the_processor_is_taken_where_no_gpu_was_asked_for() -> None:
+def test_device_without_a_request_is_the_cpu() -> None:
     assert training_device("auto", reserved=False) == "cpu"
     assert training_device("cpu", reserved=True) == "cpu"
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_taken_where_one_was_asked_for() -> None:
+def test_device_on_request_is_the_gpu() -> None:
     assert training_device("auto", reserved=True) == training_device("cuda", reserved=False) == "cuda"
 
 
@@ -196,7 +196,7 @@ def test_training_goes_ahead_of_pushes() -> None:
 
 
 @WITHOUT_GPU
-def test_a_gpu_that_torch_cannot_use_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_gpu_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"learner\.device is cuda, and torch .* finds no GPU on \S+$"):
         training_device("cuda", reserved=True)
     with caplog.at_level(logging.WARNING):

@@ -63,15 +63,15 @@ class SimulatedLoop:
         return moved
 
 
-def test_every_so_many_updates() -> None:
+def test_publishes_after_so_many_updates() -> None:
     assert SimulatedLoop(replace(NEVER, every_s=0.0, every_updates=7)).run(30) == [7, 14, 21, 28]
 
 
-def test_every_so_many_seconds() -> None:
+def test_publishes_after_so_many_seconds() -> None:
     assert SimulatedLoop(PublishConfig(every_s=10.0)).run(25) == [1, 11, 21]
 
 
-def test_at_the_ends_of_episodes() -> None:
+def test_publishes_at_episode_ends() -> None:
     loop = SimulatedLoop(replace(NEVER, every_s=0.0, at_episode_ends=True))
     assert loop.run(5) == []
     loop.episodes = 3
@@ -80,14 +80,14 @@ def test_at_the_ends_of_episodes() -> None:
     assert loop.run(2)[1:] == [2]
 
 
-def test_when_the_policy_has_moved_far_enough() -> None:
+def test_publishes_after_so_much_divergence() -> None:
     loop = SimulatedLoop(replace(NEVER, every_s=0.0, kl=0.5))
     assert loop.run(100, moves=0.01)[0] == 10, "the first is due at the first measurement"
     assert len(loop.sink.updates) == 1
     assert len(SimulatedLoop(replace(NEVER, every_s=0.0, kl=0.05)).run(100, moves=0.01)) == 10
 
 
-def test_no_snapshot_is_taken_while_the_version_before_is_not_ready() -> None:
+def test_busy_publisher_delays_the_snapshot() -> None:
     loop = SimulatedLoop(replace(NEVER, every_s=0.0, every_updates=2))
     loop.sink.is_busy = True
     assert loop.run(5) == []
@@ -96,13 +96,13 @@ def test_no_snapshot_is_taken_while_the_version_before_is_not_ready() -> None:
     assert loop.run(3) == [2], "what is due waits, and is taken as it is then"
 
 
-def test_no_number_is_given_that_no_checkpoint_reserved() -> None:
+def test_unreserved_version_is_not_published() -> None:
     loop = SimulatedLoop(PublishConfig(every_s=0.0, every_updates=1))
     loop.publishing.version_limit = 4
     assert loop.run(10) == [1, 2, 3, 4] and loop.publishing.version == 4
 
 
-def test_the_learner_waits_for_robots_that_are_too_far_behind_when_it_is_told_to() -> None:
+def test_learner_waits_for_stale_robots_on_request() -> None:
     loop = SimulatedLoop(NEVER, staleness=3)
     for lead, waits in ((0, False), (3, False), (4, True)):
         loop.sink.versions_ahead = lead
@@ -119,7 +119,7 @@ def test_on_policy_training_publishes_first_and_after_each_update() -> None:
     assert loop.run(3) == [0, 1, 2, 3] and loop.publishing.is_published(3) and not loop.publishing.is_published(2)
 
 
-def test_a_pin_that_holds_the_learner_back_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_pin_that_holds_the_learner_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     loop = SimulatedLoop(NEVER, staleness=1)
     for lead, pinned, is_held in ((1, 4, False), (3, 4, True), (3, 4, True), (3, -1, False)):
         loop.sink.versions_ahead, loop.sink.pinned_version = lead, pinned

@@ -51,7 +51,7 @@ class TestCnnPolicyOnGpu(TestCnnPolicy):
     device = "cuda"
 
 
-def test_the_module_acts_as_the_policy() -> None:
+def test_module_acts_as_the_policy() -> None:
     module, spec = module_of(), example_spec()
     assert isinstance(module, GaussianPolicy) and module.cameras == ("front", "wrist")
     policy = CnnPolicy(spec, settings=SMALL)

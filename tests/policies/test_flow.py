@@ -63,7 +63,7 @@ def sampled(module: FlowNetwork, condition: int, guidance: float = 1.0, n: int =
         return module.sample(context, noise, condition=tokens, guidance=guidance)
 
 
-def test_it_learns_both_ways_around_and_not_their_mean() -> None:
+def test_flow_learns_both_ways_around_and_not_their_mean() -> None:
     module = module_of()
 
     def draw() -> tuple[Tensor, None]:
@@ -77,7 +77,7 @@ def test_it_learns_both_ways_around_and_not_their_mean() -> None:
     assert (chunk[:, 0] - chunk[:, 3]).abs().median() < 0.15, "a chunk keeps to one side"
 
 
-def test_a_condition_selects_and_guidance_sharpens() -> None:
+def test_condition_selects_and_guidance_sharpens() -> None:
     module = module_of(replace(SMALL, conditions=1))
 
     def draw() -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def test_a_condition_selects_and_guidance_sharpens() -> None:
     assert free.mean() < -0.15 < 0.15 < conditioned.mean() < guided.mean() - 0.1
 
 
-def test_a_policy_trained_without_conditions_acts_alike_under_all_of_them() -> None:
+def test_policy_trained_without_conditions_acts_alike_under_all_of_them() -> None:
     module = module_of(replace(SMALL, conditions=2))
     train(module, lambda: (0.3 + 0.2 * torch.randn(128, 4, 2), None), updates=20)
     found = []
@@ -111,7 +111,7 @@ def test_steps_after_the_end_of_an_episode_do_not_train() -> None:
     assert module.imitation_loss(context, chunk).mean() > 1000
 
 
-def test_it_executes_the_first_actions_of_its_chunk() -> None:
+def test_policy_executes_the_first_actions_of_its_chunk() -> None:
     spec, observation = example_spec(), example_observation(np.random.default_rng(0))
     chunks = []
     for execute in (0, 3):

@@ -12,7 +12,7 @@ from user_sys.policies.conformance import example_spec
 
 
 @pytest.mark.skipif(find_spec("lerobot") is not None, reason="LeRobot is installed")
-def test_a_missing_lerobot_is_named() -> None:
+def test_missing_lerobot_is_named() -> None:
     kind, settings = load_policy("lerobot", {"type": "act"})
     for call in (kind.select_cameras, lambda spec, options: kind(spec, settings=options)):
         with pytest.raises(ConfigError, match="needs LeRobot .*pip install"):

@@ -100,14 +100,14 @@ def test_bounds_map_to_the_unit_box_and_unbounded_elements_stay() -> None:
     np.testing.assert_allclose((np.array([0.5, 7.0, 0.0]) - offset) * scale, [1.0, 7.0, -1.0])
 
 
-def test_an_unbounded_action_and_an_empty_network_are_refused() -> None:
+def test_unbounded_action_and_an_empty_network_are_refused() -> None:
     with pytest.raises(SpecError, match="finite bounds"):
         action_affine(ArraySpec(name=ACTION, labels=("x",), units=("m",), low=(-np.inf,), high=(1.0,)))
     with pytest.raises(ConfigError, match="one or more widths above 0"):
         MlpSettings(hidden=())
 
 
-def test_the_robots_computer_needs_no_torch() -> None:
+def test_robots_computer_needs_no_torch() -> None:
     code = (
         "import sys, user_sys.compose as c, user_sys.weights.receiver; from user_sys.policies.conformance "
         "import example_spec; c.make_policy(c.PolicyConfig(), example_spec(), 0); sys.exit('torch' in sys.modules)"

@@ -45,7 +45,7 @@ def module_of(settings: FlowSettings, seed: int = 0) -> FlowNetwork:
     return module
 
 
-def test_a_module_is_known_by_attributes_that_need_no_getattr() -> None:
+def test_module_is_recognised_without_getattr() -> None:
     """As `isinstance` looks for them from Python 3.12 on: a submodule of a torch module is not among them."""
     module = module_of(SMALL)
     for name in {name for each in ChunkPolicy.__mro__ for name in vars(each).get("__annotations__", {})}:

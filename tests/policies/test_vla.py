@@ -68,7 +68,7 @@ def test_robots_of_one_batch_have_sentences_of_their_own() -> None:
         np.testing.assert_allclose(chunk.actions, actions(policy, observation, sentence), atol=1e-5)
 
 
-def test_the_age_of_a_picture_is_an_input() -> None:
+def test_age_of_a_picture_is_an_input() -> None:
     spec, observation = example_spec(), example_observation(np.random.default_rng(0))
     weights = weights_of(spec, 0)
     weights["encoder.prefix.cameras.front.age.weight"][:] = 1.0
@@ -78,7 +78,7 @@ def test_the_age_of_a_picture_is_an_input() -> None:
     assert not np.array_equal(actions(policy, observation, RED), actions(policy, late, RED))
 
 
-def test_an_element_that_varies_little_counts_as_much_as_another() -> None:
+def test_element_that_varies_little_counts_as_much_as_another() -> None:
     torch.manual_seed(0)
     module = VlaPolicy.make_module(example_spec(), settings=SMALL)
     action = torch.randn(64, 4, 2) * torch.tensor([0.8, 0.4])
@@ -88,7 +88,7 @@ def test_an_element_that_varies_little_counts_as_much_as_another() -> None:
 
 
 @pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
-def test_the_velocity_is_finite_at_all_times(t: float) -> None:
+def test_velocity_is_finite_at_all_times(t: float) -> None:
     torch.manual_seed(0)
     module = VlaPolicy.make_module(example_spec(), settings=SMALL)
     x, context = torch.randn(2, 4, 2), torch.randn(2, module.observation_size + 3 * SMALL.width)
@@ -119,7 +119,7 @@ def test_weights_fit_another_embodiment() -> None:
         ),
     ],
 )
-def test_an_embodiment_beyond_the_padding_is_refused(settings: VlaSettings, message: str) -> None:
+def test_embodiment_beyond_the_padding_is_refused(settings: VlaSettings, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         VlaPolicy(example_spec(), settings=settings)
 
@@ -154,7 +154,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow  # as transformers takes seconds to import
-def test_a_pretrained_encoder_reads_the_sentence_and_is_no_part_of_the_weights(encoder: Path) -> None:
+def test_pretrained_encoder_reads_the_sentence_and_is_no_part_of_the_weights(encoder: Path) -> None:
     settings = replace(SMALL, text_encoder=str(encoder))
     policy, observation = acting(settings), example_observation(np.random.default_rng(0))
     assert not np.array_equal(actions(policy, observation, RED), actions(policy, observation, GREEN))
@@ -164,7 +164,7 @@ def test_a_pretrained_encoder_reads_the_sentence_and_is_no_part_of_the_weights(e
 
 
 @pytest.mark.slow
-def test_a_folder_without_an_encoder_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_folder_without_an_encoder_is_refused_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=r"policy.options.text_encoder: .*has no encoder of sentences") as caught:
         VlaPolicy(example_spec(), settings=replace(SMALL, text_encoder=str(tmp_path)))

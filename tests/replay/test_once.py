@@ -64,7 +64,7 @@ def test_windows_come_once_in_order_as_they_get_complete(store: Store) -> None:
         assert (made.selector.used, made.selector.stale) == (6, 0)
 
 
-def test_a_batch_waits_until_it_is_full(store: Store) -> None:
+def test_batch_waits_until_it_is_full(store: Store) -> None:
     with drawing(store, batch_size=3) as made:
         store.put(chunk(1, 0, 4, end=True))
         made.refresh()

@@ -329,7 +329,7 @@ class AnsweringModel(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_vision_language_model_judges_over_http(
+def test_vision_language_model_judges_over_http(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = labelled_store(tmp_path / "store", 4)

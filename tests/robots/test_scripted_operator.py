@@ -83,7 +83,7 @@ def run_operated(environment: RobotEnvironment, episodes: int) -> tuple[list[Epi
     return results, first
 
 
-def test_it_takes_over_finishes_and_hands_back() -> None:
+def test_operator_takes_over_finishes_and_hands_back() -> None:
     with operated_environment() as environment:
         results, first = run_operated(environment, 3)
     assert all(result.success and result.intervention_steps >= 5 for result in results)
@@ -91,7 +91,7 @@ def test_it_takes_over_finishes_and_hands_back() -> None:
     assert {result.task for result in results} == {"lift_red", "lift_blue"}
 
 
-def test_a_hand_back_passes_the_driver_process() -> None:
+def test_hand_back_passes_the_driver_process() -> None:
     with operated_environment() as environment:
         run_operated(environment, 1)
         time_step = environment.reset(1)
@@ -100,7 +100,7 @@ def test_a_hand_back_passes_the_driver_process() -> None:
     assert found is not None and found.hands_back
 
 
-def test_a_task_without_an_expert_is_refused() -> None:
+def test_task_without_an_expert_is_refused() -> None:
     robot = replace(ROBOT, driver="gym", task="reach", options={"id": "Pendulum-v1"})
     with pytest.raises(ConfigError, match="scripted needs a task with a scripted expert, and 'reach' has none"):
         build_robot_setup(robot)

@@ -134,7 +134,7 @@ def test_alerts_and_dashboard_use_metrics_that_exist(page: str) -> None:
     assert used | names("\n".join(targets)) <= served
 
 
-def test_the_dashboard_is_what_its_program_makes() -> None:
+def test_dashboard_is_what_its_program_makes() -> None:
     pytest.importorskip("grafana_foundation_sdk")
     program = Path(__file__).parents[1] / "tools" / "dashboard.py"
     subprocess.run([sys.executable, str(program), "--check"], check=True, timeout=120)

@@ -38,7 +38,7 @@ ADDRESS = "http://127.0.0.1:8088/?token=abc"
 SHOWN = ["demo-1", "training", "1:35", "3:25", "token=abc", "1,200", "55%", "40%", "53,000", "101", "26,000", "51"]
 
 
-def test_a_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
+def test_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "earlier", [False] * 40 + [True] * 60)
     with MetricsWriter(folder.path, "learner") as metrics:
         metrics.write(7, {"critic_loss": 0.5, "step_ms": 3.0}, STARTED_S + 99.0)

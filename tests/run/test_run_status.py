@@ -80,12 +80,12 @@ def test_each_fault_is_a_sentence_with_a_reaction(found: RunStatus, words: str) 
     assert words in str(fault)
 
 
-def test_a_healthy_run_and_an_ended_one_have_no_fault() -> None:
+def test_healthy_run_and_an_ended_one_have_no_fault() -> None:
     assert not find_faults(status(robot()), Path("run"))
     assert not find_faults(status(robot(lost=True), stage="ended"), Path("run"))
 
 
-def test_a_launcher_that_ended_or_hangs_is_named() -> None:
+def test_launcher_that_ended_or_hangs_is_named() -> None:
     found = status(robot(lost=True))
     (stuck,) = find_faults(found, Path("run"), time.time() + 20)
     assert "has reported nothing for 20 s" in stuck.problem
@@ -93,7 +93,7 @@ def test_a_launcher_that_ended_or_hangs_is_named() -> None:
     assert "has ended before the run was over" in dead.problem and "--resume run" in dead.reaction
 
 
-def test_a_gateway_that_hangs_is_named() -> None:
+def test_gateway_that_hangs_is_named() -> None:
     file = StatusFile(Path("/nonexistent"))
     file.on_report("gateway")
     file.write("training", RunView(run="r"), {"gateway": ProcessStatus(state=ProcessState.RUNNING, pid=1)}, {})
@@ -104,7 +104,7 @@ def test_a_gateway_that_hangs_is_named() -> None:
     assert "gateway runs and has reported nothing for 12 s; robots continue and keep their steps" in str(fault)
 
 
-def test_a_learner_that_hangs_is_named_while_its_gateway_reports() -> None:
+def test_learner_that_hangs_is_named_while_its_gateway_reports() -> None:
     file = StatusFile(Path("/nonexistent"))
     running = ProcessStatus(state=ProcessState.RUNNING, pid=1)
     for node in ("gateway", "learner"):
@@ -120,7 +120,7 @@ def test_a_learner_that_hangs_is_named_while_its_gateway_reports() -> None:
     assert fault.subject == "gateway"  # reports of learners pass through it
 
 
-def test_the_commands_print_whole_names(
+def test_commands_print_whole_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -153,7 +153,7 @@ def test_alive_asks_for_the_program_alone(tmp_path: Path, capsys: pytest.Capture
     assert main(["status", str(tmp_path), "--alive"]) == 0
 
 
-def test_an_edge_that_was_killed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edge_that_was_killed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = EdgeStatus(time.time(), socket.gethostname(), 2**22 + 1, (EdgeRobot("left", "drives", False),))
     (tmp_path / EDGE_STATUS_FILE).write_bytes(msgspec.json.encode(killed))
     assert main(["status", str(tmp_path), "--alive"]) == 1
@@ -163,7 +163,7 @@ def test_an_edge_that_was_killed_is_named(tmp_path: Path, capsys: pytest.Capture
     assert main(["status", str(tmp_path), "--json"]) == 1
 
 
-def test_a_debug_bundle_contains_no_key_and_no_token(tmp_path: Path) -> None:
+def test_debug_bundle_contains_no_key_and_no_token(tmp_path: Path) -> None:
     run = make_run(tmp_path, "r", [True] * 3).path
     pairs = [new_keypair(), new_keypair()]
     for pair, name in zip(pairs, ("gateway", "arm"), strict=True):

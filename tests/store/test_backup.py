@@ -63,7 +63,7 @@ def chunks_of(path: Path) -> list[tuple[str, int]]:
         return stored(reader)
 
 
-def test_a_backup_beside_a_writer_copies_only_what_is_new(
+def test_backup_beside_a_writer_copies_only_what_is_new(
     order: Run,
     url: str,
     tmp_path: Path,
@@ -151,7 +151,7 @@ def test_wrong_targets_are_refused(order: Run, tmp_path: Path) -> None:
     assert "is not a store" in one_line(order("backup", tmp_path / "missing", url))
 
 
-def test_a_newer_backup_format_is_refused(order: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_backup_format_is_refused(order: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, path = tmp_path / "backup", fill(tmp_path / "store")
     monkeypatch.setattr(backup, "BACKUP_FORMAT", 2)
     assert order("backup", path, url)[0] == 0
@@ -160,7 +160,7 @@ def test_a_newer_backup_format_is_refused(order: Run, tmp_path: Path, monkeypatc
     assert "has backup format 2" in text and "reads format 1" in text
 
 
-def test_a_full_disk_is_one_line(order: Run, tmp_path: Path) -> None:
+def test_full_disk_is_one_line(order: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store")
     assert order("backup", path, tmp_path / "whole")[0] == 0
     for argv in (["backup", path, tmp_path / "b"], ["restore", tmp_path / "whole", tmp_path / "c"]):
@@ -172,9 +172,7 @@ def test_a_full_disk_is_one_line(order: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3"], indirect=True)
-def test_a_bucket_that_refuses_is_one_line(
-    order: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bucket_that_refuses_is_one_line(order: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fill(tmp_path / "store")
     assert "s3://no-such-bucket/x" in one_line(order("backup", path, "s3://no-such-bucket/x"))
     monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)  # moto then knows no key

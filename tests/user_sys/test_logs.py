@@ -83,15 +83,13 @@ def test_supervised_processes_log_json_with_ids(tmp_path: Path) -> None:
         ("[1, 2]", "[1, 2]"),
     ],
 )
-def test_the_last_message_of_any_line(line: str, message: str, tmp_path: Path) -> None:
+def test_last_message_of_any_line(line: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(f"older\n{line}\n")
     assert last_log_message(tmp_path / "a.log") == message
     assert last_log_message(tmp_path / "missing.log") == ""
 
 
-def test_a_log_file_is_rotated_and_leaves_the_terminal_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_file_is_rotated_and_leaves_the_terminal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MAX_LOG_BYTES", 2000)
     logger, level = logging.getLogger("user_sys.test"), logging.getLogger().level
     with LogFile(tmp_path / "logs" / "launcher.log", run="demo-1"):
@@ -105,7 +103,7 @@ def test_a_log_file_is_rotated_and_leaves_the_terminal_as_it_was(
     assert logging.getLogger().level == level
 
 
-def test_the_oldest_copy_of_a_log_is_replaced(tmp_path: Path) -> None:
+def test_oldest_copy_of_a_log_is_replaced(tmp_path: Path) -> None:
     for number in range(1, LOG_COPIES + 1):
         (tmp_path / f"a.log.{number}").write_text(str(number))
     shift_copies(tmp_path / "a.log")

@@ -32,7 +32,7 @@ def test_any_blob_survives_its_encoding(content: bytes, base: bytes, width: int,
     ("dtype", "share", "codec", "times"),
     [(np.uint16, 0.01, "xor", 40), (np.float32, 0.01, "xor", 15), (np.float32, 1.0, "xor", 1.3), (None, 1.0, "raw", 1)],
 )
-def test_the_smallest_encoding_is_chosen(dtype: type | None, share: float, codec: str, times: float) -> None:
+def test_smallest_encoding_is_chosen(dtype: type | None, share: float, codec: str, times: float) -> None:
     """A difference of few values, and one of all values by a small step; values without a relation travel raw."""
     if dtype is np.uint16:
         old = RNG.integers(0x3B80, 0x4380, 1 << 20).astype(np.uint16)
@@ -47,7 +47,7 @@ def test_the_smallest_encoding_is_chosen(dtype: type | None, share: float, codec
     assert new.nbytes >= times * len(encoded.payload)
 
 
-def test_a_damaged_encoding_is_refused() -> None:
+def test_damaged_encoding_is_refused() -> None:
     old, new = as_blob(np.zeros(1000, np.float32)), as_blob(np.eye(1000, 1, dtype=np.float32))
     encoded = encode_blob(new, b"base", old, 4)
     assert encoded.codec in ("xor", "zstd")

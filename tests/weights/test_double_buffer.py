@@ -36,7 +36,7 @@ def expected(seed: int) -> Array:
     return acts(policy)
 
 
-def test_a_version_acts_only_after_the_swap() -> None:
+def test_version_acts_only_after_the_swap() -> None:
     swap = DoubleBufferedPolicy(lambda: MlpPolicy(SPEC))
     before = acts(swap.policy)
     assert swap.version == NO_VERSION and swap.swap_if_ready() is None
@@ -47,7 +47,7 @@ def test_a_version_acts_only_after_the_swap() -> None:
     assert swap.swap_if_ready() is None
 
 
-def test_of_those_that_wait_the_newest_wins() -> None:
+def test_newest_waiting_version_wins() -> None:
     swap = DoubleBufferedPolicy(lambda: MlpPolicy(SPEC))
     for version in (1, 2, 3):
         swap.load(version, weights(version))
@@ -67,7 +67,7 @@ def test_weights_of_another_policy_change_nothing() -> None:
         np.testing.assert_array_equal(acts(swap.policy), expected(1))
 
 
-def test_numbers_of_another_run_and_of_one_that_is_not_known_yet_count_as_none_of_this() -> None:
+def test_version_of_another_or_unknown_run_is_foreign() -> None:
     swap = DoubleBufferedPolicy(lambda: MlpPolicy(SPEC))
     swap.load(300, weights(1), run=b"first")
     assert swap.version == NO_VERSION and swap.swap_if_ready() == 300
@@ -80,7 +80,7 @@ def test_numbers_of_another_run_and_of_one_that_is_not_known_yet_count_as_none_o
     assert swap.version == 1
 
 
-def test_no_forward_pass_mixes_versions_while_loading_and_acting_race() -> None:
+def test_forward_pass_never_mixes_versions() -> None:
     known = {version: weights(version) for version in range(1, 4)}
     actions = {version: expected(version) for version in known}
     swap = DoubleBufferedPolicy(lambda: MlpPolicy(SPEC))

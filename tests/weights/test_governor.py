@@ -55,7 +55,7 @@ class SimulatedMachine:
                 self.governor.observe(seconds)
 
 
-def test_a_push_that_hurts_is_cut_until_it_fits_the_budget() -> None:
+def test_costly_push_is_slowed_to_the_budget() -> None:
     machine = SimulatedMachine()
     machine.run(100, 0.0, pushing=False)
     machine.run(3000, 1.0, pushing=True)
@@ -66,7 +66,7 @@ def test_a_push_that_hurts_is_cut_until_it_fits_the_budget() -> None:
     assert newest["governor/share"] == machine.governor.share and newest["governor/idle_ms"] == pytest.approx(10.0)
 
 
-def test_a_push_that_hurts_nobody_gets_all_of_it_back() -> None:
+def test_push_without_cost_regains_the_full_share() -> None:
     machine = SimulatedMachine()
     machine.run(100, 0.0, pushing=False)
     machine.run(2000, 1.0, pushing=True)
@@ -75,7 +75,7 @@ def test_a_push_that_hurts_nobody_gets_all_of_it_back() -> None:
     assert machine.governor.share == 1.0
 
 
-def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() -> None:
+def test_share_waits_for_samples_and_keeps_its_minimum() -> None:
     machine = SimulatedMachine(replace(CONFIG, min_share=0.2))
     machine.run(MIN_SAMPLES - 1, 0.0, pushing=False)
     machine.run(1000, 100.0, pushing=True)
@@ -122,7 +122,7 @@ class PushStatistics:
         return sum(self.steps_s) / (0.01 * steps) - 1.0
 
 
-def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the_budget() -> None:
+def test_frequent_pushes_are_spread_to_the_budget() -> None:
     learner = PushStatistics()
     learner.run(5000)
     pushed = learner.pushed
@@ -132,7 +132,7 @@ def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the
 
 
 @pytest.mark.parametrize("cost", [0.02, 0.1, 0.2, 0.5])
-def test_beside_noise_that_is_greater_than_the_budget_the_mean_of_what_pushes_cost_keeps_to_it(cost: float) -> None:
+def test_mean_cost_keeps_the_budget_under_noise(cost: float) -> None:
     """A third for a step and 6% for a second's steps, as measured next to a simulated robot on two processors."""
     longer, pushed = zip(*(noisy(cost, seed) for seed in range(12)), strict=True)
     assert float(np.mean(longer)) <= 0.012
@@ -166,14 +166,14 @@ def noisy(cost: float, seed: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("lingers_s", [0.4, FLUSH_DELAY_S + 0.2])
-def test_what_goes_on_for_long_after_a_push_is_not_taken_for_the_time_without(lingers_s: float) -> None:
+def test_aftermath_of_a_push_is_no_idle_time(lingers_s: float) -> None:
     learner = PushStatistics(cost_s=0.0008, lingers_s=lingers_s)
     learner.run(5000)
     assert learner.run(20_000) <= 0.03
     assert learner.governor.scalars()["governor/idle_ms"] == pytest.approx(10.0)
 
 
-def test_a_time_that_is_told_of_late_counts_as_of_when_it_ended() -> None:
+def test_step_time_that_is_reported_late_counts_at_its_end() -> None:
     machine = SimulatedMachine()
     with machine.governor.push():
         pass
@@ -185,7 +185,7 @@ def test_a_time_that_is_told_of_late_counts_as_of_when_it_ended() -> None:
     assert machine.governor.scalars()["governor/pushing_ms"] == pytest.approx(15.0)
 
 
-def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:
+def test_cheap_pushes_pause_only_for_idle_samples() -> None:
     learner = PushStatistics(cost_s=5e-5)
     learner.run(1000)
     pushed = learner.pushed
@@ -194,7 +194,7 @@ def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_
     assert 0.85 * 10_000 < learner.pushed - pushed < 10_000
 
 
-def test_bulk_work_rests_as_its_share_says() -> None:
+def test_bulk_work_rests_by_its_share() -> None:
     machine = SimulatedMachine()
     machine.governor.share = 0.25
     with machine.governor.push():
@@ -216,7 +216,7 @@ def test_on_a_gpu_the_share_sets_thread_blocks_and_chunks() -> None:
     assert GovernedBudget(replace(CONFIG, enabled=False, max_ctas=4), lambda: 0.25).ctas == 4
 
 
-def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_told() -> None:
+def test_budget_in_another_process_follows_the_given_share() -> None:
     told, now, rests = [1.0], [0.0], list[float]()
 
     def sleep(seconds: float) -> None:
@@ -235,7 +235,7 @@ def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_to
     assert off.worked_s == 1.0 and len(rests) == 2
 
 
-def test_switched_off_it_takes_nothing() -> None:
+def test_disabled_governor_limits_nothing() -> None:
     machine = SimulatedMachine(replace(CONFIG, enabled=False, link_bytes_per_s=0.0))
     machine.run(100, 0.0, pushing=False)
     machine.run(1000, 5.0, pushing=True)
@@ -245,6 +245,6 @@ def test_switched_off_it_takes_nothing() -> None:
     )
 
 
-def test_a_decision_imports_nothing_since_a_control_loop_may_make_it() -> None:
+def test_decision_imports_no_module() -> None:
     done = subprocess.run([sys.executable, "-c", DECIDING], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == []

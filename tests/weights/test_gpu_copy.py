@@ -65,7 +65,7 @@ def test_packing_rounds_as_the_learner_does_with_any_number_of_thread_blocks(dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_snapshot_is_of_the_moment_at_which_it_was_taken(device: str) -> None:
+def test_snapshot_excludes_later_updates(device: str) -> None:
     weights = {"w": torch.randn(300, 70, device=device), "b": torch.zeros(0, device=device)}
     weights["half"] = weights["w"].to(torch.bfloat16)[:, ::2]
     weights["n"] = torch.tensor(7, device=device)
@@ -95,7 +95,7 @@ class CountingBudget:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_is_fetched_in_pieces_of_what_the_budget_allows_at_the_time(device: str) -> None:
+def test_snapshot_is_fetched_in_pieces_of_the_budget(device: str) -> None:
     weights = {"w": torch.arange(10.0, device=device).view(2, 5), "b": torch.ones(20, device=device)}
     snapshot, budget = HostCopier(torch.device(device)).snapshot(weights), CountingBudget()
     arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in snapshot.layout.items()}
@@ -116,7 +116,7 @@ def test_pieces_begin_where_a_gpu_loads_many_values_at_once(device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_packed_on_the_device_is_what_the_learner_would_have_published(device: str) -> None:
+def test_packed_snapshot_equals_the_published_weights(device: str) -> None:
     weights = {"w": torch.randn(64, 333, device=device), "steps": torch.arange(3, device=device)}
     weights["empty"] = torch.empty(0, 4, device=device)
     exact = {name: tensor.cpu().numpy() for name, tensor in weights.items()}
@@ -133,7 +133,7 @@ def test_weights_are_rounded_on_the_device_where_no_others_are_published() -> No
         assert (copies.snapshot(weights).layout["w"][0] == BF16) is packed
 
 
-def test_a_device_that_cannot_round_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_cannot_round_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler")
 
@@ -143,5 +143,5 @@ def test_a_device_that_cannot_round_is_told_at_the_start(monkeypatch: pytest.Mon
     HostCopier(torch.device("cpu"))
 
 
-def test_a_learner_on_the_processor_needs_no_copies() -> None:
+def test_learner_on_the_processor_needs_no_copies() -> None:
     assert make_host_copier("cpu", PublishConfig()) is None

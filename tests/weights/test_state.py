@@ -79,7 +79,7 @@ def test_large_tensor_is_cut_into_blobs_of_which_only_changed_ones_differ() -> N
     assert [a == b for a, b in zip(before.blobs, after.blobs, strict=True)] == [True, True, False]
 
 
-def test_a_million_tensors_and_unknown_dtypes_are_refused() -> None:
+def test_million_tensors_and_unknown_dtypes_are_refused() -> None:
     with pytest.raises(WireError, match="1000000 tensors exceed the limits of 32768 tensors"):
         build_tensor_set(dict.fromkeys(map(str, range(1_000_000)), np.zeros(0, np.uint8)))
     with pytest.raises(WireError, match="dtype complex64 is unsupported"):
