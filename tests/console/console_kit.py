@@ -187,8 +187,8 @@ class SimulatedRun:
         return ControlPeriod(time.monotonic(), requested, (0.01, *requested[1:]), limited, 4.0, 1.0)
 
     def _film(self) -> None:
-        for camera, size in (("front", (240, 320)), ("wrist", (240, 320))):
-            jpeg = simplejpeg.encode_jpeg(self._draw(size, camera), quality=85)
+        for camera in ("front", "wrist"):
+            jpeg = simplejpeg.encode_jpeg(self._draw((120, 160), camera), quality=85)  # small: every test draws
             self.hub.update_preview(Preview(robot=self.robot, camera=camera, step=self._step), jpeg)
 
     def _draw(self, size: tuple[int, int], camera: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
