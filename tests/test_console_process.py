@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from wait_kit import until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -29,14 +29,6 @@ from user_sys.tunnel.keys import GATEWAY_NAME
 
 DEADLINE_S = 90.0
 pytestmark = pytest.mark.long(20)
-
-
-def until(find: Callable[[], Any], what: str) -> Any:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (found := find()):
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
-    return found
 
 
 class Run:

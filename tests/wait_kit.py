@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline."""
+"""Waiting for a condition, with a deadline, and clocks that a test sets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ from typing import Any
 END_S = 600.0  # longer than any wait on a busy machine
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> Any:
+def until(condition: Callable[[], Any], what: str = "the condition", within_s: float = END_S) -> Any:
     """Polls until `condition` gives something; fails with `what` after a deadline."""
     deadline = time.monotonic() + within_s
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.005)
     return result
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class ClockNs:
+    """The same as nanoseconds."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> int:
+        return round(self.now_s * 1e9)

@@ -12,6 +12,7 @@ import pytest
 import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
+from wait_kit import Clock
 
 from hal.registry import LOSS_TIMEOUT_S
 from hal.resource import Health, Kind, ResourceRecord
@@ -34,13 +35,6 @@ from user_sys.messages import (
     RobotStatus,
 )
 from user_sys.run.progress import plain_line, run_scalars
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def status(robot: str = "panda-0", **changes: Any) -> RobotStatus:
@@ -69,7 +63,7 @@ def bus(labels: str, **changes: Any) -> RobotSpec:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from wait_kit import Clock
 
 from hal.errors import SpecError
 from hal.spec import ArraySpec, RobotSpec
@@ -32,13 +33,6 @@ SPEC = RobotSpec(
     tool_delta=(0, 1, 2),
     gripper=3,
 )
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class AuthorityBench:

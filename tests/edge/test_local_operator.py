@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from wait_kit import Clock
 
 from hal.spec import ACTION, STATE, ArraySpec, RobotSpec, SafetyLimits
 from hal.teleoperator import TeleopInput
@@ -19,13 +20,6 @@ ARM = RobotSpec(
     neutral=(0.0, 0.0),
     joint_target=(0, 1),
 )
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

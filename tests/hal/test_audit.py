@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from wait_kit import Clock
 
 from hal.state_database import (
     REFUSED_RATE_LIMIT,
@@ -19,13 +20,6 @@ from hal.state_database import (
     machine_state_path,
     read_audit_log,
 )
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

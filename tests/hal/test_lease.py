@@ -8,28 +8,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wait_kit import ClockNs
 
 from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
 from hal.lease import Fence, LeaseTable, MachineLock
 from hal.state_database import STATE_FILE, StateDatabase
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> int:
-        return round(self.now_s * 1e9)
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ClockNs:
+    return ClockNs()
 
 
-def test_second_session_is_refused_with_holder(tmp_path: Path, clock: Clock) -> None:
+def test_second_session_is_refused_with_holder(tmp_path: Path, clock: ClockNs) -> None:
     table = LeaseTable(StateDatabase(tmp_path / STATE_FILE), ttl_s=10, clock=clock)
     table.acquire("panda-0", "alice@desk")
     clock.now_s += 4
@@ -37,7 +28,7 @@ def test_second_session_is_refused_with_holder(tmp_path: Path, clock: Clock) -> 
         table.acquire("panda-0", "bob@lab")
 
 
-def test_lease_ends_without_renewal(clock: Clock) -> None:
+def test_lease_ends_without_renewal(clock: ClockNs) -> None:
     table = LeaseTable(StateDatabase(None), ttl_s=10, clock=clock)
     lease = table.acquire("panda-0", "alice")
     for _ in range(3):
@@ -53,7 +44,7 @@ def test_lease_ends_without_renewal(clock: Clock) -> None:
         table.renew("panda-0", lease.token)
 
 
-def test_lapsed_lease_is_restored_after_restart(tmp_path: Path, clock: Clock) -> None:
+def test_lapsed_lease_is_restored_after_restart(tmp_path: Path, clock: ClockNs) -> None:
     lease = LeaseTable(StateDatabase(tmp_path / STATE_FILE), ttl_s=10, clock=clock).acquire("panda-0", "alice")
     clock.now_s += 11
     table = LeaseTable(StateDatabase(tmp_path / STATE_FILE), ttl_s=10, clock=clock)
@@ -64,7 +55,7 @@ def test_lapsed_lease_is_restored_after_restart(tmp_path: Path, clock: Clock) ->
     assert table.renew("panda-0", lease.token) == lease == table.lease("panda-0")
 
 
-def test_former_session_is_fenced_after_takeover(clock: Clock) -> None:
+def test_former_session_is_fenced_after_takeover(clock: ClockNs) -> None:
     table = LeaseTable(StateDatabase(None), ttl_s=10, clock=clock)
     old = table.acquire("panda-0", "alice")
     clock.now_s += 11
@@ -76,7 +67,7 @@ def test_former_session_is_fenced_after_takeover(clock: Clock) -> None:
     assert table.renew("panda-0", new.token).holder == "bob"
 
 
-def test_tokens_and_leases_survive_restart(tmp_path: Path, clock: Clock) -> None:
+def test_tokens_and_leases_survive_restart(tmp_path: Path, clock: ClockNs) -> None:
     path = tmp_path / STATE_FILE
     lease = LeaseTable(StateDatabase(path), clock=clock).acquire("panda-0", "alice")
     clock.now_s += 100
@@ -96,7 +87,7 @@ def test_invalid_names_are_refused(robot: str, holder: str) -> None:
 
 @given(st.lists(st.sampled_from(["acquire-a", "acquire-b", "renew", "release", "wait", "restart"]), max_size=40))
 def test_tokens_grow_and_one_session_holds_lease(tmp_path_factory: pytest.TempPathFactory, moves: list[str]) -> None:
-    clock = Clock()
+    clock = ClockNs()
     path = tmp_path_factory.mktemp("leases") / STATE_FILE
     table, tokens = LeaseTable(StateDatabase(path), ttl_s=10, clock=clock), [0]
     for move in moves:
@@ -167,7 +158,7 @@ def test_is_held_does_not_take_lock(tmp_path: Path) -> None:
         assert asker.is_held()
 
 
-def test_token_exceeds_min_token_of_driver(clock: Clock) -> None:
+def test_token_exceeds_min_token_of_driver(clock: ClockNs) -> None:
     table = LeaseTable(StateDatabase(None), clock=clock)
     assert table.acquire("panda-0", "run b", min_token=41).token == 42
     table.release("panda-0", 42)

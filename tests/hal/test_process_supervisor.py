@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from wait_kit import until
 
 import hal.process_supervisor
 from hal.errors import SupervisionError
@@ -23,13 +24,6 @@ STUBBORN = [
     "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
 ]
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"still waiting after {within_s:g} s"
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -63,8 +57,8 @@ def make(log: Path) -> Iterator[Make]:
 
 def running(supervisor: ProcessSupervisor, log: Path, times: int = 1) -> int:
     """Waits until the process has started that many times; returns its pid."""
-    eventually(lambda: log.exists() and log.read_text().count("up") >= times)
-    eventually(lambda: supervisor.status().state is ProcessState.RUNNING)  # the output may precede the status
+    until(lambda: log.exists() and log.read_text().count("up") >= times)
+    until(lambda: supervisor.status().state is ProcessState.RUNNING)  # the output may precede the status
     pid = supervisor.status().pid
     assert pid is not None
     return pid
@@ -73,7 +67,7 @@ def running(supervisor: ProcessSupervisor, log: Path, times: int = 1) -> int:
 def test_process_gets_environment_and_its_output_is_logged(make: Make, log: Path) -> None:
     supervisor = make([sys.executable, "-c", "import os; print(os.environ['GREETING'])"], GREETING="hello there")
     supervisor.start()
-    eventually(lambda: supervisor.status().state is ProcessState.STOPPED)
+    until(lambda: supervisor.status().state is ProcessState.STOPPED)
     assert log.read_text() == "hello there\n"
     assert supervisor.status() == ProcessStatus(state=ProcessState.STOPPED, last_exit=0)
 
@@ -84,7 +78,7 @@ def test_log_size_is_bounded(log: Path) -> None:
     supervisor = ProcessSupervisor([sys.executable, "-c", script], log_path=log, max_log_bytes=1_000_000)
     supervisor.start()
     try:
-        eventually(log.with_name("node.log.2").exists)  # the log was full twice
+        until(log.with_name("node.log.2").exists)  # the log was full twice
     finally:
         supervisor.stop()
     assert older.stat().st_size > 1_000_000
@@ -104,7 +98,7 @@ def test_killed_process_is_restarted(make: Make, log: Path) -> None:
 def test_crash_loop_fails_with_reason(make: Make, log: Path) -> None:
     supervisor = make([sys.executable, "-c", "print('no arm here'); raise SystemExit(7)"])
     supervisor.start()
-    eventually(lambda: supervisor.status().state is ProcessState.FAILED)
+    until(lambda: supervisor.status().state is ProcessState.FAILED)
     status = supervisor.status()
     assert (status.restarts, status.last_exit, status.pid) == (3, 7, None)
     assert "failed 4 times in a row, last with exit status 7" in status.error and str(log) in status.error
@@ -116,7 +110,7 @@ def test_crash_loop_fails_with_reason(make: Make, log: Path) -> None:
 def test_kills_and_tolerated_exits_are_no_failures(make: Make, end: str) -> None:
     supervisor = make([sys.executable, "-c", end], msgspec.structs.replace(QUICK, max_failures=2, tolerated_exits=(3,)))
     supervisor.start()
-    eventually(lambda: supervisor.status().restarts >= 4)
+    until(lambda: supervisor.status().restarts >= 4)
     assert supervisor.status().state is not ProcessState.FAILED
 
 
@@ -124,7 +118,7 @@ def test_process_that_ran_for_long_does_not_fail(make: Make, log: Path) -> None:
     policy = msgspec.structs.replace(QUICK, max_failures=2, healthy_after_s=0.0)
     supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], policy)
     supervisor.start()
-    eventually(lambda: supervisor.status().restarts >= 4)
+    until(lambda: supervisor.status().restarts >= 4)
     assert supervisor.status().state is not ProcessState.FAILED
 
 
@@ -150,7 +144,7 @@ def test_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None:
 def test_stop_ends_backoff_pause(make: Make) -> None:
     supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
     supervisor.start()
-    eventually(lambda: supervisor.status().state is ProcessState.WAITING and supervisor.status().last_exit == 1)
+    until(lambda: supervisor.status().state is ProcessState.WAITING and supervisor.status().last_exit == 1)
     start = time.monotonic()
     assert supervisor.stop().state is ProcessState.STOPPED
     assert time.monotonic() - start < 60
@@ -176,12 +170,12 @@ time.sleep(600)
 
 def test_process_ends_with_killed_supervisor(log: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _PARENT, str(log)]) as parent:
-        eventually(lambda: log.exists() and "up" in log.read_text())
+        until(lambda: log.exists() and "up" in log.read_text())
         children = Path(f"/proc/{parent.pid}/task").glob("*/children")
         (child,) = [int(pid) for path in children for pid in path.read_text().split()]
         assert alive(child)
         parent.kill()
-    eventually(lambda: not alive(child))
+    until(lambda: not alive(child))
 
 
 def test_unkillable_process_is_reported_until_it_ends(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +206,7 @@ def test_unkillable_process_is_reported_until_it_ends(make: Make, log: Path, mon
         assert (supervisor.status().state, supervisor.status().pid, alive(pid)) == (ProcessState.RUNNING, pid, True)
     finally:
         freed.set()
-    eventually(lambda: supervisor.status().state is ProcessState.STOPPED)
+    until(lambda: supervisor.status().state is ProcessState.STOPPED)
     assert not alive(pid)
     monkeypatch.undo()
     supervisor.stop()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from wait_kit import ClockNs
 
 from hal.errors import LeaseError, RegistryError, StaleToken, StateError
 from hal.lease import LeaseTable
@@ -15,29 +16,19 @@ GPU = ResourceRecord(kind=Kind.GPU, name="gpu", model="x", node="desk")
 ARM = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> int:
-        return round(self.now_s * 1e9)
+@pytest.fixture
+def clock() -> ClockNs:
+    return ClockNs()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def registry(clock: Clock, tmp_path: Path) -> Registry:
+def registry(clock: ClockNs, tmp_path: Path) -> Registry:
     registry = started(StateDatabase(tmp_path / STATE_FILE), clock)
     registry.announce(ARM)
     return registry
 
 
-def started(database: StateDatabase, clock: Clock) -> Registry:
+def started(database: StateDatabase, clock: ClockNs) -> Registry:
     """With leases that a restart forgets."""
     leases = LeaseTable(StateDatabase(None), ttl_s=10, clock=clock)
     return Registry(leases, database, clock, lost_after_s=5, wall_clock=lambda: clock.now_s)
@@ -53,7 +44,7 @@ def health(registry: Registry) -> Health:
     return registry.record("panda-0").health
 
 
-def test_silent_robot_is_lost_and_may_return(registry: Registry, clock: Clock) -> None:
+def test_silent_robot_is_lost_and_may_return(registry: Registry, clock: ClockNs) -> None:
     lease = registry.acquire("panda-0", "alice")
     registry.announce(GPU)
     clock.now_s += 4
@@ -71,7 +62,7 @@ def test_silent_robot_is_lost_and_may_return(registry: Registry, clock: Clock) -
     assert registry.acquire("panda-0", "alice").token > lease.token
 
 
-def test_time_of_loss_survives_restart(tmp_path: Path, clock: Clock) -> None:
+def test_time_of_loss_survives_restart(tmp_path: Path, clock: ClockNs) -> None:
     database = StateDatabase(tmp_path / STATE_FILE)
     registry, there_s = started(database, clock), clock.now_s
     assert registry.announce(ARM).seen_unix_s == 0.0
@@ -83,7 +74,7 @@ def test_time_of_loss_survives_restart(tmp_path: Path, clock: Clock) -> None:
     assert registry.announce(ARM).seen_unix_s == 0.0
 
 
-def test_returned_robot_keeps_token_unless_another_session_acquired_it(registry: Registry, clock: Clock) -> None:
+def test_returned_robot_keeps_token_unless_another_session_acquired_it(registry: Registry, clock: ClockNs) -> None:
     lease = registry.acquire("panda-0", "alice")
     clock.now_s += 3600
     assert registry.poll() == ("panda-0",)
@@ -102,7 +93,7 @@ def test_returned_robot_keeps_token_unless_another_session_acquired_it(registry:
     assert registry.renew("panda-0", newer.token) == newer
 
 
-def test_leases_and_records_survive_restart(tmp_path: Path, clock: Clock) -> None:
+def test_leases_and_records_survive_restart(tmp_path: Path, clock: ClockNs) -> None:
     database = StateDatabase(tmp_path / STATE_FILE)
     registry = Registry(LeaseTable(database, clock=clock), database, clock)
     registry.announce(ARM)
@@ -121,7 +112,7 @@ def test_leases_and_records_survive_restart(tmp_path: Path, clock: Clock) -> Non
 
 
 def test_quarantine_ends_lease_and_lasts_until_operator_clears_it(
-    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: ClockNs, tmp_path: Path
 ) -> None:
     lease = registry.acquire("panda-0", "alice")
     book.set_override("panda-0", "quarantined", "carol", "oil on the floor")
@@ -164,7 +155,7 @@ def test_override_needs_person_and_clearing_needs_override(book: OperatorOverrid
 
 
 def test_damaged_overrides_prevent_start_and_keep_running_registry(
-    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: ClockNs, tmp_path: Path
 ) -> None:
     book.set_override("panda-0", "quarantined", "carol")
     registry.poll()
@@ -177,7 +168,7 @@ def test_damaged_overrides_prevent_start_and_keep_running_registry(
 
 
 def test_frequent_faults_quarantine_robot_and_rare_faults_do_not(
-    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: ClockNs, tmp_path: Path
 ) -> None:
     for _ in range(MAX_FAULTS):
         registry.report_fault("panda-0", "camera front froze")
@@ -202,7 +193,7 @@ def test_frequent_faults_quarantine_robot_and_rare_faults_do_not(
     assert (health(registry), registry.record("panda-0").trouble) == (Health.READY, "")
 
 
-def test_loss_and_return_are_changes_and_first_announcement_is_not(registry: Registry, clock: Clock) -> None:
+def test_loss_and_return_are_changes_and_first_announcement_is_not(registry: Registry, clock: ClockNs) -> None:
     gpu = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="H200", node="desk")
     registry.announce(gpu)
     assert registry.pop_changes() == []
@@ -234,7 +225,7 @@ def test_quarantine_and_restore_are_changes(registry: Registry, book: OperatorOv
     assert [(r.name, r.health) for r in registry.pop_changes()] == [("panda-0", Health.READY)]
 
 
-def test_leases_are_audited(registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path) -> None:
+def test_leases_are_audited(registry: Registry, book: OperatorOverrides, clock: ClockNs, tmp_path: Path) -> None:
     first = registry.acquire("panda-0", "alice")
     registry.renew("panda-0", first.token)
     registry.release("panda-0", first.token)
@@ -265,7 +256,7 @@ def test_leases_are_audited(registry: Registry, book: OperatorOverrides, clock: 
 
 
 def test_override_is_audited_once_over_restarts(
-    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: ClockNs, tmp_path: Path
 ) -> None:
     book.set_override("panda-0", "quarantined", "carol", "oil")
     registry.poll()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from wait_kit import ClockNs
 
 from hal.errors import SpecError
 from hal.estop import EstopLatch
@@ -57,21 +58,11 @@ SPEC = RobotSpec(
 )
 
 
-class Clock:
-    """Nanoseconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> int:
-        return round(self.now_s * 1e9)
-
-
 class Bench:
     """A kernel with its clock, and a robot in the middle of its ranges by default."""
 
     def __init__(self, spec: RobotSpec = SPEC, latch_path: Path | None = None) -> None:
-        self.clock = Clock()
+        self.clock = ClockNs()
         self.kernel = SafetyKernel(spec, self.clock, latch_path)
 
     def state(self, **values: float) -> Observation:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from episode_kit import chunk_header
+from wait_kit import until
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, TdErrors, TensorBatch, TrainingData
@@ -249,9 +250,9 @@ def test_updates_are_bounded_by_online_steps(bench: LearnerBench) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        wait_until(lambda: learner.updates == 20 and bool(bench.reported) and bench.reported[-1][1]["waited_s"] > 0.05)
+        until(lambda: learner.updates == 20 and bool(bench.reported) and bench.reported[-1][1]["waited_s"] > 0.05)
         bench.fill(EpisodeSource.ONLINE, 5)
-        wait_until(lambda: learner.updates == 20 + 5 * STEPS // 2)
+        until(lambda: learner.updates == 20 + 5 * STEPS // 2)
     finally:
         stop.set()
         thread.join(120)
@@ -365,7 +366,7 @@ def test_training_pauses_while_the_disk_is_full(bench: LearnerBench, monkeypatch
     full.set()
     ended = threading.Thread(target=learner.run, args=(threading.Event(),), daemon=True)
     ended.start()
-    wait_until(waiting)
+    until(waiting)
     assert learner.updates == 0 and not list((bench.folder / "a").glob("*"))
     full.clear()
     ended.join(60)
@@ -424,13 +425,6 @@ def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> 
         trainer.close()
         with pytest.raises(WireError, match="learner.initial_policy does not fit policy.kind and policy.options"):
             Trainer(CONFIG, SPEC, reader, policy=PolicyConfig(), initial_state=found.arrays)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 class LaggingPublisher:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 from msgspec.structs import replace
+from wait_kit import until
 
 from hal.discovery import Probe
 from user_sys.edge.outbox import Outbox
@@ -34,14 +35,6 @@ PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "le
 # Long timeouts: a busy machine must not end a session. Tests of silence have their own limits.
 QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=60.0, handshake_s=60.0, backoff_min_s=0.01, backoff_max_s=0.1)
 CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05, retry_s=0.02)
-
-
-def until(condition: Callable[[], object], what: str, within_s: float = 120.0) -> None:
-    """Polls until `condition` holds; fails with `what` after a deadline."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.005)
 
 
 def hello(name: str, role: Role | None = None, protocol: int = PROTOCOL_VERSION) -> Hello:
