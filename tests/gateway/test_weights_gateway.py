@@ -110,7 +110,7 @@ class WeightsSite:
     """A gateway in a thread, a learner and robots; restarting the gateway keeps the rest."""
 
     def __init__(self, run: Path, stack: ExitStack) -> None:
-        self.run, self._stack = run, stack
+        self.run, self.stack = run, stack
         self.gateway: Gateway
         self.address: GatewayAddress
 
@@ -136,13 +136,13 @@ class WeightsSite:
             Keyring(self.run / "keys").allow(keys.public, name, role)
         hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name)
         client = TunnelClient(self.address.endpoint, load_keypair(path), self.address.public_key, hello, limits=limits)
-        self._stack.enter_context(client)
+        self.stack.enter_context(client)
         client.wait_open(120)
         return client
 
     def publisher(self, config: PublishConfig | None = None, run: bytes = b"", epoch: int = 0) -> Publisher:
         signer = ensure_signer(self.run / "keys", "learner")
-        return self._stack.enter_context(
+        return self.stack.enter_context(
             Publisher(self.client("learner", "learner"), signer, config or PublishConfig(), run=run, epoch=epoch)
         )
 
@@ -162,8 +162,8 @@ def test_newest_version_reaches_present_and_later_robots(site: WeightsSite) -> N
             until(lambda: one.acts_with(30) and two.acts_with(30), "the newest acts")
             assert stored(publisher, 30) and publisher.progress.published < 31
             np.testing.assert_array_equal(one.swapper.policy.weights["w"], weights(30)["w"])  # type: ignore[attr-defined]
-        site._stack.pop_all().close()
-    with ExitStack() as site._stack, site.serving(), WeightsRobot(site, "late") as late:
+        site.stack.pop_all().close()
+    with ExitStack() as site.stack, site.serving(), WeightsRobot(site, "late") as late:
         until(lambda: late.acts_with(30), "a robot that comes later gets it without the learner")
     kept = newest_version(VersionStore(site.run / "weights").load())
     assert kept is not None and kept.manifest.version == 30
@@ -248,7 +248,7 @@ def test_robot_in_another_run_uses_its_weights(tmp_path: Path) -> None:
         (tmp_path / "next" / shared).symlink_to(tmp_path / "last" / shared)
     for number, (run, version) in enumerate((("last", 5), ("next", 1))):
         site = WeightsSite(tmp_path / run, ExitStack())
-        with site.serving(), site._stack, WeightsRobot(site, "one") as robot:
+        with site.serving(), site.stack, WeightsRobot(site, "one") as robot:
             kept = robot.acts_with(FOREIGN_RUN)
             assert run == "last" or kept, "it starts with what it kept, whose number says nothing here"
             publisher = site.publisher(run=run.encode(), epoch=number)
