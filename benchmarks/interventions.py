@@ -133,6 +133,7 @@ class Operator:
     def __enter__(self) -> Self:
         self._socket = self._stack.enter_context(connect(self._address, proxy=None))
         self._send(type="hello", operator="scripted")
+        self._send(type="look", on=True, large=[])  # the program needs no pictures
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
         self._stack.callback(reader.join)
@@ -184,8 +185,6 @@ class Operator:
     def _read(self) -> None:
         with contextlib.suppress(ConnectionClosed):
             for frame in self._socket:
-                if isinstance(frame, bytes):
-                    continue  # without an acknowledgement there are no more pictures
                 message = json.loads(frame)
                 if message["type"] == "state" and message["view"]["robots"]:
                     self._status = message["view"]["robots"][0]["status"] or self._status

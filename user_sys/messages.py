@@ -275,12 +275,14 @@ class PreviewRequest(Message, frozen=True, kw_only=True, tag="watch"):
 
     Attributes:
         pose: requests `RobotStatus.state` and `promised` instead, 12 times a second at most.
+        cameras: of these only; empty for all.
     """
 
     robot: str
     rate_hz: float
     ttl_s: float
     pose: bool = False
+    cameras: tuple[str, ...] = ()
 
 
 # Reports --------------------------------------------------------------------------------------------------------------

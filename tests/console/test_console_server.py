@@ -22,6 +22,7 @@ from hal.state_database import STATE_FILE, AuditLog, discard_audit_event, read_a
 from user_sys.console import connections
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
+from user_sys.console.hub import PreviewImage, ShownCameras
 from user_sys.console.page import MAX_MESSAGES_HZ
 from user_sys.console.protocol import MAX_MESSAGE_BYTES
 from user_sys.console.server import MAX_PAGES, ConsoleServer
@@ -57,6 +58,10 @@ class Site:
 
     def page(self, operator: str) -> Person:
         return Person(self, operator)
+
+    def front(self) -> PreviewImage:
+        """The newest picture of the robot's camera."""
+        return next(each for each in self.simulated.hub.previews(ShownCameras()) if each.camera == "front")
 
 
 class Person:
@@ -312,16 +317,31 @@ def test_page_that_is_closed_for_its_message_is_audited(tmp_path: Path) -> None:
 def test_picture_follows_an_acknowledgement_and_the_newest_wins(site: Site) -> None:
     with site.page("alice") as alice:
         until(lambda: alice.hear("state") and len(alice.pictures) == 2)
-        newest = site.simulated.hub.preview("panda-0", "front")
-        assert newest is not None
-        until(
-            lambda: alice.hear("state") and site.simulated.hub.preview("panda-0", "front").serial > newest.serial + 20
-        )  # type: ignore[union-attr]
+        newest = site.front()
+        until(lambda: alice.hear("state") and site.front().serial > newest.serial + 20)
         assert len(alice.pictures) == 2  # later pictures are not sent before an acknowledgement
         alice.say(type="seen", pictures=[["panda-0", "front"]])
         until(lambda: alice.hear("state") and len(alice.pictures) == 3)
         header, jpeg = alice.pictures[-1]
         assert header["camera"] == "front" and header["step"] > newest.step and jpeg.startswith(b"\xff\xd8")
+
+
+def test_page_gets_pictures_of_the_cameras_that_it_shows(site: Site) -> None:
+    site.simulated.add("panda-1")
+    with site.page("alice") as alice:
+        until(lambda: alice.hear("state") and len(alice.pictures) == 4)
+        for look, shown in (
+            ({"large": ["panda-1"]}, {("panda-1", "front"), ("panda-1", "wrist")}),
+            ({"large": [], "thumbnails": True}, {("panda-0", "front"), ("panda-1", "front")}),
+        ):
+            alice.say(type="look", on=True, **look)
+            assert alice.order("success")["accepted"], "the page has looked"
+            alice.pictures.clear()
+            alice.say(type="seen", pictures=[[f"panda-{n}", name] for n in (0, 1) for name in ("front", "wrist")])
+            until(lambda: alice.hear("state") and len(alice.pictures) >= 2)
+            for _ in range(3):
+                alice.hear("state")
+            assert {(header["robot"], header["camera"]) for header, _ in alice.pictures} == shown
 
 
 def test_traces_of_the_selected_robot_continue_where_they_stood(site: Site) -> None:

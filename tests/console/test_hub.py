@@ -22,6 +22,7 @@ from user_sys.console.hub import (
     MAX_JPEG_BYTES,
     MAX_ROBOTS,
     ConsoleHub,
+    ShownCameras,
 )
 from user_sys.console.progress import MAX_CURVES, Curve, RunProgress
 from user_sys.errors import AuthorityError, WireError
@@ -234,14 +235,19 @@ def test_lost_robot_and_stale_camera_are_alarms(hub: ConsoleHub, clock: Clock) -
     for _ in range(8):  # a page is open
         clock.now_s += 1.0
         hub.update(status())
-        hub.request_previews(rate_hz=10.0, ttl_s=3.0)
+        hub.request_previews([ShownCameras()], ttl_s=3.0)
     assert hub.view().alarms == ("no new picture of panda-0's camera front for 7 s",)
     hub.update_preview(Preview(robot="panda-0", camera="front", step=2), jpeg(1))
     assert not hub.view().alarms
     clock.now_s += 60.0
-    hub.request_previews(rate_hz=10.0, ttl_s=3.0)
+    hub.request_previews([ShownCameras()], ttl_s=3.0)
     hub.update(status())
     assert not hub.view().alarms, "the page was away"
+    for _ in range(8):
+        clock.now_s += 1.0
+        hub.update(status())
+        hub.request_previews([ShownCameras(frozenset())], ttl_s=3.0)
+    assert not hub.view().alarms, "no page shows it"
     clock.now_s += 60.0
     assert hub.view().alarms == ("no report from panda-0: check the robot's computer and its network",)
 
@@ -320,15 +326,14 @@ def with_odd_colours() -> bytes:
 def test_too_large_pictures_are_refused(hub: ConsoleHub, picture: bytes) -> None:
     with pytest.raises(WireError, match="frame"):
         hub.update_preview(Preview(robot="panda-0", camera="front", step=0), picture)
-    assert hub.preview("panda-0", "front") is None
+    assert not hub.previews(ShownCameras())
 
 
 def test_picture_replaces_the_previous_one(hub: ConsoleHub) -> None:
     for step in range(3):
         hub.update_preview(Preview(robot="panda-0", camera="front", step=step), jpeg(step))
-    picture = hub.preview("panda-0", "front")
-    assert picture is not None and (picture.step, picture.serial, picture.jpeg) == (2, 3, jpeg(2))
-    assert hub.preview("panda-0", "rear") is None and hub.preview("nobody", "front") is None
+    (picture,) = hub.previews(ShownCameras())
+    assert (picture.step, picture.serial, picture.jpeg) == (2, 3, jpeg(2))
     assert hub.view().robots[0].cameras == ("front",)
 
 
@@ -378,9 +383,26 @@ def test_move_sets_the_tool_elements_of_the_spec(sent: list[Any]) -> None:
 
 def test_preview_request_goes_to_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
     hub.update(status("panda-1"))
-    hub.request_previews(rate_hz=10.0, ttl_s=3.0)
+    hub.request_previews([ShownCameras()], ttl_s=3.0)
     assert [(request.robot, request.rate_hz, request.ttl_s) for request in sent] == [
-        ("panda-0", 10.0, 3.0), ("panda-1", 10.0, 3.0),
+        ("panda-0", 30.0, 3.0), ("panda-1", 30.0, 3.0),
+    ]  # fmt: skip
+
+
+def test_only_cameras_that_a_page_shows_are_requested(hub: ConsoleHub, sent: list[Any]) -> None:
+    cameras = tuple(CameraSpec(name=name, height=8, width=8, rate_hz=10.0) for name in ("wrist", "front"))
+    for robot in ("panda-0", "panda-1"):
+        hub.update(status(robot))
+        hub.set_robot_spec(robot, msgspec.structs.replace(bus("x y z g"), cameras=cameras))
+    alone, fleet = ShownCameras(frozenset({"panda-1"})), ShownCameras(frozenset(), thumbnails=True)
+    hub.request_previews([], ttl_s=3.0)
+    assert not sent
+    hub.request_previews([alone], ttl_s=3.0)
+    assert [(request.robot, request.cameras) for request in sent] == [("panda-1", ())]
+    sent.clear()
+    hub.request_previews([fleet, alone], ttl_s=3.0)
+    assert [(request.robot, request.rate_hz, request.cameras) for request in sent] == [
+        ("panda-0", 10.0, ("wrist",)), ("panda-1", 30.0, ()),
     ]  # fmt: skip
 
 

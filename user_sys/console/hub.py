@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,7 @@ MAX_CAMERAS_PER_ROBOT = 8  # of one robot
 MAX_JPEG_BYTES = 4 << 20
 MAX_PERIODS = 600  # of one robot, for traces
 POSE_RATE_HZ = 10.0
+LARGE_RATE_HZ, THUMBNAIL_RATE_HZ = 30.0, 10.0  # of a camera's pictures
 MAX_PHASES = 200  # changes of phase in one episode
 CAMERA_STALE_S = 5.0  # without a new picture for so long, though a page requests them
 
@@ -48,6 +49,22 @@ OverrideOrder = Literal["quarantine", "drain", "restore"]
 HubMessage = RobotStatus | EpisodeReport | MetricsReport | OperatorReply
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShownCameras:
+    """The cameras that a page shows.
+
+    Attributes:
+        large: the robots of which it shows all cameras; None for all robots.
+        thumbnails: it shows the first camera of each other robot.
+    """
+
+    large: frozenset[str] | None = None
+    thumbnails: bool = False
+
+    def is_large(self, robot: str) -> bool:
+        return self.large is None or robot in self.large
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,7 @@ class _Robot:
     last: EpisodeReport | None = None
     pictures: dict[str, PreviewImage] = field(default_factory=dict)
     pictured_s: dict[str, float] = field(default_factory=dict)
+    requested_s: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first of a series, and the newest
     phases: list[tuple[int, str]] = field(default_factory=list)
     periods: deque[ControlPeriod] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
     periods_seen: int = 0
@@ -95,6 +113,23 @@ class _Robot:
         if status.state:
             self.pose = RobotPose(state=status.state, promised=status.promised)
         self.status, self.last_seen_s = replace(status, periods=(), state=(), promised=()), now_s
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Those with a picture, in the spec's order: the first is the thumbnail."""
+        order = [] if self.spec is None else [camera.name for camera in self.spec.cameras]
+        return tuple(sorted(self.pictures, key=lambda name: order.index(name) if name in order else len(order)))
+
+    @property
+    def thumbnail(self) -> tuple[str, ...]:
+        """The camera of the thumbnail; none if it is not known."""
+        known = () if self.spec is None else tuple(camera.name for camera in self.spec.cameras)
+        return (known or self.cameras)[:1]
+
+    def request_pictures(self, cameras: tuple[str, ...], now_s: float) -> None:
+        for camera in cameras or self.pictures:
+            first_s, newest_s = self.requested_s.get(camera, (now_s, now_s))
+            self.requested_s[camera] = (now_s if now_s - newest_s > CAMERA_STALE_S else first_s, now_s)
 
 
 Listener = Callable[[HubMessage | PreviewImage], None]
@@ -130,7 +165,6 @@ class ConsoleHub:
         # Starts at the wall clock, so that a restarted console's sequence continues above the earlier one's.
         self._sequence = itertools.count(time.time_ns())
         self._progress = RunProgress(folder, clock, self._model)
-        self._requests_s = (-math.inf, -math.inf)  # for previews: the first of a series, and the newest
 
     def restore_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
         """Sets the counts and the duration of earlier launches of a resumed run. Call it before any update."""
@@ -228,11 +262,6 @@ class ConsoleHub:
         """``success``, ``helped`` and ``evaluation`` against seconds; ``<learner>/<loss>`` against its updates."""
         with self._lock:
             return self._progress.curves()
-
-    def preview(self, robot: str, camera: str) -> PreviewImage | None:
-        with self._lock:
-            found = self._robots.get(robot)
-            return found.pictures.get(camera) if found else None
 
     def periods(self, robot: str, after: int) -> tuple[int, tuple[ControlPeriod, ...]]:
         """The control periods of a robot after the first `after` ones, and the number of all that it has reported.
@@ -345,13 +374,32 @@ class ConsoleHub:
                 case "restore":
                     overrides.clear_override(robot, person)
 
-    def request_previews(self, rate_hz: float, ttl_s: float) -> None:
-        """Requests previews from every robot, for the next `ttl_s` seconds."""
+    def previews(self, shown: ShownCameras) -> list[PreviewImage]:
+        """The newest frame of each camera that a page shows."""
         with self._lock:
-            names, now_s, (first_s, newest_s) = list(self._robots), self._clock(), self._requests_s
-            self._requests_s = (now_s if now_s - newest_s > CAMERA_STALE_S else first_s, now_s)
-        for name in names:
-            self._send(PreviewRequest(robot=name, rate_hz=rate_hz, ttl_s=ttl_s))
+            return [
+                robot.pictures[camera]
+                for robot in self._robots.values()
+                for camera in (robot.cameras if shown.is_large(robot.name) else robot.thumbnail * shown.thumbnails)
+                if camera in robot.pictures
+            ]
+
+    def request_previews(self, pages: Sequence[ShownCameras], ttl_s: float) -> None:
+        """Requests previews of the cameras that pages show, for the next `ttl_s` seconds."""
+        requests = []
+        with self._lock:
+            for robot in self._robots.values():
+                if is_large := any(page.is_large(robot.name) for page in pages):
+                    cameras: tuple[str, ...] = ()
+                elif any(page.thumbnails for page in pages):
+                    cameras = robot.thumbnail
+                else:
+                    continue
+                robot.request_pictures(cameras, self._clock())
+                rate_hz = LARGE_RATE_HZ if is_large else THUMBNAIL_RATE_HZ
+                requests.append(PreviewRequest(robot=robot.name, rate_hz=rate_hz, ttl_s=ttl_s, cameras=cameras))
+        for request in requests:
+            self._send(request)
 
     def _require_robot(self, robot: str) -> _Robot:
         with self._lock:
@@ -378,27 +426,23 @@ class ConsoleHub:
         """Lost robots, and cameras without new pictures while a page requests them."""
         if lost := [robot.name for robot in robots if robot.lost]:
             yield f"no report from {', '.join(lost)}: check the robot's computer and its network"
-        first_s, newest_s = self._requests_s
-        if now_s - newest_s > CAMERA_STALE_S:
-            return
         for robot in robots:
-            for camera, at_s in self._robots[robot.name].pictured_s.items():
+            found = self._robots[robot.name]
+            for camera, at_s in found.pictured_s.items():
+                first_s, newest_s = found.requested_s.get(camera, (now_s, now_s))
                 age_s = now_s - max(at_s, first_s)
-                if age_s > CAMERA_STALE_S and not robot.lost:
+                if age_s > CAMERA_STALE_S >= now_s - newest_s and not robot.lost:
                     yield f"no new picture of {robot.name}'s camera {camera} for {age_s:.0f} s"
 
     def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
         lost = robot.status is not None and now_s - robot.last_seen_s > LOSS_TIMEOUT_S
         silent_s = now_s - max(robot.last_seen_s, self._started_s)
         tool_speed = 0.0 if robot.status is None else robot.status.tool_speed
-        # In the spec's order: the first is the thumbnail.
-        order = [] if robot.spec is None else [camera.name for camera in robot.spec.cameras]
-        cameras = sorted(robot.pictures, key=lambda name: order.index(name) if name in order else len(order))
         return RobotView(
             name=robot.name,
             status=robot.status,
             lost=lost,
-            cameras=tuple(cameras),
+            cameras=robot.cameras,
             last=robot.last,
             silent_s=round(silent_s, 1),
             joints=() if robot.spec is None else tuple(robot.spec.action.labels[each] for each in _joints(robot.spec)),

@@ -20,7 +20,7 @@ from hal.spec import STATE
 from hal.state_database import AuditEntry, AuditSink
 from user_sys.console import protocol
 from user_sys.console.accounts import SignIn
-from user_sys.console.hub import ConsoleHub
+from user_sys.console.hub import ConsoleHub, PreviewImage, ShownCameras
 from user_sys.errors import UserSysError, WireError
 from user_sys.interchange.episodes import element_labels
 from user_sys.messages import OperatorReply
@@ -34,6 +34,7 @@ RECEIVE_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_QUEUED_MESSAGES = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 MAX_MESSAGES_HZ = 60
+SEEN_COST = 0.5  # of a `PreviewsShown`, in messages: a page that drives sends 50 of them, 25 inputs and 5 pings
 FLOOD_PAUSE_S = 1.0  # the pause before a flooding page is closed, in which its messages are not read
 MAX_ESTOPS_HZ = 20
 MAX_PENDING_ESTOPS = 1024
@@ -151,7 +152,7 @@ class PageSocket(_Socket):
         socket: accepted already.
         hub: of the run.
         claim_name: assigns an operator's name, given the wished one.
-        watch: called a few times a second while the page is visible.
+        watch: requests pictures; called often while the page is visible. With True it does so soon.
         is_valid: whether the person's sign-in is still valid; if not, the page is closed.
         audit: receives refusals.
     """
@@ -161,7 +162,7 @@ class PageSocket(_Socket):
         socket: WebSocket,
         hub: ConsoleHub,
         claim_name: Callable[[PageSocket, str], str],
-        watch: Callable[[], None],
+        watch: Callable[[bool], None],
         is_valid: Callable[[SignIn], bool],
         audit: AuditSink,
     ) -> None:
@@ -170,7 +171,7 @@ class PageSocket(_Socket):
         self.operator = ""
         self._claim_name = claim_name
         self._watch = watch
-        self._is_visible = True
+        self.shown: ShownCameras | None = ShownCameras()  # None while it is hidden
         self._rate_limit = TokenBucket(MAX_MESSAGES_HZ, MAX_MESSAGES_HZ)
         self._driven: set[str] = set()
         self._in_flight: set[tuple[str, str]] = set()
@@ -193,8 +194,8 @@ class PageSocket(_Socket):
             self._release()
             await asyncio.sleep(FLOOD_PAUSE_S)
             raise WireError(f"more than {MAX_MESSAGES_HZ} messages a second; the page may be opened again")
-        self._rate_limit.consume()
         message = protocol.decode(text)
+        self._rate_limit.consume(SEEN_COST if isinstance(message, protocol.PreviewsShown) else 1)
         if not self.operator and not isinstance(message, protocol.PageHello):
             raise WireError("the first message is `hello`")
         match message:
@@ -220,9 +221,11 @@ class PageSocket(_Socket):
             case protocol.PreviewsShown(pictures=pictures):
                 self._in_flight.difference_update(pictures)
                 self.wake()
-            case protocol.PageVisibility(on=on):
-                self._is_visible = on
-                if not on:
+            case protocol.PageVisibility(on=on, large=large, thumbnails=thumbnails):
+                self.shown = ShownCameras(large, thumbnails) if on else None
+                if on:
+                    self._watch(True)
+                else:
                     self._release()
                 self.wake()
             case protocol.TraceRequest(robot=robot, pose=pose):
@@ -267,16 +270,17 @@ class PageSocket(_Socket):
 
     async def _write_more(self) -> None:
         await self._write_state()
-        if self._is_visible:
-            self._watch()
-            await self._write_pictures()
+        if self.shown is not None:
+            self._watch(False)
+            for picture in self._hub.previews(self.shown):
+                await self._write_picture(picture)
 
     async def _write_state(self) -> None:
         now_s = time.monotonic()
         if now_s - self._state_at_s >= STATE_PERIOD_MIN_S:
             self._state_at_s = now_s
             await self._send_text(protocol.encode(protocol.StateUpdate(self._hub.view())))
-            if self._traced and self._is_visible:
+            if self._traced and self.shown is not None:
                 await self._write_trace()
         if now_s - self._curves_at_s >= CURVES_PERIOD_S:
             self._curves_at_s = now_s
@@ -304,15 +308,9 @@ class PageSocket(_Socket):
         if update.limits or update.periods or update.state:
             await self._send_text(protocol.encode(update))
 
-    async def _write_pictures(self) -> None:
-        for robot in self._hub.view().robots:
-            for camera in robot.cameras:
-                await self._write_picture(robot.name, camera)
-
-    async def _write_picture(self, robot: str, camera: str) -> None:
-        key = (robot, camera)
-        picture = self._hub.preview(robot, camera)
-        if picture is None or key in self._in_flight or picture.serial <= self._sent_serial.get(key, 0):
+    async def _write_picture(self, picture: PreviewImage) -> None:
+        key = (picture.robot, picture.camera)
+        if key in self._in_flight or picture.serial <= self._sent_serial.get(key, 0):
             return
         self._in_flight.add(key)
         self._sent_serial[key] = picture.serial

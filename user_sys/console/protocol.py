@@ -74,9 +74,15 @@ class PreviewsShown(_Message, frozen=True, tag="seen"):
 
 
 class PageVisibility(_Message, frozen=True, tag="look"):
-    """Whether the page is visible. A hidden page gets no pictures, and releases the robots that it drives."""
+    """Whether the page is visible. A hidden page gets no pictures, and releases the robots that it drives.
+
+    Attributes:
+        large, thumbnails: the cameras that it shows, see `hub.ShownCameras`.
+    """
 
     on: bool
+    large: Annotated[frozenset[Name], msgspec.Meta(max_length=MAX_NAMES)] | None = None
+    thumbnails: bool = False
 
 
 class TraceRequest(_Message, frozen=True, tag="trace"):

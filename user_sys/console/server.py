@@ -52,8 +52,8 @@ MAX_PAGES = 16
 MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens a second one if the first does not respond
 RECEIVE_BUFFER_BYTES = 8192  # bounds the time to decode one connection's data to a few milliseconds
 MAX_REPLIES = 256
-WATCH_RATE_HZ = 10.0
 WATCH_PERIOD_S = 1.0
+WATCH_AGAIN_S = 0.1  # after a page shows other cameras
 WATCH_TTL_S = 3.0
 TRY_AGAIN_LATER = 1013
 
@@ -286,13 +286,13 @@ class _Pages:
         self._audit(AuditEntry(event="sign-in", person=name, address=page.address, outcome="done", reason=formerly))
         return name
 
-    def _watch(self) -> None:
+    def _watch(self, at_once: bool) -> None:
         now_s = time.monotonic()
-        if now_s - self._watched_s < WATCH_PERIOD_S:
+        if now_s - self._watched_s < (WATCH_AGAIN_S if at_once else WATCH_PERIOD_S):
             return
         self._watched_s = now_s
         try:
-            self._hub.request_previews(WATCH_RATE_HZ, WATCH_TTL_S)
+            self._hub.request_previews([page.shown for page in self._open if page.shown is not None], WATCH_TTL_S)
         except UserSysError as error:
             _log.warning("console.preview_request_failed pictures will stop: %s", error)
 

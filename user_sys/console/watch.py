@@ -65,7 +65,8 @@ def watch_robot(
         scheme = "ws" if person is None else "wss"
         with connect(f"{scheme}://{parts.netloc}/ws?{parts.query}", proxy=None, max_size=None, **options) as socket:
             hello = {"type": "hello", "operator": NAME}
-            for request in (hello, {"type": "trace", "robot": robot, "pose": True}):
+            look = {"type": "look", "on": True, "large": [robot]}
+            for request in (hello, look, {"type": "trace", "robot": robot, "pose": True}):
                 socket.send(json.dumps(request))
             labels: dict[str, list[str]] = {}
             while not stop.is_set():

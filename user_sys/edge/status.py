@@ -43,6 +43,7 @@ POLL_S = 0.5
 ENCODER_CLOSE_TIMEOUT_S = 5.0
 MAX_PREVIEW_TTL_S = 60.0
 MIN_PREVIEW_RATE_HZ, MAX_PREVIEW_RATE_HZ = 0.1, 60.0
+MAX_EARLY = 0.4  # of the period of previews, by which one may come early after a late one
 STATUS_PERIOD_S = 0.2
 POSE_PERIOD_S = 0.08  # of the status while a console requests the pose: each step of a robot at 10 Hz
 MAX_PROMISED = 64  # actions in a status
@@ -70,6 +71,7 @@ class PreviewSender(StartedAtEntry):
         self._robot, self._send = robot, send
         self._queue: CoalescingQueue[tuple[Preview, Array]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
         self._enabled_until_s, self._period_s = 0.0, 1.0
+        self._cameras: tuple[str, ...] = ()  # of which a console requested pictures; empty for all
         self._pose_until_s = 0.0
         self._next_s: dict[str, float] = {}
         self._stopping = threading.Event()
@@ -83,7 +85,7 @@ class PreviewSender(StartedAtEntry):
             self._pose_until_s = until_s
             return
         self._period_s = 1.0 / min(max(request.rate_hz, MIN_PREVIEW_RATE_HZ), MAX_PREVIEW_RATE_HZ)
-        self._enabled_until_s = until_s
+        self._enabled_until_s, self._cameras = until_s, request.cameras
 
     def sends_pose(self, now_s: float) -> bool:
         """Whether a console requests the pose at present."""
@@ -100,8 +102,10 @@ class PreviewSender(StartedAtEntry):
         if self._failure is not None:
             raise self._failure
         for camera, frame in time_step.frames.items():
-            if now_s >= self._next_s.get(camera, 0.0):
-                self._next_s[camera] = now_s + self._period_s
+            due_s = self._next_s.get(camera, 0.0)
+            if (not self._cameras or camera in self._cameras) and now_s >= due_s:
+                # From when it was due: else 30 Hz would become 25 Hz in a control loop of 50 Hz.
+                self._next_s[camera] = max(due_s, now_s - MAX_EARLY * self._period_s) + self._period_s
                 self._queue.put((Preview(robot=self._robot, camera=camera, step=step), frame.image.copy()), key=camera)
 
     def _run(self) -> None:
