@@ -23,12 +23,15 @@ from hal.spec import STATE
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import PolicyConfig, RobotConfig, TaskConfig, robot_spec
 from user_sys.config import load, save
+from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.status import read_session_report
 from user_sys.episode import EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import OperatorCommand, OperatorReply, PreviewRequest, RobotStatus, StopRun
 from user_sys.policies.mlp import MlpPolicy
+from user_sys.rewards.networks import FORMAT, RewardMetadata, save_network
+from user_sys.rewards.progress import ProgressNet
 from user_sys.robot_records import LEARNER
 from user_sys.run.prepare import CONSOLE
 from user_sys.store.log_reader import LogReader
@@ -96,6 +99,24 @@ def test_session_delivers_its_steps_and_ends_with_the_run(site: Site) -> None:
         assert (columns["t_inference_ns"] <= columns["t_command_ns"]).all()
         assert (np.isfinite(columns["log_prob"]) == (columns["policy_version"] == 7)).all()
     assert len({chunk.header.seed for chunk in site.chunks()}) == len({c.header.episode for c in site.chunks()})
+
+
+def test_robot_requests_help_if_a_model_sees_no_progress(tmp_path: Path) -> None:
+    model = tmp_path / "progress.safetensors"
+    seen = {"cameras": ("front",), "tasks": ("reach",), "temperature": 1.0, "successes": 5, "failures": 0}
+    save_network(model, ProgressNet(1), RewardMetadata(format=FORMAT, **seen))  # untrained: all pictures look alike
+    robot = replace(ROBOT, real_time=True, options={"rate_hz": 20, "cameras": ["front"]})
+    help_config = HelpConfig(progress=str(model), progress_steps=8)
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(robot,), intervention=InterventionConfig(help=help_config))
+        site.gateway(), site.driver(), site.session()
+        console = site.client(CONSOLE)
+
+        def request() -> str:
+            message = console.receive(1.0)
+            return message.help if isinstance(message, RobotStatus) and message.authority == "requesting" else ""
+
+        assert until(request, "it requests help") == "no progress over 8 steps"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from episode_kit import chunk_header
+from wait_kit import until
 
 from user_sys.codec import Array
 from user_sys.commands.main import main
@@ -25,6 +26,7 @@ from user_sys.config import load
 from user_sys.episode import IMAGE_PREFIX, Chunk, EpisodeEnd, EpisodeSource, frame_columns
 from user_sys.errors import ConfigError
 from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
+from user_sys.interchange.frames import decode_frame
 from user_sys.plugins import load_reward
 from user_sys.rewards.audit import AuditedEpisode, audit, rank_correlation
 from user_sys.rewards.conformance import TASK, RewardConformance, example_episode
@@ -303,6 +305,27 @@ def test_progress_model_rewards_each_step_that_brings_the_goal_nearer(run: Run, 
         rewards = EpisodeReader(reader).read("new").columns["reward"]
     assert (rewards[:-1] > -0.1).all() and rewards[:-1].sum() > 0.4, "each step adds progress"
     assert rewards[-1] > 0.8, "the goal is reached"
+    require_watched(model, store)
+
+
+def require_watched(model: Path, store: Path) -> None:
+    """The progress of an episode as a robot watches it: some, none, and that of an unknown task."""
+    from user_sys.rewards.progress import ProgressWatch
+
+    with StoreReader.open(store) as reader:
+        episode = EpisodeReader(reader).read("new")
+    first, *_, last = [decode_frame(frame) for frame in episode.frames["observation.images.front"] if frame is not None]
+    watch = ProgressWatch(model, steps=8)
+
+    def gain(image: Array) -> float:
+        watch.begin_episode("red", episode.header.sentence)
+        assert watch.gain(0, {"front": first}) is None
+        gains = iter(lambda: watch.gain(8, {"front": image}), "never")
+        return float(until(lambda: [each for each in [next(gains)] if each is not None], "both are evaluated")[0])
+
+    assert gain(last) > 0.3 and gain(first) < 0.05
+    watch.begin_episode("other", "")
+    assert watch.gain(0, {"front": first}) is None and watch.gain(8, {"front": last}) is None
 
 
 class AnsweringModel(BaseHTTPRequestHandler):

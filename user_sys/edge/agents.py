@@ -83,20 +83,24 @@ class LoadedPolicy:
 
 
 class NewestFrames:
-    """The newest frame of each camera in an episode, as policies read them."""
+    """The newest frame of each camera in an episode, as policies read them.
+
+    Attributes:
+        newest: by camera.
+    """
 
     def __init__(self, spec: RobotSpec) -> None:
         self._specs = {camera.name: camera for camera in spec.cameras}
         self._period_s = spec.period_s
-        self._frames: dict[str, CameraFrame] = {}
+        self.newest: dict[str, CameraFrame] = {}
 
     def begin_episode(self) -> None:
         """Drops the frames from before the reset."""
-        self._frames.clear()
+        self.newest.clear()
 
     def update(self, time_step: TimeStep) -> None:
         """Call it with each time step of the episode."""
-        self._frames.update(time_step.frames)
+        self.newest.update(time_step.frames)
 
     def observation(self, time_step: TimeStep, cameras: Sequence[str]) -> Mapping[str, Array]:
         """The observation of `time_step` with the newest frames of `cameras` and their ages, see `Policy.act`.
@@ -108,7 +112,7 @@ class NewestFrames:
         """
         found = dict(time_step.observation)
         for name in cameras:
-            frame = self._frames.get(name)
+            frame = self.newest.get(name)
             if frame is None:
                 raise PolicyUnavailable(f"camera {name} has delivered no frame in this episode; the robot holds")
             age_s = max(0, time_step.t_capture_ns - frame.t_capture_ns) / 1e9
@@ -332,7 +336,7 @@ class SharedControlAgent:
         follows_clock: bool = False,
     ) -> None:
         self.authority = authority
-        self._rules = InterventionRules(intervention or InterventionConfig())
+        self._rules = InterventionRules(intervention or InterventionConfig(), spec)
         self._path, self._retraces = TravelledPath(spec), False
         self._policy, self._commands, self._session, self._max_steps = policy, commands, session, 0
         self._policy_agent = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
@@ -362,7 +366,7 @@ class SharedControlAgent:
             self.authority.request_help(self._rules.reset_instructions, for_reset=True)
         self._applied.reset(time_step)
         self._path.begin(self._applied.rest_action())
-        self._rules.begin_episode()
+        self._rules.begin_episode(task)
         self._label = None
         self._reset = False
         self._policy_steps = self._human_steps = self._settling_steps = 0
@@ -432,8 +436,8 @@ class SharedControlAgent:
             self._unavailable = str(error)
             return None
         self._unavailable = ""
-        disagreement = self.chunks.counters.disagreement
-        if reason := self._rules.help_reason(self._policy_steps, time_step.outcome, disagreement):
+        disagreement, frames = self.chunks.counters.disagreement, self._policy_agent.frames.newest
+        if reason := self._rules.help_reason(self._policy_steps, time_step.outcome, disagreement, frames):
             self.chunks.discard()
             if self._rules.begin_return():
                 self._policy_steps = 0

@@ -10,14 +10,25 @@ from there; a person guides it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
+from hal.camera import CameraFrame
+from hal.errors import install_hint
 from hal.settings import Count, Limit
+from hal.spec import RobotSpec
 from hal.task import TaskOutcome
+from user_sys.edge.environment import TaskInfo
 from user_sys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from user_sys.rewards.progress import ProgressWatch
+
+MIN_GAIN = 0.05  # of the way to the goal: less is no progress
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,8 @@ class HelpConfig:
         after_steps: the policy has acted for so many steps of an episode without success; 0 is never.
         disagreement: an action chunk differs from the one before by this share of the action's range, as the mean over
             the control periods that both cover; 0 is never.
+        progress: file of a progress model on the robot's computer (`user-sys reward train --kind progress`).
+        progress_steps: with `progress`, so many steps of the policy have brought the goal no nearer.
         wait_s: how long a robot waits for a person; 0 waits without a limit.
         returns: so often in an episode the robot first goes back along its path by itself, and the policy tries again.
         return_steps: control periods for which it goes back.
@@ -35,6 +48,8 @@ class HelpConfig:
 
     after_steps: Annotated[int, Meta(ge=0)] = 0
     disagreement: Annotated[float, Meta(ge=0)] = 0.0
+    progress: str = ""
+    progress_steps: Count = 40
     wait_s: Annotated[float, Meta(ge=0)] = 60.0
     returns: Limit = 0
     return_steps: Count = 20
@@ -68,15 +83,19 @@ class InterventionRules:
         ends_episode, reset_instructions, wait_s: as configured.
     """
 
-    def __init__(self, config: InterventionConfig) -> None:
+    def __init__(self, config: InterventionConfig, spec: RobotSpec) -> None:
+        """Raises ConfigError: the progress model cannot be read, or needs a camera that the robot lacks."""
         self.ends_episode, self.wait_s = config.ends_episode, config.help.wait_s
         self.reset_instructions = config.reset_instructions
         self._config = config.help
+        self._progress = _progress_watch(config.help, spec) if config.help.progress else None
         self._requested: set[str] = set()
         self._returns_left = self._steps_back = 0
 
-    def begin_episode(self) -> None:
+    def begin_episode(self, task: TaskInfo) -> None:
         self._requested.clear()
+        if self._progress is not None:
+            self._progress.begin_episode(task.name, task.sentence)
         self._returns_left, self._steps_back = self._config.returns, 0
 
     def begin_return(self) -> bool:
@@ -97,13 +116,16 @@ class InterventionRules:
         """The path ends, or a person acts."""
         self._steps_back = 0
 
-    def help_reason(self, steps: int, outcome: TaskOutcome, disagreement: float) -> str:
+    def help_reason(
+        self, steps: int, outcome: TaskOutcome, disagreement: float, frames: Mapping[str, CameraFrame]
+    ) -> str:
         """Why the robot requests help now; empty if it does not.
 
         Args:
             steps: of the policy in this episode, since a person's last help.
             outcome: of the newest step.
             disagreement: see `HelpConfig`.
+            frames: the newest of each camera.
         """
         config = self._config
         reasons = {"task": outcome.help}
@@ -111,8 +133,23 @@ class InterventionRules:
             reasons["steps"] = f"no success after {steps} steps"
         if config.disagreement and disagreement > config.disagreement:
             reasons["disagreement"] = f"successive action chunks differ by {disagreement:.0%} of the range"
+        if self._progress is not None:
+            gain = self._progress.gain(steps, {camera: frame.image for camera, frame in frames.items()})
+            if gain is not None and gain < MIN_GAIN:
+                reasons["progress"] = f"no progress over {config.progress_steps} steps"
         for kind, reason in reasons.items():
             if reason and kind not in self._requested:
                 self._requested.add(kind)
                 return reason
         return ""
+
+
+def _progress_watch(config: HelpConfig, spec: RobotSpec) -> ProgressWatch:
+    try:
+        from user_sys.rewards.progress import ProgressWatch
+    except ImportError as error:
+        raise ConfigError(f"intervention.help.progress needs torch ({error}): {install_hint('learner')}") from None
+    watch, cameras = ProgressWatch(Path(config.progress), config.progress_steps), [each.name for each in spec.cameras]
+    if missing := set(watch.cameras) - set(cameras):
+        raise ConfigError(f"{config.progress} reads the cameras {sorted(missing)}; the robot has {cameras}")
+    return watch

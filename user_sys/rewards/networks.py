@@ -137,7 +137,7 @@ def read_clip(episode: StoredEpisode, cameras: Sequence[str], most: int) -> Arra
     """
     places = np.unique(np.linspace(episode.steps, 0, min(most, episode.steps + 1)).round().astype(int)).tolist()
     clip = clip_pictures(episode, cameras, places)
-    return np.stack([np.stack([_resized(pictures[camera]) for camera in cameras]) for pictures in clip])
+    return np.stack([np.stack([resized(pictures[camera]) for camera in cameras]) for pictures in clip])
 
 
 def read_labelled_clips(store: StoreReader, most: int, cameras: Sequence[str] = (), task: str = "") -> LabelledClips:
@@ -162,7 +162,8 @@ def read_labelled_clips(store: StoreReader, most: int, cameras: Sequence[str] = 
     return LabelledClips(ids, tasks, sentences, pictures, np.array([bool(s.success) for s in chosen], bool), names)
 
 
-def _resized(picture: Array) -> Array:
+def resized(picture: Array) -> Array:
+    """`picture`, uint8 (h, w, 3), as uint8 (SIZE, SIZE, 3)."""
     if picture.shape[:2] == (SIZE, SIZE):
         return picture
     tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float()

@@ -13,7 +13,8 @@ A step's reward is the progress that it adds, c(o_0, o_t+1) - c(o_0, o_t), and 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,13 +28,23 @@ from torch.nn import functional
 from user_sys.codec import Array
 from user_sys.interchange.episodes import StoredEpisode
 from user_sys.policies.sentences import VOCABULARY, hash_words
-from user_sys.rewards.networks import SIZE, LabelledClips, RewardNetwork, load_network, read_clip, shifted, to_tensor
+from user_sys.rewards.networks import (
+    SIZE,
+    LabelledClips,
+    RewardNetwork,
+    load_network,
+    read_clip,
+    resized,
+    shifted,
+    to_tensor,
+)
 from user_sys.rewards.reward import EpisodeReward, Reward
 
 WIDTH, CONVOLUTIONS, ENCODED = 32, 4, 128
 BATCH = 64  # pairs
 STATIC, WRONG, FROM_START, TO_END = 0.1, 0.25, 0.3, 0.25  # shares of pairs in a batch
 FAILED = 0.3  # share of pairs of failed episodes, if there are any
+WATCHES = 8  # evaluations in the steps that `ProgressWatch` compares
 
 
 @dataclass(frozen=True)
@@ -159,3 +170,54 @@ class ProgressReward(Reward):
         rewards = np.diff(progress) + success * (np.arange(episode.steps) == episode.steps - 1)
         dense = rewards.astype(np.float32) if self._settings.dense else None
         return EpisodeReward(success, dense, probability, progress)
+
+
+class ProgressWatch:
+    """The progress that a running episode makes, by the model in a file. One thread calls it; no call waits.
+
+    A thread of its own evaluates the newest pictures, a few times in `steps` control periods.
+
+    Attributes:
+        cameras: names of those that the model reads.
+    """
+
+    def __init__(self, model: Path, steps: int) -> None:
+        """`steps`: over which progress is compared. Raises ConfigError: the file holds no progress model."""
+        metadata, self._net = load_network(model, ProgressNet)
+        self.cameras, self._tasks, self._steps = metadata.cameras, metadata.tasks, steps
+        self._pool = ThreadPoolExecutor(1, "progress", lambda: torch.set_num_threads(1))
+        self.begin_episode("", "")
+
+    def begin_episode(self, task: str, sentence: str) -> None:
+        self._sentence, self._is_known = sentence, task in self._tasks
+        self._first: dict[str, Array] = {}
+        self._found: list[tuple[int, float]] = []  # the progress since the episode's first picture, by step
+        self._running: Future[tuple[int, float]] | None = None
+
+    def gain(self, step: int, images: Mapping[str, Array]) -> float | None:
+        """The progress from about `steps` steps before to now; None while it is not known, or for an unknown task.
+
+        Args:
+            step: grows from 0; smaller than in the call before, it begins anew.
+            images: the newest of each camera, uint8 (h, w, 3).
+        """
+        if not self._is_known or any(camera not in images for camera in self.cameras):
+            return None
+        if self._found and step < self._found[-1][0]:
+            self._found, self._running = [], None
+        self._first = self._first or self._copies(images)
+        if self._running is not None and self._running.done():
+            self._found.append(self._running.result())
+            self._running = None
+        if self._running is None and (not self._found or step - self._found[-1][0] >= self._steps / WATCHES):
+            pair = self._first, self._copies(images)
+            self._running = self._pool.submit(self._evaluate, step, pair, self._sentence)
+        before = [progress for at, progress in self._found if at <= self._found[-1][0] - self._steps]
+        return self._found[-1][1] - before[-1] if before else None
+
+    def _copies(self, images: Mapping[str, Array]) -> dict[str, Array]:
+        return {camera: images[camera].copy() for camera in self.cameras}
+
+    def _evaluate(self, step: int, pair: Sequence[Mapping[str, Array]], sentence: str) -> tuple[int, float]:
+        clip = np.stack([np.stack([resized(images[camera]) for camera in self.cameras]) for images in pair])
+        return step, float(self._net.clip(clip, sentence)[0][1])
