@@ -648,6 +648,7 @@ def test_touch_sticks_and_tilt_drive_as_the_person_looks(browser: Any, url: str,
     touch("touchMove", (x, y - 100))
     until(lambda: twist() == [0.6, 0, 0])
     picture(page, "phone-stick")
+    assert page.locator(".drive").bounding_box()["height"] < PHONE["height"] / 2, "the pictures stay in view"
     touch("touchEnd")
     until(lambda: twist() == [0, 0, 0])
     page.get_by_text("Input settings").click()

@@ -366,6 +366,7 @@ el("sign-out").addEventListener("click", async () => {
   await fetch("/sign-out", { method: "POST", body: "" });
   location.assign("/sign-in");
 });
+el("drive-hand-back").addEventListener("click", () => give(driving, "hand-back")); // a phone's panel covers the card's button
 el("all-robots").addEventListener("click", () => open(null));
 el("speed").addEventListener("input", showSpeed);
 el("operator").addEventListener("focus", () => el("operator").select());
