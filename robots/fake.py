@@ -58,7 +58,8 @@ class FakeTable:
 @dataclass(frozen=True)
 class FakeRobotConfig:
     """Attributes:
-    cameras: names of its cameras, each `image_size` pixels square at the control rate.
+    cameras: names of its cameras, each `image_size` pixels square.
+    camera_hz: their rate, by the clock; 0 for a new picture at each reading.
     table: None for no table; with a table, the state includes the force on the point.
     """
 
@@ -66,6 +67,7 @@ class FakeRobotConfig:
     table: FakeTable | None = None
     cameras: tuple[str, ...] = ()
     image_size: int = 64
+    camera_hz: float = 0.0
     faults: FaultPlan = field(default_factory=FaultPlan)
 
 
@@ -85,7 +87,10 @@ def fake_spec(config: FakeRobotConfig) -> RobotSpec:
         rate_hz=config.rate_hz,
         observation=(ArraySpec.from_rows(STATE, state), ArraySpec.from_rows(ENVIRONMENT_STATE, goal)),
         action=ArraySpec.from_rows(ACTION, action),
-        cameras=tuple(CameraSpec(name=n, height=size, width=size, rate_hz=config.rate_hz) for n in config.cameras),
+        cameras=tuple(
+            CameraSpec(name=n, height=size, width=size, rate_hz=config.camera_hz or config.rate_hz)
+            for n in config.cameras
+        ),
         limits=SafetyLimits(
             workspace_low=(-far,) * 3,
             workspace_high=(far,) * 3,
@@ -198,6 +203,7 @@ class FakeCamera(Camera):
     def __init__(self, robot: FakeRobot, spec: CameraSpec) -> None:
         self.spec, self._robot = spec, robot
         self._connected = False
+        self._newest: CameraFrame | None = None
 
     def connect(self) -> None:
         self._connected = True
@@ -205,6 +211,12 @@ class FakeCamera(Camera):
     def read(self) -> CameraFrame:
         if not self._connected:
             raise HardwareLost(f"the fake camera {self.spec.name} is not connected")
+        now_ns, rate_hz = time.monotonic_ns(), self._robot.config.camera_hz
+        if self._newest is None or rate_hz == 0 or now_ns - self._newest.t_capture_ns >= 1e9 / rate_hz:
+            self._newest = self._draw()
+        return self._newest
+
+    def _draw(self) -> CameraFrame:
         image = np.zeros(self.spec.shape, np.uint8)
         height, width, _ = self.spec.shape
         for channel, place in ((1, self._robot.goal), (0, self._robot.position)):

@@ -220,6 +220,13 @@ def test_frame_stride_applies_except_in_real_time() -> None:
     driver.close()
 
 
+def test_camera_has_its_own_rate() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16, camera_hz=0.001))
+    camera = FakeCamera(robot, robot.spec.cameras[0])
+    camera.connect()
+    assert camera.read() is camera.read() and robot.spec.cameras[0].rate_hz == 0.001
+
+
 class SlowCamera(FakeCamera):
     """A camera with a new frame at every third read."""
 
