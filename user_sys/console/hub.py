@@ -384,6 +384,11 @@ class ConsoleHub:
                 if camera in robot.pictures
             ]
 
+    def newest(self, picture: PreviewImage) -> PreviewImage:
+        """The newest frame of the same camera."""
+        with self._lock:
+            return self._robots[picture.robot].pictures[picture.camera]
+
     def request_previews(self, pages: Sequence[ShownCameras], ttl_s: float) -> None:
         """Requests previews of the cameras that pages show, for the next `ttl_s` seconds."""
         requests = []

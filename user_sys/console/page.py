@@ -273,7 +273,7 @@ class PageSocket(_Socket):
         if self.shown is not None:
             self._watch(False)
             for picture in self._hub.previews(self.shown):
-                await self._write_picture(picture)
+                await self._write_picture(self._hub.newest(picture))  # sending the one before may take long
 
     async def _write_state(self) -> None:
         now_s = time.monotonic()
