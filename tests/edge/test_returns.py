@@ -14,9 +14,10 @@ from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent
 from user_sys.edge.control_authority import ControlAuthority
 from user_sys.edge.environment import RobotEnvironment, TimeStep
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
-from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.loop import run_episode
 from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import EpisodeSource, Phase
+from user_sys.messages import EpisodeReport
 from user_sys.policies.policy import ActionChunk
 
 STEPS, BACK = 10, 6
@@ -52,7 +53,7 @@ class WaveringPolicy(SidewaysPolicy):
     def __init__(self) -> None:
         self._side = 0.01
 
-    def act(self, observation: object, instruction: str, *, deterministic: bool, context: object = None) -> ActionChunk:
+    def act(self, query: object) -> ActionChunk:
         self._side = -self._side
         actions = np.tile(np.array([0.0, self._side, 0.0, 0.08], np.float32), (4, 1))
         return ActionChunk(actions, np.full(4, np.nan, np.float32), execute=1)
@@ -62,7 +63,7 @@ class WaveringPolicy(SidewaysPolicy):
 class Watched:
     """An episode: by control period, the phase of the step, the tool's y in metres, and why help is requested."""
 
-    result: EpisodeResult
+    result: EpisodeReport
     phases: list[Phase | None]
     y_m: list[float]
     reasons: list[str]
