@@ -68,6 +68,7 @@ def status(
         (status(robot(dropped_episodes=3)), "has deleted 3 episodes, because its outbox was full; it keeps the newest"),
         (status(robot(refused_realtime="SCHED_FIFO")), "SCHED_FIFO; its control rate may vary"),
         (status(gateway=ended(ProcessState.WAITING)), "gateway ended by signal 9 and is being restarted; robots"),
+        (status(gateway=ProcessStatus(state=ProcessState.WAITING), elapsed_s=20.0), "gateway has not started yet, or"),
         (status(gateway=ended(ProcessState.RUNNING, 1)), "gateway ended with exit status 1 and was restarted "),
         (status(gateway=ended(ProcessState.FAILED, error="no disk")), "is not started again: no disk; robots"),
         (status(metrics={"gateway": {"peers_refused": 2.0}}), "gateway refused 2 connections by key, version or"),
@@ -83,6 +84,7 @@ def test_each_fault_is_a_sentence_with_a_reaction(found: RunStatus, words: str) 
 def test_healthy_run_and_an_ended_one_have_no_fault() -> None:
     assert not find_faults(status(robot()), Path("run"))
     assert not find_faults(status(robot(lost=True), stage="ended"), Path("run"))
+    assert not find_faults(status(gateway=ProcessStatus(state=ProcessState.WAITING), elapsed_s=2.0), Path("run"))
 
 
 def test_launcher_that_ended_or_hangs_is_named() -> None:

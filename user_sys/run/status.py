@@ -32,7 +32,7 @@ STATUS_FILE = "status.json"
 SHOWN_RESTART_S = 60.0  # a restarted process counts as a fault for so long
 STUCK_S = 10.0  # a launcher that has written nothing for so long is stuck
 SILENT_S = 3.0  # gateways and learners report each second
-CONNECT_S = 15.0  # time for a robot to connect
+CONNECT_S = 15.0  # time for a process to start, and for a robot to connect
 _ENDED = ("ended", "interrupted")
 _log = logging.getLogger(__name__)
 
@@ -226,6 +226,10 @@ def _process_faults(status: RunStatus, folder: Path, now_s: float) -> Iterator[F
         if process.state is ProcessState.FAILED:
             problem = f"ended {process.restarts + 1} times and is not started again: {process.error}"
             yield Fault(subject=process.name, problem=problem, reaction=f"{reaction}; its log is {log}")
+        elif process.state is ProcessState.WAITING and process.last_exit is None:
+            if status.run.elapsed_s > CONNECT_S:
+                problem = "has not started yet, or its computer does not answer"
+                yield Fault(subject=process.name, problem=problem, reaction=f"meanwhile {reaction}")
         elif process.state is ProcessState.WAITING:
             problem = f"ended {ended} and is being restarted"
             yield Fault(subject=process.name, problem=problem, reaction=f"{reaction}; its log is {log}")
