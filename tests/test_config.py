@@ -262,7 +262,7 @@ def test_missing_required_key_is_named(path: Path) -> None:
 
 def test_folder_or_binary_file_is_refused(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read: it is not text in UTF-8"):
         load(Train, path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load(Train, tmp_path)

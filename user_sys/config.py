@@ -110,8 +110,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         differences = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: it is not text in UTF-8; give a YAML file") from None
     if differences is None:
         return {}
     if not isinstance(differences, dict):

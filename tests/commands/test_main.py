@@ -117,7 +117,7 @@ def test_wrong_usage_prints_the_problem(argv: list[str], message: str, capsys: p
     [
         (RunError("port 8088 is in use;\n take another"), "port 8088 is in use; take another"),
         (LeaseHeld("panda-0 is driven by lab-2"), "panda-0 is driven by lab-2"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a"), "[Errno 28] No space left on device: 'runs/a'"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a"), "error: runs/a: No space left on device"),
         (ModuleNotFoundError("No module named 'ray'", name="ray"), "'ray': " + install_hint("learner")),
         (ModuleNotFoundError("No module named 'av'", name="av.codec"), "'av': " + install_hint("interchange")),
     ],

@@ -250,7 +250,10 @@ def _with_install_hint(ctx: click.Context) -> int:
 def _print_failure(error: Exception, verbose: bool) -> int:
     if verbose:
         raise error
-    print(f"user-sys: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    print(f"user-sys: error: {' '.join(text.split()) or type(error).__name__}", file=sys.stderr)
     return ExitStatus.FAILED
 
 
