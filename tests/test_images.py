@@ -89,6 +89,17 @@ def test_no_image_runs_as_root_or_without_a_health_check() -> None:
         assert stage.name in ("base",) or {"USER", "HEALTHCHECK", "ENTRYPOINT"} <= words, stage.name
 
 
+def test_kubernetes_accepts_the_manifest() -> None:
+    """All but the fields of the RayCluster itself, whose pods are checked."""
+    validate = pytest.importorskip("kubernetes_validate")
+    found = {each["kind"]: each for each in yaml.safe_load_all((ROOT / "docker" / "kuberay.yaml").read_text())}
+    cluster = found.pop("RayCluster")["spec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [{"apiVersion": "v1", "kind": "Pod", **group["template"]} for group in groups]
+    for each in (*found.values(), *pods):
+        validate.validate(each, validate.latest_version(), strict=True)
+
+
 def test_compose_files_build_stages_that_exist() -> None:
     targets = set()
     for path in sorted((ROOT / "docker").glob("compose*.yaml")):
