@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +14,16 @@ from pathlib import Path
 
 import pytest
 from docs_kit import code_blocks
+from run_folder_kit import make_run
 from run_kit import Launch, until, user_sys
 from site_kit import headers
 
+from user_sys.commands.main import main
+from user_sys.console.progress import RunView
+from user_sys.logs import LogFile
 from user_sys.run.prepare import free_port
+from user_sys.run.status import StatusFile
+from user_sys.store.log_reader import LogReader
 from user_sys.tunnel.keys import load_public_key
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,19 +51,32 @@ RUN_BY = {  # page and first line of the block: a test's file, or why no test ru
     ("hardware.md", "user-sys stop"): "needs a driven robot: tests/edge/test_stop_command.py",
     ("hardware.md", "user-sys node head"): "needs two computers: tests/test_two_nodes.py",
     ("inference.md", "user-sys keys new policy"): "needs a gateway and a policy: tests/inference",
+    ("operations.md", "user-sys status"): HERE,
+    ("operations.md", "user-sys train configs/demo.yaml --logging"): "needs Prometheus: tests/observe.py",
+    ("operations.md", "jq "): HERE,
+    ("operations.md", "user-sys debug bundle"): HERE,
     ("people.md", "ssh -L"): "needs another computer",
     ("people.md", "user-sys console user add"): "asks for a password: tests/console/test_accounts.py",
     ("people.md", "user-sys train tidy.yaml"): "a person drives: tests/test_person.py",
     ("rewards.md", "user-sys reward train"): "needs a labelled run: tests/rewards",
     ("rewards.md", "user-sys store relabel"): "needs a labelled run: tests/rewards",
     ("rewards.md", "user-sys reward audit"): "needs a model server: tests/rewards has one",
+    ("store.md", "user-sys store inspect"): HERE,
+    ("store.md", "user-sys store label"): HERE,
+    ("store.md", "user-sys store compact"): HERE,
+    ("store.md", "user-sys store merge"): HERE,
+    ("store.md", "user-sys store backup"): HERE,
     ("vla.md", "pip install"): "downloads a model's package: tests/policies",
+    ("weights.md", "user-sys weights list"): "needs a run's gateway: tests/commands/test_weights.py",
 }  # fmt: skip
 SHOWN_ONLY = re.compile(r"(sudo|python3 -m venv|environment/bin/pip) ")  # lines that make an environment, or need root
 
 
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
 def blocks() -> Iterator[tuple[str, str]]:
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in PAGES:
         for text in code_blocks(page):
             yield page.name, text
 
@@ -71,6 +93,8 @@ def test_each_shell_block_is_run_or_has_a_reason() -> None:
         assert len(keys) == 1, f"{page}: name in {HERE} what runs the block that begins with {text.splitlines()[0]!r}"
         matched += keys
     assert set(matched) == set(RUN_BY), "an entry has no block any more"
+    for page in PAGES:
+        assert not re.search(r"^ *```\n *(user-sys|make|pip) ", page.read_text(), re.MULTILINE), f"{page}: write ```sh"
     for named in re.findall(r"tests/[\w/.]+", " ".join(RUN_BY.values())):
         assert (ROOT / named).exists(), named
 
@@ -144,6 +168,40 @@ def test_deployment_step_by_step(tmp_path: Path) -> None:
         stored = len(headers(store))
         last = start(stack, robot, again.replace("RELAY:5556", f"127.0.0.1:{inner}"))
         until(lambda: len(headers(store)) > stored + 5, f"steps arrive through the relay: {last.out}")
+
+
+def test_commands_on_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of operations.md and store.md, in this process."""
+    run = make_run(tmp_path / "runs", "latest", [True, False, True])
+    StatusFile(run.path).write("training", RunView(run="latest"), {}, {})
+    for site in ("site-a", "site-b"):
+        shutil.copytree(run.store, tmp_path / site / "store")
+    monkeypatch.chdir(tmp_path)
+    filled = {"EPISODE EPISODE": "0000 0002", "EPISODE": "0001", "panda-0-1795414533713-6eb2406ba0": "0001"}
+    filled |= {"10-19": "0-1", "/mnt/nas/demo": "nas", "s3://lab/demo": "nas"}
+    for (page, first), by in RUN_BY.items():
+        if page not in ("operations.md", "store.md") or by != HERE or first == "jq ":
+            continue
+        text = find(page, first)
+        for word, value in filled.items():
+            text = text.replace(word, value)
+        for line in text.splitlines():
+            words = shlex.split(line)
+            if words[1] != "top":  # it ends with Ctrl-C
+                assert main(words[1:]) == 0, line
+    with LogReader.open(tmp_path / "restored" / "store") as restored, LogReader.open(run.store) as own:
+        assert len(list(restored.records())) == len(list(own.records()))
+    assert (tmp_path / "debug-latest.tar.gz").exists()
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq: apt-get install jq")
+def test_jq_shows_the_warnings_of_logs(tmp_path: Path) -> None:
+    with LogFile(tmp_path / "runs" / "latest" / "logs" / "launcher.log", process="launcher"):
+        logging.getLogger("x").info("event.usual")
+        logging.getLogger("x").warning("event.rare")
+    line = find("operations.md", "jq ")
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().split("\t")[1:] == ["launcher", "", "event.rare"]
 
 
 @pytest.mark.slow
