@@ -186,7 +186,7 @@ changes: $(INSTALLED_DEV)  ## what the next version adds: CHANGELOG.md as it wil
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py
 
-release-check: $(INSTALLED_DEV)  ## the wheel twice with equal SHA-256, licences, list of components, audit (ARGS=--offline)
+release-check: $(INSTALLED_DEV)  ## the wheel twice with equal SHA-256, tests on each Python, licences, components, audit (ARGS="--offline --no-tests")
 	@.ci/release-check $(ARGS)
 
 setup: $(INSTALLED_DEV)  ## the environment in .venv, with the tools for development
