@@ -175,6 +175,7 @@ def test_console_of_a_run_without_one(tmp_path: Path) -> None:
         page.close()
         console.send_signal(signal.SIGINT)
         assert console.wait(DEADLINE_S) == 0
+        assert '"process": "console"' in run.folder.log("console").read_text()
     finally:
         console.kill()
         console.communicate()

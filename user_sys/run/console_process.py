@@ -23,7 +23,7 @@ from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.local_estop import with_local_estop
 from user_sys.errors import RunError, WireError
-from user_sys.logs import run_process
+from user_sys.logs import LogFile, run_process
 from user_sys.messages import ResourceUpdate, RobotStatus
 from user_sys.robot_records import learner_from_robot, read_robot_records
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata, open_run_folder
@@ -142,9 +142,10 @@ def serve_console(run: Path, port: int | None, on_address: Callable[[str], None]
     stop_on_signals(stop)
     folder.console_address.unlink(missing_ok=True)
     console = config.console if port is None else replace(config.console, port=port)
-    process = ConsoleProcess(folder, replace(config, console=console), metadata)
-    on_address(process.address)
-    process.serve(stop)
+    with LogFile(folder.log(CONSOLE), run=metadata.name, process=CONSOLE):
+        process = ConsoleProcess(folder, replace(config, console=console), metadata)
+        on_address(process.address)
+        process.serve(stop)
 
 
 def main(argv: list[str]) -> int:
