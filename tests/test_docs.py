@@ -196,3 +196,11 @@ def test_page_is_short(page: Path) -> None:
 def test_all_of_docs_is_short() -> None:
     pages = [each for each in PAGES[1:] if each.name not in GENERATED]
     assert sum(len(each.read_text().split()) for each in pages) <= 15_000
+
+
+@pytest.mark.parametrize("page", [each for each in PAGES if each.name not in GENERATED], ids=lambda page: page.name)
+def test_sentences_are_short(page: Path) -> None:
+    """Those of paragraphs and lists: at most 30 words."""
+    prose = re.sub(r"^( *[|#]| {4}).*$", "", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. ))|(?<=[.:;?!])\s+", prose)
+    assert [part for part in parts if len(part.split()) > 30] == []
