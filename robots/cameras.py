@@ -42,6 +42,11 @@ class FrameConfig:
     stale_after_s: Positive | None = None
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the pictures that the robot gives, in pixels."""
+        return self.width, self.height
+
+    @property
     def stale_s(self) -> float:
         return default_stale_after_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
 
@@ -51,10 +56,16 @@ class CameraConfig(FrameConfig):
     """Attributes:
     device: such as ``/dev/video0``, its number, or the URL of a stream.
     fourcc: pixel format to request from a V4L2 device, e.g. ``MJPG``; empty keeps the device's setting.
+    square: side of the pictures in pixels: the middle of each frame, scaled. Null keeps whole frames.
     """
 
     device: str | int
     fourcc: Annotated[str, Meta(pattern="^(.{4})?$")] = ""
+    square: Count | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.width, self.height) if self.square is None else (self.square, self.square)
 
     @property
     def path(self) -> str:
@@ -66,7 +77,7 @@ class CameraConfig(FrameConfig):
 def camera_specs(configs: Mapping[str, FrameConfig]) -> tuple[CameraSpec, ...]:
     """The camera specs of a robot's `RobotSpec`, from its options."""
     return tuple(
-        CameraSpec(name=name, height=each.height, width=each.width, rate_hz=each.rate_hz)
+        CameraSpec(name=name, height=each.size[1], width=each.size[0], rate_hz=each.rate_hz)
         for name, each in configs.items()
     )
 
@@ -101,7 +112,7 @@ class LocalCamera(Camera):
             return
         self._device_lock.acquire()
         try:
-            reader = _ReaderThread(self._name, OpencvSource(self.config), self.spec.shape)
+            reader = _ReaderThread(self._name, OpencvSource(self.config), self.config)
             reader.start(self.check_stop)
         except HalError:
             self._device_lock.release()
@@ -172,11 +183,22 @@ class OpencvSource:
             self._capture.release()
 
 
+def _middle_square(image: Array, side: int) -> Array:
+    """The largest square in the middle of `image` (h, w, 3), scaled to (side, side, 3)."""
+    cv2 = import_library("cv2", "cameras")
+    height, width = image.shape[:2]
+    edge = min(height, width)
+    top, left = (height - edge) // 2, (width - edge) // 2
+    scaled: Array = cv2.resize(image[top : top + edge, left : left + edge], (side, side), interpolation=cv2.INTER_AREA)
+    return scaled
+
+
 class _ReaderThread:
     """The thread that reads one source. `stop` abandons a source that hangs."""
 
-    def __init__(self, name: str, source: OpencvSource, shape: tuple[int, int, int]) -> None:
-        self._name, self._source, self._shape = name, source, shape
+    def __init__(self, name: str, source: OpencvSource, config: CameraConfig) -> None:
+        self._name, self._source, self._square = name, source, config.square
+        self._shape = (config.height, config.width, 3)
         self._frame: CameraFrame | None = None
         self._failure: Exception | None = None
         self._first, self._closing = threading.Event(), threading.Event()
@@ -220,6 +242,8 @@ class _ReaderThread:
                         f"its frames are {image.dtype} {image.shape}; set width and height so that they match uint8 "
                         f"{self._shape}"
                     )
+                if self._square is not None:
+                    image = _middle_square(image, self._square)
                 self._frame = CameraFrame(image, max(captured_ns, self._frame.t_capture_ns if self._frame else 0))
                 self._first.set()
         except Exception as error:  # any exception of the library; the next `newest` raises it

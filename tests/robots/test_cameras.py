@@ -26,11 +26,15 @@ COLOURS = ((250, 10, 10), (10, 10, 250))  # RGB
 
 
 class NetworkCamera(PeerProcess):
-    def __init__(self, folder: Path) -> None:
-        paths = [folder / f"{number}.png.jpg" for number in range(len(COLOURS))]
-        for path, colour in zip(paths, COLOURS, strict=True):
-            picture = np.broadcast_to(np.array(colour[::-1], np.uint8), (HEIGHT, WIDTH, 3))
-            path.write_bytes(cv2.imencode(".jpg", np.ascontiguousarray(picture))[1].tobytes())
+    def __init__(self, folder: Path, edges: int = 0) -> None:
+        """Two pictures of one colour in turn; or with `edges`, one of red between two blue edges of that width."""
+        colours = COLOURS[:1] if edges else COLOURS
+        paths = [folder / f"{number}.png.jpg" for number in range(len(colours))]
+        for path, colour in zip(paths, colours, strict=True):
+            picture = np.full((HEIGHT, WIDTH, 3), colour[::-1], np.uint8)
+            if edges:
+                picture[:, :edges] = picture[:, -edges:] = COLOURS[1][::-1]
+            path.write_bytes(cv2.imencode(".jpg", picture)[1].tobytes())
         super().__init__("mjpeg_camera.py", *map(str, paths))
         self.address = f"http://127.0.0.1:{self.ready}/stream.mjpg"
 
@@ -49,9 +53,9 @@ def mortal(tmp_path: Path) -> Iterator[NetworkCamera]:
     server.kill()
 
 
-def camera(address: str, stale_after_s: float = 60.0, width: int = WIDTH) -> LocalCamera:
+def camera(address: str, stale_after_s: float = 60.0, width: int = WIDTH, square: int | None = None) -> LocalCamera:
     """Make a camera with long timeouts by default: a busy machine is late by seconds."""
-    config = CameraConfig(device=address, width=width, height=HEIGHT, stale_after_s=stale_after_s)
+    config = CameraConfig(device=address, width=width, height=HEIGHT, stale_after_s=stale_after_s, square=square)
     return LocalCamera(camera_specs({"front": config})[0], config)
 
 
@@ -78,6 +82,20 @@ def test_stream_delivers_rgb_frames_in_order(shared: NetworkCamera) -> None:
         eventually(both, "only one picture came")
     finally:
         device.close()
+
+
+def test_square_pictures_are_the_middle_of_frames(tmp_path: Path) -> None:
+    """The left eighth and the right eighth of the frames are blue, and left out; the rest is red."""
+    server = NetworkCamera(tmp_path, edges=WIDTH // 8)
+    device = camera(server.address, square=16)
+    try:
+        device.connect()
+        image = device.read().image
+    finally:
+        device.close()
+        server.kill()
+    assert image.shape == device.spec.shape == (16, 16, 3)
+    assert np.abs(image.astype(int) - COLOURS[0]).max() < 60
 
 
 def test_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
