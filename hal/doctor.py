@@ -92,9 +92,11 @@ class DoctorConfig:
         torch_folder: the folder of an installed torch; None without one.
         render_command: renders without a screen, for simulated cameras. It exits with status 0, or prints the problem.
             Empty: no rendering is needed.
+        has_real_robots: robots are to be driven that are not simulated.
     """
 
     root: Path = Path("/")
+    has_real_robots: bool = False
     can_access: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
     runs_folder: Path = Path(".")
     ports: Mapping[str, int] = field(default_factory=dict)
@@ -366,7 +368,7 @@ def _disk(machine: DoctorConfig) -> Iterator[CheckResult]:
         yield _problem("disk", f"/dev/shm has {size:.0f} MB; Ray needs more", "in a container: --shm-size=1g")
 
 
-def _machine_folder(_: DoctorConfig) -> Iterator[CheckResult]:
+def _machine_folder(machine: DoctorConfig) -> Iterator[CheckResult]:
     """The folder of locks and e-stops, and the folder of local sockets."""
     if (folder := tests_folder()) is not None:
         message = (
@@ -375,7 +377,8 @@ def _machine_folder(_: DoctorConfig) -> Iterator[CheckResult]:
         yield _problem("machine folder", message, f"unset {TEST_FOLDER_VARIABLE}, which is for tests")
     elif reason := machine_folder_problem():
         message = f"{reason}: simulated robots work, real ones are refused"
-        yield _advice("machine folder", message, f"{CREATE_COMMAND}; for one group only: {CREATE_GROUP_COMMAND}")
+        result = _problem if machine.has_real_robots else _advice
+        yield result("machine folder", message, f"{CREATE_COMMAND}; for one group only: {CREATE_GROUP_COMMAND}")
     elif _in_container() and MACHINE_FOLDER.stat().st_dev == Path("/").stat().st_dev:
         message = (
             f"this is a container, and {MACHINE_FOLDER} is its own: programs outside do not find its locks and e-stops"

@@ -45,7 +45,7 @@ RUN_BY = {  # page and first line of the block: a test's file, or why no test ru
     ("extend.md", "cp -r docs/template"): "tests/test_extend.py",
     ("extend.md", "user-sys store relabel"): "tests/test_extend.py",
     ("first-arm.md", "source .venv/bin/activate"): ROOT_RIGHTS,
-    ("first-arm.md", "user-sys hardware plan"): "needs a real arm: tests/robots/test_ur.py has a simulated controller",
+    ("first-arm.md", "user-sys hardware doctor"): "needs a real arm; a simulated one: tests/robots/test_ur.py",
     ("hardware.md", "user-sys hardware list"): HERE,
     ("hardware.md", "user-sys hardware quarantine"): "needs a run's gateway: tests/commands/test_hardware.py",
     ("hardware.md", "sudo install -d"): ROOT_RIGHTS,

@@ -76,6 +76,8 @@ def test_missing_machine_folder_is_advice_with_command(tmp_path: Path, monkeypat
     monkeypatch.setattr(machine_folder, "MACHINE_FOLDER", tmp_path / "absent")
     (found,) = findings(DoctorConfig(root=tmp_path), "machine folder")
     assert found.status is CheckStatus.ADVICE and found.fix.startswith("sudo install -d -m 1777 ")
+    (found,) = findings(DoctorConfig(root=tmp_path, has_real_robots=True), "machine folder")
+    assert found.status is CheckStatus.PROBLEM
 
 
 @pytest.mark.parametrize(

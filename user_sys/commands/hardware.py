@@ -97,6 +97,7 @@ def doctor(config: Path | None, as_json: bool) -> int:
         ports=_ports(settings),
         libraries=OPTIONAL_LIBRARIES,
         render_command=rendering_check_command(),
+        has_real_robots=any(not robot.simulated for robot in settings.robots),
     )
     results = [*run_checks(machine), *_check_robots(settings.robots)]
     if as_json:
