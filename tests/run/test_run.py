@@ -20,7 +20,7 @@ from rich.console import Console
 from run_kit import user_sys
 
 from user_sys.commands.main import main
-from user_sys.compose import RobotConfig, robot_spec
+from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
@@ -223,6 +223,18 @@ def test_mistake_prints_one_line_and_creates_nothing(
     assert main(MISTAKES[message]) == 2
     require_one_error(capsys.readouterr().err, message)
     assert not (config.parent / "runs").exists()
+
+
+def test_stored_pictures_of_another_size_refuse_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    robot = RobotConfig(driver="fake", task="reach", frame_stride=1, options={"cameras": ["front"], "image_size": 32})
+    config = replace(fleet(tmp_path), robots=(robot,), policy=PolicyConfig(kind="cnn"))
+    prepare_run_folder(config, *create_run_folder(config, "first", ENDPOINT))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    options = "--robots.0.options={cameras: [front], image_size: 48}"
+    assert main(["train", "--resume", str(tmp_path / "first"), options, "--console.enabled=false"]) == 2
+    message = f"robot {robot.name}: the camera front gives pictures of 48x48, and .*/first has stored 32x32: set that"
+    require_one_error(capsys.readouterr().err, message)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_console_port_in_use_is_refused_before_the_folder_exists(config: Path) -> None:

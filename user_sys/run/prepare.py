@@ -24,6 +24,7 @@ from user_sys.compose import (
     emulated_link_settings,
     policy_location,
     robot_spec,
+    select_cameras,
 )
 from user_sys.config import load, save
 from user_sys.edge.demonstrations import (
@@ -50,7 +51,7 @@ from user_sys.learner.checkpoint import (
 from user_sys.learner.config import LearnerConfig
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy, load_reward, with_absolute_paths
-from user_sys.robot_records import LEARNER, is_learner_name, save_robot_record
+from user_sys.robot_records import LEARNER, is_learner_name, read_robot_records, save_robot_record
 from user_sys.run.config import (
     RunConfig,
     RunFolder,
@@ -110,6 +111,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         folder, config, _ = open_run_folder(request.resume, request.overrides)
         _require_console(config)
         check_plugins(config)
+        _require_picture_sizes(config, folder)
         if not request.restart_if_unreadable:
             for path, found in _surveyed_checkpoints(folder):
                 if found.is_all_unreadable:
@@ -169,6 +171,20 @@ def check_plugins(config: RunConfig) -> None:
         load_algorithm(config.learner.algorithm, config.learner.options)
     if config.rewards.kind:
         load_reward(config.rewards)
+
+
+def _require_picture_sizes(config: RunConfig, folder: RunFolder) -> None:
+    """Raises ConfigError if the policy reads pictures of another size than those that the run has stored."""
+    recorded = {record.robot: record.spec for record in read_robot_records(folder.robots)}
+    for robot in _buildable_robots(config):
+        before = {each.name: each for each in recorded[robot.name].cameras} if robot.name in recorded else {}
+        for camera in robot_spec(robot).cameras:
+            stored = before.get(camera.name, camera)
+            if stored.shape != camera.shape and camera.name in select_cameras(config.policy, robot):
+                raise ConfigError(
+                    f"robot {robot.name}: the camera {camera.name} gives pictures of {camera.width}x{camera.height}, "
+                    f"and {folder.path} has stored {stored.width}x{stored.height}: set that size, or start a new run"
+                )
 
 
 def _buildable_robots(config: RunConfig) -> Iterator[RobotConfig]:
