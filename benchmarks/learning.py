@@ -129,7 +129,9 @@ def _lasting(seconds: float) -> tuple[str, ...]:
     return (f"--learner.max_training_s={seconds:g}", "--target.success=0")
 
 
-CONDITIONED = "{pictures: true, conditions: 2, condition: 1, guidance: 1.5}"
+CONDITIONED = (
+    "{pictures: true, conditions: 2, condition: 1, guidance: 1.5, noise_scale: 0.3, exploration: 0.05}"  # of 8 actions
+)
 EQUAL_UPDATES = (*_lasting(3600), "--learner.max_updates=10000")
 PARTS: dict[str, Part] = {
     "state": Part(

@@ -130,3 +130,21 @@ def test_unusable_settings_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             FlowSettings(**wrong)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_training_episodes_explore_by_one_offset_for_each_chunk() -> None:
+    spec, observation = example_spec(), example_observation(np.random.default_rng(0))
+    span = np.subtract(spec.action.high, spec.action.low) / 2
+
+    def chunks(*, deterministic: bool, **options: float) -> Array:
+        policy = FlowPolicy(spec, settings=replace(SMALL, **options))  # type: ignore[arg-type]  # floats
+        policy.load(policy_arrays(module_of()))
+        return np.stack([policy.act(observation, "", deterministic=deterministic).actions for _ in range(40)])
+
+    likely = chunks(deterministic=True, noise_scale=0.0, exploration=0.05)
+    np.testing.assert_array_equal(likely, chunks(deterministic=True))
+    np.testing.assert_allclose(likely, chunks(deterministic=False, noise_scale=0.0), rtol=1e-5)
+    offsets = (chunks(deterministic=False, noise_scale=0.0, exploration=0.05) - likely) / span
+    np.testing.assert_allclose(offsets, offsets[:, :1].repeat(SMALL.chunk_length, 1), atol=1e-4)
+    assert offsets[:, 0].std(0) == pytest.approx(0.05, rel=0.4)
+    assert chunks(deterministic=False, noise_scale=0.3).std(0).mean() < 0.5 * chunks(deterministic=False).std(0).mean()

@@ -48,6 +48,9 @@ class FlowSettings(RtcSettings, PictureSettings):
         hidden: widths of the velocity's hidden layers.
         conditions: number of conditions that an algorithm trains, besides none.
         condition, guidance: the condition under which the policy acts, and its weight.
+        noise_scale: of the noise from which training episodes draw chunks; below 1 they stay nearer to the likely ones.
+        exploration: standard deviation of what training episodes add to a chunk, alike to all its actions, scaled to
+            [-1, 1]. Noise that differs from action to action averages out.
         offset_max: for vlash: most control periods by which a chunk begins after its observation.
         correction_hidden: for a2c2: widths of the correcting network's hidden layers, such as [64, 64].
     """
@@ -60,6 +63,8 @@ class FlowSettings(RtcSettings, PictureSettings):
     conditions: Limit = 0
     condition: Limit = NONE
     guidance: Annotated[float, Meta(ge=0)] = 1.0
+    noise_scale: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    exploration: Annotated[float, Meta(ge=0)] = 0.0
     offset_max: Limit = 0
     correction_hidden: tuple[int, ...] = ()
 
@@ -331,7 +336,9 @@ class FlowPolicy(TorchPolicy):
             observation = module.forecast.roll(observation, promised.actions, count)
         context = module.encode(observation)
         n = len(context)
-        noise = self.noise((n, module.chunk_length, module.action_size), deterministic=deterministic)
+        noise = options.noise_scale * self.noise(
+            (n, module.chunk_length, module.action_size), deterministic=deterministic
+        )
         condition = torch.full((n,), options.condition, device=context.device) if options.condition else None
         if promised is not None and method in ("rtc", "training_rtc"):
             scaled = module.scale_action(promised.actions)
@@ -344,5 +351,8 @@ class FlowPolicy(TorchPolicy):
             chunk = chunk.clamp(-1.0, 1.0)
         else:
             chunk = module.sample(context, noise, condition=condition, guidance=options.guidance)
+            if options.exploration:
+                added = self.noise((n, 1, module.action_size), deterministic=deterministic)
+                chunk = (chunk + options.exploration * added).clamp(-1.0, 1.0)
         actions = module.unscale_action(chunk)
         return actions, torch.full(actions.shape[:2], float("nan"))
