@@ -13,7 +13,8 @@ indicator is dropped at random, so that guidance can exceed the recorded actions
     acting   : v = v(.|s) + beta (v(.|s, I = 1) - v(.|s))
 
 The paper has no bound of 0. With few successes the quantile lies among the failures, which are no example. For the same
-reason half of each batch is from demonstrations and successes, and half from failures.
+reason a third of each batch is from demonstrations, a third from successes, and a third from failures: drawn together,
+few demonstrations soon are a small part of the positive steps.
 
 p_b(R) divides R between the two nearest bins in proportion. R_t is the discounted sum of rewards up to the end of the
 episode, so that of two successes the faster one is better; the paper counts steps. Only finished episodes train.
@@ -38,11 +39,12 @@ from user_sys.algorithms.sac import by_people
 from user_sys.errors import ConfigError
 from user_sys.policies.trainable import shared_copy, trained_pairs
 from user_sys.replay.batches import BatchSpec
-from user_sys.replay.selectors import ROLES, MixturePart
+from user_sys.replay.selectors import ROLES, MixturePart, Role
 
 NONE, POSITIVE, NEGATIVE = 0, 1, 2
 """Conditions of the policy: the indicator was dropped, is 1, is 0."""
-SUCCEEDED, FAILED = (ROLES["demonstrations"], ROLES["successes"]), ROLES["failures"]
+DRAWN: tuple[Role, ...] = ("demonstrations", "successes", "failures")
+"""What a batch has in equal parts."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Recap(Algorithm):
             lambda n_step: chunks,
             self.actor.features,
             self.actor.cameras,
-            mixture=(MixturePart(SUCCEEDED, 0.5), MixturePart((FAILED,), 0.5)),
+            mixture=tuple(MixturePart((ROLES[each],), 1 / len(DRAWN)) for each in DRAWN),
         )
 
     def update(self, batch: TensorBatch, number: int) -> None:
