@@ -48,9 +48,6 @@ class FlowSettings(RtcSettings, PictureSettings):
         hidden: widths of the velocity's hidden layers.
         conditions: number of conditions that an algorithm trains, besides none.
         condition, guidance: the condition under which the policy acts, and its weight.
-        noise_scale: of the noise from which training episodes draw chunks; below 1 they stay nearer to the likely ones.
-        exploration: standard deviation of what training episodes add to a chunk, alike to all its actions, scaled to
-            [-1, 1]. Noise that differs from action to action averages out.
         offset_max: for vlash: most control periods by which a chunk begins after its observation.
         correction_hidden: for a2c2: widths of the correcting network's hidden layers, such as [64, 64].
     """
@@ -63,8 +60,6 @@ class FlowSettings(RtcSettings, PictureSettings):
     conditions: Limit = 0
     condition: Limit = NONE
     guidance: Annotated[float, Meta(ge=0)] = 1.0
-    noise_scale: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    exploration: Annotated[float, Meta(ge=0)] = 0.0
     offset_max: Limit = 0
     correction_hidden: tuple[int, ...] = ()
 

@@ -34,15 +34,20 @@ from user_sys.errors import ConfigError
 
 @dataclass(frozen=True)
 class RtcSettings:
-    """Settings of a flow policy for the methods rtc and training_rtc.
+    """How a flow policy draws chunks: in training episodes, and by the methods rtc and training_rtc.
 
     Attributes:
+        noise_scale: of the noise from which training episodes draw chunks; below 1 they stay nearer to the likely ones.
+        exploration: standard deviation of what training episodes add to a chunk, alike to all its actions, scaled to
+            [-1, 1]. Noise that differs from action to action averages out. Both have no effect on a gated flow.
         rtc_guidance_max: greatest weight of the guidance.
         rtc_through_network: the guidance passes back through the network, as in the paper; without, an action takes
             half the time, and chunks equal those of LeRobot.
         prefix_max: most promised actions that training_rtc learns to continue; 0 for not.
     """
 
+    noise_scale: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    exploration: Annotated[float, Meta(ge=0)] = 0.0
     rtc_guidance_max: Annotated[float, Meta(gt=0)] = 5.0
     rtc_through_network: bool = True
     prefix_max: Limit = 0
