@@ -173,3 +173,25 @@ def test_dsrl_improves_a_mediocre_flow(tmp_path: Path) -> None:
                 break
         after = loop.success(60)
     assert before < 0.8 and after >= before + 0.1, (before, after)
+
+
+def test_recap_exceeds_equal_updates_on_the_demonstrations(tmp_path: Path) -> None:
+    """Cloned from four demonstrations of `lift`, the flow succeeds in about six of ten episodes."""
+    flow = {"chunk_length": 4, "flow_steps": 4, "conditions": 2, **SMALL}
+    explores = {"condition": 1, "guidance": 1.5, "noise_scale": 0.3, "exploration": 0.1}
+    kwargs: dict[str, Any] = {"task": "lift", "demonstrations": 4, "learner": {"batch_size": 64}}
+    with reach_loop(tmp_path / "bc", "bc", "flow", flow, **kwargs) as loop:
+        loop.update(1500)
+        state = loop.state()
+        loop.update(2700)
+        control = loop.success(60)
+    with reach_loop(tmp_path / "recap", "recap", "flow", {**flow, **explores}, initial_state=state, **kwargs) as loop:
+        loop.publish()
+        for number, _ in enumerate(loop.episodes()):
+            if number >= 20:
+                loop.update(15)
+                loop.publish()
+            if loop.updates >= 2700:
+                break
+        after = loop.success(60)
+    assert control < 0.8 and after >= control + 0.15, (control, after)
