@@ -24,7 +24,7 @@ from user_sys.policies.steered import SteeredNetwork, SteeredPolicy, SteeredSett
 from user_sys.policies.vla import VlaPolicy, VlaSettings
 
 torch.set_num_threads(1)
-SMALL = DsrlSettings(critic_hidden=(32, 32), critics=3)
+SMALL = DsrlSettings(critic_hidden=(32, 32), critics=3, critics_first=0)
 FLOW: dict[str, Any] = {"chunk_length": 2, "flow_steps": 3, "hidden": [32, 32]}
 STEERED = SteeredSettings(base_options=FLOW, hidden=(32,))
 
@@ -110,6 +110,41 @@ def test_steered_policy_starts_as_the_frozen_vla_and_reads_its_sentence() -> Non
         SteeredNetwork(spec, (), options, (), torch.nn.Linear(1, 1))
 
 
+def test_the_noise_of_executed_actions_is_chosen_and_starts_as_the_frozen_policy_draws_it() -> None:
+    torch.manual_seed(0)
+    spec, options = example_spec(), replace(STEERED, base_options=FLOW | {"chunk_length": 6}, execute=2)
+    module = SteeredPolicy.make_module(spec, settings=options)
+    elements = spec.action.shape[0]
+    assert module.action_size == 2 * elements
+    observation = {
+        name: torch.from_numpy(np.stack([value] * 4000))
+        for name, value in example_observation(np.random.default_rng(0)).items()
+        if name in module.features
+    }
+    x = module.encode(observation)
+    mean, log_std = module(x)
+    noise = options.noise_max * torch.tanh(mean + log_std.exp() * torch.randn_like(mean))
+    assert 0.8 < noise.std() < 1.0 and noise.mean().abs() < 0.05
+
+    given: list[torch.Tensor] = []
+    sample = module.base.sample
+    module.base.sample = lambda context, noise: given.append(noise) or sample(context, noise)
+    module.chunks({name: value[:3] for name, value in observation.items()}, [], noise[:3] / options.noise_max, x[:3])
+    chunk = noise[:3].view(3, 2, elements)
+    torch.testing.assert_close(given[0], torch.cat([chunk, chunk[:, 1:].expand(-1, 4, -1)], 1))
+
+
+def test_only_critics_train_at_first() -> None:
+    torch.manual_seed(0)
+    settings = replace(SMALL, critics_first=2)
+    algorithm = Dsrl(settings, SteeredPolicy.make_module(example_spec(), settings=STEERED), example_spec())
+    for number in range(3):
+        before = policy_arrays(algorithm.actor)
+        algorithm.update(example_batch_for(algorithm.data, np.random.default_rng(number)), number)
+        changes = any(not np.array_equal(value, before[name]) for name, value in policy_arrays(algorithm.actor).items())
+        assert changes is (number == 2)
+
+
 def test_dsrl_improves_a_mediocre_flow() -> None:
     """The frozen flow moves the point to the origin or away from it, as the noise would have it."""
     torch.manual_seed(0)
@@ -122,7 +157,8 @@ def test_dsrl_improves_a_mediocre_flow() -> None:
         cloning.update(chunks(x, (side * expert(x, 2)).astype(np.float32)), number)
     module = SteeredPolicy.make_module(POINT, settings=STEERED)
     module.base.load_state_dict(cloning.policy.state_dict())
-    algorithm = Dsrl(replace(DsrlSettings(critic_hidden=(64, 64), critics=4), acting_rate=0.05), module, POINT)
+    settings = DsrlSettings(critic_hidden=(64, 64), critics=4, critics_first=50, acting_rate=0.05)
+    algorithm = Dsrl(settings, module, POINT)
     policy = SteeredPolicy(POINT, settings=STEERED)
     policy.load(policy_arrays(algorithm.policy))
     before = success_rate(policy)

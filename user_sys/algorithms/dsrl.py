@@ -33,7 +33,11 @@ from user_sys.replay.batches import BatchSpec
 
 @dataclass(frozen=True)
 class DsrlSettings(SacSettings):
-    """The settings of DSRL: those of SAC with other defaults. `cloning` and `critics_first` have no effect."""
+    """The settings of DSRL: those of SAC with other defaults. `cloning` has no effect.
+
+    In the first `critics_first` updates only the critics train, and robots act about as the frozen policy does: critics
+    that know demonstrations alone value every action.
+    """
 
     critics: int = 10
     layer_norm: bool = True
@@ -87,8 +91,9 @@ class Dsrl(Sac):
         x = x.detach()
         if number % self._settings.actor_period == 0:
             self._distil(x, batch)
-            log_prob = self._update_actor(x, batch)
-            self._step("temperature", -self.log_alpha.exp() * (log_prob.mean() + self._target_entropy))
+            if number >= self._settings.critics_first:
+                log_prob = self._update_actor(x, batch)
+                self._step("temperature", -self.log_alpha.exp() * (log_prob.mean() + self._target_entropy))
 
     @torch.no_grad()
     def _target(self, batch: TensorBatch) -> Tensor:

@@ -4,10 +4,15 @@ Wagenmaker et al., "Steering Your Diffusion Policy with Latent Space Reinforceme
 2506.15799). For noise w of a chunk, with |w_i| <= b::
 
     w = b tanh(u),   u ~ N(mu(s), sigma(s)),        a = frozen policy at (s, w)
+
+sigma starts at 1 / b, so that w is about N(0, 1), from which the frozen policy draws. The Gaussian chooses the noise of
+the actions that the robot executes; that of the last of them repeats for the rest of the chunk, as in the authors'
+code for pi0. Noise without effect would take up the entropy that `dsrl` asks for, and the rest would not explore.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +87,7 @@ class SteeredNetwork(GaussianNetwork):
 
     Attributes:
         base: the frozen policy's module, in evaluation mode.
-        executed: actions of a chunk that the robot executes.
+        executed: actions of a chunk that the robot executes, and whose noise the Gaussian chooses.
         is_pretrained: the frozen policy has the weights of a checkpoint.
     """
 
@@ -106,7 +111,13 @@ class SteeredNetwork(GaussianNetwork):
                 f"policy.options.base: {settings.base} draws no actions from noise; use flow, vla or lerobot"
             )
         shape = getattr(base, "noise_shape", None) or (base.chunk_length, spec.action.shape[0])
-        noise = _plain_spec("noise", shape[0] * shape[1], settings.noise_max)
+        most = int(getattr(base, "execute", 0) or base.chunk_length)
+        self.executed = int(settings.execute or settings.base_options.get("execute", 0) or most)
+        if self.executed > most:
+            raise ConfigError(
+                f"policy.options.execute is {self.executed}; {settings.base} gives {most} actions at once"
+            )
+        noise = _plain_spec("noise", self.executed * shape[1], settings.noise_max)
         self.reads_base = settings.reads_base
         if self.reads_base:
             super().__init__((_plain_spec("summary", base.observation_size, 1.0),), noise, settings.hidden)
@@ -118,16 +129,11 @@ class SteeredNetwork(GaussianNetwork):
             super().__init__(feature_specs(spec, features), noise, settings.hidden, encoders)
         for layer in (self.mean, self.log_std):  # at first it acts about as the frozen policy does
             layer.weight.data.mul_(INITIAL_GAIN)
+        self.log_std.bias.data.fill_(-math.log(settings.noise_max))
         self.reads_ages = bool(getattr(base, "reads_ages", False))
         self.base, self._noise_shape = base.eval().requires_grad_(False), shape
         centre, half = action_affine(spec.action)
         self.robot_action = Affine(centre=centre, scale=half)
-        most = int(getattr(base, "execute", 0) or base.chunk_length)
-        self.executed = int(settings.execute or settings.base_options.get("execute", 0) or most)
-        if self.executed > most:
-            raise ConfigError(
-                f"policy.options.execute is {self.executed}; {settings.base} gives {most} actions at once"
-            )
         self.is_pretrained = bool(getattr(base, "is_pretrained", False))
 
     def train(self, mode: bool = True) -> SteeredNetwork:
@@ -165,7 +171,9 @@ class SteeredNetwork(GaussianNetwork):
             encoded: `encode` of the observation.
         """
         base = self.base
-        noise = self.unscale_action(scaled_noise).view(-1, *self._noise_shape)
+        length, size = self._noise_shape
+        noise = self.unscale_action(scaled_noise).view(-1, self.executed, size)
+        noise = torch.cat([noise, noise[:, -1:].expand(-1, length - self.executed, -1)], 1)
         if self.reads_base:
             chunks: Tensor = base.unscale_action(base.sample(encoded, noise))
         elif hasattr(base, "chunks_from_noise"):
