@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +37,7 @@ from user_sys.plugins import load_policy
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.lerobot import LeRobotNetwork, LeRobotPolicy, lerobot_version
 from user_sys.policies.lerobot_checkpoint import LeRobotSettings
-from user_sys.policies.policy import Policy
+from user_sys.policies.policy import ChunkContext, Policy
 from user_sys.policies.trainable import TrainSettings, apply_train_settings
 from user_sys.store.store import StoreReader
 
@@ -111,6 +111,52 @@ class TestDiffusion(TestAct):
 
 class TestSmolVla(TestAct):
     kind = "smolvla"
+
+
+@pytest.mark.parametrize("kind", [pytest.param("smolvla"), *(pytest.param(each, marks=FROM_0_5) for each in PI)])
+def test_rtc_continues_the_promised_actions(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    settings = checkpoints[kind]
+    assert LeRobotPolicy.execution_delays(settings) == {"switch": 2, "ensemble": 2, "rtc": 2}
+    assert "rtc" not in LeRobotPolicy.execution_delays(checkpoints["act"])
+    policy, observation = LeRobotPolicy(SPEC, settings=settings), example_observation(np.random.default_rng(0))
+    policy.load(policy_arrays(module_of(settings)))
+
+    def chunks(*contexts: ChunkContext | None) -> list[Array]:
+        many = [observation] * len(contexts), [SENTENCE] * len(contexts)
+        return [each.actions for each in policy.act_batch(*many, deterministic=True, contexts=contexts)]
+
+    (free,) = chunks(None)
+    centre = (np.array(SPEC.action.low) + SPEC.action.high) / 2
+    promise = np.repeat(((free[:1] + centre) / 2).astype(np.float32), 3, 0)
+    promised = ChunkContext(promise, delay=2, method="rtc")
+    guided, unbound = chunks(promised, ChunkContext(promise[:0], delay=0, method="rtc"))
+    off, before = (np.abs(each[:3] - promise).max(1) for each in (guided, free))
+    assert (off[:2] < 0.5 * before[:2]).all(), "the executed actions are kept"
+    np.testing.assert_allclose(chunks(promised)[0], guided, atol=1e-4, err_msg="each robot has its own delay")
+    np.testing.assert_allclose(unbound, free, atol=1e-4)
+    np.testing.assert_allclose(chunks(None)[0], free, atol=1e-6, err_msg="RTC leaves nothing behind")
+    theirs = chunk_by_lerobots_rtc(module_of(settings), observation, promise, delay=2)
+    np.testing.assert_allclose(guided, np.clip(theirs, SPEC.action.low, SPEC.action.high), atol=1e-3)
+
+
+def chunk_by_lerobots_rtc(
+    module: LeRobotNetwork, observation: Mapping[str, Array], promise: Array, delay: int
+) -> Array:
+    from lerobot.configs.types import RTCAttentionSchedule
+    from lerobot.policies.rtc.configuration_rtc import RTCConfig
+
+    inputs: dict[str, Any] = {name: torch.from_numpy(observation[name])[None] for name in module.features}
+    picture = torch.from_numpy(observation["observation.images.front"])[None].permute(0, 3, 1, 2) / 255
+    inputs |= {"observation.images.front": picture, "task": [SENTENCE], "action": torch.from_numpy(promise)[None]}
+    prepared = module.processors.prepare(inputs)
+    network, scaled = module.network.eval(), prepared.pop("action")
+    network.config.rtc_config = RTCConfig(prefix_attention_schedule=RTCAttentionSchedule.EXP)
+    network.init_rtc_processor()
+    torch.manual_seed(0)  # as of a deterministic chunk
+    assert module.noise_shape is not None
+    noise = torch.randn(1, *module.noise_shape)
+    chunk = network.predict_action_chunk(prepared, noise=noise, inference_delay=delay, prev_chunk_left_over=scaled)
+    return module.processors.unscale(chunk)[0].numpy()
 
 
 class TestHgDaggerOnAct(AlgorithmConformance):

@@ -27,7 +27,10 @@ from user_sys.policies.lerobot_checkpoint import (
     find_checkpoint_file,
     lerobot_version,
     one_line,
+    type_and_chunk_length,
 )
+from user_sys.policies.policy import ExecutionMethod
+from user_sys.policies.rtc import ChunkPrefix, guided_velocity
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 from user_sys.policies.trainable import merged_state
 
@@ -159,10 +162,21 @@ class LeRobotNetwork(nn.Module):
         return losses
 
     def chunks_from_noise(
-        self, observation: Mapping[str, Tensor], sentences: Sequence[str], noise: Tensor | None
+        self,
+        observation: Mapping[str, Tensor],
+        sentences: Sequence[str],
+        noise: Tensor | None,
+        promised: PromisedActions | None = None,
+        guidance_max: float = 0.0,
     ) -> Tensor:
-        """Returns chunks (n, H, a) in the robot's units, from `noise` (n, *noise_shape). No gradient."""
-        prepared = self.processors.prepare(self._inputs(observation, sentences))
+        """Returns chunks (n, H, a) in the robot's units, from `noise` (n, *noise_shape). No gradient.
+
+        With `promised`, RTC guides them to continue the promised actions, with a weight of `guidance_max` at most.
+        """
+        inputs = self._inputs(observation, sentences)
+        if promised is not None and promised.actions.shape[1]:
+            inputs["action"] = promised.actions
+        prepared = self.processors.prepare(inputs)
         if self._found.type == "act":
             actions = self.network.predict_action_chunk(prepared)
         elif self._found.type == "diffusion":
@@ -171,7 +185,14 @@ class LeRobotNetwork(nn.Module):
                 prepared["observation.images"] = torch.stack(pictures, dim=-4)
             actions = self.network.diffusion.generate_actions(prepared, noise=noise)
         else:
-            actions = self.network.predict_action_chunk(prepared, noise=noise)
+            scaled = prepared.pop("action", None)
+            guided = _unchanged()
+            if promised is not None and scaled is not None and self.noise_shape is not None:
+                padded = F.pad(scaled, (0, self.noise_shape[1] - scaled.shape[-1]))
+                prefix = ChunkPrefix.of(padded, promised.count, promised.delay, self.chunk_length)
+                guided = _guided_by(RtcGuidance(prefix, guidance_max), self.network.model)
+            with guided:
+                actions = self.network.predict_action_chunk(prepared, noise=noise)
         return self.processors.unscale(actions)
 
     def export(self, folder: Path) -> None:
@@ -211,6 +232,49 @@ def _losses_without(is_pad: Tensor, model: Any) -> Iterator[None]:
         yield
     finally:
         del model.forward  # the method of the class again
+
+
+class RtcGuidance:
+    """What LeRobot's models call in place of its `RTCProcessor`, which has one delay for all robots of a batch."""
+
+    def __init__(self, prefix: ChunkPrefix, guidance_max: float) -> None:
+        self._prefix, self._guidance_max = prefix, guidance_max
+
+    def is_debug_enabled(self) -> bool:
+        return False
+
+    def denoise_step(
+        self,
+        x_t: Tensor,
+        prev_chunk_left_over: object,
+        inference_delay: object,
+        time: float,
+        original_denoise_step_partial: Callable[[Tensor], Tensor],
+        execution_horizon: object = None,
+    ) -> Tensor:
+        """Returns the guided velocity (n, H, a). LeRobot's time runs from 1, noise, to 0, and its velocity too."""
+        guided = guided_velocity(
+            lambda x: -original_denoise_step_partial(x),
+            x_t,
+            1 - float(time),
+            self._prefix,
+            self._guidance_max,
+            through_network=False,
+        )
+        return -guided
+
+
+@contextlib.contextmanager
+def _guided_by(guidance: RtcGuidance, model: Any) -> Iterator[None]:
+    """Within it, LeRobot's `model` draws chunks by RTC."""
+    from lerobot.policies.rtc.configuration_rtc import RTCConfig
+
+    before = model.config.rtc_config, model.rtc_processor
+    model.config.rtc_config, model.rtc_processor = RTCConfig(enabled=True), guidance
+    try:
+        yield
+    finally:
+        model.config.rtc_config, model.rtc_processor = before
 
 
 def build_network(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures) -> LeRobotNetwork:
@@ -333,6 +397,13 @@ class LeRobotPolicy(TorchPolicy):
     settings = LeRobotSettings
 
     @classmethod
+    def execution_delays(cls, settings: LeRobotSettings) -> dict[ExecutionMethod, int]:
+        """See `TrainablePolicy.execution_delays`; flows can do RTC. Raises ConfigError: no such checkpoint."""
+        kind, length = type_and_chunk_length(settings)
+        methods: tuple[ExecutionMethod, ...] = ("switch", "ensemble", "rtc")
+        return dict.fromkeys(methods if kind in WITH_SENTENCE else methods[:2], length // 2)
+
+    @classmethod
     def reads_files(cls, settings: LeRobotSettings) -> bool:
         """See `TrainablePolicy.reads_files`."""
         return True
@@ -381,15 +452,24 @@ class LeRobotPolicy(TorchPolicy):
             rows = [{name: value[row : row + 1] for name, value in observation.items()} for row in range(n)]
             actions = torch.cat([self._chunks(each, [s], True) for each, s in zip(rows, self.sentences, strict=True)])
         else:
-            actions = self._chunks(observation, self.sentences, deterministic)
+            guiding = promised if promised is not None and promised.method == "rtc" else None
+            actions = self._chunks(observation, self.sentences, deterministic, guiding)
         return actions, torch.full(actions.shape[:2], float("nan"))
 
-    def _chunks(self, observation: Mapping[str, Tensor], sentences: Sequence[str], deterministic: bool) -> Tensor:
+    def _chunks(
+        self,
+        observation: Mapping[str, Tensor],
+        sentences: Sequence[str],
+        deterministic: bool,
+        promised: PromisedActions | None = None,
+    ) -> Tensor:
         seed = EVALUATION_SEED if deterministic else int(torch.randint(2**62, (), generator=self._generator))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             shape, n = self.module.noise_shape, len(sentences)
             noise = None if shape is None else torch.randn(1 if deterministic else n, *shape).expand(n, -1, -1)
             noise = None if noise is None else noise.to(self._device)
-            chunks: Tensor = self.module.chunks_from_noise(observation, sentences, noise)
+            chunks: Tensor = self.module.chunks_from_noise(
+                observation, sentences, noise, promised, self.options.rtc_guidance_max
+            )
             return chunks

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hal.errors import SpecError, install_hint
-from hal.settings import Limit, suggest
+from hal.settings import Limit, Positive, suggest
 from hal.spec import ENVIRONMENT_STATE, IMAGES, STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.scaling import feature_specs
 from user_sys.policies.trainable import TrainSettings
 
 TYPES = ("act", "diffusion", "pi0", "pi05", "smolvla")
+CHUNK_LENGTHS = {"act": 100, "diffusion": 16, "pi0": 50, "pi05": 50, "smolvla": 50}  # LeRobot's defaults
 CONFIG_NAME, PREPROCESSOR_NAME = "config.json", "policy_preprocessor.json"
 TYPE_OF_VECTOR = {STATE: "STATE", ENVIRONMENT_STATE: "ENV"}
 EMPTY_CAMERA = IMAGES + "empty_camera_"  # LeRobot fills such a camera by itself
@@ -46,6 +47,7 @@ class LeRobotSettings:
         resize: scales pictures to the size that the checkpoint has for them. Otherwise another size is an error.
         repeat_observation: a checkpoint that reads past observations gets the present one in their place.
         execute: actions of a chunk that the robot executes before the next one; 0 for LeRobot's ``n_action_steps``.
+        rtc_guidance_max: greatest weight of RTC's guidance (smolvla, pi0, pi05); LeRobot's ``max_guidance_weight``.
         train: which parameters train, such as adapters (LoRA); full: those that LeRobot's configuration trains.
     """
 
@@ -59,6 +61,7 @@ class LeRobotSettings:
     resize: bool = False
     repeat_observation: bool = False
     execute: Limit = 0
+    rtc_guidance_max: Positive = 10.0
     train: TrainSettings = field(default_factory=TrainSettings)
 
     def __post_init__(self) -> None:
@@ -219,6 +222,13 @@ class PolicyFeatures:
             ) from None
         renamed = {self.names.get(name, name): each for name, each in found.items()}
         return renamed | {self.names[each.feature]: _picture_statistics() for each in self.cameras}
+
+
+def type_and_chunk_length(settings: LeRobotSettings) -> tuple[str, int]:
+    """Returns a policy's type, and the actions of its chunks. Raises ConfigError: the checkpoint cannot be read."""
+    config = settings.config if settings.path is None else _read_config(settings) | settings.config
+    kind = settings.type or str(config.get("type", ""))
+    return kind, int(config.get("chunk_size") or config.get("horizon") or CHUNK_LENGTHS.get(kind, 1))
 
 
 def find_checkpoint_file(settings: LeRobotSettings, name: str) -> Path:
