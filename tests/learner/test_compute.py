@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import is_initialized
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, policy_arrays, save_state
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for, train_together, train_with
-from user_sys.algorithms.distributed import TrainingGroup
+from user_sys.algorithms.distributed import TrainingGroup, clip_gradients, divide
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, RunError
 from user_sys.learner import trainer
@@ -25,7 +26,7 @@ from user_sys.policies.trainable import apply_train_settings
 
 torch.set_num_threads(1)
 HOST = torch.device("cpu")
-PARTS, SAMPLES = 4, 16
+PARTS, SAMPLES, GRADIENT_NORM_MAX = 4, 16, 0.5
 VLA = {"width": 32, "heads": 2, "prefix_layers": 2, "expert_layers": 2, "shift": 0, "flow_draws": 1}
 
 
@@ -39,14 +40,19 @@ class PlainBc(Bc):
         loss = (velocity - x_t).square().mean((1, 2))
         self.optimizers["actor"].zero_grad()
         loss.mean().backward()
+        clip_gradients(self._trained, GRADIENT_NORM_MAX)
         self.optimizers["actor"].step()
         self._loss = loss.detach()
 
 
-def algorithm(kind: str = "vla", options: dict[str, Any] | None = None) -> PlainBc:
+def algorithm(kind: str = "vla", options: dict[str, Any] | None = None, *, divided: bool = False) -> PlainBc:
     torch.manual_seed(0)
     policy, settings = load_policy(kind, VLA if options is None else options)
     module = apply_train_settings(policy.make_module(example_spec(), settings=settings), settings)
+    if divided:
+        divide(module, HOST.type, least=1)
+        with pytest.raises(ConfigError, match=r"second copy of the policy.*acting_rate: 1"):
+            PlainBc(BcSettings(), module, example_spec())
     made = PlainBc(BcSettings(acting_rate=1.0), module, example_spec())
     made.optimizers = {"actor": torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.1)}
     return made
@@ -86,7 +92,17 @@ class _Expert(_Adapters):
     train = {"mode": "modules", "modules": ["layers.3"]}
 
 
-@pytest.mark.parametrize("suite", [_Expert, pytest.param(_Adapters, marks=pytest.mark.slow)])  # peft takes seconds
+class _Divided(_Adapters):
+    """In two processes, each has a part of the linear layers."""
+
+    def make(self, spec: RobotSpec) -> Algorithm:
+        return algorithm("vla", VLA, divided=is_initialized())
+
+
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (_Adapters, _Divided)]  # peft and FSDP2 take seconds
+
+
+@pytest.mark.parametrize("suite", [_Expert, *SLOW])
 def test_two_processes_have_the_gradient_of_one(suite: type[_Adapters]) -> None:
     one, both = train_with(suite(), TrainingGroup(), 3), train_together(suite)
     start = {name: value for name, value in save_state(suite().make_seeded(0)).items() if name in one}

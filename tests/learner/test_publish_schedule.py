@@ -52,7 +52,8 @@ class SimulatedLoop:
             self.now_s += 1.0
             self.moved += moves
             self.publishing.update_episode_count(lambda: self.episodes)
-            self.publishing.publish_if_due(update, self)
+            if self.publishing.is_due(update, self):
+                self.publishing.publish(update, self)
         return self.sink.updates
 
     def policy_snapshot(self) -> Mapping[str, Array]:
@@ -115,7 +116,8 @@ def test_learner_waits_for_stale_robots_on_request() -> None:
 def test_on_policy_training_publishes_first_and_after_each_update() -> None:
     loop = SimulatedLoop(NEVER, staleness=0, after_each_update=True)
     loop.sink.is_busy = True  # such as by the governor's pause
-    loop.publishing.publish_if_due(0, loop)
+    assert loop.publishing.is_due(0, loop)
+    loop.publishing.publish(0, loop)
     assert loop.run(3) == [0, 1, 2, 3] and loop.publishing.is_published(3) and not loop.publishing.is_published(2)
 
 

@@ -20,12 +20,15 @@ import pytest
 import torch
 from test_learner import CONFIG, POLICY, PRIORITIZED, SPEC, STEPS, LearnerBench, RecordingPublisher, bench
 
+from user_sys.algorithms.algorithm import NETWORK
+from user_sys.algorithms.algorithm import POLICY as POLICY_PREFIX
 from user_sys.algorithms.distributed import training_group
+from user_sys.compose import PolicyConfig
 from user_sys.config import load
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError, LinkDown, RunError
 from user_sys.learner.checkpoint import Checkpoint, load_latest_checkpoint
-from user_sys.learner.config import LearnerConfig, require_gpu
+from user_sys.learner.config import ComputeConfig, LearnerConfig, require_gpu
 from user_sys.learner.learner import Learner, ReportScalars
 from user_sys.learner.trainer import Trainer
 from user_sys.policies.mlp import MlpPolicy
@@ -48,9 +51,11 @@ def environment(rank: int, port: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in place.items()}}
 
 
-def run_folder(bench: LearnerBench, config: LearnerConfig, name: str, seed: int = 0) -> RunFolder:
+def run_folder(
+    bench: LearnerBench, config: LearnerConfig, name: str, seed: int = 0, policy: PolicyConfig = POLICY
+) -> RunFolder:
     """A new run of the bench's store, with the checkpoints of `name`."""
-    settings = RunConfig(runs=Path(tempfile.mkdtemp(dir=bench.folder)), learner=config, policy=POLICY, seed=seed)
+    settings = RunConfig(runs=Path(tempfile.mkdtemp(dir=bench.folder)), learner=config, policy=policy, seed=seed)
     folder, _ = create_run_folder(settings, "run", "tcp://127.0.0.1:1")
     (bench.folder / name).mkdir(exist_ok=True)
     folder.store.symlink_to(bench.folder / "store")
@@ -85,14 +90,15 @@ def train(
     report: ReportScalars | None = None,
     device: str = "cpu",
     on_start: list[subprocess.Popen[bytes]] | None = None,
+    policy: PolicyConfig = POLICY,
 ) -> Checkpoint:
     """Trains as rank 0 with a second process, and returns the last checkpoint. `on_start` gets the second process."""
-    folder, port = run_folder(bench, config, name, seed), free_port()
+    folder, port = run_folder(bench, config, name, seed, policy), free_port()
     with second_process(folder, port) as other, StoreReader.open(folder.store) as reader:
         if on_start is not None:
             on_start.append(other)
         with training_group(0, 2, HERE, port, device) as group:
-            trainer = Trainer(config, SPEC, reader, policy=POLICY, seed=seed, device=device, group=group)
+            trainer = Trainer(config, SPEC, reader, policy=policy, seed=seed, device=device, group=group)
             learner = Learner(
                 config,
                 trainer,
@@ -134,6 +140,40 @@ def test_two_processes_resume_bit_identically(bench: LearnerBench, caplog: pytes
     assert alone.updates == 21 and caplog.text.count("learner.process_count_changed before=2 now=1") == 1
     alone.run(threading.Event())
     assert bench.published[-1].updates == 24
+
+
+@pytest.mark.slow  # each process imports FSDP2
+def test_two_processes_divide_a_policy_publish_it_whole_and_resume_bit_identically(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    policy = PolicyConfig(kind="flow", options={"hidden": [256, 256]})
+    config = replace(
+        TWO,
+        algorithm="bc",
+        options={"acting_rate": 1.0},
+        compute=ComputeConfig(divide=True, parts=2),
+        publish=PublishConfig(every_updates=1),
+        max_updates=4,
+        checkpoint_interval_s=0.0,
+        checkpoints_kept=100,
+    )
+    whole = train(bench, replace(config, compute=ComputeConfig(parts=2)), "whole", policy=policy).arrays
+    divided = train(bench, config, "divided", policy=policy).arrays
+    assert {name: each.shape for name, each in divided.items()} == {name: each.shape for name, each in whole.items()}
+    for name, value in whole.items():
+        if value.size and value.dtype == np.float32:
+            assert np.abs(divided[name] - value).mean() <= 1e-5 * np.abs(value).mean(), name
+    assert bench.published[-1].updates == 4
+    for name, value in bench.published[-1].state.tensors.items():
+        np.testing.assert_array_equal(value, divided[NETWORK + POLICY_PREFIX + name], err_msg=name)
+
+    early = sorted((bench.folder / "divided").glob("*.checkpoint"))[2]
+    shutil.copytree(early, bench.folder / "later" / early.name)
+    resumed = train(bench, config, "later", seed=99, policy=policy).arrays
+    for name, value in divided.items():
+        np.testing.assert_array_equal(value, resumed[name], err_msg=name)
+    alone = replace(config, processes=1, compute=ComputeConfig(), max_updates=5)
+    bench.learner(alone, "later", policy=policy).run(threading.Event())
+    assert bench.published[-1].updates == 5, "a single process goes on with the whole policy"
 
 
 @pytest.mark.gpu

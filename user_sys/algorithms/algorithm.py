@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.spec import Array, RobotSpec
+from user_sys.algorithms.distributed import divided_like, own_part, whole
 from user_sys.errors import ConfigError, WireError
 from user_sys.policies.policy import SENTENCE
 from user_sys.replay.batches import Batch, BatchSpec
@@ -349,14 +350,15 @@ def imitation_loss(policy: GaussianPolicy | ChunkPolicy, batch: TensorBatch) -> 
 
 
 def policy_arrays(policy: nn.Module) -> dict[str, Array]:
-    """Returns copies in host memory of what `Policy.load` takes."""
-    return {name: np.array(as_array(tensor.detach().cpu())) for name, tensor in policy.state_dict().items()}
+    """Returns copies in host memory of what `Policy.load` takes; of a divided policy in all processes together."""
+    return {name: np.array(as_array(whole(tensor.detach()).cpu())) for name, tensor in policy.state_dict().items()}
 
 
 def save_state(algorithm: Algorithm, frozen: Mapping[str, Tensor] = NOTHING_FROZEN) -> dict[str, Array]:
     """Returns copies of all state that determines later updates: networks, optimizers, and torch's generators.
 
-    A tensor that has several names is saved under the first of them. bfloat16 becomes float32, without loss.
+    A tensor that has several names is saved under the first of them. bfloat16 becomes float32, without loss. Tensors of
+    a divided policy are gathered, for which all processes call it.
 
     Args:
         frozen: parameters of the policy that are not saved, because they never change.
@@ -376,7 +378,7 @@ def _own_tensors(algorithm: Algorithm, frozen: Mapping[str, Tensor]) -> dict[str
     seen = {(tensor.data_ptr(), tensor.shape) for tensor in frozen.values()}
     own: dict[str, Tensor] = {}
     for name, tensor in algorithm.state_dict().items():
-        key = tensor.data_ptr(), tensor.shape
+        key = own_part(tensor).data_ptr(), tensor.shape
         if key not in seen or not tensor.numel():
             own[name] = tensor
             seen.add(key)
@@ -384,8 +386,8 @@ def _own_tensors(algorithm: Algorithm, frozen: Mapping[str, Tensor]) -> dict[str
 
 
 def _saved_array(tensor: Tensor) -> Array:
-    exact = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor.detach()
-    return np.array(exact.cpu().numpy())
+    found = whole(tensor.detach())
+    return np.array((found.float() if found.dtype == torch.bfloat16 else found).cpu().numpy())
 
 
 def load_state(algorithm: Algorithm, state: Mapping[str, Array], frozen: Mapping[str, Tensor] = NOTHING_FROZEN) -> None:
@@ -395,7 +397,8 @@ def load_state(algorithm: Algorithm, state: Mapping[str, Array], frozen: Mapping
         WireError: names or shapes differ from this algorithm's; nothing was changed.
     """
     saved = _part(state, NETWORK)
-    known = {(name, tuple(tensor.shape)) for name, tensor in algorithm.state_dict().items()}
+    own = algorithm.state_dict()
+    known = {(name, tuple(tensor.shape)) for name, tensor in own.items()}
     needed = {(name, tuple(tensor.shape)) for name, tensor in _own_tensors(algorithm, frozen).items()}
     found = {(name, tuple(tensor.shape)) for name, tensor in saved.items()}
     if different := (needed - found) | (found - known):
@@ -403,12 +406,13 @@ def load_state(algorithm: Algorithm, state: Mapping[str, Array], frozen: Mapping
             f"the state does not fit this {type(algorithm).__name__}, for example of other settings or another robot: "
             f"{sorted({name for name, _ in different})[:6]} differ"
         )
-    algorithm.load_state_dict(saved, strict=False)
+    algorithm.load_state_dict({name: divided_like(each, own[name]) for name, each in saved.items()}, strict=False)
     for name, optimizer in algorithm.optimizers.items():
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         values: dict[int, dict[str, Tensor]] = {}
         for key, tensor in _part(state, f"{OPTIMIZER}{name}.").items():
             index, _, field = key.partition(".")
-            values.setdefault(int(index), {})[field] = tensor
+            values.setdefault(int(index), {})[field] = divided_like(tensor, parameters[int(index)])
         optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

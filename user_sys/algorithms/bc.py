@@ -31,6 +31,7 @@ from user_sys.algorithms.algorithm import (
     TensorBatch,
     TrainingData,
 )
+from user_sys.algorithms.distributed import clip_gradients, is_divided
 from user_sys.errors import ConfigError
 from user_sys.policies.trainable import shared_copy, trained_pairs
 from user_sys.replay.batches import BatchSpec
@@ -87,7 +88,8 @@ class Bc(Algorithm):
         self.policy = policy if settings.acting_rate == 1 else shared_copy(policy).requires_grad_(False)
         self._trained = [each for each in self.actor.parameters() if each.requires_grad]
         self._slow, self._fast = trained_pairs(self.policy, self.actor)
-        self.optimizers = {"actor": torch.optim.Adam(self._trained, settings.learning_rate, fused=True)}
+        fused = not any(map(is_divided, self._trained))  # torch fuses no divided tensors with others
+        self.optimizers = {"actor": torch.optim.Adam(self._trained, settings.learning_rate, fused=fused)}
         self._loss: Tensor | None = None
 
     @property
@@ -117,7 +119,7 @@ class Bc(Algorithm):
         optimizer = self.optimizers["actor"]
         optimizer.zero_grad()
         ((loss * batch.weight).mean() + added).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(self._trained, self._settings.gradient_norm_max)
+        clip_gradients(self._trained, self._settings.gradient_norm_max)
         optimizer.step()
         is_mean = number >= self.actor.frozen_from  # before, both encoders must be equal
         if self._slow:

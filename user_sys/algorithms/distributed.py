@@ -5,15 +5,21 @@ backward pass has computed them, so the parts count as one batch and all process
 communicate through gloo and GPUs through NCCL, without encryption or authentication: on the loopback interface if all
 are on one computer, else on that of the host name, or of ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``. Each
 collective has a deadline.
+
+A large policy can be divided among the processes (`divide`), with FSDP2 of torch (Zhao et al., "PyTorch FSDP", 2023,
+arXiv 2304.11277): each holds a part of the weights of linear layers, of their gradients and of Adam's moments. A layer
+gathers its weights for its own forward and backward pass. Blocks are not units, as FSDP2's own examples have them:
+policies such as SmolVLA and pi0 call the layers of a block, and never the block.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +34,7 @@ from user_sys.errors import LinkDown, RunError
 COLLECTIVE_TIMEOUT_S = 300.0
 """Longer than rank 0 may wait for its disk, a batch and a slot of the publisher process in one step."""
 LOOPBACK_NET = "127."
+DIVIDED_ELEMENTS = 1 << 16  # of the smallest weight that is divided: gathering a smaller one costs more than it saves
 
 
 class TrainingGroup:
@@ -47,7 +54,7 @@ class TrainingGroup:
         """Averages the gradients of `module` in each later backward pass, before the optimizers use them."""
         if self.world > 1:
             for parameter in module.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not is_divided(parameter):  # FSDP2 averages these
                     parameter.register_post_accumulate_grad_hook(self._average_gradient)  # type: ignore[no-untyped-call]
 
     def _average_gradient(self, parameter: Tensor) -> None:
@@ -151,3 +158,70 @@ def mean_over_processes(value: Tensor) -> Tensor:
     with _collective():
         dist.all_reduce(total)
     return total / dist.get_world_size()
+
+
+# Divided policies -----------------------------------------------------------------------------------------------------
+
+
+def divide(module: nn.Module, device: str, least: int = DIVIDED_ELEMENTS) -> None:
+    """Divides the linear layers of `module` that train, and have weights of `least` elements, among all processes.
+
+    It replaces their parameters: call it before an optimizer is made. All processes call it, with equal weights on
+    `device`. A divided module cannot be copied. What one process needs whole, all processes gather (`whole`).
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), torch.device(device).type)
+    names = [id(each) for _, each in module.named_parameters(remove_duplicate=False)]
+    for each in list(module.modules()):
+        if type(each) is nn.Linear and each.weight.numel() >= least and each.weight.requires_grad:
+            if names.count(id(each.weight)) == 1:  # others are tied to an embedding, which reads them too
+                fully_shard(each, mesh=mesh, reshard_after_forward=True)
+                # FSDP2's hook in the result of a layer is lost if that is a view and the policy adds to it in place.
+                each.register_forward_hook(lambda layer, given, result: result.clone(), prepend=True)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this process has a part of the tensor only: a `DTensor`, whose import takes a second."""
+    return hasattr(tensor, "full_tensor")
+
+
+def own_part(tensor: Any) -> Tensor:
+    """Returns this process's part of a divided tensor; another one as it is."""
+    part: Tensor = tensor.to_local() if is_divided(tensor) else tensor
+    return part
+
+
+def whole(tensor: Any) -> Tensor:
+    """Returns a divided tensor as a whole, for which all processes must call it; another one as it is.
+
+    Raises LinkDown: another process has ended.
+    """
+    with _collective():
+        found: Tensor = tensor.full_tensor() if is_divided(tensor) else tensor
+    return found
+
+
+def divided_like(tensor: Tensor, like: Any) -> Tensor:
+    """Returns the `tensor`, which each process has as a whole, divided as `like` is; without communication."""
+    if not is_divided(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def clip_gradients(parameters: Sequence[Tensor], norm_max: float) -> None:
+    """Scales the gradients so that the norm of all of them is at most `norm_max`; all processes call it."""
+    if not any(map(is_divided, parameters)):
+        torch.nn.utils.clip_grad_norm_(parameters, norm_max)
+        return
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    kinds = [[each for each in gradients if is_divided(each) is divided] for divided in (False, True)]
+    with _collective():
+        norms = [whole(torch.nn.utils.get_total_norm(kind)) for kind in kinds if kind]
+    if norms:
+        scale = (norm_max / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        for each in gradients:
+            own_part(each).mul_(scale)

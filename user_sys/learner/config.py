@@ -77,11 +77,14 @@ class ComputeConfig:
         precision: or bf16 (autocast). Weights and optimizers stay as they are.
         parts: a batch is computed in so many parts, one after the other, whose gradients are averaged.
         recompute: the activations of transformer blocks are computed again in the backward pass, and take no memory.
+        divide: each of `processes` holds a part of the linear layers that train, of their gradients and of Adam's
+            moments (FSDP2). For bc and hg_dagger with acting_rate 1.
     """
 
     precision: Literal["float32", "bf16"] = "float32"
     parts: Count = 1
     recompute: bool = False
+    divide: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,8 @@ class LearnerConfig:
                 f"learner.publish.on_success_drop is best, which has robots act with an old version, and "
                 f"learner.staleness {self.staleness} would hold training up: set one of them to its default"
             )
+        if self.compute.divide and self.processes == 1:
+            raise ConfigError("learner.compute.divide divides a policy among processes, and learner.processes is 1")
         if (self.sampler.kind != "mixed" or self.sampler.mixture) and self.demo_fraction != DEMO_FRACTION:
             why = "sampler.mixture" if self.sampler.mixture else f"sampler.kind {self.sampler.kind!r}"
             raise ConfigError(f"learner.demo_fraction has no effect with {why}: remove it")

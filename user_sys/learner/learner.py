@@ -137,21 +137,18 @@ class VersionPublisher:
         if self._config.at_episode_ends and (episodes := count()) > self._episodes:
             self._episodes, self._has_episode_ended = episodes, True
 
-    def publish_if_due(self, updates: int, trainer: Trainer) -> None:
-        """Publishes if a version is due after `updates` updates and the version before is ready.
+    def is_due(self, updates: int, trainer: Trainer) -> bool:
+        """Whether a version is due after `updates` updates and the version before is ready.
 
-        After each update it publishes at once: training waits for it, so that the governor has nothing to protect.
-
-        Raises:
-            NotFinite: an earlier version held NaN or infinity.
+        After each update one is due at once: training waits for it, so that the governor has nothing to protect.
         """
-        if (self._after_each_update or not self._publisher.is_busy) and self._is_due(updates, trainer):
-            self.publish(updates, trainer)
+        return (self._after_each_update or not self._publisher.is_busy) and self._is_due(updates, trainer)
 
     def publish(self, updates: int, trainer: Trainer) -> None:
         """Publishes now, unless no update was made since the last version or no number is left.
 
-        Raises as `publish_if_due`.
+        Raises:
+            NotFinite: an earlier version held NaN or infinity.
         """
         if self.is_published(updates) or self.needs_checkpoint:
             return
@@ -320,8 +317,7 @@ class Learner:
             while not self._iterate(stop):
                 pass
             self._save(wait=True)
-            if self._versions is not None and not (stop_now and stop_now.is_set()):
-                self._versions.publish(self.updates, self._trainer)
+            self._publish_if(self._versions is not None and not (stop_now and stop_now.is_set()))
             self._report()
         finally:
             self.close()
@@ -338,14 +334,20 @@ class Learner:
             self._counters.updates += 1
         elif self._publisher is not None:  # the others wait for its next decision
             stop.wait(IDLE_WAIT_S)
-        if self._versions is not None and self._disk_full is None:
-            self._versions.publish_if_due(self.updates, self._trainer)
+        versions = self._versions if self._disk_full is None else None
+        self._publish_if(versions is not None and versions.is_due(self.updates, self._trainer))
         if self._timers.report.is_due():
             self._report()
         if _Due.CHECKPOINT in due:
             self._save(wait=self._disk_full is not None)
         self._count_time(_Due.UPDATE in due, self._clock() - started_s)
         return _Due.END in due
+
+    def _publish_if(self, wanted: bool) -> None:
+        """Publishes if rank 0 wants it. All processes call it together."""
+        self._trainer.gather(wanted)
+        if self._versions is not None and wanted:
+            self._versions.publish(self.updates, self._trainer)
 
     def _due(self, stop: threading.Event) -> _Due:
         """Decides for all processes what to do; only the decision of rank 0 counts."""

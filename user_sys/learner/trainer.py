@@ -27,7 +27,7 @@ from user_sys.algorithms.algorithm import (
     policy_arrays,
     save_state,
 )
-from user_sys.algorithms.distributed import TrainingGroup
+from user_sys.algorithms.distributed import TrainingGroup, divide, is_divided, own_part, whole
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError, RunError
@@ -98,14 +98,17 @@ class Trainer:
         kind, settings = load_policy(policy.kind, policy.options)
         make_module = partial(kind.make_module, spec, settings=settings, features=policy.features)
         planned = None if kind.reads_files(settings) else planned_module(make_module, settings)
+        processes = group.world if config.compute.divide else 1
         if planned is not None:
-            require_memory(planned, on)
+            require_memory(planned, on, processes)
         module = make_module()
         self.is_pretrained = initial_state is not None or bool(getattr(module, "is_pretrained", False))
         _prepare_policy(module, settings, initial_state)
         if planned is None:
-            require_memory(module, on)
+            require_memory(module, on, processes)
         self._snapshots = _PolicySnapshots(frozen_parameters(module), make_host_copier(device, config.publish))
+        if config.compute.divide:
+            divide(module.to(on), device)
         algorithm, settings = load_algorithm(config.algorithm, config.options)
         self.algorithm = algorithm(settings, module, spec).to(on)
         self._step = TrainingStep(self.algorithm, config.compute, on, self.frozen.values())
@@ -172,8 +175,16 @@ class Trainer:
             raise NotFinite(f"training diverged by update {self._updates}: {', '.join([*found[:3], *inputs])}")
         return scalars
 
+    def gather(self, wanted: bool) -> None:
+        """Gathers a divided policy for the next `policy_snapshot`, if rank 0 wants it; no effect on another policy.
+
+        All processes call it together.
+        """
+        if self._config.compute.divide and self.group.broadcast(int(wanted)):
+            self._snapshots.gather(self.algorithm.policy)
+
     def policy_snapshot(self) -> PolicySnapshot:
-        """Returns the current weights for publishing, without blocking.
+        """Returns the current weights for publishing, without blocking; of a divided policy those of `gather`.
 
         In host memory these are the arrays themselves, valid until the next update. On a device they are a copy that
         another thread fetches later, with the values of this moment.
@@ -237,16 +248,22 @@ class _PolicySnapshots:
         self._arrays: dict[str, Array] | None = None  # of `frozen`, read-only
         self._trained: list[tuple[str, Tensor]] = []  # the other parameters
         self._buffers: list[tuple[str, nn.Module, str]] = []  # name, and the module that has it as what
+        self._gathered: dict[str, Tensor] = {}  # of a divided policy
 
     def take(self, policy: nn.Module) -> PolicySnapshot:
         """See `Trainer.policy_snapshot`. Frozen parameters are the same read-only arrays each time."""
         if self._arrays is None:
             self._arrays = self._frozen_arrays(policy)
-        tensors = {name: each.detach() for name, each in self._trained}
+        tensors = {name: self._gathered.get(name, each).detach() for name, each in self._trained}
         tensors |= {name: getattr(owner, leaf).detach() for name, owner, leaf in self._buffers}
         if self._copier is not None:
             return self._copier.snapshot({**self.frozen, **tensors}, self.frozen.keys())
         return {**self._arrays, **{name: as_array(tensor) for name, tensor in tensors.items()}}
+
+    def gather(self, policy: nn.Module) -> None:
+        """Gathers the divided parameters. All processes call it."""
+        named = policy.named_parameters(remove_duplicate=False)
+        self._gathered = {name: whole(each.detach()) for name, each in named if is_divided(each)}
 
     def _frozen_arrays(self, policy: nn.Module) -> dict[str, Array]:
         """Finds the tensors once: to list those of a large policy takes longer than to copy what trains."""
@@ -323,12 +340,12 @@ class TrainingStep:
         """Returns what is NaN or infinite after an update: gradients and parameters, as parts of a message."""
         # An optimizer carries its gradients into its parameters; to read these alone holds up a push half as long.
         gradients = [each.grad for each in self._unstepped if each.grad is not None]
-        tensors = [*gradients, *(each.detach() for _, each in self._changing)]
+        tensors = [own_part(each) for each in (*gradients, *(each.detach() for _, each in self._changing))]
         if not tensors or torch.stack(torch._foreach_norm(tensors)).isfinite().all():  # a tenth of the time of max
             return []
         named = {f"the gradient of {name}": each.grad for name, each in self._changing if each.grad is not None}
         named |= {name: each.detach() for name, each in self._changing}
-        return [f"{name} is not finite" for name, each in named.items() if not each.isfinite().all()]
+        return [f"{name} is not finite" for name, each in named.items() if not own_part(each).isfinite().all()]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._config.precision == "float32":
@@ -384,12 +401,13 @@ def planned_module(make_module: Callable[[], nn.Module], settings: Any) -> nn.Mo
         return None
 
 
-def require_memory(module: nn.Module, device: torch.device) -> None:
+def require_memory(module: nn.Module, device: torch.device, processes: int = 1) -> None:
     """Checks that a policy and what trains it have room; activations are not part of the estimate.
 
     Args:
         module: on the meta device, or in host memory.
         device: on which it will train.
+        processes: that divide what trains; each begins with the whole policy.
 
     Raises:
         RunError: there is too little memory.
@@ -397,7 +415,8 @@ def require_memory(module: nn.Module, device: torch.device) -> None:
     frozen = sum(each.nbytes for each in frozen_parameters(module).values())
     held = sum(each.nbytes for each in module.parameters() if each.device.type == device.type)
     trained = sum(each.nbytes for each in module.parameters()) - frozen
-    needed = frozen + TRAINED_COPIES * trained + (HOST_COPIES * (frozen + trained) if device.type == CPU else 0)
+    copies = trained + (TRAINED_COPIES - 1) * trained // processes
+    needed = frozen + copies + (HOST_COPIES * (frozen + trained) if device.type == CPU else 0)
     available = held + (free_memory_bytes() if device.type == CPU else torch.cuda.mem_get_info(device)[0])
     if needed > available:
         raise RunError(

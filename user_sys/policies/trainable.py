@@ -130,7 +130,15 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shared_copy(module: ModuleT, frozen: Iterable[Tensor] | None = None) -> ModuleT:
-    """Returns a copy that shares the parameters `frozen` with `module`; None for those that require no gradient."""
+    """Returns a copy that shares the parameters `frozen` with `module`; None for those that require no gradient.
+
+    Raises ConfigError: the processes of the learner have divided `module`.
+    """
+    if any(hasattr(each, "full_tensor") for each in module.parameters()):
+        raise ConfigError(
+            "learner.compute.divide: this algorithm keeps a second copy of the policy, which cannot be divided; use bc "
+            "or hg_dagger with learner.options.acting_rate: 1"
+        )
     kept = frozen_parameters(module).values() if frozen is None else frozen
     return copy.deepcopy(module, {id(parameter): parameter for parameter in kept})
 
