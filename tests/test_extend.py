@@ -33,6 +33,20 @@ class TestAlgorithm(template.TestCloning):
         """See the slow test."""
 
 
+class TestVla(template.TestVlaPolicy):
+    """The template's."""
+
+
+class TestHgDaggerOfVla(template.TestHgDaggerOfVla):
+    """The template's, likewise."""
+
+    def test_processes_that_train_together_keep_the_same_weights(self) -> None:
+        """See the slow test."""
+
+
+test_the_sentence_selects_the_actions = template.test_the_sentence_selects_the_actions
+
+
 class TestReward(template.TestSwiftReward):
     """The template's."""
 
