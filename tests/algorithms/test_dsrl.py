@@ -85,6 +85,8 @@ def test_policy_that_cannot_be_steered_is_refused() -> None:
         SteeredPolicy.make_module(example_spec(), settings=SteeredSettings(base="mlp"))
     with pytest.raises(ConfigError, match="execute is 3"):
         SteeredPolicy.make_module(example_spec(), settings=replace(STEERED, execute=3))
+    with pytest.raises(ConfigError, match="noise_actions is 2; the robot executes 1"):
+        SteeredPolicy.make_module(example_spec(), settings=replace(STEERED, execute=1, noise_actions=2))
 
 
 def test_steered_policy_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:
@@ -110,12 +112,16 @@ def test_steered_policy_starts_as_the_frozen_vla_and_reads_its_sentence() -> Non
         SteeredNetwork(spec, (), options, (), torch.nn.Linear(1, 1))
 
 
-def test_the_noise_of_executed_actions_is_chosen_and_starts_as_the_frozen_policy_draws_it() -> None:
+@pytest.mark.parametrize(("noise_actions", "chosen"), [(0, 2), (1, 1)])
+def test_the_noise_of_executed_actions_is_chosen_and_starts_as_the_frozen_policy_draws_it(
+    noise_actions: int, chosen: int
+) -> None:
     torch.manual_seed(0)
-    spec, options = example_spec(), replace(STEERED, base_options=FLOW | {"chunk_length": 6}, execute=2)
+    spec, base = example_spec(), FLOW | {"chunk_length": 6}
+    options = replace(STEERED, base_options=base, execute=2, noise_actions=noise_actions)
     module = SteeredPolicy.make_module(spec, settings=options)
     elements = spec.action.shape[0]
-    assert module.action_size == 2 * elements
+    assert module.action_size == chosen * elements
     observation = {
         name: torch.from_numpy(np.stack([value] * 4000))
         for name, value in example_observation(np.random.default_rng(0)).items()
@@ -130,8 +136,8 @@ def test_the_noise_of_executed_actions_is_chosen_and_starts_as_the_frozen_policy
     sample = module.base.sample
     module.base.sample = lambda context, noise: given.append(noise) or sample(context, noise)
     module.chunks({name: value[:3] for name, value in observation.items()}, [], noise[:3] / options.noise_max, x[:3])
-    chunk = noise[:3].view(3, 2, elements)
-    torch.testing.assert_close(given[0], torch.cat([chunk, chunk[:, 1:].expand(-1, 4, -1)], 1))
+    chunk = noise[:3].view(3, chosen, elements)
+    torch.testing.assert_close(given[0], torch.cat([chunk, chunk[:, -1:].expand(-1, 6 - chosen, -1)], 1))
 
 
 def test_only_critics_train_at_first() -> None:

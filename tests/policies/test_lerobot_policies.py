@@ -308,7 +308,8 @@ def test_dsrl_steers_a_checkpoint(checkpoints: dict[str, LeRobotSettings]) -> No
     for kind in ("diffusion", "smolvla"):
         options = {"base": "lerobot", "base_options": {"path": str(checkpoints[kind].path)}, "cameras": ["front"]}
         found, settings = load_policy("steered", options | {"pictures": True, "picture_size": 8})
-        algorithm = Dsrl(DsrlSettings(critic_hidden=(32,), critics=2), found.make_module(SPEC, settings=settings), SPEC)
+        chosen = DsrlSettings(critic_hidden=(32,), critics=2, critics_first=0)
+        algorithm = Dsrl(chosen, found.make_module(SPEC, settings=settings), SPEC)
         before = policy_arrays(algorithm.policy)
         for number in range(3):
             algorithm.update(batch_of(algorithm), number)

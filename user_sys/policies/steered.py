@@ -6,8 +6,9 @@ Wagenmaker et al., "Steering Your Diffusion Policy with Latent Space Reinforceme
     w = b tanh(u),   u ~ N(mu(s), sigma(s)),        a = frozen policy at (s, w)
 
 sigma starts at 1 / b, so that w is about N(0, 1), from which the frozen policy draws. The Gaussian chooses the noise of
-the actions that the robot executes; that of the last of them repeats for the rest of the chunk, as in the authors'
-code for pi0. Noise without effect would take up the entropy that `dsrl` asks for, and the rest would not explore.
+the first actions, at most of those that the robot executes; the last noise repeats for the rest of the chunk, as in the
+authors' code for pi0. Noise without effect would take up the entropy that `dsrl` asks for, and the rest would not
+explore.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class SteeredSettings(PictureSettings):
         reads_base: the Gaussian reads what the frozen policy encodes, in place of its own vectors and pictures. A vla
             encodes the sentence too, so that the noise fits the task.
         noise_max: b.
+        noise_actions: first actions whose noise is chosen; 0 for all that the robot executes. 1 suits long chunks, such
+            as the 50 actions of SmolVLA and pi0.
         hidden: widths of the Gaussian's hidden layers.
         pictures: whether the Gaussian reads cameras; the settings of pictures have no effect otherwise.
         execute: actions of a chunk that the robot executes before the next one; 0 for as many as the frozen policy.
@@ -62,6 +65,7 @@ class SteeredSettings(PictureSettings):
     base_features: tuple[str, ...] = ()
     reads_base: bool = False
     noise_max: Positive = 2.0
+    noise_actions: Limit = 0
     hidden: tuple[int, ...] = (128, 128)
     pictures: bool = False
     execute: Limit = 0
@@ -87,7 +91,7 @@ class SteeredNetwork(GaussianNetwork):
 
     Attributes:
         base: the frozen policy's module, in evaluation mode.
-        executed: actions of a chunk that the robot executes, and whose noise the Gaussian chooses.
+        executed: actions of a chunk that the robot executes.
         is_pretrained: the frozen policy has the weights of a checkpoint.
     """
 
@@ -117,7 +121,12 @@ class SteeredNetwork(GaussianNetwork):
             raise ConfigError(
                 f"policy.options.execute is {self.executed}; {settings.base} gives {most} actions at once"
             )
-        noise = _plain_spec("noise", self.executed * shape[1], settings.noise_max)
+        self._chosen = settings.noise_actions or self.executed
+        if self._chosen > self.executed:
+            raise ConfigError(
+                f"policy.options.noise_actions is {self._chosen}; the robot executes {self.executed} actions of a chunk"
+            )
+        noise = _plain_spec("noise", self._chosen * shape[1], settings.noise_max)
         self.reads_base = settings.reads_base
         if self.reads_base:
             super().__init__((_plain_spec("summary", base.observation_size, 1.0),), noise, settings.hidden)
@@ -172,8 +181,8 @@ class SteeredNetwork(GaussianNetwork):
         """
         base = self.base
         length, size = self._noise_shape
-        noise = self.unscale_action(scaled_noise).view(-1, self.executed, size)
-        noise = torch.cat([noise, noise[:, -1:].expand(-1, length - self.executed, -1)], 1)
+        noise = self.unscale_action(scaled_noise).view(-1, self._chosen, size)
+        noise = torch.cat([noise, noise[:, -1:].expand(-1, length - self._chosen, -1)], 1)
         if self.reads_base:
             chunks: Tensor = base.unscale_action(base.sample(encoded, noise))
         elif hasattr(base, "chunks_from_noise"):
