@@ -188,7 +188,7 @@ def test_episode_is_found_played_stepped_and_labelled(page: Any, tmp_path: Path)
     page.wait_for_selector("[aria-label='Episode panda-0-1'] .badge:text-is('FAILURE')")
     page.get_by_role("button", name="One step forward").click()
     page.wait_for_selector("figcaption:text-is('front · step 0')")
-    assert page.locator("output", has_text="step 1 of 11 · policy").count() == 1
+    page.wait_for_selector("output:has-text('step 1 of 11 · policy')")
     page.wait_for_selector(".player video")
     film = "document.querySelector('.player video')"
     until(lambda: page.evaluate(f"!{film}.seeking && {film}.currentTime === 0.15"))  # 10 steps a second

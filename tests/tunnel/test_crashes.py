@@ -82,7 +82,9 @@ def kill_edges(run: Path, kills: int) -> None:
     recorded = -1
     with serving(run) as site, EmulatedLink(site.address.endpoint, LinkConfig(delay_ms=2)) as link:
         argv = [sys.executable, str(LIVES), str(run), link.endpoint, site.address.public_key]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as lives:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipe = subprocess.PIPE
+        with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=env) as lives:
             assert lives.stdin is not None and lives.stdout is not None
             for life in range(kills):
                 lives.stdin.write("\n")

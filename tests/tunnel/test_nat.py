@@ -34,7 +34,7 @@ EDGE = """
 import sys, time
 from dataclasses import replace
 from pathlib import Path
-sys.path.insert(0, sys.argv[4])
+sys.path[:0] = [sys.argv[4], str(Path(sys.argv[4]).parent)]
 from tunnel_kit import QUICK, chunk, hello
 from user_sys.edge.outbox import Outbox
 from user_sys.tunnel.client import TunnelClient

@@ -140,7 +140,7 @@ function showFreshness() {
   if (fresh !== before) {
     document.body.classList.toggle("unknown", !fresh);
     el("operator").value = fresh ? me : "";
-    for (const control of document.querySelectorAll("#operator, #speed, #tilt, #pad button, .drive .orders button")) control.disabled = !fresh;
+    for (const control of document.querySelectorAll("#operator, #speed, #tilt, #pad button, .drive .orders button, #drive-hand-back")) control.disabled = !fresh;
     for (const card of cards.values()) card.showFreshness(fresh);
     followControl();
   }
