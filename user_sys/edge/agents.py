@@ -318,9 +318,6 @@ class SharedControlAgent:
     and nothing is recorded. An operator's label ends the episode with one neutral step. An operator who rewinds moves
     the robot back along its path of the episode, at most to the start. So does the robot itself, before it requests
     help, if the settings say so.
-
-    Attributes:
-        chunks: the policy's.
     """
 
     def __init__(
@@ -340,12 +337,16 @@ class SharedControlAgent:
         self._path, self._retraces = TravelledPath(spec), False
         self._policy, self._commands, self._session, self._max_steps = policy, commands, session, 0
         self._policy_agent = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
-        self.chunks = self._policy_agent.chunks
         self._unavailable = ""  # why the policy gave no action last
         self._applied = _AppliedAction(spec)
         self._label: OperatorLabel | None = None
         self._reset = False
         self._policy_steps = self._human_steps = self._settling_steps = 0
+
+    @property
+    def chunks(self) -> ChunkExecutor:
+        """The policy's."""
+        return self._policy_agent.chunks
 
     @property
     def is_policy_suspended(self) -> bool:
