@@ -158,7 +158,7 @@ def children(pid: int) -> list[int]:
 
 
 def online_episodes(run: Path, robot: str) -> int:
-    if not (run / "store").exists():
+    if not any((run / "store").glob("*.seg")):  # the folder comes first
         return 0
     with StoreReader.open(run / "store") as reader:
         reader.refresh()
