@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import msgspec
 import numpy as np
@@ -133,10 +134,13 @@ def test_blocked_arm_times_out_without_pushing(
     monkeypatch.setattr(robots.homing, "MAX_TARGET_LEAD_S", 0.02)
     driver = RobotEnvironment(arm, HumanJudgedTask("x", "x", 9), SafetyKernel(arm.spec))
     driver.connect()
+    begun_s = time.monotonic()
     assert driver.reset(0).stopped and driver.kernel.latched_estop is not None
-    assert re.match(
-        r"arm did not get home within \d+\.?\d* s: its joints are at \[-0.5, 0.4\]", driver.kernel.latched_estop.why
+    took_s = time.monotonic() - begun_s
+    why = re.match(
+        r"arm did not get home within (\S+) s: its joints are at \[-0.5, 0.4\]", driver.kernel.latched_estop.why
     )
+    assert why and 0.2 < float(why[1]) < 1.01 * took_s, "the time that homing took, to three digits"
     commanded = len(arm.commanded)
     assert driver.reset(1).stopped and len(arm.commanded) == commanded, "no attempt before a person has looked"
     assert np.abs(np.array(arm.commanded)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
