@@ -16,6 +16,7 @@ from user_sys.store.index_block import CHUNK_KIND
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel, queue_labels, queued_files
 from user_sys.store.log_writer import LogWriter
 from user_sys.store.maintenance import (
+    Retention,
     SegmentUsage,
     add_labels,
     compact_store,
@@ -69,6 +70,19 @@ def test_compaction_frees_deleted_episodes_and_keeps_their_labels(tmp_path: Path
         assert not writer.append(chunk("e00", 0, width=200).encode()) and not writer.append(chunk("e01", 0).encode())
         assert writer.chunks == 30
     assert compact_store(tmp_path).size_bytes <= report.size_bytes + 1000
+
+
+def test_retention_keeps_demonstrations_within_limit(tmp_path: Path) -> None:
+    fill(tmp_path, range(0, 5), source=EpisodeSource.DEMO)
+    fill(tmp_path, range(5, 30))
+    bound = disk_bytes(tmp_path) // 2
+    report = compact_store(tmp_path, Retention(max_bytes=bound, keep_interventions=False))
+    assert disk_bytes(tmp_path) == report.size_bytes <= bound and report.shortfall_bytes == 0
+    left = names(tmp_path)
+    assert left[:5] == [f"e{n:02d}" for n in range(5)] and len(left) + len(report.dropped) == 30
+    tight = compact_store(tmp_path, Retention(max_bytes=bound // 10, keep_interventions=False))
+    assert tight.shortfall_bytes == tight.size_bytes - bound // 10 > 0
+    assert names(tmp_path) == left[:5]
 
 
 def test_merge_with_labels_is_repeatable(tmp_path: Path) -> None:
