@@ -201,7 +201,7 @@ PARTS: dict[str, Part] = {
     "asynchrony": Part(
         (
             Entry("asynchronous", "demo.yaml", (*REAL_TIME, *_lasting(600))),
-            Entry("synchronous", "demo.yaml", (*REAL_TIME, *_lasting(600), "--learner.staleness=0")),
+            Entry("synchronous", "demo.yaml", (*REAL_TIME, *_lasting(60), "--learner.staleness=0")),  # of updates
         ),
         goal=13,
         check=lambda runs, quick: asynchrony_rows(runs),

@@ -50,7 +50,9 @@ def make_run(runs: Path, name: str, outcomes: Sequence[bool], *, utd: float = 8.
         writer.sync()
     with MetricsWriter(folder.path, "learner") as metrics:
         for second in range(0, 200, 10):
-            metrics.write(10 * second + 1, {"training_s": float(second)}, STARTED_S + LATE_S + second)
+            metrics.write(
+                10 * second + 1, {"training_s": 0.25 * second, "waited_s": 0.75 * second}, STARTED_S + LATE_S + second
+            )
     content = {"successes": sum(outcomes[-20:]), "episodes": 20, "control_s": 36.0}
     (folder.path / "summary.json").write_text(json.dumps(content))
     return folder

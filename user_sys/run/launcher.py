@@ -26,7 +26,7 @@ from user_sys.messages import (
     RobotStatus,
     StopRun,
 )
-from user_sys.robot_records import learner_from_robot, read_robot_records
+from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
 from user_sys.run.allocation import Allocation
 from user_sys.run.cluster_allocation import acquire_resources
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata
@@ -232,7 +232,7 @@ class RunSupervisor:
             run=self._folder.path.name,
             successes=0,
             episodes=0,
-            training_s=run.training_s,
+            training_s=run.training_s + run.metrics.get(LEARNER, {}).get("waited_s", 0.0),
             env_steps=run.env_steps,
             updates=run.updates,
             interventions=run.interventions,

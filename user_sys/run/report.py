@@ -51,7 +51,7 @@ class RunSummary:
         successes, episodes: evaluation episodes that succeeded, and all of them; the policy acts without a person.
         tasks: of an evaluation of several tasks: successes and episodes of each.
         control_s: control time of the evaluation: its steps times the control period, without resets.
-        training_s: time that the learner trained.
+        training_s: time that the learner trained or waited for robots.
         env_steps, updates: control steps acted and gradient steps taken.
         interventions: training episodes with an intervention.
         target_reached: training ended because the run's target was reached; None if the run has none.
@@ -293,7 +293,10 @@ def style_axes(axes: Any, title: str) -> None:
 
 @dataclass(frozen=True)
 class EpisodePoint:
-    """A training episode that began at `training_s` of its learner, after `updates`; `assisted` by a person's steps."""
+    """A training episode that began at `training_s` of its learner, after `updates`; `assisted` by a person's steps.
+
+    The time in which the learner waited for robots counts.
+    """
 
     training_s: float
     success: bool
@@ -344,12 +347,13 @@ def _point(episode: EpisodeSummary, training_s: float, updates: int) -> EpisodeP
 
 
 def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array, Array]:
-    """Training time and updates of a learner at the times `unix_s`, interpolated; 0 before its first report."""
+    """Training time with waiting, and updates, of a learner at the times `unix_s`; 0 before its first report."""
     reports = list(read_metrics(folder.path / METRICS / f"{learner}.jsonl"))
-    rows = [(0.0, 0.0, 0.0), *((r["time_unix_s"], r.get("training_s"), r.get("count")) for r in reports)]
-    known = np.array([row for row in rows if None not in row], np.float64)
-    known[:1, 0] = known[1:2, 0] - 1e-3 if len(known) > 1 else 0.0  # at 0 until just before the first report
-    return np.interp(unix_s, known[:, 0], known[:, 1]), np.interp(unix_s, known[:, 0], known[:, 2])
+    names = ("time_unix_s", "training_s", "waited_s", "count")
+    rows = [(0.0, 0.0, 0.0, 0.0), *(tuple(report.get(name) for name in names) for report in reports)]
+    times_s, trained_s, waited_s, count = np.array([row for row in rows if None not in row], np.float64).T
+    times_s[:1] = times_s[1:2] - 1e-3 if len(times_s) > 1 else 0.0  # at 0 until just before the first report
+    return np.interp(unix_s, times_s, trained_s + waited_s), np.interp(unix_s, times_s, count)
 
 
 def moving_success(episodes: Sequence[EpisodePoint], window: int) -> list[float]:
