@@ -181,11 +181,13 @@ class _ChunkQueue:
     Attributes:
         used_bytes: of their files on disk.
         is_closed: nothing is acknowledged any more.
+        last_acknowledged: the chunk whose file keeps its number across restarts; None before the first.
     """
 
-    def __init__(self, chunks: list[_StoredChunk]) -> None:
+    def __init__(self, chunks: list[_StoredChunk], last_acknowledged: _StoredChunk | None) -> None:
         self._lock = threading.Lock()
         self._chunks, self.used_bytes, self.is_closed = list[_StoredChunk](), 0, False
+        self.last_acknowledged = last_acknowledged
         self._offered = -1
         self.add(chunks)
 
@@ -256,13 +258,13 @@ class Outbox(ClosedAtExit):
         self.stream = _read_or_make_stream(files, path / "stream")
         self._files, self._writer_lock, self._when_full = files, lock, when_full
         self._write_lock = threading.Lock()
-        chunks, self._last_acknowledged, self.next_sequence = self._recover()
+        chunks, last_acknowledged, self.next_sequence = self._recover()
         self.dropped = read_drop_record(files, path / "dropped")
         self._dropped_before = self.dropped.episodes
         interrupted = [chunk for chunk in chunks if chunk.name in self.dropped.names]
         for chunk in interrupted:
             self._unlink(self._path(chunk))
-        self._queue = _ChunkQueue([chunk for chunk in chunks if chunk not in interrupted])
+        self._queue = _ChunkQueue([chunk for chunk in chunks if chunk not in interrupted], last_acknowledged)
         self._unsynced: list[tuple[_StoredChunk, bytes]] = []
         self._on_append: Callable[[], None] | None = None
         self._reserve_bytes = 0
@@ -513,12 +515,12 @@ class Outbox(ClosedAtExit):
         """Chunks up to and including `sequence` need not be sent again. An older sequence changes nothing."""
         if not (done := self._queue.take_acknowledged(sequence)):
             return
-        newest, before = done.pop(), self._last_acknowledged
+        newest, before = done.pop(), self._queue.last_acknowledged
         try:
             for chunk in done:
                 self._unlink(self._path(chunk))
             self._files.rename(self._path(newest), self._path(newest, ACKNOWLEDGED_SUFFIX))
-            self._last_acknowledged = newest  # its number must be known after a restart
+            self._queue.last_acknowledged = newest  # its number must be known after a restart
             if before is not None:
                 self._unlink(self._path(before, ACKNOWLEDGED_SUFFIX))
         except OSError as error:  # a full disk may have no room for a name
