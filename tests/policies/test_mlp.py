@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hal.errors import SpecError
 from hal.spec import ACTION, Array, ArraySpec, RobotSpec
@@ -17,9 +20,9 @@ from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings, acting_stream, warm_up_gpu
-from user_sys.policies.networks import squash
+from user_sys.policies.networks import GaussianNetwork
 from user_sys.policies.policy import Policy
-from user_sys.policies.scaling import action_affine, bounds_affine
+from user_sys.policies.scaling import Gripper, action_affine, bounds_affine
 
 
 def trained_like(spec: RobotSpec, seed: int) -> dict[str, Array]:
@@ -44,24 +47,66 @@ class TestMlpPolicyOnGpu(TestMlpPolicy):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_policy_acts_as_its_module_trains(seed: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from(get_args(Gripper)))
+def test_policy_acts_as_its_module_trains(seed: int, gripper: Gripper) -> None:
     spec, observation = example_spec(), example_observation(np.random.default_rng(seed))
-    module = MlpPolicy.make_module(spec)
-    policy = MlpPolicy(spec, seed=seed)
+    options = MlpSettings(gripper=gripper)
+    module = MlpPolicy.make_module(spec, settings=options)
+    policy = MlpPolicy(spec, settings=options, seed=seed)
     policy.load(policy_arrays(module))
     drawn = policy.act(observation, "", deterministic=False)
     noise = np.random.default_rng(seed)
     noise.standard_normal(2)  # what the policy's exploration drew when it was made
     with torch.no_grad():
         x = module.encode({name: torch.from_numpy(value)[None] for name, value in observation.items()})
-        mean, log_std = module(x)
-        squashed, log_prob = squash(mean, log_std, torch.from_numpy(noise.standard_normal(2, np.float32))[None])
+        scaled, log_prob = module.draw(x, torch.from_numpy(noise.standard_normal(2, np.float32))[None])
         actions = torch.from_numpy(drawn.actions)
-        torch.testing.assert_close(module.scale_action(actions), squashed, atol=1e-4, rtol=0)
+        torch.testing.assert_close(module.scale_action(actions), scaled, atol=1e-4, rtol=0)
         np.testing.assert_allclose(drawn.log_prob[0], log_prob[0].item(), atol=1e-3, rtol=1e-3)
         deterministic = torch.from_numpy(policy.act(observation, "", deterministic=True).actions)
-        torch.testing.assert_close(module.scale_action(deterministic), torch.tanh(mean), atol=1e-4, rtol=0)
+        most_likely, _ = module.draw(x, torch.zeros(1, 2))
+        torch.testing.assert_close(module.scale_action(deterministic), most_likely, atol=1e-4, rtol=0)
+        assert gripper == "continuous" or abs(scaled[0, 1]) == abs(most_likely[0, 1]) == 1.0
+
+
+def discrete_module() -> GaussianNetwork:
+    torch.manual_seed(0)
+    module = MlpPolicy.make_module(example_spec(), settings=MlpSettings(gripper="discrete"))
+    assert isinstance(module, GaussianNetwork)
+    return module
+
+
+@torch.no_grad()
+def test_discrete_gripper_opens_and_closes_fully_and_as_often_as_its_density_says() -> None:
+    module = discrete_module()
+    x = torch.randn(1, module.observation_size).expand(20_000, -1)
+    action, log_prob = module.draw(x, torch.randn(20_000, 2))
+    assert set(action[:, 1].tolist()) == {-1.0, 1.0}
+    torch.testing.assert_close(module.log_prob(x, action), log_prob, atol=1e-3, rtol=1e-3)
+    both = torch.tensor([[0.3, 1.0], [0.3, -1.0]])
+    opened, closed = module.log_prob(x[:2], both).tolist()
+    assert float((action[:, 1] == 1.0).float().mean()) == pytest.approx(1 / (1 + math.exp(closed - opened)), abs=0.02)
+
+
+@pytest.mark.parametrize("learn", ["by its value", "by imitation"])
+def test_discrete_gripper_learns(learn: str) -> None:
+    module = discrete_module()
+    x, opened = torch.randn(64, module.observation_size), torch.ones(64, 2)
+    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
+    for _ in range(100):
+        action, _ = module.draw(x, torch.randn(64, 2))
+        loss = -action[:, 1] if learn == "by its value" else module.imitation_loss(x, opened)
+        optimizer.zero_grad()
+        loss.mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    action, _ = module.draw(x, torch.randn(64, 2))
+    assert (action[:, 1] > 0).float().mean() > 0.95
+
+
+def test_discrete_gripper_of_a_robot_without_one_is_refused() -> None:
+    spec = replace(example_spec(), gripper=-1)
+    with pytest.raises(ConfigError, match="policy.options.gripper is discrete, and the action of conformance has no"):
+        MlpPolicy(spec, settings=MlpSettings(gripper="discrete"))
 
 
 @pytest.mark.gpu

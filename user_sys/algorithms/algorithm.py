@@ -237,6 +237,9 @@ class GaussianPolicy(ObservationEncoder, Protocol):
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (mean, log_std) before squashing, each (n, a), for encoded observations `x`."""
 
+    def draw(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns scaled actions (n, a) for standard normal `noise`, (n, a), and their log density, (n,)."""
+
     def log_prob(self, x: Tensor, action: Tensor) -> Tensor:
         """Returns the log density (n,) of scaled actions (n, a)."""
 

@@ -39,7 +39,6 @@ from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follo
 from user_sys.algorithms.algorithm import Algorithm, GaussianPolicy, TensorBatch, TrainingData, imitation_loss
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError
-from user_sys.policies.networks import squash
 from user_sys.policies.trainable import shared_copy, trained_pairs
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.selectors import MixturePart, StepFilter
@@ -209,8 +208,8 @@ class Sac(Algorithm):
         optimizer.step()
 
     def _draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.actor(x)
-        return squash(mean, log_std, torch.randn_like(mean))
+        drawn: tuple[Tensor, Tensor] = self.actor.draw(x, torch.randn(len(x), self.actor.action_size, device=x.device))
+        return drawn
 
     def scalars(self) -> dict[str, float]:
         """See `Algorithm.scalars`."""

@@ -16,7 +16,7 @@ from msgspec import Meta
 from hal.settings import Count, Limit
 from hal.spec import RobotSpec
 from user_sys.errors import ConfigError
-from user_sys.policies.scaling import camera_specs, feature_specs
+from user_sys.policies.scaling import Gripper, camera_specs, discrete_gripper, feature_specs
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 from user_sys.policies.trainable import TrainSettings
 
@@ -78,9 +78,10 @@ class PictureSettings:
 
 @dataclass(frozen=True)
 class CnnSettings(PictureSettings):
-    """`hidden`: widths of the layers after the encoders."""
+    """`hidden`: widths of the layers after the encoders. `gripper`: as in `policies.mlp.MlpSettings`."""
 
     hidden: tuple[int, ...] = (256, 256)
+    gripper: Gripper = "continuous"
 
 
 class CnnPolicy(TorchPolicy):
@@ -103,16 +104,16 @@ class CnnPolicy(TorchPolicy):
             options.make_encoders(spec, cls.select_cameras(spec, options)),
             pretrain_updates=options.pretrain_updates,
             frozen_from=options.frozen_from,
+            gripper=discrete_gripper(spec, options.gripper),
         )
 
     def draw(
         self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `TorchPolicy.draw`; a chunk has one action."""
-        from user_sys.policies.networks import squash
-
-        mean, log_std = self.module(self.module.encode(observation))
-        squashed, log_prob = squash(mean, log_std, self.noise(tuple(mean.shape), deterministic=deterministic))
+        x = self.module.encode(observation)
+        noise = self.noise((len(x), self.module.action_size), deterministic=deterministic)
+        scaled, log_prob = self.module.draw(x, noise)
         if deterministic:
             log_prob = log_prob.fill_(float("nan"))
-        return self.module.unscale_action(squashed)[:, None], log_prob[:, None]
+        return self.module.unscale_action(scaled)[:, None], log_prob[:, None]

@@ -8,12 +8,16 @@ elements, layers numbered from 0)::
     hidden.<i>.weight (out, in)   .bias (out,)      x = relu(weight @ x + bias)
     mean.weight (a, h)  .bias (a,)   log_std.weight (a, h)  .bias (a,)      u ~ N(mean, exp(clip(log_std))^2)
     action.centre (a,)  action.scale (a,)     action = centre + scale * tanh(u)
+
+A discrete gripper has u ~ N(mean, 1), and sign(u) instead of tanh(u).
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +32,9 @@ from user_sys.policies.scaling import (
     LOG_STD_MAX,
     LOG_STD_MIN,
     ActionBounds,
+    Gripper,
     RandomExploration,
+    discrete_gripper,
     feature_specs,
     require_features,
 )
@@ -44,10 +50,12 @@ class MlpSettings:
     Attributes:
         hidden: widths of the hidden layers.
         pretrain_updates: updates at the start that clone the demonstrations, for actor-critics.
+        gripper: continuous, or discrete: the policy opens or closes it fully.
     """
 
     hidden: tuple[int, ...] = (256, 256)
     pretrain_updates: Limit = 0
+    gripper: Gripper = "continuous"
 
     def __post_init__(self) -> None:
         if not self.hidden or min(self.hidden) < 1:
@@ -74,7 +82,9 @@ class MlpPolicy(TrainablePolicy):
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        """See `TrainablePolicy`; the weights give the widths, so that `settings` has no effect on acting."""
+        """See `TrainablePolicy`; the weights give the widths."""
+        self._settings = settings or MlpSettings()
+        self._gripper = discrete_gripper(spec, self._settings.gripper)
         self._specs = feature_specs(spec, features)
         self._bounds = ActionBounds(spec.action)
         self._rng = np.random.default_rng(seed)
@@ -99,10 +109,13 @@ class MlpPolicy(TrainablePolicy):
             return self._exploration.act(deterministic)
         mean, log_std = self._gaussian(np.concatenate([observation[spec.name] for spec in self._specs]))
         noise = np.zeros_like(mean) if deterministic else self._rng.standard_normal(mean.size, np.float32)
-        squashed = np.tanh(mean + np.exp(log_std) * noise)
-        log_prob = np.nan if deterministic else squashed_log_prob(noise, log_std, squashed)
-        action = self._weights["action.centre"] + self._weights["action.scale"] * squashed
-        return self._bounds.chunk(action[None], log_prob)
+        scaled = np.tanh(mean + np.exp(log_std) * noise)
+        log_prob = squashed_log_prob(noise, log_std, scaled)
+        if (g := self._gripper) >= 0:
+            scaled[g] = -1.0 if scaled[g] < 0 else 1.0
+            log_prob[g] = math.log(max(0.5 * math.erfc(-scaled[g] * mean[g] / math.sqrt(2.0)), sys.float_info.min))
+        action = self._weights["action.centre"] + self._weights["action.scale"] * scaled
+        return self._bounds.chunk(action[None], np.nan if deterministic else log_prob.sum())
 
     def load(self, weights: Mapping[str, Array]) -> None:
         """See `Policy.load`; the arrays are copied."""
@@ -115,7 +128,7 @@ class MlpPolicy(TrainablePolicy):
     def _load_on_gpu(self, weights: Mapping[str, Array], hidden: tuple[int, ...]) -> None:
         import torch
 
-        network = self._make_network(settings=MlpSettings(hidden))
+        network = self._make_network(settings=replace(self._settings, hidden=hidden))
         network.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
         self._network = network.to(self._device)
         torch.cuda.synchronize(self._device)
@@ -130,7 +143,10 @@ class MlpPolicy(TrainablePolicy):
             x = np.maximum(weight @ x + bias, 0.0)
         weight, bias = self._layers[-1]
         mean, log_std = np.split(weight @ x + bias, 2)
-        return mean, np.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)
+        log_std = np.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)
+        if self._gripper >= 0:
+            log_std[self._gripper] = 0.0
+        return mean, log_std
 
     def _gaussian_on_gpu(self, x: Array) -> tuple[Array, Array]:
         import torch
@@ -150,16 +166,20 @@ class MlpPolicy(TrainablePolicy):
 
         options = settings or MlpSettings()
         return GaussianNetwork(
-            feature_specs(spec, features), spec.action, options.hidden, pretrain_updates=options.pretrain_updates
+            feature_specs(spec, features),
+            spec.action,
+            options.hidden,
+            pretrain_updates=options.pretrain_updates,
+            gripper=discrete_gripper(spec, options.gripper),
         )
 
 
-def squashed_log_prob(noise: Array, log_std: Array, squashed: Array) -> float:
-    """Returns the log density of ``squashed = tanh(mean + exp(log_std) * noise)`` (Haarnoja et al. 2018, appendix
-    C).
+def squashed_log_prob(noise: Array, log_std: Array, squashed: Array) -> Array:
+    """Returns the log density of each element of ``squashed = tanh(mean + exp(log_std) * noise)`` (Haarnoja et al.
+    2018, appendix C).
     """
-    gaussian = -0.5 * noise**2 - log_std - 0.5 * np.log(2 * np.pi)
-    return float(np.sum(gaussian - np.log1p(1e-6 - squashed**2)))
+    gaussian: Array = -0.5 * noise**2 - log_std - 0.5 * np.log(2 * np.pi)
+    return gaussian - np.log1p(1e-6 - squashed**2)
 
 
 def _checked_layers(weights: Mapping[str, Array], inputs: int, actions: int) -> list[tuple[Array, Array]]:

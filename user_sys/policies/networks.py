@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -233,7 +233,10 @@ class ObservationNetwork(nn.Module):
 
 
 class GaussianNetwork(ObservationNetwork):
-    """A squashed Gaussian over actions; a `user_sys.algorithms.algorithm.GaussianPolicy`."""
+    """A squashed Gaussian over actions; a `user_sys.algorithms.algorithm.GaussianPolicy`.
+
+    A discrete gripper is at -1 or 1, the sign of its Gaussian of deviation 1, so that P(1) = Phi(mean).
+    """
 
     def __init__(
         self,
@@ -244,9 +247,14 @@ class GaussianNetwork(ObservationNetwork):
         *,
         pretrain_updates: int = 0,
         frozen_from: int = -1,
+        gripper: int = -1,
     ) -> None:
-        """`hidden`: widths of the layers after `encode`; see `ObservationNetwork`."""
+        """Args:
+        hidden: widths of the layers after `encode`; see `ObservationNetwork` for the others.
+        gripper: index of the action's discrete gripper element; -1 for none.
+        """
         super().__init__(specs, action, pictures, pretrain_updates=pretrain_updates, frozen_from=frozen_from)
+        self._gripper = gripper
         widths = (self.observation_size, *hidden)
         self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False))
         self.mean, self.log_std = (nn.Linear(widths[-1], self.action_size) for _ in range(2))
@@ -257,12 +265,34 @@ class GaussianNetwork(ObservationNetwork):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (mean, log_std) before squashing, each (n, a), for encoded observations `x`."""
         x = self._trunk(x)
-        return self.mean(x), self.log_std(x).clamp(LOG_STD_MIN, LOG_STD_MAX)
+        return self.mean(x), self._log_std(x)
+
+    def _log_std(self, h: Tensor) -> Tensor:
+        log_std: Tensor = self.log_std(h).clamp(LOG_STD_MIN, LOG_STD_MAX)
+        return self._with_gripper(log_std, lambda: torch.zeros_like(log_std))
+
+    def _with_gripper(self, values: Tensor, discrete: Callable[[], Tensor]) -> Tensor:
+        """Returns `values` (n, a); those of a discrete gripper are from `discrete`, (n, a)."""
+        if self._gripper < 0:
+            return values
+        at = torch.arange(self.action_size, device=values.device) == self._gripper
+        return torch.where(at, discrete(), values)
 
     def _trunk(self, x: Tensor) -> Tensor:
         for layer in self.hidden:
             x = torch.relu(layer(x))
         return x
+
+    def draw(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns scaled actions (n, a) at encoded observations `x`, and their log density (n,).
+
+        Differentiable; the gradient of a discrete gripper is that of its squashed Gaussian ("straight through").
+        """
+        mean, log_std = self(x)
+        action, log_prob = squash_elements(mean, log_std, noise)
+        log_prob = self._with_gripper(log_prob, lambda: log_probit(mean, action))
+        decided = self._with_gripper(action, lambda: action + (torch.where(action < 0, -1.0, 1.0) - action).detach())
+        return decided, log_prob.sum(-1)
 
     def log_prob(self, x: Tensor, action: Tensor) -> Tensor:
         """Returns the log density (n,) of scaled actions (n, a) at encoded observations `x`.
@@ -271,26 +301,40 @@ class GaussianNetwork(ObservationNetwork):
         """
         mean, log_std = self(x)
         u = torch.atanh(action.clamp(-DENSITY_MAX, DENSITY_MAX))
-        return squash(mean, log_std, (u - mean) / log_std.exp())[1]
+        _, log_prob = squash_elements(mean, log_std, (u - mean) / log_std.exp())
+        return self._with_gripper(log_prob, lambda: log_probit(mean, action)).sum(-1)
 
     def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the loss (n,) that clones scaled actions (n, a) at encoded observations `x`; `mask` has no effect.
 
         The mean is fitted by least squares after squashing. The deviation is fitted by its likelihood around that mean,
         without effect on it (Stirn et al., "Faithful Heteroscedastic Regression with Neural Networks", AISTATS 2023).
+        A discrete gripper is fitted by its likelihood alone.
         """
         h = self._trunk(x)
-        mean, log_std = self.mean(h), self.log_std(h.detach()).clamp(LOG_STD_MIN, LOG_STD_MAX)
+        mean, log_std = self.mean(h), self._log_std(h.detach())
         u = torch.atanh(action.clamp(-IMITATED_MAX, IMITATED_MAX))
         likelihood = 0.5 * ((u - mean.detach()) / log_std.exp()).square() + log_std
-        loss: Tensor = ((torch.tanh(mean) - action).square() + likelihood).sum(-1)
-        return loss
+        loss = (torch.tanh(mean) - action).square() + likelihood
+        return self._with_gripper(loss, lambda: -log_probit(mean, action)).sum(-1)
+
+
+def log_probit(mean: Tensor, action: Tensor) -> Tensor:
+    """Returns log Phi(mean) where `action` is positive, and else log Phi(-mean)."""
+    log_prob: Tensor = torch.special.log_ndtr(torch.where(action < 0, -mean, mean))
+    return log_prob
 
 
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the action tanh(mean + std noise), (n, a), and its log density, (n,) (Haarnoja et al., appendix C)."""
+    """Returns the action tanh(mean + std noise), (n, a), and its log density, (n,)."""
+    action, log_prob = squash_elements(mean, log_std, noise)
+    return action, log_prob.sum(-1)
+
+
+def squash_elements(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """As `squash`, with the log density of each element, (n, a) (Haarnoja et al. 2018, appendix C)."""
     u = mean + log_std.exp() * noise
     gaussian = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
     # log(1 - tanh(u)^2), in the form that stays finite for large |u|.
     log_slope = 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
-    return torch.tanh(u), (gaussian - log_slope).sum(-1)
+    return torch.tanh(u), gaussian - log_slope

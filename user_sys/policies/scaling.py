@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from hal.errors import SpecError
 from hal.spec import Array, ArraySpec, CameraSpec, RobotSpec
+from user_sys.errors import ConfigError
 from user_sys.policies.policy import ActionChunk
 
+Gripper = Literal["continuous", "discrete"]
 INPUT_CLIP = 5.0  # of scaled observations
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of a Gaussian over actions in [-1, 1], before squashing
 EXPLORATION_CORRELATION = 0.7
@@ -44,6 +47,16 @@ def action_affine(spec: ArraySpec) -> tuple[Array, Array]:
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise SpecError(f"{spec.name}: a squashed policy needs finite bounds, got {spec.low} to {spec.high}")
     return (low + high) / 2, (high - low) / 2
+
+
+def discrete_gripper(spec: RobotSpec, gripper: Gripper) -> int:
+    """Returns the index of the action's discrete gripper element; -1 if it is continuous.
+
+    Raises ConfigError: the robot has no gripper.
+    """
+    if gripper == "discrete" and spec.gripper < 0:
+        raise ConfigError(f"policy.options.gripper is discrete, and the action of {spec.model} has no gripper")
+    return spec.gripper if gripper == "discrete" else -1
 
 
 def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArraySpec, ...]:
