@@ -132,7 +132,7 @@ def _lasting(seconds: float) -> tuple[str, ...]:
 CONDITIONED = (
     "{pictures: true, conditions: 2, condition: 1, guidance: 1.5, noise_scale: 0.3, exploration: 0.05}"  # of 8 actions
 )
-EQUAL_UPDATES = (*_lasting(3600), "--learner.max_updates=10000")
+EQUAL_UPDATES = (*_lasting(3600), "--learner.max_updates=4000")
 PARTS: dict[str, Part] = {
     "state": Part(
         tuple(

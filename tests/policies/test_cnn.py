@@ -142,3 +142,8 @@ def test_unusable_settings_are_refused() -> None:
     blind = RobotSpec(model="blind", rate_hz=10.0, observation=example_spec().observation, action=example_spec().action)
     with pytest.raises(SpecError, match="the policy reads pictures, and blind has no camera"):
         CnnPolicy(blind)
+
+
+def test_softmax_over_a_single_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pooling is softmax, .* pictures of 32x24 give one: set embedding"):
+        module_of(replace(SMALL, backbone="resnet10", cameras=("front",)))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from hal.settings import Count, Limit
-from hal.spec import RobotSpec
+from hal.spec import CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.scaling import Gripper, camera_specs, discrete_gripper, feature_specs
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
@@ -32,7 +33,9 @@ class PictureSettings:
 
     Attributes:
         cameras: that it reads; empty for all of the robot.
-        backbone: small (four convolutions) or resnet10 (with group norm, for pictures of 128 pixels and more).
+        backbone: small (four convolutions), resnet10 (with group norm, for pictures of 128 pixels and more), or timm
+            (a pretrained model of that library, which stays as it is).
+        timm_model, timm_file: its name, and its weights as a .safetensors file; policy servers read the file too.
         pooling: softmax (places of features) or embedding (learned maps of places).
         picture_size: length of an encoded picture.
         shift: pixels by which pictures move at random in training; 0 for none.
@@ -42,7 +45,9 @@ class PictureSettings:
     """
 
     cameras: tuple[str, ...] = ()
-    backbone: Literal["small", "resnet10"] = "small"
+    backbone: Literal["small", "resnet10", "timm"] = "small"
+    timm_model: str = ""
+    timm_file: str = ""
     pooling: Literal["softmax", "embedding"] = "softmax"
     picture_size: Count = 32
     shift: Annotated[int, Meta(ge=0, le=64)] = 2
@@ -53,6 +58,8 @@ class PictureSettings:
     def __post_init__(self) -> None:
         if self.encoder == "frozen" and not self.pretrain_updates:
             raise ConfigError("encoder is frozen, and nothing trains it: set pretrain_updates above 0")
+        if {bool(self.timm_model), bool(self.timm_file)} != {self.backbone == "timm"}:
+            raise ConfigError(f"backbone is {self.backbone}; timm_model and timm_file belong to timm, which needs both")
 
     @property
     def frozen_from(self) -> int:
@@ -60,20 +67,29 @@ class PictureSettings:
         return self.pretrain_updates if self.encoder == "frozen" else -1
 
     def make_encoders(self, spec: RobotSpec, cameras: Sequence[str]) -> dict[str, PictureEncoder]:
-        """Builds an encoder for each of `cameras`."""
+        """Builds an encoder for each of `cameras`. Raises ConfigError as `PictureEncoder` and `TimmBackbone`."""
         from user_sys.policies.networks import PictureEncoder
 
         return {
             camera.name: PictureEncoder(
                 camera.height,
                 camera.width,
-                backbone=self.backbone,
+                backbone=self._make_backbone(camera),
                 pooling=self.pooling,
                 size=self.picture_size,
                 shift=self.shift,
             )
             for camera in camera_specs(spec, cameras)
         }
+
+    def _make_backbone(self, camera: CameraSpec) -> nn.Module:
+        from user_sys.policies.networks import resnet10, small_backbone
+
+        if self.backbone == "timm":
+            from user_sys.policies.timm_backbone import TimmBackbone
+
+            return TimmBackbone(self.timm_model, Path(self.timm_file), camera.height, camera.width)
+        return small_backbone() if self.backbone == "small" else resnet10()
 
 
 @dataclass(frozen=True)

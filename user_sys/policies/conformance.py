@@ -150,7 +150,7 @@ class PolicyConformance(ABC):
         policy.load(weights)
         before = policy.act(observation, SENTENCE, deterministic=True).actions.copy()
         for array in weights.values():
-            array[...] = np.nan
+            array[...] = -1 if array.dtype.kind in "iu" else np.nan
         np.testing.assert_array_equal(policy.act(observation, SENTENCE, deterministic=True).actions, before)
         policy.load(self.weights(spec, 1))
         assert not np.array_equal(policy.act(observation, SENTENCE, deterministic=True).actions, before)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hal.spec import IMAGES, Array, ArraySpec
+from user_sys.errors import ConfigError
 from user_sys.policies.scaling import (
     INPUT_CLIP,
     LOG_STD_MAX,
@@ -20,7 +21,6 @@ from user_sys.policies.scaling import (
     encoded_feature,
 )
 
-Backbone = Literal["small", "resnet10"]
 Pooling = Literal["softmax", "embedding"]
 GROUPS = 4  # of a group norm
 EMBEDDINGS = 8  # of a spatial embedding, for each channel
@@ -44,17 +44,28 @@ class PictureEncoder(nn.Module):
         height: int,
         width: int,
         *,
-        backbone: Backbone = "small",
+        backbone: nn.Module,
         pooling: Pooling = "softmax",
         size: int,
         shift: int,
     ) -> None:
-        """`shift`: in training mode each picture is moved by up to so many pixels; see `random_shift`."""
+        """Args:
+        backbone: scaled pictures (n, 3, height, width) to maps of features (n, c, h, w).
+        shift: in training mode each picture is moved by up to so many pixels; see `random_shift`.
+
+        Raises:
+            ConfigError: the pictures are too small for the pooling.
+        """
         super().__init__()
         self.size, self._shift = size, shift
-        self.backbone = small_backbone() if backbone == "small" else resnet10()
+        self.backbone = backbone
         with torch.no_grad():
             channels, rows, columns = self.backbone(torch.zeros(1, 3, height, width)).shape[1:]
+        if pooling == "softmax" and rows * columns == 1:
+            raise ConfigError(
+                f"policy.options.pooling is softmax, which needs several places, and pictures of {width}x{height} give "
+                "one: set embedding, or larger pictures"
+            )
         self.pool = SpatialSoftmax(rows, columns) if pooling == "softmax" else SpatialEmbedding(channels, rows, columns)
         self.project = nn.Linear(channels * (2 if pooling == "softmax" else EMBEDDINGS), size)
         self.norm = nn.LayerNorm(size)
