@@ -150,7 +150,7 @@ def chunk_by_lerobots_rtc(
     inputs |= {"observation.images.front": picture, "task": [SENTENCE], "action": torch.from_numpy(promise)[None]}
     prepared = module.processors.prepare(inputs)
     network, scaled = module.network.eval(), prepared.pop("action")
-    network.config.rtc_config = RTCConfig(prefix_attention_schedule=RTCAttentionSchedule.EXP)
+    network.config.rtc_config = RTCConfig(enabled=True, prefix_attention_schedule=RTCAttentionSchedule.EXP)
     network.init_rtc_processor()
     torch.manual_seed(0)  # as of a deterministic chunk
     assert module.noise_shape is not None
