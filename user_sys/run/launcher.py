@@ -332,7 +332,7 @@ class RunSupervisor:
 
     def _check_robots(self, statuses: Mapping[str, ProcessStatus], display: ProgressDisplay) -> None:
         """Prints robots whose driver fails at each start. Raises RunError if there is no other robot."""
-        for robot in self._config.robots:
+        for number, robot in enumerate(self._config.robots):
             driver = f"{robot.name}-driver"
             path, status = self._folder.log(driver), statuses[driver]
             message = last_log_message(path)
@@ -341,6 +341,8 @@ class RunSupervisor:
                 self._missing.pop(robot.name, None)
             elif message.startswith(WAITING_LOG_PREFIX):
                 reason = f"{robot.name} waits: {message.removeprefix(WAITING_LOG_PREFIX)}"
+                if robot.simulated:
+                    reason += f"; --robots.{number}.name=NAME simulates another robot, which need not wait"
                 self._reasons.print(robot.name, reason, display.print_line)
             elif failed and robot.name not in self._missing:
                 why = f"{message or 'its log is empty'}; see {path}"
