@@ -49,10 +49,11 @@ class Program:
 
 LEARNING_MINUTES = {
     "state": 30,
-    "pixels": 200,
+    "pixels": 30,
+    "randomised": 130,
     "peg": 250,
-    "recap": 180,
-    "ppo": 60,
+    "recap": 75,
+    "ppo": 20,
     "asynchrony": 75,
     "robots": 120,
     "hg-dagger": 50,

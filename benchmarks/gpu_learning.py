@@ -84,7 +84,13 @@ def fill(folder: Path, spec: RobotSpec, scale: Scale) -> None:
 @contextmanager
 def training(folder: Path, spec: RobotSpec, scale: Scale, device: str, encoder: str) -> Iterator[Trainer]:
     learner = LearnerConfig(batch_size=scale.batch, cache_bytes=1 << 30, batches_ahead=2)
-    options = {"backbone": "resnet10", "encoder": encoder, "pretrain_updates": PRETRAIN, "shift": 4}
+    options = {
+        "backbone": "resnet10",
+        "pooling": "embedding",
+        "encoder": encoder,
+        "pretrain_updates": PRETRAIN,
+        "shift": 4,
+    }
     with StoreReader.open(folder) as reader:
         trainer = Trainer(learner, spec, reader, policy=PolicyConfig(kind="cnn", options=options), device=device)
         trainer.refresh()

@@ -23,7 +23,7 @@ from benchmarks.harness import OUT, ROOT, WHOLE, Row, Run, shown
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
-LEARNING_PLOTS = ("state", "pixels", "peg", "recap", "ppo", "asynchrony", "robots")
+LEARNING_PLOTS = ("state", "pixels", "randomised", "peg", "recap", "ppo", "asynchrony", "robots")
 VLA_PLOTS = ("vla-online", "vla-alone")
 PICTURES = {
     "million": "replay.png",
