@@ -144,7 +144,7 @@ def test_large_policy_survives_kills_and_moves_only_its_adapters(tmp_path: Path,
         assert launch.process.poll() is None, launch.err[-2000:]
         return acting_robots(run) == {"left", "right"}
 
-    with user_sys(tmp_path, "train", "large.yaml", "--name", "large", "--learner.max_updates=1000") as launch:
+    with user_sys(tmp_path, "train", "large.yaml", "--name", "large", "--learner.max_updates=1000000") as launch:
         until(lambda: has_learned(2), "two updates", WITHIN_S)
         until(lambda: scan_checkpoints(run / "checkpoints").readable, "a checkpoint is written", WITHIN_S)
         kill(launch, LEARNER)
