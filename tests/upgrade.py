@@ -1,7 +1,7 @@
 """Robots run an earlier wheel while their cloud is replaced by this checkout: ``make test-upgrade``; two minutes.
 
-The earlier wheel is of the last commit of the previous protocol (`--wheel-of COMMIT` names another). Its
-`user-sys edge` drives two robots, and its cloud trains with them until it is killed. The robots lose their leases and
+The earlier wheel is of `earlier_commit` (`--wheel-of COMMIT` names another). Its `user-sys edge` drives two robots. Its
+cloud, in the environment that it sets up itself, trains with them until it is killed. The robots lose their leases and
 hold. This checkout resumes the run; the robots connect to it, and continue. At the end the store has each step once.
 """
 
@@ -19,9 +19,9 @@ from run_kit import Launch, user_sys
 from site_kit import headers, require_delivered, waiting
 from wait_kit import until
 
-from user_sys.messages import PROTOCOL_VERSION
+from user_sys.messages import PREVIOUS_PROTOCOL_VERSION, PROTOCOL_VERSION
+from user_sys.run.metrics import read_metrics
 from user_sys.run.prepare import free_port
-from user_sys.run.status import read_status
 
 ROOT = Path(__file__).resolve().parents[1]
 ROBOTS = ("left", "right")
@@ -40,15 +40,16 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def previous_commit() -> str:
-    """The last commit of the previous protocol."""
-    line = f"PROTOCOL_VERSION = {PROTOCOL_VERSION}"
+def earlier_commit() -> str:
+    """The last commit of the previous protocol; if the history has none, the first of this one."""
+    line, before = (f"PROTOCOL_VERSION = {version}\n" for version in (PROTOCOL_VERSION, PREVIOUS_PROTOCOL_VERSION))
     first = git("log", "--format=%h", f"-S{line}", "--", "user_sys/messages.py").split()[-1]
-    return git("rev-parse", "--short", f"{first}^").strip()
+    is_previous = before in git("show", f"{first}^:user_sys/messages.py")
+    return git("rev-parse", "--short", f"{first}^").strip() if is_previous else first
 
 
 def install(commit: str, folder: Path) -> tuple[Path, Path]:
-    """The commit's files, and the Python of an environment with its wheel and what a robot's computer needs."""
+    """The Pythons of the commit's own environment, and of one with its wheel and what a robot's computer needs."""
     tree, environment = folder / "tree", folder / "environment"
     tree.mkdir()
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
@@ -59,7 +60,8 @@ def install(commit: str, folder: Path) -> tuple[Path, Path]:
     (wheel,) = folder.glob("*.whl")
     python = environment / "bin" / "python"
     run(uv, "pip", "install", "--python", python, "-c", ROOT / "constraints.txt", f"{wheel}[edge]")
-    return tree, python
+    run(tree / ".ci" / "set-up", "edge,sim,learner")
+    return tree / ".venv" / "bin" / "python", python
 
 
 def protocol_of(python: Path, folder: Path) -> str:
@@ -79,7 +81,7 @@ def user_sys_now(folder: Path, *words: str) -> None:
 
 
 def upgrade(commit: str, folder: Path) -> None:
-    tree, python = install(commit, folder)
+    before, python = install(commit, folder)
     print(f"upgrade: the robots run the wheel of {commit}, protocol {protocol_of(python, folder)}", flush=True)
     port = free_port("127.0.0.1")
     for name in ("gateway", *ROBOTS):
@@ -92,12 +94,13 @@ def upgrade(commit: str, folder: Path) -> None:
     outboxes = [folder / "edge" / name / "outbox" for name in ROBOTS]
 
     def updates() -> int:
-        return read_status(home).run.updates if (home / "status.json").exists() else 0
+        reports = [line for line in read_metrics(home / "metrics" / "learner.jsonl") if line.get("count")]
+        return int(reports[-1]["count"] or 0) if reports else 0
 
-    before, now = {"PYTHONPATH": str(tree)}, {"PYTHONPATH": str(ROOT)}
+    now, alone = {"PYTHONPATH": str(ROOT)}, {"PYTHONPATH": ""}
     robots = ("edge", "robots.yaml", "--connect", f"tcp://127.0.0.1:{port}")
-    with user_sys(folder, *robots, python=python, env={"PYTHONPATH": ""}) as edge:
-        with user_sys(folder, "cloud", "cloud.yaml", "--name", "kept", env=before) as old:
+    with user_sys(folder, *robots, python=python, env=alone) as edge:
+        with user_sys(folder, "cloud", "cloud.yaml", "--name", "kept", python=before, env=alone) as old:
             until(lambda: updates() > 50 or ended(old), "the earlier cloud trains", START_S)
             printed = len(edge.out)
             os.kill(old.process.pid, signal.SIGKILL)
@@ -138,10 +141,12 @@ def stored_steps(home: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheel-of", metavar="COMMIT", help="default: the last of the previous protocol")
+    parser.add_argument(
+        "--wheel-of", metavar="COMMIT", help="default: the last of the previous protocol, or the first of this"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="us-upgrade-") as folder:
-        upgrade(given.wheel_of or previous_commit(), Path(folder))
+        upgrade(given.wheel_of or earlier_commit(), Path(folder))
     return 0
 
 
