@@ -22,7 +22,7 @@ README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "bring-your-robot.md"
 LINE_S, MAKE_S = 200, 1500
 CONFIG = """
 robots: [{name: arm, driver: fake, task: reach, real_time: false, options: {cameras: [front]}}]
-demonstrations: {episodes: 8}
+demonstrations: {episodes: 20}
 learner: {max_training_s: 100000, warmup_updates: 20}
 logging: {wandb: {mode: disabled}}
 console: {port: 0}
