@@ -200,13 +200,14 @@ def test_actions_past_the_end_carry_no_loss(kind: str, checkpoints: dict[str, Le
         action[:, 1:] += value
         torch.manual_seed(0)
         losses.append(loss_of(module, replace(batch, action=action)))
-    if kind in ("smolvla", *PI):  # their network sees the noisy chunk, padding included
-        assert (losses[0] - losses[1]).abs().max() < 1e-4
-        mask = torch.zeros_like(batch.mask)
-        torch.manual_seed(0)
-        assert loss_of(module, replace(batch, mask=mask)).abs().max() == 0
-    else:
+    if kind == "act":
         assert (losses[0] - losses[1]).abs().max() < 1e-3
+        return
+    mask = torch.zeros_like(batch.mask)  # the other networks see the noisy chunk, padding included
+    torch.manual_seed(0)
+    assert loss_of(module, replace(batch, mask=mask)).abs().max() == 0
+    if kind != "diffusion":  # whose convolutions carry noise of the padding to the valid actions
+        assert (losses[0] - losses[1]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
