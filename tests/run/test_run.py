@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 from run_kit import user_sys
@@ -26,11 +27,13 @@ from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
 from user_sys.gateway import GatewayConfig
 from user_sys.gateway.relay import RelayConfig
+from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
 from user_sys.robot_records import read_robot_records
 from user_sys.run.config import (
     METADATA_FILE,
     EvaluationConfig,
     RunConfig,
+    RunFolder,
     RunMetadata,
     TargetConfig,
     create_run_folder,
@@ -235,6 +238,27 @@ def test_stored_pictures_of_another_size_refuse_a_resume(tmp_path: Path, capsys:
     message = f"robot {robot.name}: the camera front gives pictures of 48x48, and .*/first has stored 32x32: set that"
     require_one_error(capsys.readouterr().err, message)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--learner.algorithm=sac", "learner.algorithm is sac, and .*/first has trained with rlpd: leave it as it was"),
+        (
+            "--policy.kind=flow",
+            "policy.kind is flow, and .*/first has trained with mlp: leave it as it was, or start a",
+        ),
+    ],
+)
+def test_checkpoint_of_another_training_refuses_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    config = replace(fleet(tmp_path), robots=(RobotConfig(driver="fake", task="reach", frame_stride=1),))
+    prepare_run_folder(config, *create_run_folder(config, "first", ENDPOINT))
+    folder = RunFolder(tmp_path / "first").checkpoints
+    save_checkpoint(folder, Checkpoint(1, {}, {"network.x": np.zeros(3)}), keep=1)
+    assert main(["train", "--resume", str(tmp_path / "first"), override, "--console.enabled=false"]) == 2
+    require_one_error(capsys.readouterr().err, message)
 
 
 def test_console_port_in_use_is_refused_before_the_folder_exists(config: Path) -> None:

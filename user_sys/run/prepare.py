@@ -112,6 +112,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         _require_console(config)
         check_plugins(config)
         _require_picture_sizes(config, folder)
+        _require_same_training(config, folder)
         if not request.restart_if_unreadable:
             for path, found in _surveyed_checkpoints(folder):
                 if found.is_all_unreadable:
@@ -185,6 +186,20 @@ def _require_picture_sizes(config: RunConfig, folder: RunFolder) -> None:
                     f"robot {robot.name}: the camera {camera.name} gives pictures of {camera.width}x{camera.height}, "
                     f"and {folder.path} has stored {stored.width}x{stored.height}: set that size, or start a new run"
                 )
+
+
+def _require_same_training(config: RunConfig, folder: RunFolder) -> None:
+    """Raises ConfigError if the run's checkpoints are of another algorithm or kind of policy."""
+    _, before, _ = open_run_folder(folder.path)
+    for setting, trained, wanted in (
+        ("learner.algorithm", before.learner.algorithm, config.learner.algorithm),
+        ("policy.kind", before.policy.kind, config.policy.kind),
+    ):
+        if trained != wanted and any(found.readable for _, found in _surveyed_checkpoints(folder)):
+            raise ConfigError(
+                f"{setting} is {wanted}, and {folder.path} has trained with {trained}: leave it as it was, or start a "
+                f"new run with --learner.initial_policy={folder.path}"
+            )
 
 
 def _buildable_robots(config: RunConfig) -> Iterator[RobotConfig]:
