@@ -51,7 +51,8 @@ def build(kind: type[T], differences: Mapping[str, Any], source: str, overrides:
         is_override = any(key == k or key.startswith(f"{k}.") or k.startswith(f"{key}.") for k in changes if key)
         raise ConfigError(f"--{error}" if is_override else f"{source}: {error}") from None
     except (ConfigError, SpecError) as error:
-        raise ConfigError(f"{source}: {_one_line(error)}") from None
+        where = f"{source} with {' '.join(f'--{key}' for key in changes)}" if changes else source
+        raise ConfigError(f"{where}: {_one_line(error)}") from None
 
 
 def save(config: object, path: Path) -> None:

@@ -233,7 +233,8 @@ class Keyring:
             (self.folder / f"{validate_name(name)}.json").unlink()
             sync_folder(self.folder)
         except FileNotFoundError:
-            raise ConfigError(f"{name!r} is not in the keyring; it has {[e.name for e in self.list()]}") from None
+            known = ", ".join(entry.name for entry in self.list()) or "no key"
+            raise ConfigError(f"{name!r} is not in the keyring; it has {known}") from None
         self.refresh()
 
     def list(self) -> tuple[AuthorizedKey, ...]:
