@@ -18,17 +18,21 @@ from user_sys.run.prepare import check_plugins
 MODULE = """
 from dataclasses import dataclass
 from user_sys.algorithms.rlpd import Rlpd
-from user_sys.policies.mlp import MlpPolicy
+from user_sys.policies.mlp import MlpPolicy, MlpSettings
 
 @dataclass(frozen=True)
 class Settings:
+    horizon: int = 3
+
+@dataclass(frozen=True)
+class ActingSettings(MlpSettings):
     horizon: int = 3
 
 class Mine(Rlpd):
     settings = Settings
 
 class Acting(MlpPolicy):
-    settings = Settings
+    settings = ActingSettings
 """
 ENTRY_POINTS = """
 [user_sys.algorithms]
