@@ -162,7 +162,8 @@ def _select_robot(config: RunConfig, folder: RunFolder, name: str | None) -> tup
     """The learner and the config of the robot of that name (default: the first). Raises RunError: there is none."""
     robot = next((robot for robot in config.robots if name in (None, robot.name)), None)
     if robot is None:
-        raise RunError(f"{folder.path} has no robot {name!r}; it has {', '.join(robot.name for robot in config.robots)}")
+        known = ", ".join(robot.name for robot in config.robots)
+        raise RunError(f"{folder.path} has no robot {name!r}; it has {known}")
     learners = learner_from_embodiment(read_robot_records(folder.robots))
     if (learner := learners.get(robot_spec(robot).embodiment)) is None:
         raise RunError(f"{folder.path} has no learner for the embodiment of {robot.name}; evaluate on another robot")
