@@ -25,6 +25,7 @@ from user_sys.compose import RobotConfig
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import RunError
 from user_sys.messages import EpisodeReport
+from user_sys.run.compare import _band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate_and_report, success_by_task, video_listener
 from user_sys.run.report import (
@@ -232,3 +233,10 @@ def test_compare_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.Captur
     (run.path / "summary.json").write_text("{")
     assert main(["compare", str(run.path), "--output", str(tmp_path / "x.png")]) == 2
     assert "summary.json cannot be read" in capsys.readouterr().err
+
+
+def test_run_that_has_ended_counts_with_its_last_success_in_the_band() -> None:
+    done = np.array([0.0, 1.0]), np.array([0.0, 1.0]), np.array([1, 2])
+    slow = np.array([0.0, 3.0]), np.array([0.0, 0.5]), np.array([1, 2])
+    minutes, low, middle, high = _band([done, slow])
+    assert minutes[-1] == 3.0 and (low[-1], middle[-1], high[-1]) == (50.0, 75.0, 100.0)

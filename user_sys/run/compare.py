@@ -205,13 +205,13 @@ def _curve(run: RunResult) -> tuple[Array, Array, Array] | None:
 
 
 def _band(curves: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
-    """Minutes, lower edge, middle and upper edge, in percent. A run counts until its end."""
+    """Minutes, lower edge, middle and upper edge, in percent. After its end a run counts with its last share."""
     if len(curves) == 1:
         minutes, share, count = curves[0]
         edges = np.array([wilson_interval(round(s * n), int(n)) for s, n in zip(share, count, strict=True)])
         return minutes, 100 * edges[:, 0], 100 * share, 100 * edges[:, 1]
     grid = np.linspace(0.0, max(minutes[-1] for minutes, _, _ in curves), GRID)
-    shares = np.array([np.interp(grid, minutes, share, left=np.nan, right=np.nan) for minutes, share, _ in curves])
+    shares = np.array([np.interp(grid, minutes, share, left=np.nan) for minutes, share, _ in curves])
     measured = ~np.isnan(shares).all(0)
     grid, shares = grid[measured], 100 * shares[:, measured]
     return grid, np.nanmin(shares, 0), np.nanmean(shares, 0), np.nanmax(shares, 0)
