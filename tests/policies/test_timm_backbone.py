@@ -13,10 +13,12 @@ from hal.spec import Array, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.sac import Sac, SacSettings
+from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.policy import Policy
+from user_sys.run.prepare import _with_absolute_paths
 
 torch.set_num_threads(1)
 CONVOLUTIONS, TRANSFORMER = "resnet10t", "vit_tiny_patch16_224"
@@ -25,7 +27,7 @@ IS_INSTALLED = importlib.util.find_spec("timm") is not None
 
 def options_of(model: str, file: Path) -> CnnSettings:
     return CnnSettings(
-        hidden=(32,), picture_size=8, backbone="timm", pooling="embedding", timm_model=model, timm_file=str(file)
+        hidden=(32,), picture_size=8, backbone="timm", pooling="embedding", timm_model=model, timm_file=file
     )
 
 
@@ -119,9 +121,17 @@ def test_file_that_is_missing_or_pickled_is_refused(tmp_path: Path) -> None:
 
 
 def test_half_of_the_options_is_refused() -> None:
-    for options in ({"backbone": "timm"}, {"timm_model": "resnet18", "timm_file": "x.safetensors"}):
+    for options in ({"backbone": "timm"}, {"timm_model": "resnet18", "timm_file": Path("x.safetensors")}):
         with pytest.raises(ConfigError, match="timm_model and timm_file belong to timm, which needs both"):
             CnnSettings(**options)  # type: ignore[arg-type]
+
+
+def test_file_is_found_when_the_run_goes_on_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "resnet18.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    options = {"backbone": "timm", "timm_model": "resnet18", "timm_file": "resnet18.safetensors"}
+    found = _with_absolute_paths(PolicyConfig(kind="cnn", options=options)).options
+    assert found == {**options, "timm_file": str(tmp_path / "resnet18.safetensors")}
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="timm is installed")

@@ -47,7 +47,7 @@ class PictureSettings:
     cameras: tuple[str, ...] = ()
     backbone: Literal["small", "resnet10", "timm"] = "small"
     timm_model: str = ""
-    timm_file: str = ""
+    timm_file: Path | None = None
     pooling: Literal["softmax", "embedding"] = "softmax"
     picture_size: Count = 32
     shift: Annotated[int, Meta(ge=0, le=64)] = 2
@@ -85,10 +85,10 @@ class PictureSettings:
     def _make_backbone(self, camera: CameraSpec) -> nn.Module:
         from user_sys.policies.networks import resnet10, small_backbone
 
-        if self.backbone == "timm":
+        if self.timm_file is not None:
             from user_sys.policies.timm_backbone import TimmBackbone
 
-            return TimmBackbone(self.timm_model, Path(self.timm_file), camera.height, camera.width)
+            return TimmBackbone(self.timm_model, self.timm_file, camera.height, camera.width)
         return small_backbone() if self.backbone == "small" else resnet10()
 
 
