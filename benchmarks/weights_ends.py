@@ -189,8 +189,8 @@ class Notifying(DoubleBufferedPolicy):
 class Robot:
     """A robot's receiving end and the policy that it loads, in this process."""
 
-    def __init__(self, name: str, client: TunnelClient, swapper: Notifying, inlet: WeightsReceiver) -> None:
-        self._name, self._client, self._swapper, self._inlet = name, client, swapper, inlet
+    def __init__(self, name: str, client: TunnelClient, swapper: Notifying, receiver: WeightsReceiver) -> None:
+        self._name, self._client, self._swapper, self._receiver = name, client, swapper, receiver
 
     def await_version(self, version: int) -> None:
         """Swaps as soon as it can, until it acts with `version`, and reports to the gateway."""
@@ -198,10 +198,10 @@ class Robot:
         while self.version != version:
             self._swapper.loaded.wait(LOOK_S)
             self._swapper.loaded.clear()
-            self._inlet.raise_failure()
+            self._receiver.raise_failure()
             self._swapper.swap_if_ready()
             assert time.perf_counter() < until_s, "the push did not arrive"
-        self._client.send(self._inlet.applied_report(self._name))
+        self._client.send(self._receiver.applied_report(self._name))
 
     @property
     def version(self) -> int:
@@ -211,7 +211,7 @@ class Robot:
     @property
     def stages(self) -> Mapping[str, float]:
         """Seconds of the last push's stages."""
-        return self._inlet.planner.stage_seconds
+        return self._receiver.planner.stage_seconds
 
 
 class Pushes:
@@ -235,8 +235,8 @@ class Pushes:
             endpoint or self.endpoint, self._keys[name], self._public_key, hello, limits=LIMITS
         ) as client:
             client.wait_open(DEADLINE_S)
-            with WeightsReceiver(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
-                yield Robot(name, client, swapper, inlet)
+            with WeightsReceiver(client, swapper, config, self._folder, None, Governor(config.governor)) as receiver:
+                yield Robot(name, client, swapper, receiver)
 
     def seconds(self, names: Sequence[str], awaited: Sequence[Robot]) -> float:
         """Offers the next version to the robots called `names`; until the last of those `awaited` acts with it."""

@@ -122,10 +122,12 @@ def act(run: Path, address: GatewayAddress) -> None:
     keys = load_keypair(run / "keys" / "panda-0.key")
     with TunnelClient(address.endpoint, keys, address.public_key, hello()) as client:
         client.wait_open(30)
-        with WeightsReceiver(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)) as inlet:
+        with WeightsReceiver(
+            client, swapper, config, run / "keys", run / "edge", Governor(config.governor)
+        ) as receiver:
             while True:
                 if swapper.swap_if_ready() is not None:
-                    client.send(inlet.applied_report("panda-0"))
+                    client.send(receiver.applied_report("panda-0"))
                 time.sleep(0.01)
 
 

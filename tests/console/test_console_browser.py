@@ -350,7 +350,7 @@ def test_headset_drives_while_its_grip_is_held(page: Any, simulated: SimulatedRu
         """Repeats the motion, with a new grip, until its input is seen.
 
         Only the newest input counts, so a busy machine misses a short one; motions that it shows in one frame are a
-        jump, after which the person grips anew.
+        jump, after which the person grips again.
         """
         inputs, until_s = len(drives()), time.monotonic() + 60
         while True:

@@ -61,6 +61,21 @@ def test_acknowledged_chunks_are_deleted_and_numbers_go_on(tmp_path: Path) -> No
         assert indexes(outbox) == [] and outbox.append(packet(30)) == 30
 
 
+def test_chunk_back_after_a_power_cut_leaves_the_newest_number_known(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        outbox.append(packet(0))
+        outbox.append(packet(1))
+        [first] = tmp_path.glob("000000000000_*.chunk")
+        content = first.read_bytes()
+        outbox.acknowledge(1)
+    first.write_bytes(content)  # its deletion was not durable
+    with Outbox.open(tmp_path) as outbox:
+        assert indexes(outbox) == [0]
+        outbox.acknowledge(1)
+    with Outbox.open(tmp_path) as outbox:
+        assert outbox.append(packet(2)) == 2, "the gateway would ignore a number that it has"
+
+
 def test_reserve_takes_chunks_of_a_full_outbox(tmp_path: Path) -> None:
     with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
         outbox.allocate_reserve()

@@ -74,15 +74,15 @@ class WeightsRobot:
         self.client = site.client(name, "robot", limits)
         keys, state = site.run / "keys", site.run / "edge" / name
         governor = Governor(config.governor)
-        self.inlet = WeightsReceiver(self.client, self.swapper, config, keys, state, governor, self.say_version)
+        self.receiver = WeightsReceiver(self.client, self.swapper, config, keys, state, governor, self.say_version)
 
     def __enter__(self) -> WeightsRobot:
-        self.inlet.start()
+        self.receiver.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.inlet.close()
-        self.inlet.raise_failure()
+        self.receiver.close()
+        self.receiver.raise_failure()
 
     def acts_with(self, version: int) -> bool:
         if self.swapper.swap_if_ready() is not None:
@@ -266,7 +266,7 @@ def test_slow_robot_delays_no_other(site: WeightsSite) -> None:
         with WeightsRobot(site, "slow", slow, byte_a_second) as slowest:
             for version in range(1, 7):
                 publish(publisher, weights(version, size=50_000), version, *fast)
-            assert slowest.inlet.planner.loaded_version == -1
+            assert slowest.receiver.planner.loaded_version == -1
         with WeightsRobot(site, "slow", slow) as faster:
             until(lambda: faster.acts_with(6), "and the slow one gets there too")
 
@@ -286,37 +286,41 @@ def test_unwritable_learner_key_fails_before_driving(tmp_path: Path) -> None:
     (tmp_path / "no folder").touch()
     keys, config = tmp_path / "no folder" / "keys", ReceiverConfig()
 
-    def inlet() -> WeightsReceiver:
+    def receiver() -> WeightsReceiver:
         return WeightsReceiver(Silent(), DoubleBufferedPolicy(Numbered), config, keys, None, Governor(config.governor))
 
     with pytest.raises(RunError, match=r"learner\.verify cannot be written .* copy learner\.verify from the run"):
-        inlet()
+        receiver()
     keys = tmp_path / "keys"
-    inlet()
+    receiver()
     ensure_signer(keys, "learner")
-    inlet()
+    receiver()
 
 
 def test_robot_with_unreadable_weights_starts_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its session must not end: the gateway has the same weights."""
     (tmp_path / "kept" / "index").mkdir(parents=True)
     swapper, config = DoubleBufferedPolicy(Numbered), ReceiverConfig()
-    inlet = WeightsReceiver(Silent(), swapper, config, tmp_path / "keys", tmp_path / "kept", Governor(config.governor))
-    with inlet:
+    receiver = WeightsReceiver(
+        Silent(), swapper, config, tmp_path / "keys", tmp_path / "kept", Governor(config.governor)
+    )
+    with receiver:
         assert "weights.stored_version_unusable" in caplog.text and swapper.swap_if_ready() is None
-    inlet.raise_failure()
+    receiver.raise_failure()
 
 
 def test_robot_reports_stale_weights(site: WeightsSite) -> None:
     with site.serving(), WeightsRobot(site, "one", config=ReceiverConfig(max_staleness_versions=1)) as one:
         publisher = site.publisher()
-        assert not one.inlet.is_too_stale(), "there are none yet"
+        assert not one.receiver.is_too_stale(), "there are none yet"
         publish(publisher, weights(1), 1, one)
         for version in (2, 3):
             publisher.publish(weights(version), version, updates=version)
-        until(lambda: one.inlet.planner.newest_version == 3, "it has heard of the third, and does not swap meanwhile")
-        assert one.inlet.is_too_stale() and one.swapper.version == 1
+        until(
+            lambda: one.receiver.planner.newest_version == 3, "it has heard of the third, and does not swap meanwhile"
+        )
+        assert one.receiver.is_too_stale() and one.swapper.version == 1
         until(lambda: one.acts_with(3), "it acts with the third")
-        assert not one.inlet.is_too_stale()
-        until(lambda: one.inlet.scalars()["weights/version"] == 3, "its metrics say so")
-        assert {"weights/fetch_ms", "weights/refused", "governor/share"} <= one.inlet.scalars().keys()
+        assert not one.receiver.is_too_stale()
+        until(lambda: one.receiver.scalars()["weights/version"] == 3, "its metrics say so")
+        assert {"weights/fetch_ms", "weights/refused", "governor/share"} <= one.receiver.scalars().keys()

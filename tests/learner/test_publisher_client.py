@@ -1,4 +1,4 @@
-"""The envoy: what is published arrives bit for bit, and neither of the two processes drags the other along."""
+"""The publisher process: published weights arrive bit for bit, and neither process slows the other."""
 
 from __future__ import annotations
 

@@ -159,8 +159,13 @@ def test_many_simulations_lose_and_duplicate_no_chunk() -> None:
 
 
 def test_seed_determines_the_simulation() -> None:
-    first, second = simulate_all([7]), simulate_all([7])
-    assert first == second
+    argv = [sys.executable, str(Path(__file__).with_name("simulate.py")), "--seed=7", "-v"]
+    runs = [
+        subprocess.run(argv, env=os.environ | {"PYTHONHASHSEED": each}, capture_output=True, text=True, check=True)
+        for each in ("1", "2")  # the order of a set is by this
+    ]
+    first, second = (run.stdout.partition(" failed")[0] for run in runs)
+    assert first == second and "seed 7" in first
 
 
 @pytest.mark.parametrize(

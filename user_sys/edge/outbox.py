@@ -515,14 +515,16 @@ class Outbox(ClosedAtExit):
         """Chunks up to and including `sequence` need not be sent again. An older sequence changes nothing."""
         if not (done := self._queue.take_acknowledged(sequence)):
             return
-        newest, before = done.pop(), self._queue.last_acknowledged
+        newest, before = done[-1], self._queue.last_acknowledged
+        is_newer = before is None or newest > before  # after a power cut, a chunk from before it may be back
         try:
-            for chunk in done:
+            for chunk in done[:-1] if is_newer else done:
                 self._unlink(self._path(chunk))
-            self._files.rename(self._path(newest), self._path(newest, ACKNOWLEDGED_SUFFIX))
-            self._queue.last_acknowledged = newest  # its number must be known after a restart
-            if before is not None:
-                self._unlink(self._path(before, ACKNOWLEDGED_SUFFIX))
+            if is_newer:
+                self._files.rename(self._path(newest), self._path(newest, ACKNOWLEDGED_SUFFIX))
+                self._queue.last_acknowledged = newest  # its number must be known after a restart
+                if before is not None:
+                    self._unlink(self._path(before, ACKNOWLEDGED_SUFFIX))
         except OSError as error:  # a full disk may have no room for a name
             logger.warning("outbox.acknowledge_failed path=%s: %s; a restart sends them again", self.path, error)
 

@@ -447,8 +447,9 @@ class TunnelServer(ThreadedService):
             case Heartbeat() if channel is Channel.CONTROL:
                 session.last_heartbeat_s = time.monotonic()
                 echo = Heartbeat(t_client_ns=message.t_client_ns, t_gateway_unix_ns=self._unix_ns())
-                for welcomed in session.welcomed_channels:  # also if its own heartbeats are delayed
-                    self._sender(session, welcomed)(encode_envelope(Envelope(echo)))
+                for each in Channel:  # also if its own heartbeats are delayed
+                    if each in session.welcomed_channels:
+                        self._sender(session, each)(encode_envelope(Envelope(echo)))
             case Heartbeat():
                 return
             case CreditGrant() as grant:
