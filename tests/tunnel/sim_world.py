@@ -95,6 +95,14 @@ class PlainDisk(Disk):
             self.kill()
 
 
+def after_power_cut(disk: Disk, choice: Choice) -> PlainDisk:
+    """A disk with what `choice` lets survive of `disk`."""
+    state = State(dict(disk.start.durable), {}, dict(disk.start.names), [])
+    for event in disk.trace:
+        state.advance(event)
+    return PlainDisk(state.outcome(choice))
+
+
 class SimMachine:
     """A disk, and whether its power is on."""
 
@@ -136,12 +144,9 @@ class SimMachine:
     def lose_power(self) -> None:
         rng = self.world.runtime.rng
         self.stop()
-        state = State(dict(self.disk.start.durable), {}, dict(self.disk.start.names), [])
-        for event in self.disk.trace:
-            state.advance(event)
         chances = (0.0, 0.5, 1.0)
-        left = state.outcome(Choice(rng.choice(chances), rng.choice(chances), rng, rng.random() < 0.3))
-        self.disk = PlainDisk(left)
+        choice = Choice(rng.choice(chances), rng.choice(chances), rng, rng.random() < 0.3)
+        self.disk = after_power_cut(self.disk, choice)
 
 
 class Edge(SimMachine):
@@ -417,8 +422,9 @@ class SimWorld:
             machine.disk.kill_at = -1
         self._bury()
         deadline_s = self.runtime.now_s + QUIET_WITHIN_S
+        for machine in self.machines:
+            machine.start()
         for edge in self.edges:
-            edge.start()
             edge.finish()
         while any(len(edge.outbox) for edge in self.edges):
             for machine in self.machines:

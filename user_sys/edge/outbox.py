@@ -294,7 +294,11 @@ class Outbox(ClosedAtExit):
             raise
 
     def _recover(self) -> tuple[list[_StoredChunk], _StoredChunk | None, int]:
-        """The chunks in order, the newest acknowledged one, the next number. Deletes files of interrupted writes."""
+        """The chunks in order, the newest acknowledged one, the next number. Deletes files of interrupted writes.
+
+        All that it finds is durable then: a kill may have come before the sync of a name, and a power cut after this
+        must not give the number of a sent chunk to another one.
+        """
         names = self._files.listdir(self.path)
         if old := [name for name in names if name.endswith(OLD_FORMAT_SUFFIX)]:
             raise StoreVersionMismatch(
@@ -308,6 +312,7 @@ class Outbox(ClosedAtExit):
         chunks, acknowledged, damaged = (_parse_names(names, suffix) for suffix in suffixes)
         for chunk in acknowledged[:-1]:
             self._unlink(self._path(chunk, ACKNOWLEDGED_SUFFIX))
+        self._files.sync_folder(self.path)
         newest = max((chunk.sequence for chunk in (*chunks, *acknowledged, *damaged)), default=-1)
         return chunks, acknowledged[-1] if acknowledged else None, newest + 1
 
