@@ -3,8 +3,9 @@
 Reading: all bytes are verified. Vectors are read with their whole record, whose checksum covers them. The first read of
 a chunk also notes where each frame lies and its CRC-32C; a later read of a frame touches its own bytes only.
 
-Cache: an observation enters it when it is first read. Observation k can only be in slot k mod capacity, so a lookup is
-one comparison, and memory is fixed for any size of store.
+Cache: an observation enters it when it is first read, if its place is free. Of frames that would replace others, some
+do. Observation k can only be in slot k mod capacity, so a lookup is one comparison, and memory is fixed for any size of
+store.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ TAG_BYTES = 8
 
 COLD_THREADS = 16
 VECTORS_SHARE = 0.25  # of the cache, with cameras; vectors are much smaller than frames
+ADMIT_ONE_IN = 8  # one in so many missed frames replaces another: to copy all costs more than it saves
 
 ENCODED_BLOCK = 8  # pictures that are encoded together
 
@@ -342,6 +344,11 @@ class HotCache:
         missed: Array = ~hit
         return missed
 
+    def is_free(self, numbers: Array) -> Array:
+        """Whether the slot of each of `numbers` is empty, bool (n,)."""
+        free: Array = self._tags[numbers % self.capacity] == 0
+        return free
+
     def put(self, numbers: Array, rows: Mapping[str, Array]) -> None:
         """Caches the rows of `numbers`, each (n, ...), in place of the observations in their slots."""
         slots = numbers % self.capacity
@@ -501,7 +508,7 @@ class ReplayBuffer(ClosedAtExit):
         complete = self._disk.frames(numbers, outs)
         for at in np.flatnonzero(~complete).tolist():
             bad[wanted[at][0]][wanted[at][1]] = True
-        kept = np.flatnonzero(complete)
+        kept = np.flatnonzero(complete & (cache.is_free(numbers) | (np.arange(len(numbers)) % ADMIT_ONE_IN == 0)))
         rows = {name: np.array([each[at] for at in kept.tolist()]) for name, each in outs.items() if len(kept)}
         cache.put(numbers[kept], rows)
 
