@@ -25,8 +25,8 @@ from sim_runtime import Runtime, SimProcess
 
 from hal.pacing import Backoff
 from user_sys import threads
-from user_sys.edge.outbox import Outbox, OutboxFull
-from user_sys.episode import Chunk, decode_chunk
+from user_sys.edge.outbox import Outbox, OutboxFull, WhenFull
+from user_sys.episode import Chunk, Phase, decode_chunk
 from user_sys.errors import StoreError
 from user_sys.gateway import ingest
 from user_sys.gateway.config import GatewayConfig
@@ -50,10 +50,11 @@ logger = logging.getLogger("simulation")
 WINDOW = ChannelLimits(window_messages=5, window_bytes=24 << 10)
 LIMITS = TunnelLimits(experience=WINDOW, pipe_messages=8)
 CONFIG = GatewayConfig(commit_bytes=16 << 10)
-OUTBOX_BYTES = 256 << 10
+OUTBOX_BYTES, SMALL_OUTBOX_BYTES = 256 << 10, 24 << 10
 STORE_SEGMENT_BYTES = 48 << 10
 CHUNK_BYTES = 8 << 10  # upper bound
 EDGES = ("panda-0", "panda-1", "ur5e-0")
+DROPPING = "ur5e-0"  # its policy acts alone, and its small outbox drops the oldest episodes
 TROUBLE_S = 10.0
 QUIET_WITHIN_S = 120.0
 LEARNER_SAMPLES = 4
@@ -82,8 +83,11 @@ def chunks_of(episode: str) -> int:
 @functools.cache
 def packet(episode: str, index: int) -> bytes:
     """The chunk of that name; its size depends on it."""
+    robot = robot_of(episode)
     made = chunk(episode, index, end=index == chunks_of(episode) - 1, width=20 + (len(episode) + 97 * index) % 300)
-    return Chunk(msgspec.structs.replace(made.header, robot=robot_of(episode)), made.columns, made.final).encode()
+    if robot == DROPPING:
+        made.columns["phase"][:] = Phase.POLICY
+    return Chunk(msgspec.structs.replace(made.header, robot=robot), made.columns, made.final).encode()
 
 
 class PlainDisk(Disk):
@@ -157,7 +161,10 @@ class Edge(SimMachine):
 
     def run(self, process: SimProcess) -> None:
         runtime = self.world.runtime
-        self.outbox = Outbox.open(ROOT, max_bytes=OUTBOX_BYTES, files=self.disk.files())
+        is_small = self.name == DROPPING
+        self._max_bytes = SMALL_OUTBOX_BYTES if is_small else OUTBOX_BYTES
+        when_full: WhenFull = "drop_oldest_autonomous" if is_small else "pause"
+        self.outbox = Outbox.open(ROOT, max_bytes=self._max_bytes, when_full=when_full, files=self.disk.files())
         hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=self.name)
         keys = KeyPair(self.name, "secret")
         self.client = client.TunnelClient("tcp://sim", keys, "gateway", hello, outbox=self.outbox, limits=LIMITS)
@@ -180,7 +187,8 @@ class Edge(SimMachine):
         except (StoreError, OSError) as error:
             require(self.was_killed, f"{self.name} cannot record: {error!r}")
             return math.inf
-        require(self.outbox.used_bytes <= OUTBOX_BYTES + CHUNK_BYTES, f"the outbox of {self.name} is beyond its bound")
+        bound = self._max_bytes + CHUNK_BYTES
+        require(self.outbox.used_bytes <= bound, f"the outbox of {self.name} is beyond its bound")
         if self._index == chunks_of(self._episode):
             self._begin_episode()
         return rng.random() * 1.0
@@ -441,8 +449,10 @@ class SimWorld:
             store.refresh()
             names, damaged = store.index.episodes.ids.names, store.damaged
             whole = {name: self.learner.check_episode(store, row) for row, name in enumerate(names)}
-        for key in (key for keys in self.promised.values() for key in keys):
-            require(key[1] < whole.get(key[0], 0), f"recorded and not in the store: {key}")
+        for edge in self.edges:
+            missing = {name for name, index in self.promised[edge.name] if index >= whole.get(name, 0)}
+            dropped = edge.outbox.dropped.episodes
+            require(len(missing) <= dropped, f"recorded and not in the store: {sorted(missing)}; dropped: {dropped}")
         require(not damaged or self.faults["power_cut"] > 0, f"damaged: {damaged}")
         times = Counter(stored(self.cloud.disk))
         require(not times or max(times.values()) == 1, f"twice in the store: {times.most_common(1)}")

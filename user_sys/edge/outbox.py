@@ -6,9 +6,9 @@
   recognises the chunks that are sent again. The newest acknowledged file stays, renamed: its number must not repeat.
 - **A damaged chunk** is not sent. Its file stays, renamed to ``*.damaged``, for a person to inspect.
 - **A full outbox.** `append` raises, and the session pauses recording and reports it. An outbox that was opened with
-  ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which no
-  chunk was sent. The names of their files are durable before the first is deleted, so after a kill either all chunks
-  of an episode are sent or none.
+  ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which this
+  session has sent no chunk. The names of their files are durable before the first is deleted, so a kill leaves no part
+  of them. What an earlier session has sent of such an episode stays in the store, as an episode without an end.
 
 The name of a file holds all that sending and dropping need, and the CRC32C of its content (`_StoredChunk`).
 """
