@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
 from user_sys.episode import Chunk, EpisodeSource, decode_chunk
-from user_sys.errors import StoreLocked, StoreVersionMismatch
+from user_sys.errors import LinkDown, StoreError, StoreLocked, StoreVersionMismatch
 from user_sys.store.files import Files
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
@@ -51,29 +51,46 @@ def test_unsynced_chunk_is_not_pending(tmp_path: Path) -> None:
         assert indexes(outbox) == [0, 1, 2] and appended == [3]
 
 
-def test_acknowledged_chunks_are_deleted_and_numbers_go_on(tmp_path: Path) -> None:
+def test_acknowledged_chunks_are_deleted(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         for index in range(30):
             outbox.acknowledge(outbox.append(packet(index)))
         assert len(outbox) == outbox.used_bytes == 0
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
     with Outbox.open(tmp_path) as outbox:
-        assert indexes(outbox) == [] and outbox.append(packet(30)) == 30
+        assert indexes(outbox) == []
 
 
-def test_chunk_back_after_a_power_cut_leaves_the_newest_number_known(tmp_path: Path) -> None:
+def test_each_opening_begins_a_stream_and_numbers_follow_those_that_wait(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as first:
+        assert [first.append(packet(index)) for index in range(3)] == [0, 1, 2]
+        first.acknowledge(0)
+    with Outbox.open(tmp_path) as second:
+        assert second.append(packet(3)) == 3 and indexes(second) == [1, 2, 3]
+    assert first.stream != second.stream, "a gateway that has a number of the first does not take it for the second's"
+
+
+def test_failed_append_leaves_no_file_of_its_number(tmp_path: Path) -> None:
+    files = FailingFolder()
+    with Outbox.open(tmp_path, files=files) as outbox:
+        files.fails = True
+        with pytest.raises(StoreError):
+            outbox.append(packet(0))
+        files.fails = False
+        assert outbox.append(packet(1)) == 0
     with Outbox.open(tmp_path) as outbox:
-        outbox.append(packet(0))
-        outbox.append(packet(1))
-        [first] = tmp_path.glob("000000000000_*.chunk")
-        content = first.read_bytes()
-        outbox.acknowledge(1)
-    first.write_bytes(content)  # its deletion was not durable
-    with Outbox.open(tmp_path) as outbox:
-        assert indexes(outbox) == [0]
-        outbox.acknowledge(1)
-    with Outbox.open(tmp_path) as outbox:
-        assert outbox.append(packet(2)) == 2, "the gateway would ignore a number that it has"
+        assert indexes(outbox) == [1]
+
+
+class FailingFolder(Files):
+    """Files whose names cannot be made durable while `fails` is set."""
+
+    fails = False
+
+    def sync_folder(self, path: Path) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, "I/O error")
+        super().sync_folder(path)
 
 
 def test_reserve_takes_chunks_of_a_full_outbox(tmp_path: Path) -> None:
@@ -165,6 +182,15 @@ def test_refused_chunk_is_saved_aside(tmp_path: Path) -> None:
         assert indexes(outbox) == [2]
     (kept,) = (tmp_path / "refused").iterdir()
     assert kept.read_bytes() == packet(1)
+
+
+def test_refused_chunk_that_cannot_be_moved_stays_and_ends_the_session(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        outbox.append(packet(0))
+        (tmp_path / "refused").write_bytes(b"")  # no folder can be made there
+        with pytest.raises(LinkDown, match="cannot be moved"):
+            outbox.set_aside(0, "another robot's name")
+        assert indexes(outbox) == [0]
 
 
 def test_chunks_of_an_earlier_release_are_refused(tmp_path: Path) -> None:

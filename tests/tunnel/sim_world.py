@@ -99,14 +99,6 @@ class PlainDisk(Disk):
             self.kill()
 
 
-def after_power_cut(disk: Disk, choice: Choice) -> PlainDisk:
-    """A disk with what `choice` lets survive of `disk`."""
-    state = State(dict(disk.start.durable), {}, dict(disk.start.names), [])
-    for event in disk.trace:
-        state.advance(event)
-    return PlainDisk(state.outcome(choice))
-
-
 class SimMachine:
     """A disk, and whether its power is on."""
 
@@ -149,8 +141,11 @@ class SimMachine:
         rng = self.world.runtime.rng
         self.stop()
         chances = (0.0, 0.5, 1.0)
-        choice = Choice(rng.choice(chances), rng.choice(chances), rng, rng.random() < 0.3)
-        self.disk = after_power_cut(self.disk, choice)
+        state = State(dict(self.disk.start.durable), {}, dict(self.disk.start.names), [])
+        for event in self.disk.trace:
+            state.advance(event)
+        left = state.outcome(Choice(rng.choice(chances), rng.choice(chances), rng, rng.random() < 0.3))
+        self.disk = PlainDisk(left)
 
 
 class Edge(SimMachine):
@@ -267,7 +262,9 @@ class Cloud(SimMachine):
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
-        self._resumed[peer.session] = self.server.sessions.resume_state(peer.name).acked_sequence
+        session, state = self.server.sessions.find(peer.session), self.server.sessions.resume_state(peer.name)
+        is_same_stream = session is not None and session.stream == state.stream
+        self._resumed[peer.session] = state.acked_sequence if is_same_stream else -1
         self.world.tell(f"gateway opened {peer.name}, which resumes after {self._resumed[peer.session]}")
 
     def on_peer_closed(self, peer: Peer, reason: str) -> None:

@@ -9,19 +9,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from sim_world import ROOT, Choice, PlainDisk, after_power_cut, packet
 from simulate import Tally, simulate_all
 from tunnel_kit import QUICK, chunk, hello, prepare, serving, start_gateway_process, status, stored, until
 
 from sim.network_emulator import EmulatedLink, LinkConfig
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import StoreError
 from user_sys.gateway.gateway import read_gateway_address
 from user_sys.store.store import IngestedChunks, StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
@@ -169,24 +166,6 @@ def test_seed_determines_the_simulation() -> None:
     ]
     first, second = (run.stdout.partition(" failed")[0] for run in runs)
     assert first == second and "seed 7" in first
-
-
-def test_kill_and_power_cut_never_repeat_the_number_of_a_sent_chunk() -> None:
-    for killed_after in range(1, 20):
-        disk = PlainDisk()
-        outbox = Outbox.open(ROOT, files=disk.files())
-        outbox.append(packet("panda-0.1", 0))
-        disk.kill_at = len(disk.trace) + killed_after
-        with suppress(StoreError, OSError):
-            for index in (1, 2, 3):
-                outbox.append(packet("panda-0.1", index))
-        disk.kill()
-        disk.kill_at = -1
-        sent = [chunk.sequence for chunk in Outbox.open(ROOT, files=disk.files()).pending()]
-        disk.kill()
-        for survives in (0.0, 0.5, 1.0):
-            survivor = after_power_cut(disk, Choice(survives, 1.0))
-            assert Outbox.open(ROOT, files=survivor.files()).next_sequence > max(sent), killed_after
 
 
 @pytest.mark.parametrize(

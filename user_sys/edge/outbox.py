@@ -3,7 +3,9 @@
 - **Recorded chunks.** A chunk counts as recorded when `append` returns, or the `sync` after several. Its file is then
   durable, and survives ``kill -9`` and a power cut until it is acknowledged.
 - **Acknowledgements** delete files, and survive ``kill -9``. After a power cut a deleted file may be back; the gateway
-  recognises the chunks that are sent again. The newest acknowledged file stays, renamed: its number must not repeat.
+  recognises the chunks that are sent again.
+- **Sequence numbers** belong to a stream, and each opening begins a new one. So no number ever stands for two chunks,
+  whatever a kill, a power cut or a dropped episode has left on the disk.
 - **A damaged chunk** is not sent. Its file stays, renamed to ``*.damaged``, for a person to inspect.
 - **A full outbox.** `append` raises, and the session pauses recording and reports it. An outbox that was opened with
   ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which this
@@ -34,7 +36,7 @@ from hal.context import ClosedAtExit
 from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import checksum
 from user_sys.episode import EpisodeSource, Phase, parse_chunk
-from user_sys.errors import StoreError, StoreFull, StoreVersionMismatch, disk_full_message
+from user_sys.errors import LinkDown, StoreError, StoreFull, StoreVersionMismatch, disk_full_message
 from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, free_bytes, replace_durably, replace_file
 from user_sys.store.record_format import WriterLock
 from user_sys.tunnel.connection import PendingChunk
@@ -47,7 +49,7 @@ RESERVE_BYTES = 16 << 20
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
-CHUNK_SUFFIX, ACKNOWLEDGED_SUFFIX, DAMAGED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".acknowledged", ".damaged", ".seg"
+CHUNK_SUFFIX, DAMAGED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".damaged", ".seg"
 BUSY_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of a read that may succeed later
 WhenFull = Literal["pause", "drop_oldest_autonomous"]
 
@@ -181,13 +183,11 @@ class _ChunkQueue:
     Attributes:
         used_bytes: of their files on disk.
         is_closed: nothing is acknowledged any more.
-        last_acknowledged: the chunk whose file keeps its number across restarts; None before the first.
     """
 
-    def __init__(self, chunks: list[_StoredChunk], last_acknowledged: _StoredChunk | None) -> None:
+    def __init__(self, chunks: list[_StoredChunk]) -> None:
         self._lock = threading.Lock()
         self._chunks, self.used_bytes, self.is_closed = list[_StoredChunk](), 0, False
-        self.last_acknowledged = last_acknowledged
         self._offered = -1
         self.add(chunks)
 
@@ -210,6 +210,10 @@ class _ChunkQueue:
                 return None
             self._offered = max(self._offered, self._chunks[at].sequence)
             return self._chunks[at]
+
+    def find(self, sequence: int) -> _StoredChunk | None:
+        with self._lock:
+            return next((chunk for chunk in self._chunks if chunk.sequence == sequence), None)
 
     def take_droppable(self, recording: Set[str], need_bytes: int) -> list[_StoredChunk]:
         """Removes chunks; see `select_droppable`."""
@@ -246,8 +250,8 @@ class Outbox(ClosedAtExit):
     """One writer thread appends. The tunnel's thread sends and acknowledges, and never waits for the disk's sync.
 
     Attributes:
-        stream: identifies this outbox for good: within a stream, sequence numbers never start again.
-        next_sequence: the number of the next chunk. It only grows, across restarts too.
+        stream: identifies the sequence numbers since it was opened.
+        next_sequence: the number of the next chunk; chunks of earlier sessions have lower ones.
         dropped: the chunks that were dropped since the outbox was created.
         paused_reason: why `append_when_free` waits; empty if it does not.
         damaged: chunks that could not be read back. They are logged and skipped; the other chunks are sent.
@@ -255,16 +259,16 @@ class Outbox(ClosedAtExit):
 
     def __init__(self, path: Path, lock: WriterLock, max_bytes: int, when_full: WhenFull, files: Files) -> None:
         self.path, self.max_bytes, self.damaged, self.paused_reason = path, max_bytes, 0, ""
-        self.stream = _read_or_make_stream(files, path / "stream")
+        self.stream = secrets.token_hex(STREAM_BYTES)
         self._files, self._writer_lock, self._when_full = files, lock, when_full
         self._write_lock = threading.Lock()
-        chunks, last_acknowledged, self.next_sequence = self._recover()
+        chunks, self.next_sequence = self._recover()
         self.dropped = read_drop_record(files, path / "dropped")
         self._dropped_before = self.dropped.episodes
         interrupted = [chunk for chunk in chunks if chunk.name in self.dropped.names]
         for chunk in interrupted:
             self._unlink(self._path(chunk))
-        self._queue = _ChunkQueue([chunk for chunk in chunks if chunk not in interrupted], last_acknowledged)
+        self._queue = _ChunkQueue([chunk for chunk in chunks if chunk not in interrupted])
         self._unsynced: list[tuple[_StoredChunk, bytes]] = []
         self._on_append: Callable[[], None] | None = None
         self._reserve_bytes = 0
@@ -293,12 +297,8 @@ class Outbox(ClosedAtExit):
                 raise OutboxFull(disk_full_message(path, BLOCK_BYTES, free_bytes(path))) from error
             raise
 
-    def _recover(self) -> tuple[list[_StoredChunk], _StoredChunk | None, int]:
-        """The chunks in order, the newest acknowledged one, the next number. Deletes files of interrupted writes.
-
-        All that it finds is durable then: a kill may have come before the sync of a name, and a power cut after this
-        must not give the number of a sent chunk to another one.
-        """
+    def _recover(self) -> tuple[list[_StoredChunk], int]:
+        """The chunks in order, and the next number. Deletes files of interrupted writes."""
         names = self._files.listdir(self.path)
         if old := [name for name in names if name.endswith(OLD_FORMAT_SUFFIX)]:
             raise StoreVersionMismatch(
@@ -308,13 +308,8 @@ class Outbox(ClosedAtExit):
         for name in names:
             if name.endswith(".tmp"):
                 self._files.unlink(self.path / name)
-        suffixes = CHUNK_SUFFIX, ACKNOWLEDGED_SUFFIX, DAMAGED_SUFFIX
-        chunks, acknowledged, damaged = (_parse_names(names, suffix) for suffix in suffixes)
-        for chunk in acknowledged[:-1]:
-            self._unlink(self._path(chunk, ACKNOWLEDGED_SUFFIX))
-        self._files.sync_folder(self.path)
-        newest = max((chunk.sequence for chunk in (*chunks, *acknowledged, *damaged)), default=-1)
-        return chunks, acknowledged[-1] if acknowledged else None, newest + 1
+        chunks, damaged = (_parse_names(names, suffix) for suffix in (CHUNK_SUFFIX, DAMAGED_SUFFIX))
+        return chunks, max((chunk.sequence for chunk in (*chunks, *damaged)), default=-1) + 1
 
     # For the recording thread
 
@@ -342,6 +337,8 @@ class Outbox(ClosedAtExit):
                 except StoreError:
                     self._unsynced.pop()
                     self.next_sequence -= 1
+                    with contextlib.suppress(OSError):
+                        self._unlink(self._path(chunk))  # it may have got its name, which the next chunk may not share
                     raise
         if sync:
             self._notify()
@@ -520,26 +517,28 @@ class Outbox(ClosedAtExit):
         """Chunks up to and including `sequence` need not be sent again. An older sequence changes nothing."""
         if not (done := self._queue.take_acknowledged(sequence)):
             return
-        newest, before = done[-1], self._queue.last_acknowledged
-        is_newer = before is None or newest > before  # after a power cut, a chunk from before it may be back
         try:
-            for chunk in done[:-1] if is_newer else done:
+            for chunk in done:
                 self._unlink(self._path(chunk))
-            if is_newer:
-                self._files.rename(self._path(newest), self._path(newest, ACKNOWLEDGED_SUFFIX))
-                self._queue.last_acknowledged = newest  # its number must be known after a restart
-                if before is not None:
-                    self._unlink(self._path(before, ACKNOWLEDGED_SUFFIX))
-        except OSError as error:  # a full disk may have no room for a name
+        except OSError as error:
             logger.warning("outbox.acknowledge_failed path=%s: %s; a restart sends them again", self.path, error)
 
     def set_aside(self, sequence: int, reason: str) -> None:
-        """Saves a chunk that the gateway refuses for good in ``refused/``, for a person to inspect."""
-        chunk = next(self.pending(sequence - 1), None)
-        if chunk is None or chunk.sequence != sequence:
+        """Moves a chunk that the gateway refuses for good to ``refused/``, for a person to inspect.
+
+        Raises:
+            LinkDown: the disk failed. The chunk stays, so the next session sends it again.
+        """
+        chunk = self._queue.find(sequence)
+        if chunk is None:
             return
-        saved = self.path / "refused" / f"{sequence:012d}.chunk"
-        replace_durably(self._files, saved, bytes(chunk.packet))
+        saved = self.path / "refused" / self._path(chunk).name
+        try:
+            self._files.make_folder(saved.parent)
+            self._files.rename(self._path(chunk), saved)
+        except OSError as error:
+            raise LinkDown(f"a refused chunk cannot be moved to {saved}: {error.strerror}") from error
+        self._queue.remove(chunk)
         logger.error("outbox.refused sequence=%d saved=%s: %s", sequence, saved, reason)
 
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
@@ -570,17 +569,6 @@ def _parse_names(names: Sequence[str], suffix: str) -> list[_StoredChunk]:
         return sorted(_StoredChunk.parse(name.removesuffix(suffix)) for name in names if name.endswith(suffix))
     except ValueError:
         raise StoreError(f"a file *{suffix} in the outbox has a name that this release does not know") from None
-
-
-def _read_or_make_stream(files: Files, path: Path) -> str:
-    """The outbox's identifier. A torn or missing one is replaced; the only effect is that chunks may be sent twice."""
-    with contextlib.suppress(FileNotFoundError):
-        name = _read_file(files, path).decode("ascii", "replace")
-        if len(name) == 2 * STREAM_BYTES and name.isalnum():
-            return name
-    name = secrets.token_hex(STREAM_BYTES)
-    replace_durably(files, path, name.encode())
-    return name
 
 
 def _read_file(files: Files, path: Path) -> bytes:
