@@ -13,8 +13,18 @@ from episode_kit import chunk_header
 
 from user_sys.episode import Chunk
 from user_sys.gateway.config import GatewayConfig
-from user_sys.gateway.ingest import MAX_METRICS, ChunkIngester, Report, ReportValidator
-from user_sys.messages import ChunkOffer, ChunkRefusal, ControlPeriod, EpisodeReport, MetricsReport, RobotStatus
+from user_sys.gateway.ingest import MAX_METRICS, MAX_TEXT_CHARS, ChunkIngester, Report, ReportValidator
+from user_sys.messages import (
+    FOREIGN_RUN,
+    ChunkOffer,
+    ChunkRefusal,
+    ControlPeriod,
+    EpisodeReport,
+    MetricsReport,
+    OperatorReply,
+    RobotStatus,
+    WeightsApplied,
+)
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.server import Peer
 
@@ -29,7 +39,11 @@ EPISODE = EpisodeReport(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("report", [STATUS, EPISODE])
+REPLY = OperatorReply(robot="panda-0", operator="ana", order="e-stop", accepted=True, press=3)
+APPLIED = WeightsApplied(robot="panda-0", version=FOREIGN_RUN, seconds=0.1)
+
+
+@pytest.mark.parametrize("report", [STATUS, EPISODE, REPLY, APPLIED])
 def test_valid_report_is_unchanged(report: Report) -> None:
     bounds = ReportValidator()
     assert bounds.validate(report, "robot") is report and bounds.rejected == 0
@@ -44,6 +58,13 @@ def test_valid_report_is_unchanged(report: Report) -> None:
             ("episode", "a\nb"), ("operator", "x" * 500), ("periods", (PERIOD,) * 65),
             ("periods", (msgspec.structs.replace(PERIOD, act_ms=math.nan),)),
             ("periods", (msgspec.structs.replace(PERIOD, applied=(0.0,) * 300),)),
+            ("state", (0.0,) * 5000), ("promised", ((0.0,) * 100,) * 50), ("promised", ((),) * 5000),
+            ("limits", ("workspace",) * 65), ("limits", ("x" * 500,)), ("task", "x" * 500),
+            ("tool_refusal", "x" * 5000), ("tool_speed", math.nan),
+        )),
+        *((REPLY, {name: value}) for name, value in (("operator", "x" * 500), ("order", "explode"))),
+        *((APPLIED, {name: value}) for name, value in (
+            ("seconds", math.nan), ("seconds", math.inf), ("seconds", 1e300), ("version", -(2**63)), ("version", 1 << 60),
         )),
         *((EPISODE, {name: value}) for name, value in (
             ("steps", -1), ("steps", 1 << 40), ("intervention_steps", 11), ("episode_return", math.nan),
@@ -55,6 +76,11 @@ def test_impossible_value_is_dropped_and_counted(report: Report, changes: dict[s
     bounds = ReportValidator()
     assert bounds.validate(msgspec.structs.replace(report, **changes), "robot") is None
     assert bounds.rejected == 1
+
+
+def test_long_reason_of_a_reply_is_cut() -> None:
+    reply = ReportValidator().validate(msgspec.structs.replace(REPLY, reason="x" * 200_000), "robot")
+    assert isinstance(reply, OperatorReply) and reply.accepted and reply.reason == "x" * MAX_TEXT_CHARS
 
 
 def test_excess_metrics_are_dropped() -> None:

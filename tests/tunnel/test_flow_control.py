@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hal.pacing import Backoff, TokenBucket
 from user_sys.config import build
 from user_sys.errors import ConfigError, TunnelError, WireError
-from user_sys.messages import ChunkOffer, CreditGrant, MetricsReport, WeightsOffer
+from user_sys.messages import ChunkOffer, CreditGrant, MetricsReport, OperatorReply, WeightsOffer
 from user_sys.tunnel.flow_control import (
     MAX_QUEUED_BYTES,
     CoalescingQueue,
@@ -178,15 +178,32 @@ def test_queue_keeps_event_order_newest_states_and_its_capacity(
 
 
 def test_queued_payloads_are_bounded() -> None:
-    queue, part = SendQueue(LIMITS), Envelope(ChunkOffer(sequence=0), bytes(MAX_QUEUED_BYTES // 3))
+    queue, part = SendQueue(LIMITS), Envelope(ChunkOffer(sequence=0), bytes(MAX_QUEUED_BYTES // 3 - 64))
     assert [queue.put(part) for _ in range(5)] == [True, True, True, False, False]
     queue.get_nowait()
     assert queue.put(part) and not queue.put(part)
     queue.remove_matching(lambda item: True)
-    huge = Envelope(ChunkOffer(sequence=0), bytes(2 * MAX_QUEUED_BYTES))
+    huge = Envelope(ChunkOffer(sequence=0), bytes(MAX_QUEUED_BYTES + 1))
     assert queue.put(huge), "one message of any size passes"
     assert not queue.put(part) and queue.put(Envelope(MetricsReport(node="a", count=0, scalars={})))
     assert queue.metrics.rejected == 4
+
+
+def test_queued_records_without_payloads_are_bounded() -> None:
+    queue = SendQueue(ChannelLimits())
+    reply = OperatorReply(robot="a", operator="b", order="pause", accepted=True, reason="x" * (MAX_QUEUED_BYTES // 3))
+    assert [queue.put(Envelope(reply)) for _ in range(7)] == [True] * 5 + [False] * 2
+
+
+def test_newest_e_stop_reply_of_a_robot_replaces_a_waiting_one() -> None:
+    queue = SendQueue(LIMITS)
+    for robot, press in (("bad", 1), ("good", 7), *(("bad", press) for press in range(2, 99))):
+        reply = OperatorReply(robot=robot, operator="ana", order="e-stop", accepted=True, press=press)
+        assert queue.put(Envelope(reply))
+    assert [item.message.press for _ in range(2) if (item := queue.get_nowait())] == [7, 98]  # type: ignore[union-attr]
+    for _ in range(2):
+        assert queue.put(Envelope(OperatorReply(robot="good", operator="ana", order="pause", accepted=True)))
+    assert len(queue) == 2, "no one repeats other orders"
 
 
 def test_get_returns_items_of_other_threads_or_times_out() -> None:

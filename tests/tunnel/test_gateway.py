@@ -271,6 +271,22 @@ def test_commands_reach_the_robot_and_replies_all_consoles(run: Path) -> None:
         assert next_of(console, WeightsApplied) == WeightsApplied(robot="panda-0", version=3, seconds=0.01)
 
 
+def test_impossible_reports_of_a_robot_reach_no_one(run: Path) -> None:
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("console-0")
+        assert site.gateway is not None
+        for version, seconds in ((3, float("nan")), (-(2**63), 0.01), (4, 0.02)):
+            robot.send(WeightsApplied(robot="panda-0", version=version, seconds=seconds))
+            assert robot.flush(60), "sent before a newer one replaces it"
+        assert next_of(console, WeightsApplied) == WeightsApplied(robot="panda-0", version=4, seconds=0.02)
+        robot.send(OperatorReply(robot="panda-0", operator="x" * 5000, order="reset", accepted=True))
+        robot.send(OperatorReply(robot="panda-0", operator="ana", order="reset", accepted=True))
+        reply = next_of(console, OperatorReply)
+        assert isinstance(reply, OperatorReply) and reply.operator == "ana"
+        histogram = site.gateway.store.ingester.latencies.report()["offered_to_applied/panda-0"]
+        assert sum(histogram.counts) == 1 and histogram.sum_s == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("absent", ["panda-1", "learner", "nobody"])
 def test_command_to_an_absent_robot_is_refused(run: Path, absent: str) -> None:
     with serving(run) as site:

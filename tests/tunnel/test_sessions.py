@@ -263,6 +263,17 @@ def test_full_window_delays_only_chunks(bench: SessionBench, tmp_path: Path) -> 
         client.close()
 
 
+def test_record_beyond_the_limit_is_not_sent(bench: SessionBench) -> None:
+    """The console would refuse it and lose its session, and with it the way of its e-stops."""
+    console = bench.open("console-0")
+    until(lambda: bench.server.peers("console"), "open")
+    long = MetricsReport(node="gateway", count=0, scalars={"x" * QUICK.max_record_bytes: 1.0})
+    assert not bench.server.send("console-0", long) and bench.server.counters["too_large"] == 1
+    assert bench.server.send("console-0", status(7))
+    received = console.receive(120)
+    assert isinstance(received, RobotStatus) and received.step == 7 and not console.counters["lost"]
+
+
 def test_preview_is_dropped_while_one_is_in_flight(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     picture = Preview(robot="panda-0", camera="front", step=0)

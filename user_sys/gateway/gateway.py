@@ -434,6 +434,8 @@ class Gateway:
             case WeightsOffer() | WeightsBlobs() | WeightsGone() | WeightsRequest():
                 self.weights.on_message(peer.name, message, payload)
             case WeightsApplied():
+                if self._report_validator.validate(message, peer.role) is None:
+                    return
                 self.weights.on_message(peer.name, message, payload)
                 if peer.role == "robot":
                     self.store.ingester.latencies.on_applied(peer.name, message.version, message.seconds)
@@ -452,12 +454,9 @@ class Gateway:
             case DevicesReport():
                 records = self._report_validator.validate_devices(peer.name, message.records)
                 self.resources.set_devices(peer.name, records)
-            case RobotStatus() | EpisodeReport() | MetricsReport():
+            case RobotStatus() | EpisodeReport() | MetricsReport() | OperatorReply():
                 if (report := self._report_validator.validate(message, peer.role)) is not None:
                     self._on_report(report)
-            case OperatorReply():
-                self._operator_audit.on_reply(message)
-                self._send_to_consoles(message)
 
     def _reply_to_lease_request(self, peer: Peer, request: LeaseRequest) -> None:
         self.server.reply(peer, self.resources.on_lease_request(peer, request))
@@ -476,6 +475,8 @@ class Gateway:
                 is_connected = self._is_connected(report.robot)
                 self._resources_thread.run(lambda: self.resources.on_status(report, is_connected))
             self._operator_audit.on_status(report)
+        elif isinstance(report, OperatorReply):
+            self._operator_audit.on_reply(report)
         self._send_to_consoles(report)
 
     def _send_to_consoles(self, message: AnyMessage) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from user_sys.episode import EpisodeSource, PackedChunk, Phase, parse_chunk
 from user_sys.errors import StoreError, StoreFull, WireError, disk_full_message
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import (
+    FOREIGN_RUN,
     LATENCY_BOUNDS_S,
     NO_VERSION,
     ChunkAck,
@@ -39,8 +40,10 @@ from user_sys.messages import (
     Histogram,
     MetricsReport,
     OperatorCommand,
+    OperatorOrder,
     OperatorReply,
     RobotStatus,
+    WeightsApplied,
 )
 from user_sys.store.files import free_bytes
 from user_sys.store.labels import queue_labels, queued_files, read_queued_labels, remove_queued
@@ -72,12 +75,16 @@ MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1000
 MAX_PERIODS = 64  # in one status
 MAX_PERIOD_VALUES = 256
+MAX_POSE_VALUES = 4096  # of `state` and `promised` together
+MAX_LIMITS = 64
+MAX_APPLY_S = 1e9  # from an offer to its use
 
 _AUTHORITIES = frozenset(str(state) for state in ControlState)
 _PHASES = frozenset(phase.name.lower() for phase in Phase)
 _SOURCES = frozenset(str(source) for source in EpisodeSource)
+_ORDERS = frozenset(order for orders in get_args(OperatorOrder) for order in get_args(orders))
 
-Report = RobotStatus | EpisodeReport | MetricsReport
+Report = RobotStatus | EpisodeReport | MetricsReport | OperatorReply | WeightsApplied
 _Key = tuple[str, str, str, int]  # robot, person, command, press of the e-stop
 
 MAX_CLOCK_AHEAD_S = 86_400.0  # a chunk's times may be this far ahead of this computer's clock
@@ -173,6 +180,12 @@ class ReportValidator:
                 return self._unless(_status_error(report), report.robot, report)
             case EpisodeReport():
                 return self._unless(_episode_error(report), report.robot, report)
+            case OperatorReply():
+                if len(report.reason) > MAX_TEXT_CHARS:
+                    report = msgspec.structs.replace(report, reason=report.reason[:MAX_TEXT_CHARS])
+                return self._unless(_reply_error(report), report.robot, report)
+            case WeightsApplied():
+                return self._unless(_applied_error(report), report.robot, report)
             case MetricsReport():
                 return report if role == "learner" else self._metrics(report)
 
@@ -234,17 +247,35 @@ def _status_error(status: RobotStatus) -> str:
         name: getattr(status, name)
         for name in ("step", "outbox_chunks", "safety_interventions", "dropped_episodes", "faults")
     }
+    pose_values = len(status.state) + sum(map(len, status.promised)) + len(status.promised)
     return (
         _count_error(counts, MAX_COUNT)
         or _count_error({"policy_version": status.policy_version - NO_VERSION}, MAX_COUNT)
         or _choice_error("authority", status.authority, _AUTHORITIES)
         or _choice_error("phase", status.phase, _PHASES)
         or ("" if 0 <= status.control_hz <= MAX_HZ else f"control_hz {status.control_hz}")
-        or _text_error(operator=status.operator, episode=status.episode, requested_by=status.requested_by)
+        or _text_error(
+            operator=status.operator, episode=status.episode, requested_by=status.requested_by, task=status.task
+        )
+        or _text_error(**{f"limits[{number}]": name for number, name in enumerate(status.limits[: MAX_LIMITS + 1])})
+        or ("" if len(status.limits) <= MAX_LIMITS else f"{len(status.limits)} limits")
         or ("" if max(len(status.note), len(status.help)) <= MAX_TEXT_CHARS else "too long a note or request")
+        or ("" if len(status.tool_refusal) <= MAX_TEXT_CHARS else "too long a tool_refusal")
+        or ("" if abs(status.tool_speed) <= MAX_VALUE else f"tool_speed {status.tool_speed}")
         or ("" if len(status.refused_realtime) <= MAX_TEXT_CHARS else "too long a refused_realtime")
         or next(filter(None, map(_period_error, status.periods[: MAX_PERIODS + 1])), "")
         or ("" if len(status.periods) <= MAX_PERIODS else f"{len(status.periods)} control periods")
+        or ("" if pose_values <= MAX_POSE_VALUES else f"{pose_values} values of its pose")
+    )
+
+
+def _reply_error(reply: OperatorReply) -> str:
+    return _choice_error("order", reply.order, _ORDERS) or _text_error(operator=reply.operator)
+
+
+def _applied_error(report: WeightsApplied) -> str:
+    return _count_error({"version": report.version - FOREIGN_RUN}, MAX_COUNT) or (
+        "" if abs(report.seconds) <= MAX_APPLY_S else f"seconds {report.seconds}"
     )
 
 

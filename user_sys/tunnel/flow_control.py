@@ -25,8 +25,8 @@ BANDWIDTH_BURST_S = 0.25
 MIN_BURST_BYTES = 64 << 10
 GRANTS_PER_WINDOW = 4
 MAX_QUEUED_BYTES = 64 << 20
-"""Payload bytes in the send queue of one channel and peer. A peer determines how many: it requests weights, or sends
-pictures for a console."""
+"""Bytes in the send queue of one channel and peer, up to which it accepts payloads; it accepts messages without a payload
+up to twice as many. A peer determines how many: it requests weights, or sends pictures for a console."""
 NO_CREDIT = CreditGrant(messages=0, size_bytes=0)
 
 Item = TypeVar("Item")
@@ -120,7 +120,7 @@ class CoalescingQueue(Generic[Item]):
             if key is not None and key in self._items:
                 self._take(key)
             size = self._size_of(item)
-            is_too_large = size > 0 and self._size_bytes + size > self._max_bytes
+            is_too_large = size > 0 and self._size_bytes + size > self._limit_bytes(item)
             if len(self._items) >= self._capacity or (is_too_large and self._items):
                 self.rejected += 1
                 return False
@@ -129,6 +129,9 @@ class CoalescingQueue(Generic[Item]):
             self._items[self._serial if key is None else key] = item
             self._changed.notify()
             return True
+
+    def _limit_bytes(self, item: Item) -> float:
+        return self._max_bytes
 
     def _take(self, key: Hashable) -> Item:
         item = self._items.pop(key)
@@ -181,7 +184,9 @@ class SendQueue(CoalescingQueue[Envelope]):
     """
 
     def __init__(self, limits: ChannelLimits, metrics: ChannelMetrics | None = None) -> None:
-        super().__init__(limits.queue_messages, MAX_QUEUED_BYTES, lambda item: len(item.payload or b""))
+        super().__init__(
+            limits.queue_messages, MAX_QUEUED_BYTES, lambda item: len(item.record) + len(item.payload or b"")
+        )
         self.metrics = metrics or ChannelMetrics()
         self._bucket = TokenBucket(limits.bytes_per_s, max(BANDWIDTH_BURST_S * limits.bytes_per_s, MIN_BURST_BYTES))
         self.reset_credit()
@@ -191,6 +196,9 @@ class SendQueue(CoalescingQueue[Envelope]):
         accepted = super().put(item, key or coalescing_key(item.message))
         self.metrics.rejected += not accepted
         return accepted
+
+    def _limit_bytes(self, item: Envelope) -> float:
+        return self._max_bytes * (1 if item.payload else 2)  # pictures and weights displace no short message
 
     def reset_credit(self) -> None:
         """Starts a new session without credit."""

@@ -11,6 +11,7 @@ import enum
 import secrets
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -130,6 +131,11 @@ class Envelope:
     message: AnyMessage
     payload: Payload | None = None
 
+    @cached_property
+    def record(self) -> bytes:
+        """The encoded message, its first frame."""
+        return _ENCODER.encode(self.message)
+
 
 WITH_PAYLOAD = (ChunkOffer, Preview, WeightsBlobs)
 WEIGHTS_TRANSFER = (WeightsOfferRequest, WeightsOffer, WeightsRequest, WeightsBlobs, WeightsGone, WeightsProgress)
@@ -194,6 +200,7 @@ _COALESCING_KEYS: dict[type[Message], Callable[[Any], Hashable]] = {
     ),
     PreviewRequest: lambda request: ("watch", request.robot, request.pose),
     Preview: lambda preview: ("preview", preview.robot, preview.camera),
+    OperatorReply: lambda reply: ("confirmed", reply.robot) if reply.order == E_STOP else None,  # a press is repeated
     WeightsApplied: lambda report: (WeightsApplied, report.robot),
     WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a later offer lacks the greeting flag
     **{kind: type for kind in (WeightsProgress, ChunkAck)},
@@ -208,8 +215,7 @@ def coalescing_key(message: AnyMessage) -> Hashable:
 
 def encode_envelope(envelope: Envelope) -> list[Payload]:
     """The frames of a message."""
-    header = _ENCODER.encode(envelope.message)
-    return [header] if envelope.payload is None else [header, envelope.payload]
+    return [envelope.record] if envelope.payload is None else [envelope.record, envelope.payload]
 
 
 def decode_envelope(channel: Channel, frames: list[Payload], limits: TunnelLimits) -> Envelope:

@@ -286,7 +286,7 @@ class TunnelServer(ThreadedService):
         """Queues a message for the peer called `name`; never blocks.
 
         A state message replaces its queued predecessor (`coalescing_key`). Returns False without such a peer, or if its
-        queue is full.
+        queue is full. Also if the record is longer than `max_record_bytes`: the client would refuse the session.
         """
         session = self.sessions.find_open(name)
         return session is not None and self._send(session, Envelope(message, payload))
@@ -299,6 +299,10 @@ class TunnelServer(ThreadedService):
     def _send(self, session: PeerSession, envelope: Envelope) -> bool:
         message, channel = envelope.message, channel_of(envelope.message)
         if not session.is_open:
+            return False
+        if len(envelope.record) > self._limits.max_record_bytes:
+            self.counters["too_large"] += 1
+            logger.warning("tunnel.too_large peer=%s message=%s", session.peer.name, type(message).__name__)
             return False
         if not session.flows[channel].send_queue.put(envelope):
             self.counters["queue_full"] += 1
