@@ -64,7 +64,8 @@ def test_valid_report_is_unchanged(report: Report) -> None:
         )),
         *((REPLY, {name: value}) for name, value in (("operator", "x" * 500), ("order", "explode"))),
         *((APPLIED, {name: value}) for name, value in (
-            ("seconds", math.nan), ("seconds", math.inf), ("seconds", 1e300), ("version", -(2**63)), ("version", 1 << 60),
+            ("seconds", math.nan), ("seconds", math.inf), ("seconds", 1e300),
+            ("version", -(2**63)), ("version", 1 << 60),
         )),
         *((EPISODE, {name: value}) for name, value in (
             ("steps", -1), ("steps", 1 << 40), ("intervention_steps", 11), ("episode_return", math.nan),

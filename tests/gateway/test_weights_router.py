@@ -113,6 +113,7 @@ def test_restarted_gateway_keeps_the_learners_embodiments(tmp_path: Path) -> Non
     bench = RouterBench(tmp_path)
     bench.router.on_peer_opened(learner(FIRST, PANDA))
     bench.router.on_peer_opened(learner(SECOND, ARM))
+    assert not (learner_folder(tmp_path, SECOND) / EMBODIMENT_FILE).exists(), "the tunnel's thread syncs no file"
     bench.work()
     nobody_acts = WeightsProgress(oldest=-1)
     assert bench.sent == [(name, said) for name in (FIRST, SECOND) for said in (WeightsOfferRequest(), nobody_acts)]

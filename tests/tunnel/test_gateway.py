@@ -15,6 +15,7 @@ import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, status, stored, until
 
 from hal.discovery import DeviceMonitor
+from hal.durable import replace_durably
 from hal.errors import StateError
 from hal.lease import LeaseTable
 from hal.registry import OperatorOverrides, read_registry
@@ -48,6 +49,7 @@ from user_sys.messages import (
     StopRun,
     WeightsApplied,
 )
+from user_sys.robot_records import read_robot_records
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair
@@ -353,6 +355,28 @@ def test_e_stop_passes_a_stuck_state_database(run: Path, monkeypatch: pytest.Mon
         assert isinstance(next_of(rival, LeaseRefusal), LeaseRefusal)
     stops = [entry.count for entry in read_audit_log(run / STATE_FILE) if entry.order == "e-stop"]
     assert sum(stops) == 3
+
+
+def test_e_stop_passes_a_slow_write_of_a_robots_record(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes, disk_is_free = list[Path](), threading.Event()
+
+    def slow(path: Path, content: bytes) -> None:
+        writes.append(path)
+        assert disk_is_free.wait(300)
+        replace_durably(path, content)
+
+    monkeypatch.setattr("user_sys.robot_records.replace_durably", slow)
+    action = ArraySpec(name="action", labels=("x",), units=("m",), low=(0.0,), high=(1.0,))
+    spec = RobotSpec(model="panda", rate_hz=10.0, observation=(), action=action)
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("console-0")
+        site.client("panda-1", spec=spec)
+        until(lambda: writes, "the record is being written")
+        stop = OperatorCommand(robot="panda-0", operator="ana", order="e-stop", press=1)
+        console.send(stop)
+        assert robot.receive_stop(60) == stop
+        disk_is_free.set()
+    assert [record.robot for record in read_robot_records(run / "robots")] == ["panda-1"]
 
 
 def test_every_episode_report_reaches_the_console(run: Path) -> None:

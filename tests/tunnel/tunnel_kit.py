@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from wait_kit import until
 
 from hal.discovery import Probe
+from hal.spec import RobotSpec
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, decode_chunk
 from user_sys.gateway import Gateway, GatewayConfig
@@ -102,13 +103,14 @@ class GatewaySite:
         holder: str = "",
         wait: bool = True,
         protocol: int = PROTOCOL_VERSION,
+        spec: RobotSpec | None = None,
     ) -> TunnelClient:
         keys = load_keypair(self.run / "keys" / f"{name}.key")
         client = TunnelClient(
             self.address.endpoint,
             keys,
             self.address.public_key,
-            replace(hello(name, protocol=protocol), holder=holder),
+            replace(hello(name, protocol=protocol), holder=holder, spec=spec),
             outbox=outbox,
             limits=QUICK,
         )

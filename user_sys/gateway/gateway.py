@@ -396,7 +396,7 @@ class Gateway:
     def on_peer_opened(self, peer: Peer) -> None:
         if peer.role == "robot":
             self._resources_thread.run(lambda: self.resources.announce(peer))
-            self._save_robot_record(peer)
+            self._resources_thread.run(lambda: self._save_robot_record(peer))
         if peer.role == "console":
             for record in self.resources.unavailable():
                 self.server.send(peer.name, ResourceUpdate(record=record))

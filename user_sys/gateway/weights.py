@@ -337,6 +337,10 @@ class WeightsDistributor(ThreadedService):
         else:  # after a while without a reply, requests are repeated
             logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
 
+    def run(self, task: Callable[[], None]) -> None:
+        """Runs `task` in the thread, after the earlier events."""
+        self._inbox.put(task)
+
     def poll_pin(self) -> None:
         """Applies a pin that a person has set since the last poll."""
         self._inbox.put(self._poll_pin)
@@ -637,6 +641,9 @@ class WeightsRouter:
         if self._embodiments[name] == embodiment:
             return
         self._embodiments[name] = embodiment
+        self._distributors[name].run(partial(self._write_embodiment, name, embodiment))
+
+    def _write_embodiment(self, name: str, embodiment: str) -> None:
         try:
             replace_durably(learner_folder(self._folder, name) / EMBODIMENT_FILE, embodiment.encode())
         except OSError as error:  # the learner repeats it when it connects again

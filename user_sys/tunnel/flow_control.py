@@ -25,8 +25,8 @@ BANDWIDTH_BURST_S = 0.25
 MIN_BURST_BYTES = 64 << 10
 GRANTS_PER_WINDOW = 4
 MAX_QUEUED_BYTES = 64 << 20
-"""Bytes in the send queue of one channel and peer, up to which it accepts payloads; it accepts messages without a payload
-up to twice as many. A peer determines how many: it requests weights, or sends pictures for a console."""
+"""Bytes in the send queue of one channel and peer, up to which it accepts payloads; up to twice as many, it accepts
+messages without one. A peer determines how many: it requests weights, or sends pictures for a console."""
 NO_CREDIT = CreditGrant(messages=0, size_bytes=0)
 
 Item = TypeVar("Item")
