@@ -139,6 +139,22 @@ def test_relay_key_may_act_only_as_its_robots(tmp_path: Path) -> None:
     assert not robot.can_act_as("lab", "relay") and not robot.can_act_as("panda-0", "robot")
 
 
+def test_policy_server_shares_no_name_with_a_peer(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path)
+    ring.allow(new_keypair().public, "panda-0", "robot")
+    ring.allow(new_keypair().public, "lab", "relay", robots=("arm-0",))
+    for name in ("panda", "arm"):
+        with pytest.raises(ConfigError, match=f"'{name}' could act as '{name}-0'; rename"):
+            ring.allow(new_keypair().public, name, "policy")
+    server = ring.allow(new_keypair().public, "policy", "policy")
+    with pytest.raises(ConfigError, match="'policy' could act as 'policy-0'; rename"):
+        ring.allow(new_keypair().public, "policy-0", "robot")
+    assert ring.allow(server.public, "policy", "policy") == server
+    assert server.can_act_as("policy-0af3", "policy") and not server.can_act_as("policy-0af3", "robot")
+    for name in ("policy", "policy-/../x", "policy-" + "A" * 200):
+        assert not server.can_act_as(name, "policy")
+
+
 def test_key_rotation_across_two_computers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     robot, desk = tmp_path / "robot", tmp_path / "console-0"
     run_keys("new", "panda-0", "--folder", str(robot))

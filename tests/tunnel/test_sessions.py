@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from tunnel_kit import QUICK, RecordingHandler, chunk, hello, prepare, status, until
@@ -31,7 +32,7 @@ from user_sys.messages import (
     Welcome,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
-from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.keys import AuthorizedKey, KeyPair, Keyring, new_keypair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import Channel, Envelope, Payload, decode_envelope, encode_envelope, new_session_id
 from user_sys.tunnel.server import TunnelServer
@@ -145,6 +146,17 @@ def test_previous_protocol_is_accepted_from_robots_only(bench: SessionBench) -> 
 def test_key_cannot_claim_another_name_or_role(bench: SessionBench, name: str, role: str) -> None:
     with pytest.raises(SessionRefused, match="belongs to the robot 'panda-0'"):
         bench.dial(name, bench.keys["panda-0"], role=role).wait_open(120)
+
+
+def test_policy_server_cannot_take_over_a_robot_of_an_older_keyring(bench: SessionBench) -> None:
+    keys, robot = new_keypair(), bench.open("panda-0")
+    entry = AuthorizedKey(public=keys.public, name="panda", role="policy")
+    (bench.ring.folder / "panda.json").write_bytes(msgspec.json.encode(entry))
+    bench.ring.refresh()
+    with pytest.raises(SessionRefused, match="panda-0 is the name of another peer"):
+        bench.dial("panda-0", keys, role="policy").wait_open(120)
+    bench.dial("panda-0af3", keys, role="policy").wait_open(120)
+    assert robot.state is TunnelState.OPEN
 
 
 @pytest.mark.parametrize("name", ["panda-1", ""])

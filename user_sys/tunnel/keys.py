@@ -65,10 +65,17 @@ class AuthorizedKey(msgspec.Struct, frozen=True, kw_only=True):
         A relay opens one for each of its robots, and a policy server one for each of its policies.
         """
         if self.role == role == "policy":
-            return name.startswith(f"{self.name}-")
+            return name.startswith(f"{self.name}-") and bool(NAME_PATTERN.fullmatch(name))
         return (name, role) == (self.name, self.role) or (
             self.role == "relay" and role == "robot" and name in self.robots
         )
+
+
+def _require_no_overlap(server: AuthorizedKey, other: AuthorizedKey) -> None:
+    """Raises ConfigError if `server` is a policy server whose key may act under a name of `other`."""
+    for name in (other.name, *other.robots):
+        if server.can_act_as(name, "policy"):
+            raise ConfigError(f"the policy server {server.name!r} could act as {name!r}; rename one of them")
 
 
 def new_keypair() -> KeyPair:
@@ -186,6 +193,7 @@ class Keyring:
         self._lock = threading.Lock()
         self._seen: tuple[tuple[str, int, int], ...] | None = None
         self._by_key: dict[str, AuthorizedKey] = {}
+        self._names = frozenset[str]()
         self._unreadable: tuple[str, ...] = ()
 
     @property
@@ -199,7 +207,8 @@ class Keyring:
         """Allows `public` for `name`. A previous key of `name` stays allowed for `overlap_s`.
 
         Raises:
-            ConfigError: a bad argument, or a key that belongs to another name.
+            ConfigError: a bad argument, a key that belongs to another name, or a name that a policy server may use for
+                one of its policies.
         """
         if role not in ROLES:
             raise ConfigError(f"{role!r} is not a role; use one of {', '.join(ROLES)}")
@@ -216,6 +225,9 @@ class Keyring:
                 entry = self._replace(other, entry, overlap_s)
             elif public in (other.public, other.former):
                 raise ConfigError(f"this key already belongs to {other.name!r}; create one key for each peer")
+            else:
+                _require_no_overlap(entry, other)
+                _require_no_overlap(other, entry)
         replace_durably(self.folder / f"{name}.json", msgspec.json.encode(entry) + b"\n")
         self.refresh()
         return entry
@@ -250,6 +262,10 @@ class Keyring:
             return None
         return entry
 
+    def has_name(self, name: str) -> bool:
+        """Whether a peer of the keyring, or a relay's robot, has this name, as of the last `refresh`."""
+        return name in self._names
+
     def refresh(self) -> bool:
         """Reads the folder again if it changed. Returns whether it changed."""
         with self._lock:
@@ -261,6 +277,7 @@ class Keyring:
             entries = [entry for entry in read.values() if entry is not None]
             self._by_key = {entry.former: entry for entry in entries if entry.former}
             self._by_key |= {entry.public: entry for entry in entries}
+            self._names = frozenset(name for entry in entries for name in (entry.name, *entry.robots))
             self._unreadable = tuple(name for name, entry in read.items() if entry is None)
             return True
 

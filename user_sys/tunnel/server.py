@@ -471,6 +471,8 @@ class TunnelServer(ThreadedService):
         routing_id, public, address = received.routing_id, received.public_key, received.address
         entry = self._keyring.find(public)
         reason = refusal_reason(routing_id, channel, session, hello, entry)
+        if not reason and hello.role == "policy" and self._keyring.has_name(hello.name):
+            reason = f"{hello.name} is the name of another peer"
         if not reason and channel is Channel.CONTROL:
             reason = self._handler.refusal_reason(hello)
         if reason or entry is None:
@@ -500,7 +502,8 @@ class TunnelServer(ThreadedService):
         """
         for former in [s for s in self.sessions.all() if s.peer.name == peer.name and not s.is_open]:
             self._end(former, "the peer sent another Hello")
-        session = PeerSession(peer, self._limits, self.sessions.resume_state(peer.name), self.metrics, stream)
+        state = self.sessions.resume_state(peer.name) if peer.role == "robot" else ResumeState()  # it sends chunks
+        session = PeerSession(peer, self._limits, state, self.metrics, stream)
         self.sessions.add(session)
         return session
 
