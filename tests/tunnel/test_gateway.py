@@ -27,7 +27,15 @@ from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import RunError, SessionRefused, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
-from user_sys.gateway.gateway import LEASE_BURST, LEASE_REFILL_S, is_loopback, read_gateway_address
+from user_sys.gateway.gateway import (
+    LEASE_BURST,
+    LEASE_REFILL_S,
+    MAX_CAMERAS,
+    MAX_WAITING_BYTES,
+    PreviewForwarder,
+    is_loopback,
+    read_gateway_address,
+)
 from user_sys.gateway.ingest import REPLY_TIMEOUT_S, OperatorAudit
 from user_sys.messages import (
     PREVIOUS_PROTOCOL_VERSION,
@@ -44,6 +52,7 @@ from user_sys.messages import (
     OperatorCommand,
     OperatorReply,
     Preview,
+    PreviewAck,
     PreviewRequest,
     ResourceUpdate,
     StopRun,
@@ -398,6 +407,30 @@ def test_newest_preview_replaces_a_waiting_one(run: Path) -> None:
         assert first is not None and (first[0].step, bytes(first[1])) == (0, b"0")
         second = console.receive_preview(120)
         assert second is not None and second[0].step >= 2
+
+
+def test_waiting_pictures_of_a_robot_are_bounded_and_end_with_it() -> None:
+    sent = list[tuple[str, str, int]]()
+
+    def send(console: str, message: object, payload: object) -> bool:
+        assert isinstance(message, Preview)
+        sent.append((message.robot, message.camera, message.step))
+        return True
+
+    forwarder = PreviewForwarder(send)
+    for step in range(2):
+        for number in range(2 * MAX_CAMERAS):
+            forwarder.forward("console-0", Preview(robot="bad", camera=f"c{number}", step=step), bytes(1 << 20))
+    assert len(sent) == MAX_CAMERAS
+    for number in range(2 * MAX_CAMERAS):
+        forwarder.on_ack("console-0", PreviewAck(robot="bad", camera=f"c{number}"))
+    assert len(sent) == MAX_CAMERAS + (MAX_WAITING_BYTES >> 20)
+    for step in (2, 3):
+        forwarder.forward("console-0", Preview(robot="good", camera="front", step=step), bytes(1 << 20))
+    assert sent[-1] == ("good", "front", 2), "another robot has bytes and cameras of its own"
+    forwarder.on_peer_closed("good")
+    forwarder.on_ack("console-0", PreviewAck(robot="good", camera="front"))
+    assert sent[-1] == ("good", "front", 2)
 
 
 def test_end_of_a_run_reaches_present_and_later_peers(run: Path) -> None:

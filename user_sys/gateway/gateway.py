@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_TASKS = 4096
+MAX_CAMERAS, MAX_WAITING_BYTES = 64, 32 << 20  # of one robot's pictures for one console
 STOP_TIMEOUT_S = 30.0
 
 LEASE_BURST, LEASE_REFILL_S = 10, 0.5  # new leases of one robot; each needs a disk write
@@ -128,7 +129,8 @@ def _episode_traces(config: GatewayConfig, run: str) -> EpisodeTraces | None:
 class PreviewForwarder:
     """Forwards pictures to consoles, one in flight for each console and camera; a newer one replaces a waiting one.
 
-    One thread calls it.
+    For each console and robot, it drops the pictures of further cameras than `MAX_CAMERAS`, and those beyond
+    `MAX_WAITING_BYTES`. One thread calls it.
     """
 
     def __init__(self, send: SendMessage) -> None:
@@ -139,6 +141,10 @@ class PreviewForwarder:
     def forward(self, console: str, preview: Preview, jpeg: Payload) -> None:
         """Sends a picture, or stores it until the console acknowledges the camera's last one."""
         key = (console, preview.robot, preview.camera)
+        others = {each: waiting for each, waiting in self._in_flight.items() if each[:2] == key[:2] and each != key}
+        waiting_bytes = sum(len(waiting[1]) for waiting in others.values() if waiting is not None)
+        if len(others) >= MAX_CAMERAS or waiting_bytes + len(jpeg) > MAX_WAITING_BYTES:
+            return
         if key in self._in_flight:
             self._in_flight[key] = (preview, jpeg)
         elif self._send(console, preview, jpeg):
@@ -149,8 +155,9 @@ class PreviewForwarder:
         if (waiting := self._in_flight.pop((console, ack.robot, ack.camera), None)) is not None:
             self.forward(console, *waiting)
 
-    def on_console_closed(self, console: str) -> None:
-        self._in_flight = {key: waiting for key, waiting in self._in_flight.items() if key[0] != console}
+    def on_peer_closed(self, name: str) -> None:
+        """A console or a robot has disconnected."""
+        self._in_flight = {key: waiting for key, waiting in self._in_flight.items() if name not in key[:2]}
 
 
 class ResourceService:
@@ -415,7 +422,7 @@ class Gateway:
     def on_peer_closed(self, peer: Peer, reason: str) -> None:
         self.store.ingester.discard_session(peer)
         self.weights.on_peer_closed(peer.name)
-        self._previews.on_console_closed(peer.name)
+        self._previews.on_peer_closed(peer.name)
 
     def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         match message:
