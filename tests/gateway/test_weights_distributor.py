@@ -15,10 +15,12 @@ from user_sys.gateway.weights import (
     FLUSH_DELAY_S,
     FLUSH_RETRY_S,
     MAX_INBOX,
+    MAX_INBOX_BYTES,
     WeightsDistributor,
 )
 from user_sys.messages import (
     NO_VERSION,
+    BlobPart,
     BlobWant,
     PinnedVersion,
     WeightsApplied,
@@ -375,6 +377,15 @@ def test_flood_of_requests_displaces_no_offer_and_no_report(bench: Bench) -> Non
         bench.distributor.on_message("one", WeightsApplied(robot="one", version=version, seconds=0.0), None)
     bench.publish(2)
     assert bench.distributor.version == 2 and bench.publisher.progress.oldest_in_use == 1
+
+
+def test_payloads_that_no_one_requested_do_not_fill_the_memory(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    part = BlobPart(bytes(32), b"", "raw", 1, 1 << 20, 0, 0, 1 << 20)
+    for _ in range(100):
+        bench.distributor.on_message("learner", WeightsBlobs(version=bytes(32), parts=(part,)), bytes(1 << 20))
+    assert caplog.text.count("weights.inbox_full") == 100 - (MAX_INBOX_BYTES >> 20)
+    bench.publish(1)
+    assert bench.distributor.version == 1
 
 
 def test_first_offer_of_a_session_is_a_greeting_also_if_it_is_late(bench: Bench) -> None:

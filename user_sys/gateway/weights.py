@@ -61,7 +61,8 @@ WEIGHTS_STOP_TIMEOUT_S = 30.0
 PRUNE_INTERVAL_S = 0.5
 INBOX_POLL_S = 0.25
 MAX_RECENT_VERSIONS = 32  # in memory: bases for robots that are so many versions behind
-MAX_INBOX = 4096
+MAX_INBOX, MAX_INBOX_BYTES = 4096, 64 << 20  # messages and payloads; the fetcher requests 8 MiB at a time
+_Event = tuple[Callable[[], None], int]  # of another thread, with the bytes of its payload
 MAX_TRACKED_VERSIONS = 4096  # whose time of publication is kept
 _NO_PIN = PinnedVersion(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
@@ -293,7 +294,7 @@ class WeightsDistributor(ThreadedService):
         self._next_prune_s = 0.0
         self._announced: object = None
         self.version = self._select()
-        self._inbox: CoalescingQueue[Callable[[], None]] = CoalescingQueue(sys.maxsize)  # events of other threads
+        self._inbox: CoalescingQueue[_Event] = CoalescingQueue(sys.maxsize, MAX_INBOX_BYTES, lambda event: event[1])
 
     def scalars(self) -> dict[str, float]:
         """Metrics, with the staleness of each robot."""
@@ -319,31 +320,30 @@ class WeightsDistributor(ThreadedService):
     # Events of the tunnel
 
     def on_learner_opened(self, name: str) -> None:
-        self._inbox.put(partial(self._open_learner, name))
+        self.run(partial(self._open_learner, name))
 
     def on_robot_opened(self, name: str) -> None:
-        self._inbox.put(partial(self._server.add_peer, name))
+        self.run(partial(self._server.add_peer, name))
 
     def on_peer_closed(self, name: str) -> None:
-        self._inbox.put(partial(self._close_peer, name))
+        self.run(partial(self._close_peer, name))
 
     def on_message(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """A message of the weights channel from the peer called `name`."""
-        event = partial(self._handle, name, message, payload)
+        event = partial(self._handle, name, message, payload), len(payload or b"")
         if isinstance(message, WeightsOffer | WeightsApplied):  # no peer repeats them: only a newer one replaces one
             self._inbox.put(event, (name, type(message)))
-        elif len(self._inbox) < MAX_INBOX:
-            self._inbox.put(event)
-        else:  # after a while without a reply, requests are repeated
-            logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
+        elif len(self._inbox) >= MAX_INBOX or not self._inbox.put(event):
+            # after a while without a reply, requests are repeated
+            logger.warning("weights.inbox_full messages=%d bytes=%d", MAX_INBOX, MAX_INBOX_BYTES)
 
     def run(self, task: Callable[[], None]) -> None:
         """Runs `task` in the thread, after the earlier events."""
-        self._inbox.put(task)
+        self._inbox.put((task, 0))
 
     def poll_pin(self) -> None:
         """Applies a pin that a person has set since the last poll."""
-        self._inbox.put(self._poll_pin)
+        self.run(self._poll_pin)
 
     # The thread
 
@@ -358,7 +358,7 @@ class WeightsDistributor(ThreadedService):
     def step(self, wait_s: float) -> float:
         """Handles waiting events, the first within `wait_s`. Returns how long the next step may wait."""
         if (event := self._inbox.get(min(wait_s, INBOX_POLL_S))) is not None:
-            event()
+            event[0]()
         while completed := self._fetcher.pop_completed():
             for version in completed:
                 self.catalog.add(version)
