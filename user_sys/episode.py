@@ -48,12 +48,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 
 from user_sys.codec import (
-    MAX_CACHED_LAYOUTS,
     Array,
     ArrayEntry,
     PacketLayout,
@@ -73,6 +73,7 @@ FRAME_SUFFIXES = (LENGTH_SUFFIX, CRC_SUFFIX, CAPTURE_TIME_SUFFIX)  # of the colu
 MAX_STEPS_PER_CHUNK = 4096
 MAX_SENTENCE_CHARS = 4096
 MAX_COLUMN_CHARS = 256
+MAX_REASON_CHARS = 500  # of the text in an error that lists columns
 SCALAR_DTYPES = {
     "reward": "float32",
     "terminated": "bool",
@@ -236,8 +237,18 @@ def _check_names(*names: str) -> None:
             raise WireError(f"{name[:80]!r} is not a name (letters, digits, '.', '_', '-')")
 
 
-@lru_cache(maxsize=MAX_CACHED_LAYOUTS)
+_CHUNK_LAYOUTS: WeakKeyDictionary[PacketLayout, _ChunkLayout] = WeakKeyDictionary()
+"""Each valid layout in use: the codec decides which it keeps, so that long ones of a peer do not fill the memory."""
+
+
 def _chunk_layout(layout: PacketLayout) -> _ChunkLayout:
+    found = _CHUNK_LAYOUTS.get(layout)
+    if found is None:
+        found = _CHUNK_LAYOUTS[layout] = _validate_layout(layout)
+    return found
+
+
+def _validate_layout(layout: PacketLayout) -> _ChunkLayout:
     for entry in layout.arrays:
         _check_column(entry)
     columns = {entry.name: entry for entry in layout.arrays if not entry.name.startswith(FINAL_PREFIX)}
@@ -246,7 +257,7 @@ def _chunk_layout(layout: PacketLayout) -> _ChunkLayout:
     rows = {entry.shape[0] if entry.shape else -1 for name, entry in columns.items() if name not in ragged}
     if len(rows) > 1 or (rows and min(rows) < 0):
         shapes = [(name[:80], entry.shape) for name, entry in columns.items()]
-        raise WireError(f"columns of different lengths: {shapes}")
+        raise WireError(f"columns of different lengths: {str(shapes)[:MAX_REASON_CHARS]}")
     for name in SCALAR_DTYPES.keys() & columns.keys():
         _expect(columns[name], SCALAR_DTYPES[name])
     scalars = {name: columns[name] for name in SCALAR_DTYPES if name in columns}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -91,6 +92,21 @@ def test_single_frame_is_found_and_checked() -> None:
 def test_inconsistent_frames_and_columns_are_refused(changes: dict[str, np.ndarray]) -> None:
     with pytest.raises(WireError):
         parse_chunk(with_frames({k: np.asarray(v) for k, v in changes.items()}).encode())
+
+
+def test_long_layout_of_a_chunk_is_not_kept() -> None:
+    columns = {f"a-long-name-of-column-{number}": np.zeros(3, np.float32) for number in range(300)}
+    chunk = parse_chunk(Chunk(HEADER, columns, {}).encode())
+    layout = weakref.ref(chunk.packet.layout)
+    del chunk
+    assert layout() is None
+
+
+def test_error_about_many_columns_is_short() -> None:
+    columns = {f"column-{number}": np.zeros(1 + number % 2, np.float32) for number in range(5000)}
+    with pytest.raises(WireError, match="different lengths") as refused:
+        parse_chunk(Chunk(HEADER, columns, {}).encode())
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize("suffix", [".length", ".crc", ".t_capture_ns"])

@@ -457,8 +457,9 @@ class ChunkIngester(ThreadedService):
                 totals.duplicates += 1
         except WireError as error:
             totals.rejected += 1
-            logger.warning("ingest.refused peer=%s sequence=%d: %s", peer.name, pending.sequence, error)
-            self._send_reply(peer, ChunkRefusal(sequence=pending.sequence, reason=str(error)))
+            reason = str(error)[:MAX_TEXT_CHARS]
+            logger.warning("ingest.refused peer=%s sequence=%d: %s", peer.name, pending.sequence, reason)
+            self._send_reply(peer, ChunkRefusal(sequence=pending.sequence, reason=reason))
 
     def _retry_while_full(self, attempt: Callable[[], Result]) -> Result:
         """Retries until the disk has space. Raises StoreFull if the gateway stops before."""
