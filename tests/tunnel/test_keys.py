@@ -139,6 +139,16 @@ def test_relay_key_may_act_only_as_its_robots(tmp_path: Path) -> None:
     assert not robot.can_act_as("lab", "relay") and not robot.can_act_as("panda-0", "robot")
 
 
+def test_relay_with_many_robots_is_allowed(tmp_path: Path) -> None:
+    ring, keys = Keyring(tmp_path), new_keypair()
+    ring.allow(keys.public, "lab", "relay", robots=[f"site-3-arm-{number:03d}" for number in range(1000)])
+    entry = Keyring(tmp_path).list()[0]
+    assert len(entry.robots) == 1000 and ring.find(keys.public) == entry and not ring.unreadable
+    with pytest.raises(ConfigError, match="'lab' has 9000 robots: too many"):
+        ring.allow(keys.public, "lab", "relay", robots=[f"{number:0128d}" for number in range(9000)])
+    assert ring.find(keys.public) == entry
+
+
 def test_policy_server_shares_no_name_with_a_peer(tmp_path: Path) -> None:
     ring = Keyring(tmp_path)
     ring.allow(new_keypair().public, "panda-0", "robot")

@@ -34,6 +34,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 GATEWAY_NAME = "gateway"  # of every gateway, in key files and messages
 KEY_CHARS = 40
 MAX_FILE_BYTES = 4096
+MAX_ENTRY_BYTES = 1 << 20  # of a keyring: a relay has many robots
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,10 @@ class Keyring:
             else:
                 _require_no_overlap(entry, other)
                 _require_no_overlap(other, entry)
-        replace_durably(self.folder / f"{name}.json", msgspec.json.encode(entry) + b"\n")
+        encoded = msgspec.json.encode(entry) + b"\n"
+        if len(encoded) > MAX_ENTRY_BYTES:
+            raise ConfigError(f"{name!r} has {len(robots)} robots: too many for one relay; use several")
+        replace_durably(self.folder / f"{name}.json", encoded)
         self.refresh()
         return entry
 
@@ -296,7 +300,7 @@ class Keyring:
     def _read(self, file_name: str) -> AuthorizedKey | None:
         try:
             with (self.folder / file_name).open("rb") as stream:
-                entry = msgspec.json.decode(stream.read(MAX_FILE_BYTES), type=AuthorizedKey)
+                entry = msgspec.json.decode(stream.read(MAX_ENTRY_BYTES), type=AuthorizedKey)
             validate_public_key(entry.public)
         except (OSError, *DECODE_ERRORS, ConfigError):
             return None
