@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -87,6 +88,7 @@ _ORDERS = frozenset(order for orders in get_args(OperatorOrder) for order in get
 Report = RobotStatus | EpisodeReport | MetricsReport | OperatorReply | WeightsApplied
 _Key = tuple[str, str, str, int]  # robot, person, command, press of the e-stop
 
+FILE_CLOCK_TOLERANCE_S = 60.0  # a file server's clock may differ
 MAX_CLOCK_AHEAD_S = 86_400.0  # a chunk's times may be this far ahead of this computer's clock
 INGEST_STOP_TIMEOUT_S = 30.0
 LABELS_POLL_S = 0.5
@@ -447,7 +449,7 @@ class ChunkIngester(ThreadedService):
             chunk = parse_chunk(pending.packet)
             if chunk.header.robot != peer.name:
                 raise WireError(f"{peer.name} sent a chunk of {chunk.header.robot[:80]!r}")
-            _require_not_in_future(chunk)
+            _require_not_in_future(chunk, self._writer.path)
             if self._retry_while_full(lambda: self._writer.append(pending.packet, chunk)):
                 group.stored.append(chunk)
                 totals.chunks += 1
@@ -490,17 +492,26 @@ class ChunkIngester(ThreadedService):
             self.latencies.add_chunk(chunk, durable_unix_ns)
 
 
-def _require_not_in_future(chunk: PackedChunk) -> None:
-    """Raises WireError for a chunk from the future: a sampler that prefers new steps would draw no other step."""
+def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
+    """Raises WireError for a chunk from the future: a sampler that prefers new steps would draw no other step.
+
+    While this computer's clock is behind the files of the store, as after a power cut without a battery, it accepts
+    any time: the robot would never send a refused chunk again.
+    """
     captured = chunk.column("t_capture_ns")
     newest_ns = chunk.header.started_unix_ns
     if captured is not None and len(captured):
         newest_ns = max(newest_ns, int(captured.max()) + chunk.header.unix_offset_ns)
     ahead_s = (newest_ns - time.time_ns()) / 1e9
-    if ahead_s > MAX_CLOCK_AHEAD_S:
+    if ahead_s > MAX_CLOCK_AHEAD_S and not _is_clock_behind(store):
         raise WireError(
             f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
         )
+
+
+def _is_clock_behind(store: Path) -> bool:
+    with os.scandir(store) as files:
+        return any(file.stat().st_mtime > time.time() + FILE_CLOCK_TOLERANCE_S for file in files)
 
 
 @dataclass
