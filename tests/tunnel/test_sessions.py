@@ -159,6 +159,16 @@ def test_policy_server_cannot_take_over_a_robot_of_an_older_keyring(bench: Sessi
     assert robot.state is TunnelState.OPEN
 
 
+def test_policies_of_one_key_are_limited(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.tunnel.server.MAX_POLICIES", 2)
+    keys = new_keypair()
+    bench.ring.allow(keys.public, "policy", "policy")
+    for name in ("policy-0", "policy-1", "policy-1"):
+        bench.dial(name, keys, role="policy").wait_open(120)
+    with pytest.raises(SessionRefused, match="this key has 2 policies already"):
+        bench.dial("policy-2", keys, role="policy").wait_open(120)
+
+
 @pytest.mark.parametrize("name", ["panda-1", ""])
 def test_message_in_another_name_is_refused(bench: SessionBench, name: str) -> None:
     client = bench.open("panda-0")

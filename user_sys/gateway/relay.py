@@ -360,14 +360,15 @@ class Relay:
     def refusal_reason(self, hello: Hello) -> str:
         if hello.role not in ("robot", "policy"):
             return f"a relay accepts robots and policy servers; connect the {hello.role} to the cloud's gateway"
-        self._hellos[hello.name] = hello
+        if hello.role == "robot":
+            self._hellos[hello.name] = hello
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
-        hello = self._hellos.pop(peer.name)
-        if hello.role == "policy":  # it takes weights, and its robots report which of them act
+        if peer.role == "policy":  # it takes weights, and its robots report which of them act
             self.weights.router.on_peer_opened(peer)
             return
+        hello = self._hellos.pop(peer.name)
         buffer = ForwardBuffer(peer, hello.stream, self.server)
         previous = self.upstream_sessions.get(peer.name)
         session = UpstreamSession(self._client(hello, buffer), buffer, self.server, previous)

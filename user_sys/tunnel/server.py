@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 BLOCKED_RETRY_S = 0.005
 STOP_TIMEOUT_S = 10.0
+MAX_POLICIES = 64  # sessions of one policy server
 
 
 @dataclass(frozen=True)
@@ -473,6 +474,8 @@ class TunnelServer(ThreadedService):
         reason = refusal_reason(routing_id, channel, session, hello, entry)
         if not reason and hello.role == "policy" and self._keyring.has_name(hello.name):
             reason = f"{hello.name} is the name of another peer"
+        if not reason and hello.role == "policy" and self._policies_of_key(public, hello.name) >= MAX_POLICIES:
+            reason = f"this key has {MAX_POLICIES} policies already"
         if not reason and channel is Channel.CONTROL:
             reason = self._handler.refusal_reason(hello)
         if reason or entry is None:
@@ -494,6 +497,10 @@ class TunnelServer(ThreadedService):
         self._mark(session, channel)
         if len(session.welcomed_channels) == len(Channel) and not session.is_open:
             self._open(session)
+
+    def _policies_of_key(self, public: str, name: str) -> int:
+        """The sessions of a policy server, without those of the policy called `name`."""
+        return sum(each.peer.public_key == public and each.peer.name != name for each in self.sessions.all())
 
     def _begin(self, peer: Peer, stream: str) -> PeerSession:
         """Begins a session, which does not replace the open session of its name until it opens.
