@@ -24,7 +24,15 @@ from user_sys.edge.recorder import SelectedAction
 from user_sys.edge.session import LateCommandLog
 from user_sys.edge.status import MAX_PROMISED, PreviewSender, StatusPublisher
 from user_sys.episode import Phase
-from user_sys.messages import ControlMessage, ControlPeriod, MetricsReport, Preview, PreviewRequest, RobotStatus
+from user_sys.messages import (
+    FOREIGN_RUN,
+    ControlMessage,
+    ControlPeriod,
+    MetricsReport,
+    Preview,
+    PreviewRequest,
+    RobotStatus,
+)
 
 FRAME = CameraFrame(np.zeros((16, 16, 3), np.uint8), 0)
 
@@ -192,13 +200,13 @@ def test_control_periods_are_reported_while_a_console_watches(status: StatusPubl
 def test_status_shows_the_version_that_acted_last(status: StatusPublisher, client: FakeClient) -> None:
     action = np.zeros(4, np.float32)
     shown = []
-    for version, phase in ((10, Phase.POLICY), (-1, Phase.TELEOP), (5, Phase.POLICY)):
+    for version, phase in ((10, Phase.POLICY), (-1, Phase.TELEOP), (FOREIGN_RUN, Phase.POLICY), (5, Phase.POLICY)):
         status.on_step(NO_INTERVENTION, SelectedAction(action, phase, policy_version=version))
         status.publish()
         newest = client.sent[-1]
         assert isinstance(newest, RobotStatus)
         shown.append(newest.policy_version)
-    assert shown == [10, 10, 5], "an operator's steps have no version"
+    assert shown == [10, 10, 10, 5], "an operator's steps have no version, and another run's none of this run"
 
 
 def test_late_command_is_logged_with_its_times_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -153,7 +153,7 @@ class _Counters:
         self.step += 1
         self._counted += 1
         self.phase = selected.phase
-        if selected.policy_version != NO_VERSION:
+        if selected.policy_version > NO_VERSION:  # also not that of another run
             self.version = selected.policy_version
         self.interventions += time_step.safety_reasons != 0
 
