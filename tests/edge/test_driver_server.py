@@ -24,7 +24,14 @@ from hal.spec import ACTION, CameraSpec
 from hal.task import TaskMix
 from robots.fake import FakeCamera, FakeTask
 from user_sys.codec import decode_packet, encode_packet
-from user_sys.edge.driver_client import DriverClient, DriverCommand, DriverReply, DriverRequest, driver_endpoint
+from user_sys.edge.driver_client import (
+    NEVER_NS,
+    DriverClient,
+    DriverCommand,
+    DriverReply,
+    DriverRequest,
+    driver_endpoint,
+)
 from user_sys.edge.driver_server import DriverServer
 from user_sys.edge.environment import RobotEnvironment, TimeStep
 
@@ -175,6 +182,27 @@ def test_real_time_robot_follows_the_clock_for_every_session(site: Site) -> None
         return not asked.is_alive()
 
     until(over, "the control period is over")
+
+
+def test_command_after_a_late_one_waits_for_a_whole_period(site: Site) -> None:
+    arrived, wait = threading.Event(), site.driver.wait_for_command
+    driving, _ = during(site, lambda: site.client.step(RIGHT))
+    for late_ns in (8 * PERIOD_NS // 10, 0):
+        site.now_ns += PERIOD_NS - site.now_ns % PERIOD_NS  # the end of the control period, on the grid
+        driving.join(END_S)
+        site.now_ns += late_ns
+        if late_ns:
+            driving, _ = during(site, lambda: site.client.step(RIGHT))
+    site.driver.wait_for_command = lambda: (arrived.set(), wait())[1]
+    driving = threading.Thread(target=lambda: site.client.step(RIGHT))
+    driving.start()
+    assert arrived.wait(END_S)
+    site.anyone.renew_lease(1, NEVER_NS)  # is answered during the wait
+    assert len(site.robot.commands) == 2
+    site.now_ns += 7 * PERIOD_NS // 10
+    until(lambda: len(site.robot.commands) == 3, "the command is applied")
+    site.now_ns += PERIOD_NS
+    driving.join(END_S)
 
 
 def test_e_stop_is_executed_during_a_control_period(site: Site) -> None:

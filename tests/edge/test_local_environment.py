@@ -44,9 +44,24 @@ def test_periods_follow_a_grid_without_catching_up() -> None:
     ends = []
     for work_s in (0.02, 0.09, 0.35, 0.0, 0.05):
         clock.now_s += work_s
+        pace.wait_for_command()
         pace()
         ends.append(round(clock.now_s - 5.0, 6))
     assert ends == [0.1, 0.2, 0.65, 0.75, 0.85], "the third was late; a whole period follows it"
+
+
+def test_command_after_a_late_one_waits_for_a_whole_period() -> None:
+    clock = Clock()
+    pace = RateKeeper(PERIOD_S, lambda: clock.now_s, clock.sleep)
+    commands, ends = [], []
+    for work_s in (0.0, 0.09, 0.0, 0.0, 0.03, 0.03):
+        clock.now_s += work_s
+        pace.wait_for_command()
+        commands.append(round(clock.now_s - 5.0, 6))
+        pace()
+        ends.append(round(clock.now_s - 5.0, 6))
+    assert commands == [0.0, 0.19, 0.28, 0.38, 0.51, 0.61], "0.2 would follow 0.19; equal lateness does not add up"
+    assert ends == [0.1, 0.2, 0.38, 0.48, 0.58, 0.68]
 
 
 def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:

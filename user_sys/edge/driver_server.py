@@ -59,7 +59,7 @@ from user_sys.edge.driver_client import (
     driver_endpoint,
     encode_time_step,
 )
-from user_sys.edge.environment import RobotEnvironment
+from user_sys.edge.environment import COMMAND_JITTER, RobotEnvironment
 from user_sys.edge.realtime import THREAD_SWITCH_INTERVAL_S, enable_realtime, reset_priority_of_new_threads
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
@@ -81,7 +81,8 @@ class _ControlPeriod:
 
     def __init__(self, period_ns: int, clock: Callable[[], int]) -> None:
         self.clock, self._period_ns = clock, period_ns
-        self.command_ns = self.watchdog_ns = self._next_ns = clock()
+        self.watchdog_ns = self._next_ns = clock()
+        self.command_ns = self._next_ns - period_ns
 
     def feed_watchdog(self, periods: int, more_s: float = 0.0) -> None:
         """The watchdog is due after `periods` control periods and `more_s` from now."""
@@ -90,13 +91,23 @@ class _ControlPeriod:
     def begin(self) -> int:
         """Call it when a command was applied. Returns the end of its control period, on a fixed grid.
 
-        A missed period starts a new grid: lateness is never made up by shorter periods.
+        A missed period starts a new grid. See `wait_for_command` for a command that is late within its period.
         """
         now = self.command_ns = self.clock()
         self._next_ns += self._period_ns
         if not now <= self._next_ns <= now + 2 * self._period_ns:
             self._next_ns = now + self._period_ns
         return self._next_ns
+
+    def wait_for_command(self, wait_until: Callable[[int], object]) -> None:
+        """Waits until a control period after the last command, less `COMMAND_JITTER`, and starts a new grid if it waits.
+
+        A command moves the robot by one period's share of its limits, so lateness is never made up by a shorter period.
+        """
+        earliest_ns = self.command_ns + round((1 - COMMAND_JITTER) * self._period_ns)
+        if self.clock() < earliest_ns:
+            wait_until(earliest_ns)
+            self._next_ns = earliest_ns
 
 
 class _LeaseDeadline:
@@ -186,7 +197,8 @@ class DriverServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.bind(self._address)
-        self._environment.wait_for_period_end = self._wait_for_period_end
+        self._environment.wait_for_period_end = lambda: self._wait_until(self._period.begin())
+        self._environment.wait_for_command = lambda: self._period.wait_for_command(self._wait_until)
         self._environment.robot.check_stop = self._check_stop
         self._period.feed_watchdog(self._watchdog_periods)
         try:
@@ -322,9 +334,8 @@ class DriverServer:
             reply = msgspec.structs.replace(reply, task=environment.episode_task)
         return reply, columns
 
-    def _wait_for_period_end(self) -> None:
-        """Sleeps to the end of the control period after a command was applied, and answers e-stops meanwhile."""
-        end_ns = self._period.begin()
+    def _wait_until(self, end_ns: int) -> None:
+        """Sleeps within a control period, and answers e-stops meanwhile."""
         while (left_ns := end_ns - self._period.clock()) > 0 and not self.stop.is_set():
             if left_ns < PRECISE_SLEEP_NS:
                 time.sleep(left_ns / 1e9)

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+COMMAND_JITTER = 0.1  # share of a control period by which a command may be closer to the one before
+
 NO_OUTCOME = TaskOutcome(reward=0.0, terminated=False)
 
 
@@ -105,6 +107,8 @@ class RobotEnvironment:
     Attributes:
         real_time: an action is observed at the end of its control period, after `wait_for_period_end`.
         wait_for_period_end: blocks until the control period is over; the owner of the environment sets it.
+        wait_for_command: blocks until `step` may apply its command, about a control period after the last command. The
+            owner sets it, for `real_time`.
         on_robot_connected: called after the robot is connected, before its cameras and input devices.
     """
 
@@ -124,6 +128,7 @@ class RobotEnvironment:
         self.spec, self._name = robot.spec, name or robot.spec.model
         self.real_time = False
         self.wait_for_period_end: Callable[[], None] = lambda: None
+        self.wait_for_command: Callable[[], None] = lambda: None
         self.on_robot_connected: Callable[[], None] = lambda: None
         self._teleoperators = list(teleoperators)
         self._connected = False
@@ -193,6 +198,8 @@ class RobotEnvironment:
     def step(self, action: Array) -> TimeStep:
         if self._newest is None:
             raise RuntimeError("the environment is not connected: call connect() first")
+        if self.real_time:
+            self.wait_for_command()
         self.stop_if_latched()
         if self.kernel.is_stale(self._newest):  # this process was delayed; the robot may be in order
             self._observe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from hal.machine_folder import robot_files
 from hal.safety import SafetyKernel
 from hal.signals import detach_terminal, ending_signals
 from user_sys.compose import RobotConfig
-from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.edge.environment import COMMAND_JITTER, RobotEnvironment, TimeStep
 from user_sys.edge.recorder import SelectedAction
 
 LOCK_TIMEOUT_S = 10.0  # a stopping driver process of a run may still have the robot
@@ -31,7 +32,10 @@ def never_stop() -> None:
 
 
 class RateKeeper:
-    """Blocks until the end of the control period, once in each. Lateness is never made up by shorter periods."""
+    """Blocks until the end of the control period, once in each. `wait_for_command` precedes each command.
+
+    Lateness is never made up by shorter periods: the command after a late one waits, and a new grid starts.
+    """
 
     def __init__(
         self,
@@ -41,9 +45,17 @@ class RateKeeper:
     ) -> None:
         self._period_s, self._clock, self._sleep = period_s, clock, sleep
         self._next_s = clock()
+        self._command_s = -math.inf
+
+    def wait_for_command(self) -> None:
+        """Blocks until a control period after the last command, less `COMMAND_JITTER`."""
+        earliest_s = self._command_s + (1 - COMMAND_JITTER) * self._period_s
+        if (left_s := earliest_s - self._clock()) > 0:
+            self._sleep(left_s)
+            self._next_s = earliest_s
 
     def __call__(self) -> None:
-        now_s = self._clock()
+        now_s = self._command_s = self._clock()
         self._next_s += self._period_s
         if self._next_s < now_s:
             self._next_s = now_s + self._period_s
@@ -122,7 +134,8 @@ def open_local_environment(
         environment.connect()
         check_stop()
         environment.real_time = config.follows_clock and not config.simulated
-        environment.wait_for_period_end = RateKeeper(setup.robot.spec.period_s)
+        environment.wait_for_period_end = rate = RateKeeper(setup.robot.spec.period_s)
+        environment.wait_for_command = rate.wait_for_command
         yield environment
 
 
