@@ -88,8 +88,9 @@ class EstopLatch:
             sync_folder(self.path.parent)
         return stop
 
-    def acknowledge(self, stop: EmergencyStop, driver: str) -> None:
-        """Records that `driver` has stopped the robot for `stop`, unless a newer press is latched.
+    def acknowledge(self, stop: EmergencyStop, driver: str) -> EmergencyStop:
+        """Records that `driver` has stopped the robot for `stop`, unless a newer press is latched. Returns what `stop`
+        is then.
 
         Raises:
             OSError, LeaseError: the file cannot be written.
@@ -98,6 +99,7 @@ class EstopLatch:
             if self._decode(os.pread(handle, FILE_BYTES, 0)) == stop:
                 stop = msgspec.structs.replace(stop, acknowledged=driver[:MAX_TEXT_CHARS])
                 overwrite(handle, msgspec.json.encode(stop), FILE_BYTES, sync=False)
+        return stop
 
     def clear(self, expected: EmergencyStop | None) -> bool:
         """Re-arms; harmless if nothing is latched. If another press than `expected` is latched, it returns False and

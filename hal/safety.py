@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 WATCHDOG_LEAD_S = 0.008  # the hold starts this much before its deadline, at most a fifth of a control period
 
+PERSIST_RETRY_S = 1.0  # an e-stop that could not be written is written again
+
 _NS = 1_000_000_000
 _EMPTY: Array = np.empty(0)
 
@@ -120,6 +122,7 @@ class SafetyKernel:
         self._safe_ns = round(spec.limits.safe_stop_after_s * _NS)
         self._counts = dict.fromkeys(SafetyReason, 0)
         self._stopped: EmergencyStop | None = None
+        self._persist_again_ns = math.inf
         self.load_latched_estop()
         self.reset()
 
@@ -199,12 +202,19 @@ class SafetyKernel:
         return self._stopped
 
     def emergency_stop(self, by: str, why: str = "") -> None:
-        """Latches the e-stop; a second press keeps the first record. It takes effect before anything can fail."""
-        if self._stopped is not None:
-            return
-        self._stopped = new_emergency_stop(by, why)
-        logger.warning("estop.latched by=%s why=%s", by, why)
+        """Latches the e-stop; a second press keeps the first record. It takes effect before anything can fail.
+
+        A file that cannot be written is logged. The next press and `retry_latch` try again.
+        """
+        if self._stopped is None:
+            self._stopped = new_emergency_stop(by, why)
+            logger.warning("estop.latched by=%s why=%s", by, why)
         self._persist(self._stopped)
+
+    def retry_latch(self) -> None:
+        """Writes an e-stop that a file lacks, `PERSIST_RETRY_S` after the last attempt. Call it in each period."""
+        if self._stopped is not None and self._clock() >= self._persist_again_ns:
+            self._persist(self._stopped)
 
     def has_new_press(self) -> bool:
         """Whether another program has pressed in the shared latch since the last look. `load_latched_estop` applies it.
@@ -217,8 +227,9 @@ class SafetyKernel:
 
     def load_latched_estop(self) -> None:
         """Applies an e-stop that is latched in a file: from before the start, or by another program since."""
-        found = [stop for latch in self._latches if (stop := latch.read()) is not None]
-        self._seen = self._shared.read() if self._shared is not None else None
+        readings = [latch.read() for latch in self._latches]  # once each: a press that is seen is applied
+        self._seen = readings[-1] if self._shared is not None else None
+        found = [stop for stop in readings if stop is not None]
         if self._stopped is None and found:
             self._stopped = found[0]
             logger.warning("estop.latched by=%s why=%s", found[0].by, found[0].why)
@@ -229,20 +240,21 @@ class SafetyKernel:
         if self._shared is None or self._seen is None or self._seen.acknowledged:
             return
         try:
-            self._shared.acknowledge(self._seen, driver)
-            self._seen = self._shared.read()
+            self._seen = self._shared.acknowledge(self._seen, driver)
         except (OSError, LeaseError) as error:  # the robot is stopped; `user-sys stop` reports a missing answer
             logger.error("estop.not_acknowledged path=%s error=%s", self._shared.path, error)
 
     def _persist(self, stopped: EmergencyStop) -> None:
         """Writes the latch to each file without one."""
+        self._persist_again_ns = math.inf
         for latch in self._latches:
             try:
-                if latch.read() is None:
-                    latch.press(stopped)
+                latched = latch.read() or latch.press(stopped)
             except (OSError, LeaseError) as error:  # the robot is stopped; only a restart would lose the latch
                 logger.error("estop.not_persisted path=%s error=%s", latch.path, error)
-        self._seen = self._shared.read() if self._shared is not None else None
+                self._persist_again_ns = self._clock() + PERSIST_RETRY_S * _NS
+            else:
+                self._seen = latched if latch is self._shared else self._seen
 
     def rearm(self, person: str) -> None:
         """Clears the e-stop in the name of `person`; harmless if none is latched. A press by another program that this

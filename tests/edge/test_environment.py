@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edge_kit import RIGHT, STILL, RecordingRobot
+from wait_kit import ClockNs
 
 from hal.camera import CameraFrame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
-from hal.estop import EstopLatch
+from hal.estop import EmergencyStop, EstopLatch
 from hal.robot import Observation, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.task import TaskOutcome
@@ -67,6 +68,24 @@ def test_e_stop_stops_the_robot_before_it_writes_the_latch(tmp_path: Path) -> No
     driver.connect()
     driver.emergency_stop("ada")
     assert latched[0] is False and latch.exists() and set(robot.stops) == {StopLevel.SAFE}
+    driver.close()
+
+
+def test_e_stop_that_could_not_be_written_is_written_while_the_robot_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(latch: EstopLatch, stop: EmergencyStop) -> EmergencyStop:
+        raise OSError("input/output error")
+
+    clock, latch = ClockNs(), EstopLatch(tmp_path / "e-stop.json")
+    robot = RecordingRobot(clock=clock)
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock, latch_path=latch.path))
+    driver.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(EstopLatch, "press", fail)
+        driver.emergency_stop("ada")
+    clock.now_s += 1.0
+    assert latch.read() is None and driver.hold().stopped and latch.read() is not None
     driver.close()
 
 

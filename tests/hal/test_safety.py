@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from wait_kit import ClockNs
 
 from hal.errors import SpecError
-from hal.estop import EstopLatch
+from hal.estop import EstopLatch, new_emergency_stop
 from hal.robot import Observation, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE, Array, ArraySpec, RobotSpec, SafetyLimits
@@ -302,6 +303,65 @@ def test_shared_latch_stops_next_run(tmp_path: Path) -> None:
     assert EstopLatch(second).read() is EstopLatch(shared).read() is None
     assert SafetyKernel(SPEC, latch_path=second, shared_latch=shared).latched_estop is None
     assert SafetyKernel(SPEC, latch_path=first).latched_estop is not None, "that latch has not been cleared"
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, method: str, once: Callable[[], object]) -> None:
+    """Calls `once` after the next call of a latch's method, as another process may."""
+    real = getattr(EstopLatch, method)
+
+    def call(*args: Any) -> Any:
+        found = real(*args)
+        monkeypatch.setattr(EstopLatch, method, real)
+        once()
+        return found
+
+    monkeypatch.setattr(EstopLatch, method, call)
+
+
+def test_press_while_the_latch_is_loaded_is_applied_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latch = EstopLatch(tmp_path / "e-stop.json")
+    kernel = SafetyKernel(SPEC, shared_latch=latch.path)
+    interrupt(monkeypatch, "read", lambda: latch.press(new_emergency_stop("alice")))
+    kernel.load_latched_estop()
+    assert kernel.latched_estop is None and kernel.has_new_press()
+    kernel.load_latched_estop()
+    assert kernel.latched_estop is not None and not kernel.has_new_press()
+
+
+def test_press_while_another_is_acknowledged_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latch = EstopLatch(tmp_path / "e-stop.json")
+    kernel = SafetyKernel(SPEC, shared_latch=latch.path)
+    kernel.emergency_stop("alice")
+    interrupt(monkeypatch, "acknowledge", lambda: latch.press(new_emergency_stop("bob")))
+    kernel.acknowledge("pid 7")
+    assert kernel.has_new_press()
+    kernel.load_latched_estop()
+    kernel.acknowledge("pid 7")
+    found = latch.read()
+    assert found is not None and (found.presses, found.acknowledged) == (2, "pid 7")
+
+
+@pytest.mark.parametrize("presses_again", [True, False])
+def test_latch_that_could_not_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses_again: bool
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("input/output error")
+
+    path = tmp_path / "e-stop.json"
+    bench = Bench(latch_path=path)
+    with monkeypatch.context() as patch:
+        patch.setattr(EstopLatch, "press", fail)
+        bench.kernel.emergency_stop("alice")
+    bench.kernel.retry_latch()
+    assert EstopLatch(path).read() is None, "it waits for a second"
+    if presses_again:
+        bench.kernel.emergency_stop("bob")
+    else:
+        bench.clock.now_s += 1.0
+        bench.kernel.retry_latch()
+    latched = Bench(latch_path=path).kernel.latched_estop
+    assert latched is not None and latched.by == "alice"
 
 
 @pytest.mark.parametrize("content", [b"\x00\x00", b'{"by": "\x90"}'])

@@ -100,7 +100,7 @@ class _ControlPeriod:
         return self._next_ns
 
     def wait_for_command(self, wait_until: Callable[[int], object]) -> None:
-        """Waits until a control period after the last command, less `COMMAND_JITTER`, and starts a new grid if it waits.
+        """Waits until a control period after the last command, less `COMMAND_JITTER`. A wait starts a new grid.
 
         A command moves the robot by one period's share of its limits, so lateness is never made up by a shorter period.
         """

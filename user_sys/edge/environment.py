@@ -252,6 +252,7 @@ class RobotEnvironment:
         Raises:
             HardwareLost: the robot is lost; the e-stop is latched.
         """
+        self.kernel.retry_latch()
         if self.kernel.has_new_press():
             try:
                 if self._connected:
