@@ -119,6 +119,9 @@ class Session:
     def has_lease(self) -> bool:
         return True
 
+    def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
+        self.environment.kernel.is_speed_reduced = suspended
+
     def begin(self) -> None:
         self.time_step: TimeStep = self.environment.reset(seed=0)
         self.steps = 0
@@ -281,6 +284,31 @@ def test_episode_begun_by_an_operator_is_teleoperation(session: Session) -> None
     session.order("take-over")
     session.order("drive", (0, 1, 0, 0))
     assert session.act().phase is Phase.CORRECTION
+
+
+def test_speed_is_reduced_from_the_first_period_of_a_take_over(session: Session) -> None:
+    session.act()
+    session.order("take-over")
+    session.order("drive", (1.0, 0, 0, 0))
+    session.act()
+    assert session.time_step.applied is not None
+    share = session.robot.spec.limits.reduced_speed
+    assert session.time_step.applied[0] == pytest.approx(STEP_M * share) and share < 1
+    session.order("hand-back")
+    session.act()
+    assert not session.environment.kernel.is_speed_reduced
+
+
+def test_robot_outside_of_an_episode_awaits_the_person_who_has_it(session: Session) -> None:
+    def waits(*orders: str) -> bool:
+        for order in orders:
+            session.order(order)
+        return session.agent.awaits_person(session.environment.hold())
+
+    assert not waits() and waits("pause") and waits() and waits("take-over") and not waits("hand-back")
+    assert waits("pause") and not waits("reset")
+    session.begin()
+    assert waits(), "the reset is done, and the robot holds still"
 
 
 def test_zero_input_holds_the_robot_and_is_no_step(session: Session) -> None:

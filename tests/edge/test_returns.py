@@ -46,6 +46,9 @@ class LastingSession:
     def has_lease(self) -> bool:
         return True
 
+    def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
+        pass
+
 
 class WaveringPolicy(SidewaysPolicy):
     """Each chunk moves the tool to the other side than the one before."""

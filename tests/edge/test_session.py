@@ -282,6 +282,24 @@ def test_e_stop_reaches_a_driver_after_its_restart(site: Site) -> None:
     require_whole(site)
 
 
+def test_paused_robot_is_not_reset_after_an_error(site: Site) -> None:
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console = site.client(CONSOLE)
+    until(lambda: site.stored(), "experience arrives")
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="pause", sequence=1))
+    until(lambda: _authority(console) == "hold", "the robot holds")
+    driver.end(signal.SIGKILL)
+    session.wait_for_log("driver.lost")
+    site.driver().wait_for_log("session.attached")
+    until(lambda: "holds until a person hands back" in _hold_note(console), "the status says why it holds")
+    recorded = len(site.recorded())
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
+    until(lambda: len(site.recorded()) >= recorded + 3, "the policy drives again")
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(END_S) == 0
+
+
 def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
@@ -318,6 +336,11 @@ def _confirmed(console: TunnelClient, press: OperatorCommand) -> bool:
 def _refused(console: TunnelClient, reason: str) -> bool:
     message = console.receive(1.0)
     return isinstance(message, OperatorReply) and not message.accepted and message.reason == reason
+
+
+def _hold_note(console: TunnelClient) -> str:
+    message = console.receive(1.0)
+    return message.note if isinstance(message, RobotStatus) and message.authority == "hold" else ""
 
 
 def _authority(console: TunnelClient) -> str:

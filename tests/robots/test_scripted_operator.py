@@ -50,6 +50,9 @@ class NoSession:
     def has_lease(self) -> bool:
         return True
 
+    def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
+        pass
+
 
 @contextmanager
 def operated_environment() -> Iterator[RobotEnvironment]:

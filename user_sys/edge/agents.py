@@ -273,6 +273,9 @@ class SessionControl(Protocol):
     def has_lease(self) -> bool:
         """Whether the session may move the robot."""
 
+    def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
+        """Sets speed limit and pace of the control period that follows, see the agent's properties of these names."""
+
 
 class _AppliedAction:
     """The action that was applied last, and the action that keeps the robot at rest after it."""
@@ -373,6 +376,20 @@ class SharedControlAgent:
         self._policy_steps = self._human_steps = self._settling_steps = 0
 
     def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+        selected = self._select_action(time_step)
+        self._session.set_driver_mode(suspended=self.is_policy_suspended, policy_error=self.policy_error)
+        return selected
+
+    def awaits_person(self, time_step: TimeStep) -> bool:
+        """Applies what operators did since the last control period, in which the robot held outside of an episode.
+
+        False if the policy may drive or an operator requested a reset, so that an episode may begin.
+        """
+        self._update_authority(time_step)
+        self._session.set_driver_mode(suspended=self.is_policy_suspended, policy_error=self.policy_error)
+        return self.is_policy_suspended and not self._reset
+
+    def _select_action(self, time_step: TimeStep) -> SelectedAction | None:
         self._applied.update(time_step)
         if time_step.applied is not None:
             (self._path.retrace if self._retraces else self._path.advance)(time_step.applied)

@@ -155,8 +155,10 @@ class SessionConfig:
 class RobotSession:
     """Runs episodes on a robot, from a granted lease until the run ends. `run` blocks until then.
 
-    It is the `agents.SessionControl` of its agent and the `status.StatusSource` of its status. It sets the driver's
-    speed limit and pace after each control period.
+    It is the `agents.SessionControl` of its agent and the `status.StatusSource` of its status.
+
+    After an error of the driver it holds a robot that a person has, until the person hands back or requests a reset:
+    a reset may move the robot far.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class RobotSession:
         local = LocalLink(config.console, on_local_message, config.robot)
         self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime, local)
         self._driver_error = self._logged_policy_error = ""
+        self._is_interrupted = False  # by an error of the driver
 
         def check_threads() -> None:
             self._policy.raise_failure()
@@ -237,34 +240,36 @@ class RobotSession:
             self._status.publish()
             self._shutdown.wait(LEASE_RETRY_S)
             return
-        source, seed = next(self._starts)
-        self._agent.chunks.deterministic = source is EpisodeSource.EVALUATION
         try:
-            report = run_episode(
-                self._driver,
-                self._agent,
-                self._recorder,
-                source=source,
-                seed=seed,
-                listeners=[LateCommandLog(self._config.robot), self._set_driver_mode, self._status.on_step],
-            )
+            if self._is_interrupted and self._hold_for_person():
+                return
+            self._is_interrupted = False
+            self._play_episode()
         except LeaseError:
             raise
         except HalError as error:
+            self._is_interrupted = True
             self._on_driver_error(error)
-            return
+
+    def _play_episode(self) -> None:
+        source, seed = next(self._starts)
+        self._agent.chunks.deterministic = source is EpisodeSource.EVALUATION
+        report = run_episode(
+            self._driver,
+            self._agent,
+            self._recorder,
+            source=source,
+            seed=seed,
+            listeners=[LateCommandLog(self._config.robot), self._status.on_step],
+        )
         self._driver_error = ""
         self._status.send(report)
 
-    def _set_driver_mode(self, time_step: TimeStep, selected: SelectedAction | None) -> None:
-        error, suspended = self._agent.policy_error, self._agent.is_policy_suspended
-        self._driver.real_time = self._config.real_time or suspended or bool(error)
-        self._driver.reduced_speed = suspended
-        if bool(error) != bool(self._logged_policy_error):
-            log.info(
-                "session.policy_%s robot=%s %s", "unavailable" if error else "available", self._config.robot, error
-            )
-        self._logged_policy_error = error
+    def _hold_for_person(self) -> bool:
+        """Holds the robot for one control period, without an episode. False if an episode may begin."""
+        time_step = self._driver.hold()
+        self._status.on_step(time_step, None)
+        return self._agent.awaits_person(time_step)
 
     def _on_driver_error(self, error: HalError) -> None:
         log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
@@ -274,6 +279,8 @@ class RobotSession:
         self._status.faults += 1
         self._status.publish()
         self._attach_again()
+        if self._agent.is_policy_suspended:
+            self._driver_error = f"the robot holds until a person hands back or resets, after the error: {error}"
 
     def _attach_again(self) -> None:
         """Waits for the driver process, which may be restarting. Raises HardwareLost after `DRIVER_DEADLINE_S`."""
@@ -302,6 +309,14 @@ class RobotSession:
 
     def has_lease(self) -> bool:
         return not self._lease.is_expired()
+
+    def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
+        self._driver.real_time = self._config.real_time or suspended or bool(policy_error)
+        self._driver.reduced_speed = suspended
+        if bool(policy_error) != bool(self._logged_policy_error):
+            state = "unavailable" if policy_error else "available"
+            log.info("session.policy_%s robot=%s %s", state, self._config.robot, policy_error)
+        self._logged_policy_error = policy_error
 
     # status.StatusSource
 
