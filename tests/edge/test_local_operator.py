@@ -70,6 +70,20 @@ def test_local_input_yields_to_operators_and_the_e_stop(authority: ControlAuthor
     assert authority.state is ControlState.STOPPED
 
 
+@pytest.mark.parametrize("what", ["pause", "re-arm"])
+def test_engaged_device_does_not_undo_an_operators_hold(authority: ControlAuthority, what: str) -> None:
+    authority.apply_local_input(hand(1.0, 0.0))
+    if what == "re-arm":
+        authority.emergency_stop("ada")
+    assert order(authority, what).accepted
+    for _ in range(3):
+        authority.apply_local_input(hand(1.0, 0.0))
+        assert authority.update() is ControlState.HOLD
+    authority.apply_local_input(None)
+    authority.apply_local_input(hand(1.0, 0.0))
+    assert authority.update() is ControlState.HUMAN
+
+
 def test_local_operators_name_is_reserved(authority: ControlAuthority) -> None:
     reply = order(authority, "take-over", operator=LOCAL_OPERATOR)
     assert not reply.accepted and "reserved for" in reply.reason

@@ -128,6 +128,7 @@ class ControlAuthority:
         self._last_input_s = -math.inf
         self._sequence = 0
         self._input = _Input(np.zeros(spec.action.shape, np.float32))
+        self._ignores_local_input = False
         self._policy_acted = True
         self._label: OperatorLabel | None = None
         self._reset = False
@@ -263,7 +264,14 @@ class ControlAuthority:
         Input takes over from the policy and out of a hold, as any operator's does. It takes over neither from another
         operator nor from an e-stop. When it ends the robot stands still and soon holds,
         unless the input hands back; the console can hand back too.
+
+        After a pause, a re-arm or an accepted request for control, input has no effect until it has ended once: a hand
+        that is still on the device does not undo them.
         """
+        if local_input is None:
+            self._ignores_local_input = False
+        elif self._ignores_local_input:
+            return
         if local_input is not None and local_input.hands_back:
             if self.state in (ControlState.HUMAN, ControlState.HOLD) and self.operator == LOCAL_OPERATOR:
                 self._hand_back(LOCAL_OPERATOR)
@@ -364,19 +372,23 @@ class ControlAuthority:
         if self.state is not ControlState.HUMAN or not self.requested_by:
             raise AuthorityError("no operator requests control")
         if accepted:
-            self._move(ControlState.HOLD, self.requested_by, f"accepted by {operator}")
+            self._hold(self.requested_by, f"accepted by {operator}")
         self._control_request = _NO_REQUEST
 
     def _pause(self, operator: str) -> None:
         self._require_armed()
         if self.state is ControlState.HOLD:
             raise AuthorityError(f"{self.robot} holds already")
-        self._move(ControlState.HOLD, operator, "pause")
+        self._hold(operator, "pause")
 
     def _re_arm(self, operator: str) -> None:
         if self.state is not ControlState.STOPPED:
             raise AuthorityError("not stopped")
-        self._move(ControlState.HOLD, operator, "re-arm")
+        self._hold(operator, "re-arm")
+
+    def _hold(self, operator: str, cause: str) -> None:
+        self._move(ControlState.HOLD, operator, cause)
+        self._ignores_local_input = True
 
     def _require_no_other_operator(self, operator: str) -> None:
         if operator == LOCAL_OPERATOR:
