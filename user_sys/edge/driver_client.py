@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from dataclasses import replace
@@ -42,6 +43,7 @@ RENEW_DEADLINE_S = 1.0  # a driver answers at once, during a control period too
 LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on disk before the reply
 PERIOD_DEADLINE_S = 10.0  # longer than a control period; a driver process that hangs is detected within it
 NEVER_NS = (1 << 63) - 1
+_PROCESS_ID = secrets.token_hex(8)  # a later session may get the same pid
 FRAME_PREFIX = "frame:"
 OBSERVATION_PREFIX = "observation"
 
@@ -59,6 +61,7 @@ class DriverRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `order` ``command`` carries the array ``action``.
 
     Attributes:
+        session: the sending process; the same for all its clients, and never used again.
         token: the session's fencing token; ``e-stop`` and ``describe`` need none.
         owner: state folder of the session's robot; the driver of another run refuses the request.
         reduced: apply the reduced speed limit, as while a person drives or is near.
@@ -190,7 +193,7 @@ class DriverClient(ClosedAtExit):
         shutdown: when it is set, `attach` and `describe` stop waiting.
         """
         self.robot, self.token, self._owner = robot, token, owner
-        self.session = f"pid {os.getpid()}"
+        self.session = f"pid {os.getpid()} {_PROCESS_ID}"
         self.real_time = self.reduced_speed = False
         self.refused_realtime = ""
         self.newest_token = 0
