@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,6 +113,19 @@ def test_silent_session_is_held_after_two_control_periods(site: Site) -> None:
     assert site.client.step(STILL).held_periods == 0
 
 
+def test_command_after_a_stall_of_the_driver_follows_the_overdue_hold(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.client.step(RIGHT)
+    waiting, stop_if_latched = threading.Event(), site.driver.stop_if_latched
+    monkeypatch.setattr(site.driver, "stop_if_latched", lambda: (waiting.set(), stop_if_latched()))
+    assert waiting.wait(END_S), "the server waits for a request"
+    site.now_ns += 10 * PERIOD_NS
+    time_step = site.client.step(RIGHT)
+    assert site.robot.stops and time_step.held_periods == 1 and time_step.applied is not None
+    assert site.client.step(RIGHT).held_periods == 0
+
+
 @pytest.fixture
 def slow_to_see(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A real-time robot at the end of a control period, whose observation takes half a period."""
@@ -184,7 +200,7 @@ def test_real_time_robot_follows_the_clock_for_every_session(site: Site) -> None
     until(over, "the control period is over")
 
 
-def test_command_after_a_late_one_waits_for_a_whole_period(site: Site) -> None:
+def test_command_after_a_late_one_waits_for_a_whole_period(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     arrived, wait = threading.Event(), site.driver.wait_for_command
     driving, _ = during(site, lambda: site.client.step(RIGHT))
     for late_ns in (8 * PERIOD_NS // 10, 0):
@@ -193,7 +209,7 @@ def test_command_after_a_late_one_waits_for_a_whole_period(site: Site) -> None:
         site.now_ns += late_ns
         if late_ns:
             driving, _ = during(site, lambda: site.client.step(RIGHT))
-    site.driver.wait_for_command = lambda: (arrived.set(), wait())[1]
+    monkeypatch.setattr(site.driver, "wait_for_command", lambda: (arrived.set(), wait()))
     driving = threading.Thread(target=lambda: site.client.step(RIGHT))
     driving.start()
     assert arrived.wait(END_S)
@@ -284,6 +300,18 @@ def test_e_stops_and_re_arms_take_effect_in_their_order(site: Site) -> None:
     site.anyone.emergency_stop("bob", estop_sequence=3)  # said twice
     assert not site.client.hold().stopped
     site.anyone.emergency_stop("ada", estop_sequence=5)
+    assert site.client.hold().stopped
+
+
+def test_e_stop_of_a_new_session_with_an_earlier_ones_pid_is_executed(site: Site) -> None:
+    script = f"import os; os.getpid = lambda: {os.getpid()}; " + (
+        "from user_sys.edge.driver_client import DriverClient; print(DriverClient('fake-0').session)"
+    )
+    assert site.client.session == site.anyone.session, "the clients of one process"
+    site.anyone.emergency_stop("ada", estop_sequence=1)
+    assert site.client.rearm("ada", estop_sequence=2)
+    site.anyone.session = subprocess.check_output([sys.executable, "-c", script], text=True).strip()
+    site.anyone.emergency_stop("ada", estop_sequence=1)
     assert site.client.hold().stopped
 
 

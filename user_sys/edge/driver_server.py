@@ -311,6 +311,8 @@ class DriverServer:
 
     def _step(self, request: DriverRequest, arrays: dict[str, Array]) -> tuple[DriverReply, dict[str, Array]]:
         """Runs the control period, or the reset, that a request asks for."""
+        if self._period.clock() >= self._period.watchdog_ns:  # after a stall of this process: the hold comes first
+            self._run_watchdog()
         environment = self._environment
         environment.real_time = self.real_time or request.real_time
         environment.kernel.is_speed_reduced = request.reduced
