@@ -329,6 +329,18 @@ def test_closing_gripper_is_recorded_while_it_settles(session: Session) -> None:
     assert all(d.action[3] == 0 for d in actions if d)
 
 
+def test_take_over_after_a_reset_keeps_a_closed_gripper(session: Session) -> None:
+    session.order("take-over")
+    session.order("drive", (0, 0, 0, -1))
+    session.act()
+    session.order("release")
+    session.period()
+    session.begin()
+    session.order("take-over")
+    session.order("drive", (0.1, 0, 0, 0))
+    assert session.act().action[3] == 0
+
+
 @pytest.mark.parametrize("order", ["success", "failure"])
 def test_label_ends_the_episode_with_one_neutral_step(session: Session, order: Any) -> None:
     session.act()

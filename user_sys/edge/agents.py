@@ -286,7 +286,7 @@ class _AppliedAction:
         self.value: Array = self._neutral.copy()
 
     def reset(self, time_step: TimeStep) -> None:
-        self.value = self._neutral.copy()
+        """The gripper's element stays, since a reset may leave the gripper closed; it is neutral before any action."""
         self.value = self._at_rest(time_step)
 
     def update(self, time_step: TimeStep) -> None:
