@@ -227,7 +227,7 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
         twist: only of ``drive``: one value in [-1, 1] for each action element.
         tool: only of ``drive``: shares of the tool's speed along x, y and z, of a robot with `RobotStatus.tool_speed`.
         rewind: only of ``drive``: the robot retraces its path of this episode, and `twist` has no effect.
-        sequence: grows with each command of a console.
+        sequence: grows with each command of a console: the wall clock, in nanoseconds, or more.
         press: of an ``e-stop``, which uses the stop channel and is repeated under the same number until confirmed.
         address: the computer of the person's browser, if the console knows it.
     """

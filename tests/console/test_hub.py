@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -356,6 +357,18 @@ def test_many_scalars_leave_room_for_success_and_losses(hub: ConsoleHub) -> None
     hub.update(MetricsReport(node="learner", count=2, scalars={"critic_loss": 2.0}))
     hub.update(episode(True))
     assert {curve.name for curve in hub.curves()} == {"learner/critic_loss", "success", "helped"}
+
+
+def test_re_arm_after_an_e_stop_of_another_console_is_newer(
+    hub: ConsoleHub, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ConsoleHub("demo", sent.append, {"panda-0": bus("x y z g")})
+    now_ns = time.time_ns()
+    for later_ns, console, order in ((0, hub, "pause"), (60, other, "e-stop"), (90, hub, "re-arm"), (5, hub, "pause")):
+        monkeypatch.setattr(time, "time_ns", lambda later_ns=later_ns: now_ns + later_ns)
+        console.send_order("panda-0", "ada", order)
+    pause, press, rearm, after = (order.sequence for order in sent)
+    assert pause < press < rearm < after, "and a clock that is set back changes no order"
 
 
 def test_orders_have_ascending_sequences(hub: ConsoleHub, sent: list[Any]) -> None:

@@ -162,8 +162,7 @@ class ConsoleHub:
         self._robots = {name: _Robot(name, spec) for name, spec in (robots or {}).items()}
         self._listeners: list[Listener] = []
         self._serial = 0
-        # Starts at the wall clock, so that a restarted console's sequence continues above the earlier one's.
-        self._sequence = itertools.count(time.time_ns())
+        self._sequence = 0  # of the newest order
         self._progress = RunProgress(folder, clock, self._model)
 
     def restore_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
@@ -317,12 +316,18 @@ class ConsoleHub:
             twist=twist,
             tool=tool,
             rewind=rewind,
-            sequence=next(self._sequence),
+            sequence=self._next_sequence(),
             press=press,
             address=address,
         )
         if self._send(command) is False:
             raise AuthorityError("the console has no connection to the gateway")
+
+    def _next_sequence(self) -> int:
+        """The wall clock, so that robots can compare orders of different consoles. It grows if the clock is set back."""
+        with self._lock:
+            self._sequence = max(self._sequence + 1, time.time_ns())
+            return self._sequence
 
     def send_drive(
         self,

@@ -236,6 +236,8 @@ class OperatorCommandQueue:
     def submit(self, command: OperatorCommand, estop_sequence: int = 0) -> None:
         """Queues a command. Rejects a re-arm that is older than the newest e-stop, which arrives on a faster channel.
 
+        The consoles' clocks decide between orders of different consoles.
+
         Args:
             estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
         """
