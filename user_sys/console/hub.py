@@ -324,7 +324,7 @@ class ConsoleHub:
             raise AuthorityError("the console has no connection to the gateway")
 
     def _next_sequence(self) -> int:
-        """The wall clock, so that robots can compare orders of different consoles. It grows if the clock is set back."""
+        """The wall clock, so that robots can compare orders of different consoles; higher if it is set back."""
         with self._lock:
             self._sequence = max(self._sequence + 1, time.time_ns())
             return self._sequence

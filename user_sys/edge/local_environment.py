@@ -1,4 +1,9 @@
-"""An environment in this process, without a session: for recording demonstrations, and for evaluation."""
+"""An environment in this process, without a session: for recording demonstrations, and for evaluation.
+
+It has no watchdog: while the program computes between two control periods, for example a policy's inference, it neither
+holds the robot nor reads the e-stop latch of ``user-sys stop``. Keep the
+robot's own e-stop within reach.
+"""
 
 from __future__ import annotations
 
