@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 import time
@@ -364,8 +365,14 @@ def test_re_arm_after_an_e_stop_of_another_console_is_newer(
 ) -> None:
     other = ConsoleHub("demo", sent.append, {"panda-0": bus("x y z g")})
     now_ns = time.time_ns()
-    for later_ns, console, order in ((0, hub, "pause"), (60, other, "e-stop"), (90, hub, "re-arm"), (5, hub, "pause")):
-        monkeypatch.setattr(time, "time_ns", lambda later_ns=later_ns: now_ns + later_ns)
+    orders: list[tuple[int, ConsoleHub, Any]] = [
+        (0, hub, "pause"),
+        (60, other, "e-stop"),
+        (90, hub, "re-arm"),
+        (5, hub, "pause"),
+    ]
+    for later_ns, console, order in orders:
+        monkeypatch.setattr(time, "time_ns", functools.partial(int, now_ns + later_ns))
         console.send_order("panda-0", "ada", order)
     pause, press, rearm, after = (order.sequence for order in sent)
     assert pause < press < rearm < after, "and a clock that is set back changes no order"

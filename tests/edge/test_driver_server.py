@@ -118,7 +118,12 @@ def test_command_after_a_stall_of_the_driver_follows_the_overdue_hold(
 ) -> None:
     site.client.step(RIGHT)
     waiting, stop_if_latched = threading.Event(), site.driver.stop_if_latched
-    monkeypatch.setattr(site.driver, "stop_if_latched", lambda: (waiting.set(), stop_if_latched()))
+
+    def poll() -> None:
+        waiting.set()
+        stop_if_latched()
+
+    monkeypatch.setattr(site.driver, "stop_if_latched", poll)
     assert waiting.wait(END_S), "the server waits for a request"
     site.now_ns += 10 * PERIOD_NS
     time_step = site.client.step(RIGHT)
@@ -209,7 +214,12 @@ def test_command_after_a_late_one_waits_for_a_whole_period(site: Site, monkeypat
         site.now_ns += late_ns
         if late_ns:
             driving, _ = during(site, lambda: site.client.step(RIGHT))
-    monkeypatch.setattr(site.driver, "wait_for_command", lambda: (arrived.set(), wait()))
+
+    def arrive() -> None:
+        arrived.set()
+        wait()
+
+    monkeypatch.setattr(site.driver, "wait_for_command", arrive)
     driving = threading.Thread(target=lambda: site.client.step(RIGHT))
     driving.start()
     assert arrived.wait(END_S)
