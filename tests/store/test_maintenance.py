@@ -127,6 +127,66 @@ def test_queued_labels_precede_newer_ones(tmp_path: Path) -> None:
     )
 
 
+def success(at_unix_ns: int, success: bool) -> Label:
+    return SuccessLabel(episode="e00", labeller="ada", at_unix_ns=at_unix_ns, success=success)
+
+
+def restored(episode: str) -> Label:
+    return DeleteLabel(episode=episode, labeller="ada", at_unix_ns=2, deleted=False)
+
+
+def success_of(path: Path) -> bool | None:
+    """The labelled success of the store's first episode."""
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        return reader.episodes()[0].success
+
+
+def test_queued_label_never_overrides_a_newer_one_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, range(1))
+    queue_labels(tmp_path, [success(1, True)])
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("user_sys.store.maintenance.remove_queued", killed)
+        add_labels(tmp_path, [success(2, False)])
+    was_added = success_of(tmp_path) is False
+    add_labels(tmp_path, [] if was_added else [success(2, False)])
+    assert success_of(tmp_path) is False and not queued_files(tmp_path)
+
+
+def test_compaction_takes_queued_labels_first(tmp_path: Path) -> None:
+    fill(tmp_path, range(2))
+    add_labels(tmp_path, [delete("e00")])
+    queue_labels(tmp_path, [restored("e00"), delete("e01")])
+    compact_store(tmp_path)
+    assert names(tmp_path) == ["e00"] and not queued_files(tmp_path)
+
+
+def test_merge_counts_queued_labels_as_stored(tmp_path: Path) -> None:
+    a, both = tmp_path / "a", tmp_path / "both"
+    fill(a, range(2))
+    add_labels(a, [delete("e00")])
+    queue_labels(a, [restored("e00"), success(3, False), delete("e01")])
+    merge_stores([a], both)
+    assert names(both) == ["e00"] and success_of(both) is False and len(queued_files(a)) == 1
+    queue_labels(both, [success(4, True)])
+    merge_stores([a], both)
+    assert success_of(both) is True and not queued_files(both)
+
+
+def test_repeated_merge_keeps_the_newest_label(tmp_path: Path) -> None:
+    a, both = tmp_path / "a", tmp_path / "both"
+    fill(a, range(1))
+    merge_stores([a], both)
+    add_labels(a, [success(1, True)])
+    add_labels(both, [success(2, False)])
+    assert merge_stores([a], both).labels == 1 and success_of(both) is False
+    assert merge_stores([a], both).labels == 0
+
+
 def test_maintenance_never_creates_a_store(tmp_path: Path) -> None:
     for attempt in (
         compact_store,

@@ -5,7 +5,8 @@ one wins. A label may precede the chunks of its episode.
 
 While another process writes the store, labels are queued as small files in the store's folder, and that process
 adds them. A queued file is durable when `queue_labels` returns, and is deleted when its labels are durable in the
-log. A crash in between stores them twice, which has no effect. Any process may queue; only the writer takes.
+log. A crash in between stores them again. That has no effect if the writer stores no other label before it deletes the
+file. Any process may queue; only the writer takes.
 """
 
 from __future__ import annotations

@@ -41,12 +41,13 @@ from user_sys.episode import (
 )
 from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.store.index import Index, is_intervention
-from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND
+from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
 from user_sys.store.labels import (
     DeleteLabel,
     Label,
     SuccessLabel,
     decode_label,
+    encode_label,
     queued_files,
     read_queued_labels,
     remove_queued,
@@ -57,6 +58,7 @@ from user_sys.store.record_format import (
     FORMAT_VERSION,
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
+    RecordRef,
     check_version,
     segment_numbers,
 )
@@ -202,30 +204,41 @@ def add_labels(path: Path, labels: Iterable[Label]) -> None:
     """
     require_store(path)
     with StoreWriter.open(path) as writer:
-        taken = list(_append_queued(path, writer))
+        _take_queued(path, writer)
         for each in labels:
             writer.append_label(each)
+
+
+def _take_queued(path: Path, writer: StoreWriter) -> None:
+    """Moves queued labels into the log, durably.
+
+    A caller appends newer labels only afterwards: a kill before the removal repeats the queued ones behind all others.
+    """
+    taken = []
+    for file, waiting in _queued(path):
+        for each in waiting:
+            writer.append_label(each)
+        taken.append(file)
+    writer.sync()
     for file in taken:
         remove_queued(file)
 
 
-def _append_queued(path: Path, writer: StoreWriter) -> Iterator[Path]:
-    """Appends queued labels; yields each file after its labels were appended."""
+def _queued(path: Path) -> Iterator[tuple[Path, tuple[Label, ...]]]:
+    """Each queued file with its labels, oldest first, without those that are invalid or taken in the meantime."""
     for file in queued_files(path):
         try:
-            waiting = read_queued_labels(file)
+            yield file, read_queued_labels(file)
+        except FileNotFoundError:
+            _logger.debug("store.queued_labels_taken %s", file)
         except StoreError as error:
             _logger.warning("store.queued_labels_invalid %s", error)
-            continue
-        for each in waiting:
-            writer.append_label(each)
-        yield file
 
 
 def compact_store(
     path: Path, retention: Retention = KEEP_ALL, *, advance: Callable[[int], object] | None = None
 ) -> CompactionReport:
-    """Evicts episodes by `retention`, then frees the space of deleted episodes. Blocks.
+    """Takes queued labels, evicts episodes by `retention`, then frees the space of deleted episodes. Blocks.
 
     Args:
         advance: called with 1 for each rewritten file.
@@ -238,6 +251,7 @@ def compact_store(
     require_store(path)
     before = disk_bytes(path)
     with StoreWriter.open(path) as writer, StoreReader.open(path) as reader:
+        _take_queued(path, writer)
         reader.refresh()
         choice = plan_eviction(reader.index, retention, before)
         for name in deletion_labels(choice):
@@ -370,8 +384,8 @@ class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
 def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], object] | None = None) -> MergeReport:
     """Copies other stores into the store at `into`, which is created if needed. Repeatable. Blocks.
 
-    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. The sources may be
-    written during the merge.
+    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. Queued labels count as
+    stored ones. The sources may be written during the merge.
 
     Args:
         advance: called with 1 for each visited chunk.
@@ -387,10 +401,13 @@ def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], 
             raise StoreError(f"{path} cannot be merged into itself")
     counts: Counter[str] = Counter()
     with StoreWriter.open(into) as writer, StoreReader.open(into) as present:
+        _take_queued(into, writer)
         for path in paths:
             present.refresh()
             with StoreReader.open(path) as source:
+                waiting = [label for _, labels in _queued(path) for label in labels]  # before a gateway moves them
                 source.refresh()
+                _apply_queued(source.index, waiting)
                 counts["damaged"] += len(source.damaged)
                 _require_equal_identities(path, source.index, present.index)
                 _copy_chunks(source, writer, counts, advance)
@@ -398,6 +415,15 @@ def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], 
             writer.sync()
     counted = {name: counts[name] for name in ("chunks", "duplicates", "labels", "damaged")}
     return MergeReport(**counted)
+
+
+def _apply_queued(index: Index, waiting: Iterable[Label]) -> None:
+    """Applies queued labels to `index` as if they were stored; skips those that it has."""
+    builder = IndexBlockBuilder()
+    for label in waiting:
+        if label not in index.labels(label.episode):
+            builder.add(RecordRef(0, 0, 0, LABEL_KIND, 0), encode_label(label))
+    index.apply([builder.build()])
 
 
 def _require_equal_identities(path: Path, source: Index, present: Index) -> None:
@@ -438,10 +464,12 @@ def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter,
     for row in np.flatnonzero(~episodes.deleted).tolist():
         name = episodes.ids.names[row]
         existing = present.index.labels(name)
-        for label in source.index.labels(name):
-            if label not in existing:
-                writer.append_label(label)
-                counts["labels"] += 1
+        missing = [label for label in source.index.labels(name) if label not in existing]
+        # The last label in the log wins: labels of the target that are newer than an added one follow it again.
+        newer = [label for label in existing if missing and label.at_unix_ns > min(e.at_unix_ns for e in missing)]
+        for label in sorted([*missing, *newer], key=lambda e: e.at_unix_ns) if newer else missing:
+            writer.append_label(label)
+        counts["labels"] += len(missing)
 
 
 def store_format(path: Path) -> int:
