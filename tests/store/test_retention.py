@@ -30,6 +30,7 @@ class StoreModel:
         by_hand: bool = False,
         ended: bool = True,
         robot: str = "panda-0",
+        started_unix_ns: int = -1,
     ) -> StoreModel:
         header = chunk_header(
             episode,
@@ -37,7 +38,7 @@ class StoreModel:
             robot=robot,
             sentence="lift",
             source=source,
-            started_unix_ns=self._records,
+            started_unix_ns=self._records if started_unix_ns < 0 else started_unix_ns,
             end=EpisodeEnd(steps=STEPS, success=success) if ended else None,
         )
         columns = {"phase": np.full(STEPS, Phase.CORRECTION if by_hand else Phase.POLICY, np.uint8)}
@@ -94,6 +95,13 @@ def test_running_episodes_are_not_evicted() -> None:
     store = StoreModel().put("left", ended=False, robot="left").put("right", ended=False, robot="right")
     assert store.plan(1) == EvictionPlan((), 0, RECORD_BYTES)
     assert store.put("next", robot="left").plan(2).episodes == ("left",)
+
+
+def test_running_episode_stays_when_the_clock_was_set_back() -> None:
+    store = StoreModel()
+    for name, started in (("a", 100), ("b", 101)):
+        store.put(name, started_unix_ns=started)
+    assert store.put("running", ended=False, started_unix_ns=50).plan(1).episodes == ("a", "b")
 
 
 def test_deleted_episodes_do_not_count() -> None:

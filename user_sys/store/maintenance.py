@@ -169,7 +169,11 @@ def _may_evict(index: Index, retention: Retention) -> Array:
     alive[chunks.episode[chunks.alive]] = True
     newest = np.zeros(len(episodes.robots), np.int64)
     np.maximum.at(newest, episodes.robot, episodes.started_unix_ns)
-    running = ~episodes.complete & (episodes.started_unix_ns >= newest[episodes.robot])
+    last = np.full(len(episodes.robots), -1, np.int64)  # each robot's last stored chunk, also if its clock was set back
+    np.maximum.at(last, episodes.robot[chunks.episode], np.arange(len(chunks)))
+    has_last = np.zeros(len(episodes), bool)
+    has_last[chunks.episode[last[last >= 0]]] = True
+    running = ~episodes.complete & (has_last | (episodes.started_unix_ns >= newest[episodes.robot]))
     may_go: Array = alive & ~protected & ~running
     return may_go
 
