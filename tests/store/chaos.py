@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crash_scenarios import Scenario, Violation, compacting, current, require, resume, whole_chunks
+from crash_scenarios import Acknowledged, Scenario, Violation, compacting, current, require, resume, whole_chunks
 from crash_states import SCENARIOS, judge
 from disk_model import ROOT, Dead, Disk
 from rich.console import Console
@@ -120,13 +120,14 @@ def look(disk: Disk, scenario: Scenario) -> None:
 
 
 def errors_at_operations(code: int, step: int) -> Row:
-    """One operation fails; the writer raises or continues, and the next one finds all acknowledged data."""
+    """One operation fails; the writer raises or continues, is used again, and the next one finds all acknowledged."""
     row = Row(f"{errno.errorcode[code]} at each file operation")
     for name, run in SCENARIOS.items():
         whole = Disk()
         run(Scenario(whole))
         for at in range(2, len(whole.trace), step):
-            row.attempt(lambda run=run, at=at: failed(run, at, code), f"{name} at {at}")  # type: ignore[misc]
+            if whole.trace[at - 1].kind != "note":
+                row.attempt(lambda run=run, at=at: failed(run, at, code), f"{name} at {at}")  # type: ignore[misc]
     return row
 
 
@@ -136,8 +137,14 @@ def failed(run: Callable[[Scenario], None], at: int, code: int) -> None:
     scenario = Scenario(disk)
     with contextlib.suppress(StoreError):
         run(scenario)
+    require(disk.fail_at < 0, "no operation failed")
+    disk.room_bytes = None
+    if hasattr(scenario, "writer"):
+        scenario.pending = Acknowledged()  # refused or not acknowledged
+        with contextlib.suppress(StoreError):  # an unusable writer refuses this
+            scenario.append("retried", 0)
+            scenario.sync()
     disk.kill()
-    disk.room_bytes, disk.fail_at = None, -1
     resume(scenario)
     look(disk, scenario)
 

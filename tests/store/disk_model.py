@@ -52,7 +52,8 @@ class Disk:
 
     Attributes:
         room_bytes: remaining space, never freed; None for unlimited.
-        fail_at, fail_with: the event that is executed and reported as failed, and its errno.
+        fail_at, fail_with: the number of the event, from 1, that is executed and reported as failed, and its errno;
+            `fail_at` is -1 after that.
     """
 
     def __init__(self, content: dict[str, bytes] | None = None, *, forget: str = "", kill_at: int = -1) -> None:
@@ -101,6 +102,9 @@ class Disk:
         self.trace.append(event)
         if len(self.trace) == self.kill_at:
             self.kill()
+        if len(self.trace) == self.fail_at:
+            self.fail_at = -1
+            raise OSError(self.fail_with, os.strerror(self.fail_with))
 
 
 def _name(path: Path) -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from store_kit import segment_path
 
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersionMismatch
+from user_sys.store.files import Files
 from user_sys.store.log_reader import LogReader
 from user_sys.store.log_writer import LogWriter
 from user_sys.store.record_format import (
@@ -176,6 +177,29 @@ def test_full_disk_at_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytes
     writer.append_record(0, b"c" * 100)
     writer.close()
     assert read(tmp_path) == [b"a" * 100, b"c" * 100]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOSPC])
+def test_failed_folder_sync_of_a_new_segment_ends_the_writer(tmp_path: Path, code: int) -> None:
+    class Failing(Files):
+        is_failing = False
+
+        def sync_folder(self, path: Path) -> None:
+            if self.is_failing:
+                raise OSError(code, os.strerror(code))
+            super().sync_folder(path)
+
+    files = Failing()
+    writer = LogWriter.open(tmp_path, segment_bytes=200, files=files)
+    writer.append_record(0, b"a" * 100)
+    files.is_failing = True
+    for _ in range(2):
+        with pytest.raises(StoreError, match="do not retry"):
+            writer.append_record(0, b"b" * 100)
+        files.is_failing = False
+    writer.close()
+    write(tmp_path, [b"c"])
+    assert read(tmp_path) == [b"a" * 100, b"c"]
 
 
 def no_space(_: int) -> None:

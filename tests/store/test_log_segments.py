@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from pathlib import Path
@@ -79,6 +81,32 @@ def test_rewritten_segment_keeps_wanted_records_and_number(tmp_path: Path) -> No
         assert in_summary(batches[1].summary) == [4, 6, 8, 10]
         assert not fresh.damaged
     assert files(tmp_path) >= {"0000000001-00002.00001.seg", "MANIFEST"} and len(list_segments(tmp_path)) == 5
+
+
+def test_rewrite_after_a_full_disk_at_the_manifest_lists_the_new_segment_only(tmp_path: Path) -> None:
+    class Filling(Files):
+        is_full = False
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.is_full and path.name == "MANIFEST.tmp":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().open(path, flags)
+
+    disk = Filling()
+    with LogWriter.open(tmp_path, segment_bytes=600, files=disk) as writer:
+        writer.append_record(1, content(0))
+        writer.append_record(1, content(1))
+        disk.is_full = True
+        writer.rotate()
+        disk.is_full = False
+        first = writer.rewrite([0], lambda ref: ref.sequence != 0)
+        writer.append_record(1, content(2))
+        writer.rotate()
+        assert writer.sealed_segments()[0] == first
+        writer.rewrite([0, 1], lambda ref: True)
+    with LogReader.open(tmp_path) as reader:
+        assert [reader.read(ref) for ref in reader.records()] == [content(1), content(2)]
+        assert not reader.damaged
 
 
 def test_threads_read_during_rewrite(tmp_path: Path) -> None:

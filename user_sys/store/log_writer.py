@@ -185,6 +185,11 @@ class LogWriter(ClosedAtExit):
         segment = OpenSegment(SegmentName(number), sequence, sequence, IndexBlockBuilder())
         with self._translated_errors(f"create segment {number}"):
             segment.create(self._files, self.path, self._manifest_file.manifest.log_id, previous_bytes)
+        try:
+            segment.publish(self._files, self.path)
+        except OSError as error:
+            segment.close(self._files)
+            raise self._fail_permanently(f"create segment {number} failed: {error.strerror}") from error
         self._active = segment
 
     def _seal(self) -> None:
@@ -192,8 +197,8 @@ class LogWriter(ClosedAtExit):
         try:
             while self._unsealed:
                 entry = self._unsealed[0].seal(self._files)
+                self._files.close(self._unsealed.popleft().fd)  # sealed also if the manifest cannot be written now
                 self._update_manifest([entry])
-                self._files.close(self._unsealed.popleft().fd)
         except OSError as error:
             if error.errno not in NO_SPACE_ERRNOS | TOO_MANY_OPEN_ERRNOS:
                 raise self._fail_permanently(f"sealing failed: {error.strerror}") from error

@@ -86,22 +86,29 @@ class OpenSegment:
     def create(self, files: Files, path: Path, log_id: bytes, previous_bytes: int) -> None:
         """Creates its file in the log at `path`; the previous segment ends durably at `previous_bytes`. Raises OSError.
 
-        The header is synced before the rename, so no segment lacks a header. The folder is synced before any record is
-        written, because a sync of the file alone acknowledges the record.
+        The file has a temporary name until `publish`. The header is synced before, so no segment lacks a header.
         """
-        target = path / str(self.name)
-        temporary = target.with_suffix(TEMPORARY_SUFFIX)
         header = SegmentHeader(self.name.number, self.first_sequence, previous_bytes, time.time_ns(), log_id)
-        fd = files.open(temporary, CREATE)
+        fd = files.open(self._temporary(path), CREATE)
         try:
             write_all(files, fd, [header.encode()], 0)
             files.fsync(fd)
-            files.rename(temporary, target)
-            files.sync_folder(path)
         except OSError:
             files.close(fd)
             raise
         self.fd = fd
+
+    def publish(self, files: Files, path: Path) -> None:
+        """Gives the created file its name; until then it takes no record.
+
+        The folder is synced before any record is written, because a sync of the file alone acknowledges the record.
+        Raises OSError: the name may exist. The segment before it is then complete for readers and takes no record.
+        """
+        files.rename(self._temporary(path), path / str(self.name))
+        files.sync_folder(path)
+
+    def _temporary(self, path: Path) -> Path:
+        return (path / str(self.name)).with_suffix(TEMPORARY_SUFFIX)
 
     def append(self, kind: int, payload: Buffer, schema: int, parsed: object) -> RecordRef:
         """Queues the record with the next sequence number. A mutable payload is copied."""
