@@ -14,8 +14,9 @@ Reasons for each sync:
 - footer, fdatasync: before the manifest lists the segment, or before a rewritten segment gets its name;
 - manifest: before its rename; the folder before any file of the old manifest is deleted;
 - creation of a log: the parent folder only;
-- opening a log: the folder and the last segment. A killed writer may have renamed and written without a sync,
-  readers have seen the result, and later records rely on it.
+- opening a log: the folder and the last segment, whose bytes are written again first. A killed writer may have renamed
+  and written without a sync, readers have seen the result, and later records rely on it. After a failed sync the
+  kernel may hold bytes that are not on the disk, and no later sync writes them.
 
 Deletions are not synced. A file that returns after a power cut has a lower generation than its replacement, and the
 next writer deletes it again.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from user_sys.errors import StoreCorrupt
 from user_sys.store import manifest
-from user_sys.store.files import Files
+from user_sys.store.files import WRITE_BYTES, Files, write_all
 from user_sys.store.index_block import IndexBlockBuilder
 from user_sys.store.manifest import LogManifest, SegmentEntry
 from user_sys.store.record_format import (
@@ -194,6 +194,10 @@ class _Recovery:
         # Kept bytes may hold records; their sequence numbers are not reused.
         lost = 0 if whole else (self._files.size(fd) - scan.end) // RECORD_HEADER_BYTES
         self.found.next_sequence = max(self.found.next_sequence, scan.sequence + lost)
+        # After a failed sync the kernel may hold pages that are not on the disk and that no later sync writes.
+        # Write them again.
+        for offset in range(0, self._files.size(fd), WRITE_BYTES):
+            write_all(self._files, fd, [self._files.pread(fd, WRITE_BYTES, offset)], offset)
         self._files.fsync(fd)
         end = align_up(self._files.size(fd))
         self._finished(name, fd, end, flat, range(first, self.found.next_sequence))
