@@ -15,7 +15,9 @@ import pytest
 from store_kit import chunk, stored
 from test_store_commands import Run, fill
 
+from hal import durable
 from user_sys.commands.main import main
+from user_sys.errors import StoreError
 from user_sys.store import backup
 from user_sys.store.labels import SuccessLabel, queue_labels, queued_files
 from user_sys.store.store import StoreReader, StoreWriter
@@ -110,11 +112,88 @@ def test_old_snapshots_are_deleted_with_the_parts_that_only_they_have(
         assert chunks_of(tmp_path / name) == chunks_of(path)
     monkeypatch.setattr("time.time_ns", lambda: 1)  # the clock is set back
     early = json.loads(order("backup", path, url, "--keep", "1", "--json")[1])["snapshot"]
-    assert backup.list_snapshots(folder) == [early] and early < names[0]
+    assert backup.list_snapshots(folder) == [early] and early > names[-1]
     lock = os.open(path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert "another backup of" in one_line(order("backup", path, url))
     os.close(lock)
+
+
+def test_newest_backup_is_last_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, path = str(tmp_path / "backup"), fill(tmp_path / "store")
+    backup.back_up(path, url)
+    with StoreWriter.open(path) as writer:
+        writer.append(chunk("late", 0, end=True).encode())
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time_ns", lambda: 1)
+        report = backup.back_up(path, url)
+    assert backup.restore(url, tmp_path / "new").snapshot == report.snapshot
+    assert ("late", 0) in chunks_of(tmp_path / "new")
+
+
+def test_backup_skips_a_torn_snapshot(tmp_path: Path) -> None:
+    url, path = tmp_path / "backup", fill(tmp_path / "store", sealed=True)
+    first = backup.back_up(path, str(url)).snapshot
+    torn = url / "snapshots" / backup.back_up(path, str(url)).snapshot
+    torn.write_bytes(torn.read_bytes()[:50])
+    report = backup.back_up(path, str(url), keep=2)
+    assert report.copied_bytes == 0
+    assert backup.list_snapshots(backup.BackupFolder(str(url))) == [first, report.snapshot]
+
+
+def test_backup_of_another_history_copies_segments_of_equal_name_and_size(tmp_path: Path) -> None:
+    url = str(tmp_path / "backup")
+
+    def add(path: Path, episode: str) -> str:
+        with StoreWriter.open(path) as writer:
+            writer.append(chunk(episode, 0, end=True).encode())
+            writer.rotate()
+        return backup.back_up(path, url).snapshot
+
+    before = add(tmp_path / "a", "episode-0")
+    add(tmp_path / "a", "episode-1")
+    backup.restore(url, tmp_path / "b", before)
+    add(tmp_path / "b", "episode-2")
+    backup.restore(url, tmp_path / "c")
+    assert chunks_of(tmp_path / "c") == [("episode-0", 0), ("episode-2", 0)]
+
+
+def test_backup_makes_objects_of_a_killed_backup_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, path = tmp_path / "backup", fill(tmp_path / "store")
+    backup.back_up(path, str(url))
+    (snapshot,) = (url / "snapshots").iterdir()
+    snapshot.unlink()  # killed before it
+    events: list[Path] = []
+    real = durable.sync_folder
+
+    def sync_folder(folder: Path) -> None:
+        events.append(folder)
+        real(folder)
+
+    monkeypatch.setattr(durable, "sync_folder", sync_folder)
+    monkeypatch.setattr(backup, "sync_folder", sync_folder)
+    assert backup.back_up(path, str(url)).copied_bytes == 0
+    written = events.index(url / "snapshots")
+    assert {url, url / "objects", *(url / "objects").iterdir()} <= set(events[:written])
+
+
+def test_second_restore_to_one_folder_is_refused(tmp_path: Path) -> None:
+    url, path = str(tmp_path / "backup"), fill(tmp_path / "store", sealed=True)
+    backup.back_up(path, url)
+    (tmp_path / "new.restoring").mkdir()  # of a killed restore
+    (tmp_path / "new.restoring" / "left").touch()
+    refused: list[StoreError] = []
+
+    def restore_again(_: int) -> None:
+        try:
+            backup.restore(url, tmp_path / "new")
+        except StoreError as error:
+            refused.append(error)
+
+    backup.restore(url, tmp_path / "new", advance=restore_again)
+    assert refused and all("another restore to" in str(error) for error in refused)
+    assert chunks_of(tmp_path / "new") == chunks_of(path) and not (tmp_path / "new" / "left").exists()
+    assert not (tmp_path / "new.restoring").exists()
 
 
 def one_line(result: tuple[int, str]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -56,6 +57,7 @@ _FILE_NAME = re.compile(r"([a-z]+/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CREDENTIAL_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "PermissionError", "ProfileNotFound")
 Advance = Callable[[int], object]
+_logger = logging.getLogger(__name__)
 
 
 class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +128,18 @@ class BackupFolder:
                     self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._files.pipe_file(path, content)
 
+    def sync(self, folder: str) -> None:
+        """Makes the names of all files in `folder` and below durable, also those that a killed process left unsynced.
+
+        Only needed for a local folder; a bucket's files are durable once written.
+        """
+        root = Path(self._root, folder)
+        if self._is_local:
+            with self._translated("sync", folder):
+                make_folder_durably(root.parent)
+                for each in (root.parent, root, *(path for path in root.iterdir() if path.is_dir())):
+                    sync_folder(each)
+
     def delete(self, names: list[str]) -> None:
         """Deletes files; a missing one is no error."""
         with self._translated("delete from", names[0] if names else ""), contextlib.suppress(FileNotFoundError):
@@ -180,19 +194,22 @@ def back_up(store: Path, url: str, *, keep: int = 0, advance: Advance | None = N
     """
     started_ns, started_s = time.time_ns(), time.monotonic()
     require_store(store)
-    with _only_backup(store):
+    # Another backup's new parts would be deleted as those of no snapshot.
+    with _locked(store, f"backup of {store}"):
         return _back_up(store, BackupFolder(url), keep, advance, started_ns, started_s)
 
 
 @contextlib.contextmanager
-def _only_backup(store: Path) -> Iterator[None]:
-    """Holds the store's lock of backups: another one's new parts would be deleted as those of no snapshot."""
-    fd = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
+def _locked(folder: Path, what: str) -> Iterator[None]:
+    """Holds the lock of `folder`. Raises StoreError if another process holds it; `what` is running then."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
-        raise StoreError(f"another backup of {store} is running; wait for its end") from None
+        os.close(fd)
+        raise StoreError(f"another {what} is running; wait for its end") from None
+    try:
+        yield
     finally:
         os.close(fd)
 
@@ -218,10 +235,11 @@ def _back_up(
         files=tuple(found),
     )
     raw = msgspec.json.encode(snapshot)
-    name = f"{started_ns:020d}-{hashlib.sha256(raw).hexdigest()[:16]}.json"
+    name = f"{max(started_ns, upload.last_ns + 1):020d}-{hashlib.sha256(raw).hexdigest()[:16]}.json"
+    folder.sync(OBJECTS)
     folder.write(f"{SNAPSHOTS}/{name}", raw)
     if keep:
-        _delete_old(folder, keep, name)
+        _delete_old(folder, keep)
     return BackupReport(
         snapshot=name,
         files=len(found),
@@ -231,14 +249,26 @@ def _back_up(
     )
 
 
-def _delete_old(folder: BackupFolder, keep: int, newest: str) -> None:
-    """`newest` stays, also if the clock was set back and it is not the last by its name."""
-    names = [*(name for name in list_snapshots(folder) if name != newest), newest]
-    used = {part for name in names[-keep:] for file in read_snapshot(folder, name).files for part in file.parts}
-    folder.delete([f"{SNAPSHOTS}/{name}" for name in names[:-keep]])
+def _delete_old(folder: BackupFolder, keep: int) -> None:
+    """Keeps the last snapshots that are whole."""
+    names, kept = list_snapshots(folder), list[tuple[str, Snapshot]]()
+    for name in reversed(names):
+        if len(kept) < keep and (snapshot := _whole_snapshot(folder, name)) is not None:
+            kept.append((name, snapshot))
+    used = {part for _, snapshot in kept for file in snapshot.files for part in file.parts}
+    folder.delete([f"{SNAPSHOTS}/{name}" for name in names if name not in dict(kept)])
     folder.delete(
         [_object(digest) for digest in folder.sizes(OBJECTS) if _DIGEST.fullmatch(digest) and digest not in used]
     )
+
+
+def _whole_snapshot(folder: BackupFolder, name: str) -> Snapshot | None:
+    """None for a damaged snapshot, as an interrupted write leaves in some file systems."""
+    try:
+        return read_snapshot(folder, name)
+    except StoreCorrupt as error:
+        _logger.warning("store.snapshot_damaged %s", error)
+        return None
 
 
 class _Upload:
@@ -246,13 +276,17 @@ class _Upload:
 
     Attributes:
         log_id: of the store, in hex; known after `log_files`.
+        last_ns: time in the name of the last snapshot; 0 without one. The next name is above it, also if the clock was
+            set back.
     """
 
     def __init__(self, folder: BackupFolder, advance: Advance | None) -> None:
         self.copied_bytes, self.log_id = 0, ""
         self._folder, self._advance = folder, advance
         names = list_snapshots(folder)
-        self._last = read_snapshot(folder, names[-1]) if names else None
+        self.last_ns = int(names[-1].partition("-")[0]) if names else 0
+        whole = (_whole_snapshot(folder, name) for name in reversed(names))
+        self._last = next((snapshot for snapshot in whole if snapshot is not None), None)
         self._sizes = folder.sizes(OBJECTS)
         self._final = {file.name: file for file in self._last.files if file.is_final} if self._last else {}
 
@@ -288,7 +322,7 @@ class _Upload:
             if not self.log_id:
                 self._check_log(fd)
             known = self._final.get(str(name))
-            if known is not None and known.size_bytes == OS_FILES.size(fd) and self._has(known):
+            if known is not None and self._is_same(fd, known) and self._has(known):
                 if self._advance is not None:
                     self._advance(known.size_bytes)
                 return known
@@ -306,6 +340,17 @@ class _Upload:
         self.log_id = header.log_id.hex() if header is not None else ""
         if self._last is not None and self.log_id and self._last.log_id not in ("", self.log_id):
             raise StoreError(f"{self._folder.name} holds backups of another store; give each store a URL of its own")
+
+    @staticmethod
+    def _is_same(fd: int, known: BackupFile) -> bool:
+        """Whether the segment is the known one, and not one of another history after a restore of an older snapshot.
+
+        Compares size, first part (with the time of creation) and last part (with the index of all records).
+        """
+        return known.size_bytes == OS_FILES.size(fd) and all(
+            hashlib.sha256(OS_FILES.pread(fd, PART_BYTES, PART_BYTES * at)).hexdigest() == known.parts[at]
+            for at in {0, len(known.parts) - 1}
+        )
 
     def _has(self, file: BackupFile) -> bool:
         *full, last = [PART_BYTES] * (len(file.parts) - 1) + [file.size_bytes - PART_BYTES * (len(file.parts) - 1)]
@@ -388,7 +433,7 @@ def restore(url: str, store: Path, name: str = "", *, advance: Advance | None = 
     Blocks until all of it is durable. Each part's digest is verified. The folder appears only when it is whole.
 
     Raises:
-        StoreError: there is no such snapshot, or an object is missing, or `store` exists.
+        StoreError: there is no such snapshot, an object is missing, `store` exists, or another restore to it runs.
         StoreCorrupt: a snapshot or object is damaged; the message has its name.
         StoreFull: the disk of `store` is full.
         StoreVersionMismatch: a newer program wrote the snapshot.
@@ -400,26 +445,25 @@ def restore(url: str, store: Path, name: str = "", *, advance: Advance | None = 
         raise StoreError(f"{folder.name} has no backup: it has no file in {SNAPSHOTS}/")
     if name and name not in names:
         raise StoreError(f"{folder.name} has no snapshot {name!r}; `user-sys store restore {url} --list` shows all")
-    if store.exists() and (not store.is_dir() or any(store.iterdir())):
-        raise StoreError(f"{store} exists; restore into a new folder")
+    _require_new(store)
     name = name or names[-1]
     snapshot = read_snapshot(folder, name)
     partial = store.with_name(f"{store.name}.restoring")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         make_folder_durably(partial)
-        for file in snapshot.files:
-            _restore_file(folder, file, partial / file.name, advance)
-        sync_folder(partial)
-        partial.replace(store)
+        with _locked(partial, f"restore to {store}"):
+            _require_new(store)  # another restore may have renamed the locked folder
+            try:
+                _restore_files(folder, snapshot, partial, advance)
+                partial.replace(store)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
         sync_folder(store.parent)
     except OSError as error:
         if error.errno not in NO_SPACE_ERRNOS:
             raise
         needed = f"{snapshot.size_bytes / 1e6:.3g} MB"
         raise StoreFull(f"cannot restore to {store}: the disk is full; the backup needs {needed}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return BackupReport(
         snapshot=name,
         files=len(snapshot.files),
@@ -427,6 +471,20 @@ def restore(url: str, store: Path, name: str = "", *, advance: Advance | None = 
         copied_bytes=snapshot.size_bytes,
         seconds=time.monotonic() - started_s,
     )
+
+
+def _require_new(store: Path) -> None:
+    if store.exists() and (not store.is_dir() or any(store.iterdir())):
+        raise StoreError(f"{store} exists; restore into a new folder")
+
+
+def _restore_files(folder: BackupFolder, snapshot: Snapshot, partial: Path, advance: Advance | None) -> None:
+    """Fills the locked folder `partial`, which a killed restore may have left with some files."""
+    for left in list(partial.iterdir()):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for file in snapshot.files:
+        _restore_file(folder, file, partial / file.name, advance)
+    sync_folder(partial)
 
 
 def _restore_file(folder: BackupFolder, file: BackupFile, path: Path, advance: Advance | None) -> None:
