@@ -5,6 +5,7 @@ Files are private to their user unless the environment variable `UMASK_VARIABLE`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -22,7 +23,8 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Replaces a file atomically: after a crash it holds the old bytes or the new, never a mixture.
 
     Blocks until file and folder are synced. Missing parent folders are created. At no moment are the permissions wider
-    than `mode` and the umask allow. Raises OSError; `path` is then unchanged.
+    than `mode` and the umask allow. Raises OSError: the file then holds the old bytes or the new, and a power cut may
+    exchange them.
     """
     make_folder_durably(path.parent)
     _replace(path, content, mode)
@@ -55,11 +57,17 @@ def _replace(path: Path, content: bytes | memoryview, mode: int) -> None:
 
 
 def make_folder_durably(path: Path) -> None:
-    """Creates `path` and its missing parent folders; blocks until they are synced. Raises OSError."""
+    """Creates `path` and its missing parent folders; blocks until they are synced. Raises OSError.
+
+    An existing `path` is synced too, because a killed process may have created it without a sync.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
+    if not missing:
+        with contextlib.suppress(PermissionError):  # a process that may not read the parent did not create the folder
+            sync_folder(path.parent)
 
 
 def remove_durably(path: Path) -> None:

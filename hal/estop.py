@@ -77,8 +77,9 @@ class EstopLatch:
         Raises:
             OSError, LeaseError: the file cannot be written.
         """
-        make_folder_durably(self.path.parent)
         new = not self.path.exists()
+        if new:
+            make_folder_durably(self.path.parent)  # not for a prepared file: its syncs would delay the press
         with open_locked(self.path) as (handle, _):
             latched = self._decode(os.pread(handle, FILE_BYTES, 0))
             if latched is not None:

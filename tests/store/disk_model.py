@@ -230,6 +230,7 @@ class ModelFiles(Files):
                     self.disk.names[name] = len(self.disk.files_by_number)
                     self.disk.files_by_number.append(bytearray())
                     self.disk.record(Event("link", self.disk.names[name], name=name))
+            self.sync_folder(path.parent)
 
     def sync_folder(self, path: Path) -> None:
         with self.disk.lock:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_kit import segment_path
 
+from hal import durable
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersionMismatch
 from user_sys.store.files import Files
 from user_sys.store.log_reader import LogReader
@@ -177,6 +178,17 @@ def test_full_disk_at_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytes
     writer.append_record(0, b"c" * 100)
     writer.close()
     assert read(tmp_path) == [b"a" * 100, b"c" * 100]
+
+
+def test_opened_log_has_durable_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(durable, "sync_folder", synced.append)
+    LogWriter.open(tmp_path / "all" / "site" / "store").close()
+    assert {tmp_path, tmp_path / "all", tmp_path / "all" / "site"} <= set(synced)
+    (tmp_path / "all").rename(tmp_path / "moved")
+    synced.clear()
+    LogWriter.open(tmp_path / "moved" / "site" / "store").close()
+    assert tmp_path / "moved" / "site" in synced  # a killed restore may have renamed the log without a sync
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOSPC])

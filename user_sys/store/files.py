@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from hal.durable import make_folder_durably
+
 Buffer = bytes | memoryview
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -93,8 +95,8 @@ class Files:
         return os.listdir(path)
 
     def make_folder(self, path: Path) -> None:
-        """Creates the folder and its missing parents."""
-        path.mkdir(parents=True, exist_ok=True)
+        """Creates the folder and its missing parents; returns once their names are durable."""
+        make_folder_durably(path)
 
     def sync_folder(self, path: Path) -> None:
         """Returns once the names in the folder are durable; contents of the files are not synced."""

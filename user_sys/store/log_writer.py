@@ -13,10 +13,10 @@ Reasons for each sync:
   record, because a commit syncs the file and not its name;
 - footer, fdatasync: before the manifest lists the segment, or before a rewritten segment gets its name;
 - manifest: before its rename; the folder before any file of the old manifest is deleted;
-- creation of a log: the parent folder only;
-- opening a log: the folder and the last segment, whose bytes are written again first. A killed writer may have renamed
-  and written without a sync, readers have seen the result, and later records rely on it. After a failed sync the
-  kernel may hold bytes that are not on the disk, and no later sync writes them.
+- opening a log: the parent folder, and those of all folders that it creates; the folder; the last segment, whose bytes
+  are written again first. A killed process may have renamed and written without a sync, readers have seen the result,
+  and later records rely on it. After a failed sync the kernel may hold bytes that are not on the disk, and no later
+  sync writes them.
 
 Deletions are not synced. A file that returns after a power cut has a lower generation than its replacement, and the
 next writer deletes it again.

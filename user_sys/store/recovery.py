@@ -85,8 +85,6 @@ class _Recovery:
         names = self._remove_leftovers(list_segments(self._path, self._files))
         if names:
             self._take_segments(names)
-        else:
-            self._files.sync_folder(self._path.parent)  # the log's folder may be new
         if names or found.manifest is not fresh:
             found.next_number = max([found.manifest.last_number + 1, *(name.stop for name in names[-1:])])
 

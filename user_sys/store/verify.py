@@ -287,7 +287,6 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
             copies.append(_copy(files, path / str(name), damage, folder))
     if copies:
         files.sync_folder(folder)
-        files.sync_folder(path)  # the quarantine folder may be new
     ranges = [
         QuarantinedRange(damage.segment, damage.generation, damage.offset, damage.length, damage.reason)
         for damage in damaged
