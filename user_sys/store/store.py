@@ -32,7 +32,7 @@ from user_sys.store.index_block import (
     IndexBlockBuilder,
     decode_block,
 )
-from user_sys.store.labels import ColumnLabel, DeleteLabel, Label, encode_label
+from user_sys.store.labels import ColumnLabel, DeleteLabel, Label, UndoLabel, effective_labels, encode_label
 from user_sys.store.log_reader import LogReader, RecordBatch
 from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
 from user_sys.store.record_format import Damage, refs_of, segment_numbers
@@ -54,6 +54,7 @@ class IngestedChunks:
         self.deleted: set[str] = set()
         self._indexes: dict[str, set[int]] = {}
         self._robots: dict[str, str] = {}
+        self._deletions: dict[str, list[Label]] = {}  # with what reverts them
 
     def has(self, episode: str, index: int) -> bool:
         """Whether that chunk is stored."""
@@ -73,9 +74,12 @@ class IngestedChunks:
             self.steps += steps
 
     def add_label(self, label: Label) -> None:
-        """Applies deletions."""
-        if isinstance(label, DeleteLabel):
-            (self.deleted.add if label.deleted else self.deleted.discard)(label.episode)
+        """Applies deletions, and labels that revert them."""
+        if isinstance(label, DeleteLabel | UndoLabel):
+            labels = self._deletions.setdefault(label.episode, [])
+            labels.append(label)
+            left = [each.deleted for each in effective_labels(labels) if isinstance(each, DeleteLabel)]
+            (self.deleted.add if left and left[-1] else self.deleted.discard)(label.episode)
 
     def add_blocks(self, blocks: Iterable[IndexBlock]) -> None:
         """Adds all chunks and labels of `blocks`."""
