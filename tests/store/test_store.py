@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +17,8 @@ from store_kit import chunk, segment_path, stored
 
 from user_sys.commands.main import main
 from user_sys.errors import StoreCorrupt, StoreError, WireError
-from user_sys.store.labels import DeleteLabel, RewardLabel
+from user_sys.store.files import Files
+from user_sys.store.labels import DeleteLabel, RewardLabel, UndoLabel
 from user_sys.store.maintenance import reclaim_space
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -142,6 +145,78 @@ def test_damaged_chunk_is_reported_and_can_be_resent(tmp_path: Path) -> None:
         assert len(reader.damaged) == 1
         assert not writer.append(chunk("a", 0).encode())
         assert writer.append(chunk("a", 1).encode())
+
+
+def test_refresh_after_a_failed_one_misses_nothing(tmp_path: Path) -> None:
+    class Failing(Files):
+        calls, fail_at = 0, -1
+
+        def _count(self) -> None:
+            self.calls += 1
+            if self.calls == self.fail_at:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        def open(self, path: Path, flags: int) -> int:
+            self._count()
+            return super().open(path, flags)
+
+        def pread(self, fd: int, count: int, offset: int) -> bytes:
+            self._count()
+            return super().pread(fd, count, offset)
+
+    with StoreWriter.open(tmp_path, segment_bytes=4096) as writer:
+        for index in range(8):
+            writer.append(chunk("a", index, width=100).encode())
+        writer.sync()
+        whole = Failing()
+        with StoreReader.open(tmp_path, files=whole) as reader:
+            whole.calls = 0
+            reader.refresh()
+        for fail_at in range(1, whole.calls + 1):
+            files = Failing()
+            with StoreReader.open(tmp_path, files=files) as reader:
+                files.calls, files.fail_at = 0, fail_at
+                with contextlib.suppress(StoreError):
+                    reader.refresh()
+                reader.refresh()
+                assert stored(reader) == [("a", index) for index in range(8)] and not reader.damaged, fail_at
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_chunk_after_a_reverted_deletion_is_stored(tmp_path: Path, reopened: bool) -> None:
+    fields = {"episode": "a", "labeller": "ada"}
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        writer.append(chunk("a", 0).encode())
+        writer.append_label(DeleteLabel(at_unix_ns=5, **fields))
+        writer.rotate()
+        reader.refresh()
+        assert not any(reclaim_space(writer, reader.index, min_dead_share=0.0))
+    with StoreWriter.open(tmp_path) as writer:
+        assert not writer.append(chunk("a", 0).encode())
+        writer.append_label(UndoLabel(at_unix_ns=9, undone_at_unix_ns=5, **fields))
+        if not reopened:
+            assert writer.append(chunk("a", 1).encode()) and writer.deleted_episodes == 0
+            return
+    with StoreWriter.open(tmp_path) as writer:
+        assert writer.append(chunk("a", 1).encode()) and writer.deleted_episodes == 0
+
+
+def test_folder_that_cannot_be_listed_is_a_store_error(tmp_path: Path) -> None:
+    StoreWriter.open(tmp_path).close()
+
+    class Failing(Files):
+        def __init__(self, calls: int) -> None:
+            self.left = calls
+
+        def listdir(self, path: Path) -> list[str]:
+            self.left -= 1
+            if not self.left:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().listdir(path)
+
+    for kind, calls in ((StoreReader, 1), (StoreReader, 2), (StoreWriter, 1), (StoreWriter, 3)):
+        with pytest.raises(StoreError, match=r"cannot (read|recover) .*Too many open files"):
+            kind.open(tmp_path, files=Failing(calls))  # type: ignore[attr-defined]
 
 
 def test_reader_waits_for_store_creation(tmp_path: Path) -> None:

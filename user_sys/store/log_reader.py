@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
@@ -149,6 +149,7 @@ class LogReader(ClosedAtExit):
         self._path, self._files = path, files
         self.damaged: list[Damage] = []
         self._current: list[SegmentName] = []
+        self._found: list[RecordBatch] = []  # not returned yet
         self._segments: dict[int, _FollowedSegment] = {}
         self._manifest: LogManifest | None = None
         self._log_id = b""
@@ -171,14 +172,14 @@ class LogReader(ClosedAtExit):
         """A reader at the start of the log.
 
         Raises:
-            StoreError: there is no log at `path`.
+            StoreError: there is no log at `path`, or it cannot be read.
             StoreVersionMismatch: it has another format version.
         """
-        names = resolve_generations(list_segments(path, files))[0]
-        if not names:
-            raise StoreError(f"{path} is not a store: it has no segment (*{SEGMENT_SUFFIX})")
         reader = cls(path, files)
         try:
+            names = resolve_generations(list_segments(path, files))[0]
+            if not names:
+                raise StoreError(f"{path} is not a store: it has no segment (*{SEGMENT_SUFFIX})")
             reader._header(names[-1])
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
@@ -194,19 +195,23 @@ class LogReader(ClosedAtExit):
 
         Raises:
             StoreVersionMismatch: a segment has another format version.
-            StoreError: a file cannot be read.
+            StoreError: a file cannot be read. The next call returns what this one has found.
         """
-        found: list[RecordBatch] = []
         try:
             for _ in range(ATTEMPTS):
                 try:
-                    self._follow(found)
+                    self._follow(self._found)
+                    found, self._found = self._found, []
                     return found
                 except FileNotFoundError as error:
                     self._current, missing = [], error
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from error
         raise StoreError(f"{self._path} changes too fast to be read: {missing.filename} disappeared")
+
+    def return_again(self, batches: Sequence[RecordBatch]) -> None:
+        """The next `refresh` returns these batches of the last one again, first."""
+        self._found[:0] = batches
 
     def records(self) -> list[RecordRef]:
         """The records of `refresh` as a list, for small logs. Raises as `refresh`."""
@@ -363,17 +368,19 @@ class LogReader(ClosedAtExit):
         if following is not None:
             header = self._header(following)
             scan.stop = header.previous_bytes if header and header.previous_bytes else scan.stop
-        refs = []
-        for item in scan:
-            if isinstance(item, Damage):
-                self._report(item)
-            else:
-                refs.append(item)
-        self._sequence = max(self._sequence, scan.sequence)
-        if refs:
-            records = np.array(refs, RECORD_DTYPE)
-            followed.parts.append(records)
-            found.append(RecordBatch(followed.name.number, records))
+        refs = list[RecordRef]()
+        try:
+            for item in scan:
+                if isinstance(item, Damage):
+                    self._report(item)
+                else:
+                    refs.append(item)
+        finally:  # the scan continues after an error
+            self._sequence = max(self._sequence, scan.sequence)
+            if refs:
+                records = np.array(refs, RECORD_DTYPE)
+                followed.parts.append(records)
+                found.append(RecordBatch(followed.name.number, records))
         if following is not None:
             self._report_unscanned(followed, scan)
             followed.scan = None

@@ -21,7 +21,7 @@ import numpy as np
 from hal.context import ClosedAtExit
 from user_sys.codec import Array
 from user_sys.episode import Chunk, PackedChunk, decode_chunk, parse_chunk
-from user_sys.errors import StoreCorrupt, StoreRecordGone, WireError
+from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.store.files import OS_FILES, Files
 from user_sys.store.index import EpisodeSummary, Index, IndexChange, summarise_episodes
 from user_sys.store.index_block import (
@@ -187,12 +187,15 @@ class StoreReader(ClosedAtExit):
         """A reader that has read nothing yet; waits at most `wait_s` seconds for a writer to create the store.
 
         Raises:
-            StoreError: there is no store at `path`.
+            StoreError: there is no store at `path`, or it cannot be read.
             StoreVersionMismatch: it has another format version.
         """
         deadline = time.monotonic() + wait_s
-        while not segment_numbers(path, files) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        try:
+            while not segment_numbers(path, files) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}") from error
         return cls(LogReader.open(path, files=files))
 
     def refresh(self) -> IndexChange:
@@ -267,11 +270,15 @@ class _NewBlocks(NamedTuple):
 
 def _new_blocks(log: LogReader) -> _NewBlocks:
     """New blocks; of sealed segments only the footers are read. Raises as `LogReader.refresh`."""
-    new = _NewBlocks([], [])
-    for batch in log.refresh():
-        new.dropped.append(batch.dropped)
-        if block := _block_from_summary(batch) or _block_from_records(log, batch):
-            new.blocks.append(_without_quarantined(block, log.quarantined_ranges(batch.segment)))
+    new, batches = _NewBlocks([], []), log.refresh()
+    try:
+        for batch in batches:
+            new.dropped.append(batch.dropped)
+            if block := _block_from_summary(batch) or _block_from_records(log, batch):
+                new.blocks.append(_without_quarantined(block, log.quarantined_ranges(batch.segment)))
+    except StoreError:
+        log.return_again(batches)
+        raise
     return new
 
 
