@@ -29,6 +29,7 @@ from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.control_authority import ToolDrive
+from user_sys.messages import OperatorCommand
 from user_sys.store.labels import SuccessLabel, queued_files, read_queued_labels, remove_queued
 
 pytestmark = [pytest.mark.browser, pytest.mark.long(40)]
@@ -436,6 +437,36 @@ def test_keys_and_speed_are_the_persons_own_and_stay(page: Any, simulated: Simul
     page.keyboard.down("w")
     until(lambda: simulated.authority.twist()[0] == 1)
     page.keyboard.up("w")
+
+
+def test_typed_reason_commands_no_robot(page: Any, simulated: SimulatedRun) -> None:
+    page.get_by_text("Pause, take out of use").click()
+    page.get_by_label("Reason").click()
+    page.keyboard.type("hot box")
+    assert page.get_by_label("Reason").input_value() == "hot box"
+    page.keyboard.press("Tab")
+    page.keyboard.press("t")
+    badge(page, "you")
+    assert [message.order for message in simulated.sent if isinstance(message, OperatorCommand)][0] == "take-over"
+
+
+def test_key_that_the_page_let_go_moves_nothing_until_it_is_pressed_anew(page: Any, simulated: SimulatedRun) -> None:
+    page.keyboard.press("t")
+    badge(page, "you")
+    lit = page.locator("[data-code=KeyW].lit")
+    page.get_by_text("Input settings").click()
+    for let_go in (
+        lambda: page.get_by_role("button", name="Usual keys").click(),
+        lambda: page.keyboard.press("Meta"),
+        lambda: page.evaluate("window.dispatchEvent(new Event('blur'))"),
+    ):
+        page.keyboard.down("w")
+        assert lit.count()
+        let_go()
+        assert not lit.count()
+        page.keyboard.down("w")  # the key repeats
+        assert not lit.count()
+        page.keyboard.up("w")
 
 
 def test_joint_robot_is_driven_joint_by_joint(page: Any, simulated: SimulatedRun) -> None:

@@ -52,6 +52,7 @@ export class Hand {
 
   // `keys`: the key of each movement that has another one than its own code.
   setKeys(keys) {
+    this.letGo(); // a key that is held may have another movement now
     this.settings.keys = keys;
     this.save();
     this.showKeys();
@@ -68,15 +69,16 @@ export class Hand {
     return [...this.buttons.keys()].find((code) => (keys[code] ?? code) === key);
   }
 
-  // Whether the page uses the key: it moves the robot, or becomes the key of the movement that was chosen.
-  pressKey(key) {
+  // Whether the page uses the key: it moves the robot, or becomes the key of the movement that was chosen. `repeats`: the
+  // key is held, which presses no movement anew.
+  pressKey(key, repeats) {
     if (this.rebinds && this.rebinds !== "any" && !this.reserved.has(key)) {
       const other = this.movement(key);
       const old = this.settings.keys[this.rebinds] ?? this.rebinds;
       this.setKeys({ ...this.settings.keys, ...(other && { [other]: old }), [this.rebinds]: key });
       return true;
     }
-    return this.press(this.movement(key));
+    return repeats ? this.movement(key) !== undefined : this.press(this.movement(key));
   }
 
   releaseKey(key) {
