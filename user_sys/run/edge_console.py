@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,8 +32,6 @@ from user_sys.tunnel.protocol import AnyMessage, Payload
 
 DESCRIBE_DEADLINE_S = 1.0
 DESCRIBE_PERIOD_S = 2.0
-MAX_PRESSES = 8  # e-stops at a time
-PRESS_AGAIN_S = 1.0  # the page repeats a press until it is confirmed
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +75,8 @@ class EdgeConsole:
         self._config = config
         self._link = LocalLink(config.endpoint, self._on_message)
         self._hub = EdgeHub(f"robots of {local_node()}", self._send, folder=config.folder)
-        self._presses = ThreadPoolExecutor(MAX_PRESSES, "e-stop")
-        self._pressed_s: dict[str, float] = {}
+        self._presses = ThreadPoolExecutor(max(1, len(config.robots)), "e-stop")  # a hung driver delays its own robot
+        self._pressing: set[str] = set()  # robots with a press in progress; the page repeats it until it is confirmed
         for robot in config.robots:
             self._hub.add_robot(robot)
 
@@ -131,16 +128,18 @@ class EdgeConsole:
             self._audit(order)
         if message.order != "e-stop":
             return self._link.send(message, robot=message.robot)
-        now_s = time.monotonic()
-        if now_s - self._pressed_s.get(message.robot, 0.0) > PRESS_AGAIN_S:
-            self._pressed_s[message.robot] = now_s
+        if message.robot not in self._pressing:
+            self._pressing.add(message.robot)
             self._presses.submit(self._press, message)
         return True
 
     def _press(self, message: OperatorCommand) -> None:
-        files = robot_files(message.robot, simulated=message.robot in self._config.simulated)
-        result = press_estop(files, message.operator, "pressed at the console of its computer")
-        self._hub.update(message.reply(accepted=result.ok, reason=result.text))
+        try:
+            files = robot_files(message.robot, simulated=message.robot in self._config.simulated)
+            result = press_estop(files, message.operator, "pressed at the console of its computer")
+            self._hub.update(message.reply(accepted=result.ok, reason=result.text))
+        finally:
+            self._pressing.discard(message.robot)
 
 
 def main(argv: list[str]) -> int:
