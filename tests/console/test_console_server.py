@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,7 +24,7 @@ from user_sys.console import connections
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.hub import PreviewImage, ShownCameras
-from user_sys.console.page import MAX_MESSAGES_HZ
+from user_sys.console.page import MAX_MESSAGES_HZ, MAX_ORDER_AGE_S
 from user_sys.console.protocol import MAX_MESSAGE_BYTES
 from user_sys.console.server import MAX_PAGES, ConsoleServer
 from user_sys.errors import ConfigError, RunError
@@ -84,8 +85,8 @@ class Person:
     def say(self, **message: Any) -> None:
         self.socket.send(json.dumps(message))
 
-    def order(self, order: str, robot: str = "panda-0") -> dict[str, Any]:
-        self.say(type="order", robot=robot, order=order)
+    def order(self, order: str, robot: str = "panda-0", **more: float) -> dict[str, Any]:
+        self.say(type="order", robot=robot, order=order, **more)
         return self.hear("reply")
 
     def hear(self, kind: str) -> dict[str, Any]:
@@ -267,6 +268,17 @@ def test_flood_of_e_stops_does_not_delay_other_pages(site: Site) -> None:
             flood.send(json.dumps({"type": "stop", "operator": "eve", "presses": {"panda-0": press + 100}}))
         assert stop(stops, "bob")["confirmed"]
         assert len(site.simulated.orders("e-stop")) < 500
+
+
+def test_order_that_the_network_held_back_is_refused(site: Site) -> None:
+    with site.page("alice") as alice:
+        alice.order("take-over")
+        alice.say(type="ping", sent_ms=1.0)
+        server_s = alice.hear("pong")["server_s"]
+        late = alice.order("hand-back", server_s=server_s - MAX_ORDER_AGE_S)
+        assert not late["accepted"] and "too late" in late["reason"]
+        assert site.simulated.authority.state == "human"
+        assert alice.order("hand-back", server_s=time.monotonic())["accepted"]
 
 
 def test_unsent_e_stop_is_reported_unconfirmed(site: Site) -> None:

@@ -40,8 +40,16 @@ class PageHello(_Message, frozen=True, tag="hello"):
 
 
 class PageOrder(_Message, frozen=True, tag="order"):
+    """An order to a robot.
+
+    Attributes:
+        server_s: of the newest `Pong` that the page has. An order that a network held back is refused by it; None is
+            never too old.
+    """
+
     robot: Name
     order: ControlOrder | Literal["success", "failure", "reset", "re-arm"]
+    server_s: float | None = None
 
 
 class PageOverride(_Message, frozen=True, tag="override"):
@@ -162,7 +170,10 @@ class OrderReply(_Message, frozen=True, tag="reply"):
 
 
 class Pong(_Message, frozen=True, tag="pong"):
+    """The reply to a `Ping`, at `server_s` of the server's monotonic clock."""
+
     sent_ms: float
+    server_s: float
 
 
 class EstopStatus(_Message, frozen=True, tag="stopped"):

@@ -24,6 +24,7 @@ const el = (id) => document.getElementById(id);
 const cards = new Map();
 let seen = []; // shown pictures, acknowledged every SEEN_PERIOD_MS
 let pingMs = 0; // round trip to the server
+let serverS = null; // the server's newest time that the page has: the server refuses an order that was sent long before
 let closedFor = ""; // why the connection was closed
 let me = "";
 let signedIn = false; // the name is that of an account
@@ -56,6 +57,7 @@ const link = new Link("/ws", PING_PERIOD_MS, {
   open() {
     closedFor = "";
     seen = [];
+    serverS = null;
     link.send({ type: "hello", operator: sessionStorage.getItem("operator") ?? "" });
     look();
     traces.select(traces.robot, true);
@@ -91,6 +93,7 @@ const link = new Link("/ws", PING_PERIOD_MS, {
   },
   pong(message) {
     pingMs = performance.now() - message.sent_ms;
+    serverS = message.server_s;
     el("link").textContent = `live · ${Math.max(1, Math.round(performance.now() - message.sent_ms))} ms`;
     showFreshness();
   },
@@ -238,7 +241,7 @@ function give(robot, order) {
   if (card.button(order).disabled) return;
   if (order === "take-over" && card.others) order = "request-control";
   if (order === "take-over" && !card.heldMine) hand.setGripper(0);
-  if (!link.send({ type: "order", robot, order })) return say(`${robot}: ${order} not sent, no connection`, false);
+  if (!link.send({ type: "order", robot, order, server_s: serverS })) return say(`${robot}: ${order} not sent, no connection`, false);
   // The robot soon holds without input: do not wait for its reply.
   if (order === "take-over") granted = { robot, untilMs: performance.now() + GRANT_MS };
 }
@@ -281,17 +284,19 @@ function showSpeed() {
   el("speed-value").textContent = `${el("speed").value}%`;
 }
 
+// In a text field each key types, also Space.
 function typing(event) {
-  return event.target === el("operator") && event.code !== "Space";
+  return event.target.matches?.("input:not([type=range]), textarea");
 }
 
 function onKeyDown(event) {
+  if (event.key === "Meta") hand.letGo(); // macOS reports no key that is released while Command is held
   if (event.ctrlKey || event.metaKey || event.altKey || typing(event)) return;
   hand.slow = event.shiftKey;
   const index = Number(event.key) - 1;
   if (event.code === "Space") {
     if (!event.repeat) stopAll();
-  } else if (hand.pressKey(event.code)) {
+  } else if (hand.pressKey(event.code, event.repeat)) {
     // shown and sent by the next tick
   } else if (event.code === "KeyJ") {
     stepJoint(event.shiftKey ? -1 : 1);
@@ -309,9 +314,10 @@ function onKeyDown(event) {
 }
 
 function onKeyUp(event) {
+  if (event.key === "Meta") hand.letGo();
   hand.slow = event.shiftKey;
   hand.releaseKey(event.code);
-  if (event.code === "Space") event.preventDefault(); // else it clicks the button that has the focus
+  if (event.code === "Space" && !typing(event)) event.preventDefault(); // else it clicks the button that has the focus
 }
 
 function stopAll() {
