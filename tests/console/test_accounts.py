@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -26,7 +27,7 @@ from user_sys.console import access as access_module
 from user_sys.console.access import ACCOUNT_COOKIE, MAX_LIMITED, SIGN_INS_PER_MINUTE, AccountAccess
 from user_sys.console.accounts import SIGN_IN_S, AccountStore
 from user_sys.console.config import ConsoleConfig
-from user_sys.console.server import ConsoleServer
+from user_sys.console.server import MAX_ESTOP_SOCKETS_OF_PERSON, MAX_PAGES_OF_PERSON, ConsoleServer
 from user_sys.errors import AccountError, ConfigError
 from user_sys.store.labels import queued_files
 
@@ -95,6 +96,14 @@ class Console:
     def cookie(self, name: str) -> str:
         with self.browser() as browser:
             return self.sign_in(browser, name).headers["set-cookie"].partition(";")[0]
+
+    def connection(self) -> ssl.SSLSocket:
+        """A connection of a stranger."""
+        return ANY.wrap_socket(socket.create_connection(("127.0.0.1", self.port), timeout=60))
+
+    def post_header(self, fields: str) -> bytes:
+        own = f"Host: 127.0.0.1:{self.port}\r\nOrigin: {self.origin}\r\n"
+        return f"POST /sign-in HTTP/1.1\r\n{own}{fields}\r\n".encode()
 
     def socket(self, cookie: str, path: str = "/ws", **headers: str) -> Page:
         return Page(f"wss://127.0.0.1:{self.port}{path}", {"Origin": self.origin, "Cookie": cookie, **headers})
@@ -179,6 +188,55 @@ def test_many_names_do_not_raise_the_limit_of_an_address(tmp_path: Path) -> None
             access.sign_in(f"name-{number}", "wrong password", "192.0.2.1")
         refused += "too many" in str(error.value)
     assert refused == 3 * MAX_LIMITED - SIGN_INS_PER_MINUTE
+
+
+@pytest.mark.parametrize("length", ["", "Content-Length: 10\r\n"])
+def test_body_without_an_end_is_refused_at_its_header(console: Console, length: str) -> None:
+    with console.connection() as raw:
+        raw.sendall(console.post_header(f"{length}Transfer-Encoding: chunked\r\n"))
+        assert raw.recv(4096).startswith(b"HTTP/1.1 411")
+
+
+def test_body_that_does_not_arrive_ends_its_connection(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_module, "BODY_TIMEOUT_S", 0.1)
+    with console.connection() as raw:
+        raw.sendall(console.post_header("Content-Length: 10\r\n") + b"{")
+        received = b""
+        while more := raw.recv(4096):
+            received += more
+        assert received.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("path", ["/ws", "/stop"])
+def test_sign_out_ends_each_socket_of_its_cookie_only(console: Console, path: str) -> None:
+    cookie = console.cookie("otto")
+    with console.socket(cookie, path) as page, console.socket(console.cookie("otto"), path) as other:
+        with console.browser() as browser:
+            browser.post("/sign-out", headers={"origin": console.origin, "cookie": cookie})
+        with pytest.raises(ConnectionClosed, match="the sign-in has ended"):
+            while True:
+                page.recv()
+        other.send(json.dumps({"type": "ping", "sent_ms": 1}) if path == "/stop" else json.dumps({"type": "hello"}))
+        hear(other, "pong" if path == "/stop" else "welcome")
+
+
+@pytest.mark.parametrize(
+    ("path", "quota"), [("/ws", MAX_PAGES_OF_PERSON), ("/stop", MAX_ESTOP_SOCKETS_OF_PERSON)], ids=["pages", "e-stops"]
+)
+def test_one_person_takes_no_other_persons_connections(console: Console, path: str, quota: int) -> None:
+    vera, ada = console.cookie("vera"), console.cookie("ada")
+    ask_for = {"/ws": ("hello", "welcome"), "/stop": ("ping", "pong")}[path]
+    message = json.dumps({"type": ask_for[0], **({"sent_ms": 1} if path == "/stop" else {})})
+    with contextlib.ExitStack() as stack:
+        for _ in range(quota):
+            page = stack.enter_context(console.socket(vera, path))
+            page.send(message)
+            hear(page, ask_for[1])
+        with console.socket(vera, path) as refused, pytest.raises(ConnectionClosed, match="open already"):
+            refused.recv()
+        with console.socket(ada, path) as admin:
+            admin.send(message)
+            hear(admin, ask_for[1])
 
 
 def test_operator_drives_and_labels_under_the_accounts_name(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

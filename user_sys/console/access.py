@@ -7,11 +7,13 @@ tunnel works. With `AccountAccess` the browser sends its cookie to the host that
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -28,6 +30,7 @@ ACCOUNT_COOKIE = "__Host-user_sys_console"  # browsers take this prefix over HTT
 API_PREFIX = "/api/"
 SIGN_IN_PATH, SIGN_OUT_PATH = "/sign-in", "/sign-out"
 MAX_BODY_BYTES = 4096
+BODY_TIMEOUT_S = 10.0
 SIGN_INS_PER_MINUTE = 5
 MAX_LIMITED = 1024
 SECURITY_HEADERS = {
@@ -201,6 +204,12 @@ class AccessMiddleware:
         if scope["type"] not in ("http", "websocket"):
             return
         refusal = self._refusal(scope)
+        if refusal is None and scope["type"] == "http" and scope["method"] == "POST":
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    receive = await _received(receive)
+            except TimeoutError:
+                refusal = 408, f"the order did not arrive within {BODY_TIMEOUT_S:.0f} s"
         if refusal is None:
             await self._app(scope, receive, self._with_headers(send, str(scope["path"])))
             return
@@ -264,14 +273,30 @@ def _order_refusal(scope: AsgiScope, headers: dict[str, str], origin: str | None
         return 405, "this console answers GET requests only"
     if origin is None:
         return 403, "an order must come from this console's own page"
+    if "transfer-encoding" in headers:  # it would override the length
+        return 411, "an order states its length"
     if not headers.get("content-length", "").isdecimal() or int(headers["content-length"]) > MAX_BODY_BYTES:
         return 413, f"an order has at most {MAX_BODY_BYTES} bytes"
     return None
 
 
+async def _received(receive: AsgiReceive) -> AsgiReceive:
+    """Receives a whole body, which `_order_refusal` has found small; returns a function that receives it again."""
+    messages = deque([await receive()])
+    while messages[-1].get("more_body"):
+        messages.append(await receive())
+
+    async def receive_again() -> MutableMapping[str, Any]:
+        return messages.popleft() if messages else await receive()
+
+    return receive_again
+
+
 async def _send_text(send: AsgiSend, status: int, text: str) -> None:
     body = text.encode() + b"\n"
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    if status == 408:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -57,12 +57,14 @@ class SignIn(msgspec.Struct, frozen=True):
     Attributes:
         name, role: of its account.
         account: digest of its account; the sign-in ends when the account changes.
+        cookie: digest of its cookie; the sign-in ends when the person signs out.
     """
 
     name: str
     role: Role
     until_unix_s: float
     account: str = ""
+    cookie: str = ""
 
 
 class AccountStore:
@@ -142,7 +144,8 @@ class AccountStore:
         with self._lock:
             found = self._sign_ins()
             until_s = self._clock() + SIGN_IN_S
-            found[_digest(token)] = SignIn(account.name, account.role, until_s, _digest(account.password))
+            cookie = _digest(token)
+            found[cookie] = SignIn(account.name, account.role, until_s, _digest(account.password), cookie)
             newest = sorted(found.items(), key=lambda each: each[1].until_unix_s)[-MAX_SIGN_INS:]
             self._write("sign-ins.json", msgspec.json.encode(dict(newest)))
         return token
@@ -154,10 +157,12 @@ class AccountStore:
         return found if found and self.is_valid(found) else None
 
     def is_valid(self, sign_in: SignIn) -> bool:
-        """Whether a sign-in has not expired, and its account has not changed."""
+        """Whether a sign-in has neither expired nor been signed out, and its account has not changed."""
         account = self.accounts().get(sign_in.name)
-        is_current = account is not None and sign_in.account == _digest(account.password)
-        return is_current and sign_in.until_unix_s > self._clock()
+        if account is None or sign_in.account != _digest(account.password):
+            return False
+        with self._lock:
+            return sign_in.cookie in self._sign_ins()
 
     def sign_out(self, token: str) -> None:
         with self._lock:

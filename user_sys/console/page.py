@@ -28,6 +28,7 @@ from user_sys.messages import OperatorReply
 STATE_PERIOD_S = 0.25
 STATE_PERIOD_MIN_S = 0.08
 CURVES_PERIOD_S = 2.0
+SIGN_IN_PERIOD_S = 2.0
 POSE_TTL_S = 3 * CURVES_PERIOD_S
 SEND_TIMEOUT_S = 5.0
 RECEIVE_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
@@ -36,9 +37,11 @@ MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 MAX_MESSAGES_HZ = 60
 SEEN_COST = 0.5  # of a `PreviewsShown`, in messages: a page that drives sends 50 of them, 25 inputs and 5 pings
 FLOOD_PAUSE_S = 1.0  # the pause before a flooding page is closed, in which its messages are not read
+MAX_ORDER_AGE_S = 1.5  # the page sends orders while the last reply is at most 0.75 s old, plus the network's delay
 MAX_ESTOPS_HZ = 20
 MAX_PENDING_ESTOPS = 1024
 POLICY_VIOLATION = 1008
+TOO_OLD = "it came too late, as the network was interrupted; give it again if it still applies"
 VIEWER = "a viewer may watch, and press the e-stop"
 
 _log = logging.getLogger(__name__)
@@ -47,15 +50,23 @@ _log = logging.getLogger(__name__)
 class _Socket(ABC):
     """One accepted WebSocket with its two tasks: one reads, one writes."""
 
-    def __init__(self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink) -> None:
-        """`audit` receives refusals."""
+    def __init__(
+        self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink, is_valid: Callable[[SignIn], bool]
+    ) -> None:
+        """`audit` receives refusals. `is_valid`: whether the person's sign-in is still valid; if not, it is closed."""
         self.address = socket.client.host if socket.client else ""
-        self._audit = audit
+        self._audit, self._is_valid = audit, is_valid
         self._sign_in: SignIn = socket.scope["sign_in"]
+        self._checked_s = time.monotonic()
         self._socket = socket
         self._hub = hub
         self._wake = asyncio.Event()
         self._out: deque[protocol.ToPage] = deque(maxlen=MAX_QUEUED_MESSAGES)
+
+    @property
+    def person(self) -> str:
+        """The name of the account; empty on loopback."""
+        return self._sign_in.name
 
     def wake(self) -> None:
         """Checks for messages to send."""
@@ -118,6 +129,10 @@ class _Socket(ABC):
         while True:
             while self._out:
                 await self._send_text(protocol.encode(self._out.popleft()))
+            if time.monotonic() - self._checked_s >= SIGN_IN_PERIOD_S:
+                self._checked_s = time.monotonic()
+                if not self._is_valid(self._sign_in):
+                    raise WireError("the sign-in has ended; sign in again")
             await self._write_more()
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):  # the next state is due
@@ -166,8 +181,7 @@ class PageSocket(_Socket):
         is_valid: Callable[[SignIn], bool],
         audit: AuditSink,
     ) -> None:
-        super().__init__(socket, hub, audit)
-        self._is_valid = is_valid
+        super().__init__(socket, hub, audit, is_valid)
         self.operator = ""
         self._claim_name = claim_name
         self._watch = watch
@@ -206,6 +220,10 @@ class PageSocket(_Socket):
                 self._refuse(robot, order, VIEWER)
             case protocol.DriveInput(robot=robot) if self._sign_in.role == "viewer":
                 self._refuse(robot, "drive", VIEWER)
+            case protocol.PageOrder(robot=robot, order=order, server_s=float(server_s)) if (
+                time.monotonic() - server_s > MAX_ORDER_AGE_S
+            ):
+                self.push(protocol.OrderReply(robot, order, False, TOO_OLD))
             case protocol.PageOrder(robot=robot, order="pause") if self._sign_in.role != "admin":
                 self._refuse(robot, "pause", "only an admin pauses robots")
             case protocol.PageOverride():
@@ -232,7 +250,7 @@ class PageSocket(_Socket):
                 self._traced, self._traced_periods, self._traces_pose = robot, -1, pose
                 self.wake()
             case protocol.Ping(sent_ms=sent_ms):
-                self.push(protocol.Pong(sent_ms))
+                self.push(protocol.Pong(sent_ms, time.monotonic()))
 
     def _refuse(self, robot: str, order: str, reason: str) -> None:
         """Refuses an order that the person's role does not permit."""
@@ -284,8 +302,6 @@ class PageSocket(_Socket):
                 await self._write_trace()
         if now_s - self._curves_at_s >= CURVES_PERIOD_S:
             self._curves_at_s = now_s
-            if not self._is_valid(self._sign_in):
-                raise WireError("the sign-in has ended; sign in again")
             if self._traces_pose:
                 self._attempt(self._traced, "pose", lambda: self._hub.request_pose(self._traced, POSE_TTL_S))
             await self._send_text(protocol.encode(protocol.CurvesUpdate(self._hub.curves())))
@@ -321,8 +337,10 @@ class PageSocket(_Socket):
 class EstopSocket(_Socket):
     """The WebSocket for a page's e-stops. None is dropped; a flood is read at `MAX_ESTOPS_HZ`."""
 
-    def __init__(self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink) -> None:
-        super().__init__(socket, hub, audit)
+    def __init__(
+        self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink, is_valid: Callable[[SignIn], bool]
+    ) -> None:
+        super().__init__(socket, hub, audit, is_valid)
         self._rate_limit = TokenBucket(MAX_ESTOPS_HZ, MAX_ESTOPS_HZ)
         self._pending: dict[tuple[str, int], None] = {}  # robot and press, until confirmed
 
@@ -344,7 +362,7 @@ class EstopSocket(_Socket):
                 for robot, press in presses.items():
                     self._press(robot, self._sign_in.name or operator, press)
             case protocol.Ping(sent_ms=sent_ms):
-                self.push(protocol.Pong(sent_ms))
+                self.push(protocol.Pong(sent_ms, time.monotonic()))
         self._rate_limit.consume()
         await asyncio.sleep(self._rate_limit.wait_s(1))
 

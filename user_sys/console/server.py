@@ -50,6 +50,8 @@ STOP_TIMEOUT_S = 30.0
 SHUTDOWN_GRACE_S = 1  # for open pages; without it uvicorn waits for them without a deadline
 MAX_PAGES = 16
 MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens a second one if the first does not respond
+MAX_PAGES_OF_PERSON = 4
+MAX_ESTOP_SOCKETS_OF_PERSON = 2 * MAX_PAGES_OF_PERSON
 RECEIVE_BUFFER_BYTES = 8192  # bounds the time to decode one connection's data to a few milliseconds
 MAX_REPLIES = 256
 WATCH_PERIOD_S = 1.0
@@ -225,6 +227,9 @@ class _Pages:
             await socket.close(TRY_AGAIN_LATER, f"{MAX_PAGES} pages are open already; close one")
             return
         page = PageSocket(socket, self._hub, self._claim_name, self._watch, self.is_valid, self._audit)
+        if page.person and sum(other.person == page.person for other in self._open) >= MAX_PAGES_OF_PERSON:
+            await socket.close(TRY_AGAIN_LATER, f"you have {MAX_PAGES_OF_PERSON} pages open already; close one")
+            return
         self._open.add(page)
         try:
             await page.run()
@@ -240,7 +245,12 @@ class _Pages:
                 TRY_AGAIN_LATER, f"{MAX_ESTOP_SOCKETS} connections for e-stops are open already; close a page"
             )
             return
-        estops = EstopSocket(socket, self._hub, self._audit)
+        estops = EstopSocket(socket, self._hub, self._audit, self.is_valid)
+        own = sum(other.person == estops.person for other in self._estop_sockets)
+        if estops.person and own >= MAX_ESTOP_SOCKETS_OF_PERSON:
+            reason = f"you have {MAX_ESTOP_SOCKETS_OF_PERSON} connections for e-stops open already; close a page"
+            await socket.close(TRY_AGAIN_LATER, reason)
+            return
         self._estop_sockets.add(estops)
         try:
             await estops.run()
