@@ -165,6 +165,39 @@ def test_edge_that_was_killed_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["status", str(tmp_path), "--json"]) == 1
 
 
+BUNDLED_CONFIG = """\
+robots:
+- password: "SECRET0 horse SECRET1 staple"
+  aws_secret_access_key: SECRET2/7MDENG/bPxRfiCYKEY
+  api-key: SECRET3-0123456789
+  keyboard: plain
+  token:
+    SECRET4-0123456789
+  url: rtsp://cam:p@SECRET5@10.0.0.5/stream
+"""
+BUNDLED_LOG = r"""
+Authorization: Bearer SECRET0-0123456789
+x-api-key: SECRET1-0123456789
+PGPASSWORD=SECRET2 plain
+{"message": "login with {\"password\": \"SECRET3 \\\" 0123\"}", "a": "plain"}
+Cookie: user_sys_console_8088=SECRET4
+{"password": "a\" SECRET5", "tokens": 128, "loss": "plain"}
+{'authorization': 'Basic SECRET6', 'b': 'plain'} tokens = ['plain']
+secret_key : "SECRET7
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("config.yaml", BUNDLED_CONFIG), ("logs/a.log", BUNDLED_LOG)])
+def test_debug_bundle_masks_each_form_of_a_secret_only(tmp_path: Path, name: str, text: str) -> None:
+    run = make_run(tmp_path, "r", [True] * 3).path
+    (run / name).write_text(text)
+    write_debug_bundle(run, tmp_path / "b.tar.gz", {})
+    with tarfile.open(tmp_path / "b.tar.gz") as archive:
+        file = archive.extractfile(f"b/{name}")
+        packed = file.read().decode() if file else ""
+    assert "SECRET" not in packed and packed.count("plain") == text.count("plain"), packed
+
+
 def test_debug_bundle_contains_no_key_and_no_token(tmp_path: Path) -> None:
     run = make_run(tmp_path, "r", [True] * 3).path
     pairs = [new_keypair(), new_keypair()]

@@ -8,13 +8,16 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
@@ -40,11 +43,23 @@ FILES = (
 LISTED = ("store", "checkpoints", "weights", "edge")
 _PUBLIC_KEYS = (".pub", ".verify", ".lives")
 _SECRET_NAME = re.compile(r"token|secret|passw|api_?key|credential|private", re.IGNORECASE)
+_WORD = r"token|secret|passw|passphrase|api_?key|(?<![a-z])key(?![a-z])|credential|private|authorization|cookie"
+_KEY = re.compile(_WORD, re.IGNORECASE)  # of a setting
 _ASSIGNED = re.compile(
-    rb"""((?:token|secret|passw(?:or)?d|api_?key|credentials?|private_key)["']?\s*[:=]\s*["']?)([^\s"',;&}]{4,})""",
-    re.IGNORECASE,
+    rb"""
+    (?P<name> (?:WORD)[\w-]{0,64} )
+    (?:
+        (?P<open> \\*["']? \s* [:=] \s* (?P<escape>\\*) (?P<quote>["']) )  # a quoted value
+        .*? (?P<close> (?<!\\) (?P=escape) (?P=quote) | $ )
+      | (?P<json> \\*["'] [ \t]* : [ \t]* ) (?: [\[{].* | [^\s,}\]]+ )
+      | (?P<line> [ \t]* : [ \t]* ) [^\s].*  # of YAML or of a header: all of it
+      | (?P<word> [ \t]* = [ \t]* ) [^\s&"']+
+    )
+    """.replace(b"WORD", _WORD.encode()),
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
-_PASSWORD_IN_URL = re.compile(rb"(://[^\s/:@]*:)([^\s/@]+)(?=@)")
+_USER_IN_URL = re.compile(rb"""(?<=://)[^\s/"'<>]+(?=@)""")
+_BEARER = re.compile(rb"(?<=bearer )[\w.~+/=-]{8,}", re.IGNORECASE)
 
 
 @click.command()
@@ -180,7 +195,7 @@ def write_debug_bundle(run: Path, target: Path, environment: Mapping[str, str] =
         raise RunError(f"{target} exists; choose another --output") from None
     with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, content in _contents(run):
-            masked = redact(content, secrets)
+            masked = redact(_masked_yaml(content) if name.endswith(".yaml") else content, secrets)
             entry = tarfile.TarInfo(f"{target.name.removesuffix('.tar.gz')}/{name}")
             entry.size, entry.mtime, entry.mode = len(masked), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(masked))
@@ -189,11 +204,33 @@ def write_debug_bundle(run: Path, target: Path, environment: Mapping[str, str] =
 
 
 def redact(text: bytes, secrets: frozenset[bytes]) -> bytes:
-    """`text` without `secrets`, without values that follow a word for a secret, and without passwords in URLs."""
+    """`text` without `secrets`, without values that follow a word for a secret, and without people in URLs."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    text = _PASSWORD_IN_URL.sub(rb"\1" + MASK, text)
-    return _ASSIGNED.sub(lambda found: found[1] + MASK, text)
+    text = _BEARER.sub(MASK, _USER_IN_URL.sub(MASK, text))
+    return _ASSIGNED.sub(_masked_assignment, text)
+
+
+def _masked_assignment(found: re.Match[bytes]) -> bytes:
+    before = found["open"] or found["json"] or found["line"] or found["word"]
+    return found["name"] + before + MASK + (found["close"] or b"")
+
+
+def _masked_yaml(text: bytes) -> bytes:
+    """`text` without the values of keys that name a secret; unchanged if it is not YAML."""
+    try:
+        return yaml.safe_dump(_masked_values(yaml.safe_load(text)), sort_keys=False, width=sys.maxsize).encode()
+    except yaml.YAMLError:
+        return text
+
+
+def _masked_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: MASK.decode() if each and _KEY.search(str(key)) else _masked_values(each)
+            for key, each in value.items()
+        }
+    return [_masked_values(each) for each in value] if isinstance(value, list) else value
 
 
 def _secrets(run: Path, environment: Mapping[str, str]) -> frozenset[bytes]:
