@@ -25,8 +25,8 @@ from user_sys.console.access import MAX_BODY_BYTES
 from user_sys.console.server import ConsoleServer
 from user_sys.console.videos import EpisodeVideos
 from user_sys.interchange.lerobot_format import VideoReader
-from user_sys.store.labels import queued_files
-from user_sys.store.maintenance import add_labels
+from user_sys.store.labels import DeleteLabel, SuccessLabel, queued_files
+from user_sys.store.maintenance import RETENTION_LABELLER, add_labels
 from user_sys.store.store import StoreReader
 
 VENDORED = {
@@ -193,6 +193,23 @@ def test_episode_is_marked_trimmed_and_restored_by_undo(site: Site) -> None:
     assert "cannot be kept" in site.post("/api/episodes/a/label", kept=[3, 99]).text
     orders = [each.order for each in read_audit_log(site.run / "audit") if each.event == "order"]
     assert orders[:2] == ["label a: demonstration True", "label a: kept (2, 8)"]
+
+
+def test_undo_reverts_the_newest_label_of_a_person_even_one_that_waits(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.console.episodes.STORE_TIMEOUT_S", 0.0)  # no gateway stores the labels
+    store = site.run / "store"
+    write_episode(store, "a")
+    add_labels(store, [SuccessLabel(episode="a", labeller="bob", at_unix_ns=1, success=False)])
+    for given in ({"deleted": True}, {"undo": True}):
+        assert site.post("/api/episodes/a/label", **given).json() == {"stored": False}
+    add_labels(store, [DeleteLabel(episode="a", labeller=RETENTION_LABELLER, at_unix_ns=2)])
+    assert site.get("/api/episodes/a").json()["labels"] == ["retention: deleted", "bob: success no"]
+    site.post("/api/episodes/a/label", undo=True)
+    assert "no label to undo" in site.post("/api/episodes/a/label", undo=True).text
+    add_labels(store, [])
+    assert site.get("/api/episodes/a").json()["labels"] == ["retention: deleted"]
 
 
 def test_export_writes_into_the_run(site: Site) -> None:

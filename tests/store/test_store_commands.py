@@ -190,6 +190,9 @@ def test_undone_success_label_survives_compaction_merge_and_export(run: Run, tmp
     assert "(undone)" in run("inspect", path, "--episode", "e2")[1]
     status, text = run("label", path, "e2", "--undo")
     assert status == 2 and "no label to undo" in text
+    queue_labels(path, [SuccessLabel(episode="e2", labeller="ana", at_unix_ns=1, success=False)])
+    assert run("label", path, "e2", "--undo")[0] == 0, "a label that waits is the newest"
+    assert index_of(path).episodes()[2].success is True
 
 
 def last_rewards(path: Path) -> dict[str, float]:

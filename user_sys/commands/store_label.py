@@ -41,6 +41,7 @@ from user_sys.store.labels import (
     UndoLabel,
     effective_labels,
     queue_labels,
+    queued_labels,
     wait_until_stored,
 )
 from user_sys.store.maintenance import RETENTION_LABELLER, add_labels
@@ -77,9 +78,10 @@ def label(path: Path, episodes: Sequence[str], by: str | None, **given: Any) -> 
     changes = {name: value for name, value in given.items() if value not in (None, False, "")}
     _check_options(set(changes))
     person = operator_name(by)
+    queued = [each for name in episodes for each in queued_labels(path, name)] if "undo" in changes else []
     with StoreReader.open(path) as reader:
         reader.refresh()
-        labels = [each for name in episodes for each in _labels(name, reader.index, path, person, changes)]
+        labels = [each for name in episodes for each in _labels(name, reader.index, path, person, changes, queued)]
         ends = reader.index.episodes
         is_open = [name for name in episodes if "success" in changes and ends.end_index[ends.find(name)] < 0]
     by_gateway = store_labels(path, labels)
@@ -108,13 +110,16 @@ def _check_options(given: set[str]) -> None:
         raise StoreError("--steps requires --reward or --phase; other labels cover the episode")
 
 
-def _labels(episode: str, index: Index, path: Path, person: str, changes: dict[str, Any]) -> list[Label]:
+def _labels(
+    episode: str, index: Index, path: Path, person: str, changes: dict[str, Any], queued: Sequence[Label]
+) -> list[Label]:
     """The labels for `changes`. Raises StoreError: the store has no such episode or steps, or nothing to undo."""
     steps, labels = _steps(episode, index, path, changes.get("steps")), list[Label]()
     note = changes.get("note", "")
     common = {"episode": episode, "labeller": person, "at_unix_ns": time.time_ns(), "note": note}
     if "undo" in changes:
-        valid = [each for each in effective_labels(index.labels(episode)) if each.labeller != RETENTION_LABELLER]
+        found = [*index.labels(episode), *(each for each in queued if each.episode == episode)]
+        valid = [each for each in effective_labels(found) if each.labeller != RETENTION_LABELLER]
         if not valid:
             raise StoreError(f"{episode} has no label to undo; `user-sys store inspect --episode` shows its labels")
         return [UndoLabel(undone_at_unix_ns=valid[-1].at_unix_ns, **common)]

@@ -40,8 +40,10 @@ from user_sys.store.labels import (
     UndoLabel,
     effective_labels,
     queue_labels,
+    queued_labels,
     wait_until_stored,
 )
+from user_sys.store.maintenance import RETENTION_LABELLER
 from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
 
@@ -197,10 +199,11 @@ class EpisodeLibrary:
         Raises:
             StoreError: there is no such episode, or the request has no label.
         """
+        queued = queued_labels(self._path, episode)
         with self._lock:
             store = self._require(episode)
             steps = next(each.steps for each in store.episodes() if each.episode == episode)
-            valid = effective_labels(store.index.labels(episode))
+            valid = effective_labels([*store.index.labels(episode), *queued])
         common: dict[str, Any] = {"episode": episode, "labeller": request.person, "at_unix_ns": time.time_ns()}
         common["note"] = request.note
         labels: list[Label] = []
@@ -216,9 +219,10 @@ class EpisodeLibrary:
                 raise StoreError(f"steps {first} to {last} cannot be kept: {episode} has steps 0 to {steps - 1}")
             labels.append(TrimLabel(first_step=first, steps=last - first + 1, **common))
         if request.undo:
-            if not valid:
+            own = [each for each in valid if each.labeller != RETENTION_LABELLER]
+            if not own:
                 raise StoreError(f"{episode} has no label to undo")
-            labels = [UndoLabel(undone_at_unix_ns=valid[-1].at_unix_ns, **common)]
+            labels = [UndoLabel(undone_at_unix_ns=own[-1].at_unix_ns, **common)]
         if not labels and not request.note:
             raise StoreError("the label is empty: give success, deleted, demonstration, kept, undo or a note")
         return wait_until_stored(queue_labels(self._path, labels or [NoteLabel(**common)]), STORE_TIMEOUT_S)

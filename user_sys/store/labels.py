@@ -11,6 +11,7 @@ file. Any process may queue; only the writer takes.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -224,6 +225,16 @@ def read_queued_labels(file: Path) -> tuple[Label, ...]:
     except DECODE_ERRORS as error:
         raise StoreError(f"{file} holds no labels: {error}; delete it") from None
     return labels
+
+
+def queued_labels(store: Path, episode: str) -> list[Label]:
+    """The labels of `episode` in the queue of `store`, oldest first. Read them before the store's own: a label that the
+    writer takes meanwhile is then in one of both."""
+    found: list[Label] = []
+    for file in queued_files(store):
+        with contextlib.suppress(FileNotFoundError, StoreError):  # stored meanwhile; or invalid, which its writer logs
+            found += (label for label in read_queued_labels(file) if label.episode == episode)
+    return found
 
 
 def remove_queued(file: Path) -> None:
