@@ -562,6 +562,10 @@ def test_second_page_requests_control_and_gets_it(page: Any, browser: Any, url: 
     assert badge(page, "human").startswith("guest-")
     page.get_by_role("button", name="E-STOP", exact=True).click()
     assert badge(other, "stopped") == "STOPPED"
+    other.fill("#operator", "alice")
+    other.keyboard.press("Enter")
+    until(lambda: other.input_value("#operator") == "alice 2")
+    assert other.evaluate("sessionStorage.getItem('operator')") == "alice", "so that no reconnection adds a suffix"
     context.close()
 
 

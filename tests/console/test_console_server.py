@@ -25,7 +25,7 @@ from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.hub import PreviewImage, ShownCameras
 from user_sys.console.page import MAX_MESSAGES_HZ, MAX_ORDER_AGE_S
-from user_sys.console.protocol import MAX_MESSAGE_BYTES
+from user_sys.console.protocol import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from user_sys.console.server import MAX_PAGES, ConsoleServer
 from user_sys.errors import ConfigError, RunError
 
@@ -231,6 +231,14 @@ def test_second_page_gets_the_drivers_name(site: Site) -> None:
         assert not reply["accepted"] and "alice" in reply["reason"]
         assert stop(stops) == {"type": "stopped", "robot": "panda-0", "press": 7, "confirmed": True, "reason": ""}
         assert "bob" in alice.order("take-over")["reason"]
+
+
+def test_pages_with_the_same_longest_name_get_names_of_that_length(door: Site) -> None:
+    wish = "a" * MAX_NAME_CHARS
+    with door.page(wish) as first, door.page(wish) as second, door.page(wish) as third:
+        assert [first.name, second.name, third.name] == [wish, f"{wish[:-2]} 2", f"{wish[:-2]} 3"]
+        with door.page(third.name) as fourth:
+            assert len(fourth.name) <= MAX_NAME_CHARS
 
 
 @pytest.mark.parametrize("way", ["closed", "cut", "hidden"])

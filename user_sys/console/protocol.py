@@ -22,6 +22,7 @@ from user_sys.messages import ControlOrder, ControlPeriod
 
 MAX_MESSAGE_BYTES = 16384  # from the page
 MAX_NAMES = 64  # robots or pictures in one message
+MAX_NAME_CHARS = 32  # of an operator
 LIMIT_NAMES = tuple(str(reason.name).lower() for reason in SafetyReason)
 T = TypeVar("T")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -36,7 +37,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fie
 class PageHello(_Message, frozen=True, tag="hello"):
     """First message of the page, or a change of name; an empty name requests any name."""
 
-    operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{0,32}$")] = ""
+    operator: Annotated[str, msgspec.Meta(pattern=rf"^[\w .@-]{{0,{MAX_NAME_CHARS}}}$")] = ""
 
 
 class PageOrder(_Message, frozen=True, tag="order"):

@@ -69,7 +69,7 @@ const link = new Link("/ws", PING_PERIOD_MS, {
   },
   welcome(message) {
     me = message.operator;
-    sessionStorage.setItem("operator", me);
+    if (!sessionStorage.getItem("operator")) sessionStorage.setItem("operator", me); // the wish: not a name with a suffix
     el("operator").value = me;
     signedIn = message.signed_in;
     el("sign-out").hidden = !signedIn;
@@ -377,7 +377,10 @@ el("all-robots").addEventListener("click", () => open(null));
 el("speed").addEventListener("input", showSpeed);
 el("operator").addEventListener("focus", () => el("operator").select());
 el("operator").addEventListener("change", () => {
-  if (el("operator").checkValidity()) link.send({ type: "hello", operator: el("operator").value });
+  if (el("operator").checkValidity()) {
+    sessionStorage.setItem("operator", el("operator").value);
+    link.send({ type: "hello", operator: el("operator").value });
+  }
   el("operator").blur();
 });
 window.addEventListener("keydown", onKeyDown, { capture: true });
