@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import select
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from user_sys.console import server as console_server
 from user_sys.console.access import MAX_BODY_BYTES
 from user_sys.console.server import ConsoleServer
 from user_sys.console.videos import EpisodeVideos
+from user_sys.errors import StoreError
 from user_sys.interchange.lerobot_format import VideoReader
 from user_sys.store.labels import DeleteLabel, SuccessLabel, queued_files
 from user_sys.store.maintenance import RETENTION_LABELLER, add_labels
@@ -104,6 +106,31 @@ def test_encoder_ends_with_a_killed_console(tmp_path: Path) -> None:
         console.wait(60)
     assert select.select([encoder], [], [], 60)[0], "the encoder goes on"
     os.close(encoder)
+
+
+def test_fourth_request_for_a_video_is_refused_at_once(tmp_path: Path) -> None:
+    store, folder = tmp_path / "store", tmp_path / "videos"
+    write_episode(store, "panda-0-1")
+    folder.mkdir()
+    part = folder / f"{hashlib.blake2b(b'panda-0-1', digest_size=16).hexdigest()}.part"
+    os.mkfifo(part)  # the encoder waits until the test reads its output
+    videos, refused = EpisodeVideos(store, folder), queue.Queue[str]()
+
+    def play() -> None:
+        try:
+            videos.file("panda-0-1", 10.0)
+        except StoreError as error:
+            refused.put(str(error))
+
+    threads = [threading.Thread(target=play) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert refused.get(timeout=20) == "other videos are being encoded; try again"
+    finally:
+        part.open("rb").close()
+        for thread in threads:
+            thread.join(60)
 
 
 def store_queued_labels(store: Path, stop: threading.Event) -> None:

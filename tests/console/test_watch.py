@@ -17,6 +17,7 @@ import pytest
 from console_kit import SimulatedRun
 from websockets.sync.client import connect
 
+from user_sys.console import page, watch
 from user_sys.console.accounts import CERTIFICATE, AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import ConsoleServer
@@ -59,6 +60,17 @@ def test_robot_is_watched_through_its_console() -> None:
     finally:
         server.stop()
         simulated.close()
+
+
+def test_robot_without_pictures_is_watched_for_longer_than_a_silent_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "RECEIVE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(watch, "PING_PERIOD_S", 0.1)
+    server, seen = ConsoleServer(SimulatedRun().hub), Seen({"nothing"})
+    threading.Timer(3.0, seen.stop.set).start()
+    try:
+        watch_robot(server.start(), "panda-0", seen, seen.stop)
+    finally:
+        server.stop()
 
 
 def test_person_signs_in_to_watch(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from user_sys.store.store import StoreReader
 
 MAX_CACHE_BYTES = 1 << 30
 WAIT_S = 30.0  # for the video before
+MAX_WAITING = 2
 ENCODE_TIMEOUT_S = 300.0
 COLUMNS = 2
 
@@ -38,18 +39,21 @@ class EpisodeVideos:
 
     def __init__(self, store: Path, folder: Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._store, self._folder, self._max_bytes = store, folder, max_bytes
-        self._encoding = threading.Lock()
+        self._encoding, self._places = threading.Lock(), threading.Semaphore(1 + MAX_WAITING)
 
     def file(self, episode: str, rate_hz: float) -> Path:
         """The MP4 file of a complete episode, whose steps it shows at `rate_hz`. Blocks while it is encoded.
 
         Raises:
-            StoreError: it cannot be encoded, or other videos are being encoded for `WAIT_S`.
+            StoreError: it cannot be encoded, or other videos are being encoded for `WAIT_S`, or `MAX_WAITING` wait.
         """
         path = self._folder / f"{hashlib.blake2b(episode.encode(), digest_size=16).hexdigest()}.mp4"
-        if not self._encoding.acquire(timeout=WAIT_S):
-            raise StoreError(f"other videos have been encoded for {WAIT_S:.0f} s; try again")
+        if not self._places.acquire(blocking=False):  # waiting would take a thread of the pool from other requests
+            raise StoreError("other videos are being encoded; try again")
+        is_alone = False
         try:
+            if not (is_alone := self._encoding.acquire(timeout=WAIT_S)):
+                raise StoreError(f"other videos have been encoded for {WAIT_S:.0f} s; try again")
             if not path.exists():
                 self._encode(episode, rate_hz, path)
             os.utime(path)
@@ -57,7 +61,9 @@ class EpisodeVideos:
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error}") from None
         finally:
-            self._encoding.release()
+            if is_alone:
+                self._encoding.release()
+            self._places.release()
         return path
 
     def _encode(self, episode: str, rate_hz: float, path: Path) -> None:

@@ -22,6 +22,7 @@ from user_sys.errors import RunError
 from user_sys.interchange.viewers import named
 
 POLL_S = 0.5
+PING_PERIOD_S = 5.0
 SIGN_IN_TIMEOUT_S = 30.0
 NAME = "view"
 
@@ -69,7 +70,11 @@ def watch_robot(
             for request in (hello, look, {"type": "trace", "robot": robot, "pose": True}):
                 socket.send(json.dumps(request))
             labels: dict[str, list[str]] = {}
+            pinged_s = time.monotonic()
             while not stop.is_set():
+                if time.monotonic() - pinged_s > PING_PERIOD_S:  # the console closes a silent page
+                    pinged_s = time.monotonic()
+                    socket.send(json.dumps({"type": "ping", "sent_ms": 0.0}))
                 try:
                     message = socket.recv(POLL_S)
                 except TimeoutError:
