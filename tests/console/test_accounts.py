@@ -24,6 +24,7 @@ from hal.pacing import TokenBucket
 from hal.state_database import STATE_FILE, AuditLog, read_audit_log
 from user_sys.commands.main import main
 from user_sys.console import access as access_module
+from user_sys.console import server as server_module
 from user_sys.console.access import ACCOUNT_COOKIE, MAX_LIMITED, SIGN_INS_PER_MINUTE, AccountAccess
 from user_sys.console.accounts import SIGN_IN_S, AccountStore
 from user_sys.console.config import ConsoleConfig
@@ -205,6 +206,30 @@ def test_body_that_does_not_arrive_ends_its_connection(console: Console, monkeyp
         while more := raw.recv(4096):
             received += more
         assert received.startswith(b"HTTP/1.1 408")
+
+
+def test_connection_without_a_tls_handshake_is_closed(
+    tmp_path: Path, accounts: AccountStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.1)
+    console = Console(tmp_path, accounts)
+    try:
+        with socket.create_connection(("127.0.0.1", console.port), timeout=20) as silent:
+            assert silent.recv(1) == b""
+    finally:
+        console.close()
+
+
+def test_address_of_a_person_is_the_one_that_a_local_proxy_appends(tmp_path: Path) -> None:
+    proxied = [(b"x-forwarded-for", b"forged, 192.0.2.7")]
+    for url, client, headers, address in (
+        ("https://lab.example", "127.0.0.1", proxied, "192.0.2.7"),
+        ("https://lab.example", "127.0.0.1", [], "127.0.0.1"),
+        ("https://lab.example", "192.0.2.9", proxied, "192.0.2.9"),
+        ("", "127.0.0.1", proxied, "127.0.0.1"),
+    ):
+        access = AccountAccess(AccountStore(tmp_path), url)
+        assert access.address({"client": (client, 1), "headers": headers}) == address
 
 
 @pytest.mark.parametrize("path", ["/ws", "/stop"])

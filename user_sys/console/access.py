@@ -23,6 +23,7 @@ from hal.pacing import TokenBucket
 from hal.state_database import AuditEntry, AuditSink, discard_audit_event
 from user_sys.console.accounts import SIGN_IN_S, AccountStore, SignIn
 from user_sys.errors import AccountError
+from user_sys.tunnel.limits import LOOPBACK_HOSTS
 
 TOKEN_BYTES = 24
 COOKIE = "user_sys_console"
@@ -161,6 +162,13 @@ class AccountAccess(Access):
         if scope["type"] == "http" and scope["method"] == "GET" and not scope["path"].startswith(API_PREFIX):
             return 303, SIGN_IN_PATH
         return 401, f"sign in at {SIGN_IN_PATH}"
+
+    def address(self, scope: AsgiScope) -> str:
+        """The sender's address. A reverse proxy on this computer appends it to ``X-Forwarded-For``."""
+        client = str((scope.get("client") or ("",))[0])
+        if not self._public_url or client not in LOOPBACK_HOSTS:
+            return client
+        return headers_of(scope).get("x-forwarded-for", "").rpartition(",")[2].strip()[:64] or client
 
     def sign_in(self, name: str, password: str, address: str) -> str:
         """Returns the cookie of a new sign-in. Blocks for a tenth of a second.

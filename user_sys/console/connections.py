@@ -13,6 +13,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 MAX_CONNECTIONS = 256
 MAX_PER_ADDRESS = 24  # without WebSockets; a browser opens 6, and closes them when they are idle
 REQUEST_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 5.0  # of TLS; until then no connection is counted
 UNBOUNDED = ("127.", "::1")  # this computer, and a reverse proxy on it
 
 _open: Counter[str] = Counter()  # HTTP connections by address; the server's event loop alone uses it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import secrets
 import socket
@@ -36,7 +37,12 @@ from user_sys.console.accounts import (
     self_signed_certificate,
 )
 from user_sys.console.config import ConsoleConfig
-from user_sys.console.connections import MAX_CONNECTIONS, BoundedHttpProtocol, WebSocketProtocol
+from user_sys.console.connections import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_CONNECTIONS,
+    BoundedHttpProtocol,
+    WebSocketProtocol,
+)
 from user_sys.console.episodes import EpisodeLibrary, episode_routes
 from user_sys.console.hub import ConsoleHub, HubMessage, PreviewImage
 from user_sys.console.page import EstopSocket, PageSocket
@@ -44,6 +50,7 @@ from user_sys.console.scene import SceneViews, scene_routes
 from user_sys.console.sign_in import sign_in_routes
 from user_sys.errors import RunError, UserSysError
 from user_sys.messages import OperatorReply
+from user_sys.tunnel.connection import raise_descriptor_limit
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -105,6 +112,7 @@ class ConsoleServer:
             RunError: the port is in use or not permitted, or the server did not start.
         """
         config = self._config
+        raise_descriptor_limit()
         listening = _listen(config.host, config.port)
         port = listening.getsockname()[1]
         server = _Server(self._uvicorn_config(port), self._pages)
@@ -288,10 +296,15 @@ class _Pages:
                 page.push(protocol.OrderReply(reply.robot, reply.order, reply.accepted, reply.reason))
 
     def _claim_name(self, page: PageSocket, wish: str) -> str:
-        """The wished name, made unique among the open pages: a name drives a robot from one page only."""
+        """The wished name, made unique among the open pages: a name drives a robot from one page only.
+
+        The suffix has a space, so that the name is no other account's.
+        """
         wish = wish or f"guest-{secrets.token_hex(2)}"
         taken = {other.operator for other in self._open if other is not page}
-        name = next(n for n in (wish, *(f"{wish}-{i}" for i in range(2, MAX_PAGES + 2))) if n not in taken)
+        suffixes = ("", *(f" {i}" for i in range(2, MAX_PAGES + 2)))
+        names = (wish[: protocol.MAX_NAME_CHARS - len(suffix)] + suffix for suffix in suffixes)
+        name = next(each for each in names if each not in taken)
         formerly = f"formerly {page.operator}" if page.operator else ""
         self._audit(AuditEntry(event="sign-in", person=name, address=page.address, outcome="done", reason=formerly))
         return name
@@ -316,8 +329,12 @@ class _Server(uvicorn.Server):
         self._pages = pages
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        if self.config.is_ssl:  # uvicorn has no setting for it
+            limited = functools.partial(loop.create_server, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S)
+            loop.create_server = limited  # type: ignore[method-assign]  # of this server's own loop
         await super().startup(sockets=sockets)
-        self._pages.attach(asyncio.get_running_loop())
+        self._pages.attach(loop)
         self.ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
