@@ -219,9 +219,10 @@ def _masked_assignment(found: re.Match[bytes]) -> bytes:
 def _masked_yaml(text: bytes) -> bytes:
     """`text` without the values of keys that name a secret; unchanged if it is not YAML."""
     try:
-        return yaml.safe_dump(_masked_values(yaml.safe_load(text)), sort_keys=False, width=sys.maxsize).encode()
+        masked: str = yaml.safe_dump(_masked_values(yaml.safe_load(text)), sort_keys=False, width=sys.maxsize)
     except yaml.YAMLError:
         return text
+    return masked.encode()
 
 
 def _masked_values(value: Any) -> Any:
