@@ -86,6 +86,15 @@ def test_old_versions_people_and_deleted_episodes_are_left_out(store: Store) -> 
         assert made.windows() == [(14, 0, 2)] and made.selector.stale == 4
 
 
+def test_window_whose_next_record_is_lost_is_left_out(store: Store) -> None:
+    with drawing(store) as made:
+        store.put(*(chunk(1, 3 * index, 3, index=index, end=index == 2) for index in range(3)))
+        made.refresh()
+        change = made.replay.index.apply([], [made.replay.index.chunks.sequence[1:2]])
+        made.selector.update(made.replay.index, change)
+        assert made.windows() == [(1, 0, 2), (1, 6, 2), (1, 8, 1)]
+
+
 def test_any_version_counts_without_a_bound(store: Store) -> None:
     with drawing(store) as made:
         store.put(*(chunk(n, 0, 2, end=True, version=n) for n in range(4)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from replay_kit import Store, chunk
 
@@ -69,6 +69,19 @@ def test_phase_filter_uses_labels(store: Store) -> None:
         assert eligible.rows.tolist() == [3]
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_success_filter_takes_earlier_chunks_when_their_episode_ends(store: Store, success: bool) -> None:
+    outcomes = [StepFilter(success=True), StepFilterUnion(((StepFilter(success=False),),))]
+    with store.replay() as replay:
+        found = [EligibleSteps(each) for each in outcomes]
+        for each in found:
+            replay.subscribe(each.update)
+        for index in range(3):
+            store.put(chunk(1, 4 * index, 4, index=index, end=index == 2, success=success))
+            replay.refresh()
+        assert [len(each) for each in found] == ([12, 0] if success else [0, 12])
+
+
 Record = tuple[int, int, bool]
 records = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.booleans()), max_size=30)
 
@@ -110,6 +123,7 @@ FILTERS: list[AnyStepFilter] = [
 
 @settings(max_examples=60, deadline=None)
 @given(plan=records, cuts=st.lists(st.integers(0, 30), max_size=8), which=st.integers(0, len(FILTERS) - 1))
+@example(plan=[(0, 3, False), (1, 0, False), (0, 0, True)], cuts=[1, 2], which=1)
 def test_eligible_steps_depend_only_on_content(plan: list[Record], cuts: list[int], which: int) -> None:
     """Incremental and complete updates give the rows that a direct check of each row finds."""
     blocks = [builder.build() for builder in _blocks(plan)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replay_kit import CAMERA, PICTURES, STATE, Store, chunk, grey, odd, raw, seen
 
 from user_sys.errors import ConfigError, StoreCorrupt
-from user_sys.replay.batches import Batch, BatchSpec
+from user_sys.replay.batches import Batch, BatchSpec, ObservationFeatures, ReadPlan
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.sampler import Sampler
 from user_sys.replay.selectors import PrioritizedConfig, PrioritizedSelector, UniformSelector
@@ -157,6 +157,26 @@ def test_non_finite_step_is_excluded(store: Store, name: str) -> None:
         batch = sampler(replay, 100).sample()
         assert {step for _, step in seen(batch)} == {0, 4, 5}
         assert np.isfinite(batch.action).all() and replay.report().damaged == 1
+
+
+def test_step_before_a_lost_record_is_not_drawn(store: Store) -> None:
+    store.put(*(chunk(1, 5 * index, 5, index=index, end=index == 2) for index in range(3)))
+    with store.replay() as replay:
+        selector = UniformSelector()
+        replay.subscribe(selector.update)
+        selector.update(replay.index, replay.index.apply([], [replay.index.chunks.sequence[1:2]]))
+        drawn = seen(Sampler(replay, selector, BatchSpec(), 400).sample())
+        assert drawn == {(1, step) for step in (*range(4), *range(10, 15))}
+
+
+@pytest.mark.parametrize("features", [STATE, PICTURES])
+def test_observation_that_is_not_stored_is_unreadable(store: Store, features: ObservationFeatures) -> None:
+    pictures = {step: grey(step) for step in range(3)} if features is PICTURES else None
+    store.put(chunk(1, 0, 2, end=True, frames=pictures))
+    with store.replay(features) as replay:
+        out = features.observations((2,), np.zeros)
+        for _ in range(2):
+            assert replay.read([ReadPlan(np.array([-1, 0]), out, {})])[0].tolist() == [0]
 
 
 def test_unreadable_store_raises_store_corrupt(store: Store) -> None:

@@ -99,6 +99,8 @@ class DiskReader:
         Raises:
             StoreError, WireError: the chunk is unusable: damaged, dropped, without a feature, or not finite.
         """
+        if chunk < 0:
+            raise StoreError("an observation is not stored")
         if self._states[chunk] == BAD:
             raise StoreCorrupt(f"chunk {chunk} was unusable before")
         try:
@@ -133,10 +135,11 @@ class DiskReader:
         """
         chunks = np.unique(self._index.locate_observations(numbers)[0])
         self.map(self._try_read, chunks[self._states[chunks] == UNREAD].tolist())
-        complete = np.ones(len(numbers), bool)
+        stored = numbers >= 0
+        complete = stored.copy()
         for camera, out in outs.items():
             located = self._frames[camera][numbers]
-            for at in np.flatnonzero(located["chunk"] == EARLIER).tolist():
+            for at in np.flatnonzero((located["chunk"] == EARLIER) & stored).tolist():
                 located[at] = self._earlier_frame(camera, int(numbers[at]))
             complete[located["bytes"] == 0] = False
             runs = _runs(located, np.flatnonzero(complete))
@@ -332,7 +335,7 @@ class HotCache:
         """
         slots = numbers % self.capacity
         with self._lock:
-            hit = self._tags[slots] == numbers + 1
+            hit = (self._tags[slots] == numbers + 1) & (numbers >= 0)
             hits = np.flatnonzero(hit)
             for name, target in out.items():
                 if len(hits) == len(numbers):
@@ -415,7 +418,7 @@ class ReplayBuffer(ClosedAtExit):
     def subscribe(self, listener: ChangeListener) -> None:
         """Calls `listener` with all current content, and then with each change."""
         nothing = np.empty(0, np.int64)
-        content = IndexChange(range(len(self.index.steps)), range(len(self.index.chunks)), nothing, nothing, nothing)
+        content = IndexChange(range(len(self.index.steps)), range(len(self.index.chunks)), *[nothing] * 4)
         listener(self.index, content)
         self._listeners.append(listener)
 
@@ -450,7 +453,7 @@ class ReplayBuffer(ClosedAtExit):
     def read(self, plans: Sequence[ReadPlan]) -> list[Array]:
         """Reads observations; blocks for misses. Thread-safe.
 
-        Returns the unreadable places of each plan: damaged, dropped, or without the features.
+        Returns the unreadable places of each plan: damaged, dropped, without the features, or of number -1.
         """
         bad = [np.zeros(len(plan.numbers), bool) for plan in plans]
         missed = [np.zeros(len(plan.numbers), bool) for plan in plans]

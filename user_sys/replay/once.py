@@ -71,11 +71,10 @@ class OnceSelector(Selector):
             begins = self._filter.matches(index, low)[rows - low] & (index.steps.policy_version[rows] >= 0)
             begins &= (index.step_of(rows) % self._length == 0) & (index.episode_of(rows) % self._world == self._rank)
             self._waiting = np.concatenate([self._waiting, rows[begins]])
-        self._waiting = self._waiting[index.steps.alive[self._waiting]]
-        complete = _is_complete(index, self._waiting, self._length)
-        self._ready = np.sort(np.concatenate([self._ready, self._waiting[complete]]))
-        self._ready = self._ready[index.steps.alive[self._ready]]
-        self._waiting = self._waiting[~complete]
+        rows = np.sort(np.concatenate([self._waiting, self._ready]))
+        rows = rows[index.steps.alive[rows]]
+        complete = _is_complete(index, rows, self._length)
+        self._waiting, self._ready = rows[~complete], rows[complete]
         self._drop_stale(index)
 
     def _drop_stale(self, index: Index) -> None:
@@ -130,13 +129,15 @@ class OnceSelector(Selector):
 
 
 def _is_complete(index: Index, rows: Array, length: int) -> Array:
-    """Whether the windows of `length` steps from `rows` on are stored, with the observation after them; bool."""
-    complete: Array = index.episodes.complete[index.episode_of(rows)]
-    last = rows.copy()
+    """Whether the windows of `length` steps from `rows` on are stored, with the observation after them; bool.
+
+    The last stored step of a shorter window has one only at the episode's end.
+    """
+    last = rows
     for _ in range(length - 1):
-        last = np.where(last >= 0, index.successor(last), last)
-    inside = last >= 0
-    complete[inside] |= index.observation_after(last[inside]) >= 0
+        after = index.successor(last)
+        last = np.where(after >= 0, after, last)
+    complete: Array = index.observation_after(last) >= 0
     return complete
 
 

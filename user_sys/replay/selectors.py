@@ -65,6 +65,11 @@ class StepFilter:
         """Whether matching steps may cease to match as new ones arrive."""
         return self.max_age_s is not None or self.max_age_versions is not None
 
+    @property
+    def depends_on_end(self) -> bool:
+        """Whether steps may match only when their episode ends."""
+        return self.success is not None
+
     def matches(self, index: Index, low: int) -> Array:
         """Which of the rows from `low` on match and are alive, bool."""
         steps, chunks = index.steps, index.chunks
@@ -110,6 +115,11 @@ class StepFilterUnion:
     def has_age_limit(self) -> bool:
         """As `StepFilter.has_age_limit`."""
         return any(each.has_age_limit for group in self.groups for each in group)
+
+    @property
+    def depends_on_end(self) -> bool:
+        """As `StepFilter.depends_on_end`."""
+        return any(each.depends_on_end for group in self.groups for each in group)
 
     def matches(self, index: Index, low: int) -> Array:
         """As `StepFilter.matches`."""
@@ -172,6 +182,10 @@ class EligibleSteps:
         lows += [int(rows.min()) for rows in (change.relabelled, change.dropped, change.revived) if len(rows)]
         arrived = self._incomplete[index.observation_after(self._incomplete) >= 0]
         lows += arrived[:1].tolist()
+        if len(change.dropped):  # the step before a lost one has no next observation any more
+            lows += self.rows[index.observation_after(self.rows) < 0][:1].tolist()
+        if self.step_filter.depends_on_end and len(change.ended):
+            lows.append(int(change.ended.min()))
         if self.step_filter.has_age_limit and self._count and len(change.rows):
             lows.append(int(self._rows[0]))  # older rows never match again
         return min(lows)

@@ -203,6 +203,7 @@ class IndexChange:
         relabelled: int64, older rows of newly labelled episodes; their `LABELLED_COLUMNS` may have changed.
         dropped: int64, older rows that are no longer alive.
         revived: int64, older rows that are alive again.
+        ended: int64, older rows of episodes whose end arrived; their `success` may have changed.
     """
 
     rows: range
@@ -210,6 +211,7 @@ class IndexChange:
     relabelled: Array
     dropped: Array
     revived: Array
+    ended: Array
 
 
 class Index:
@@ -300,8 +302,9 @@ class Index:
         """
         old_rows, old_chunks = len(self.steps), len(self.chunks)
         touched: set[str] = set()
+        ended: list[int] = []
         for block in blocks:
-            self._add_chunks(block, touched)
+            ended += self._add_chunks(block, touched)
             for label in block.labels:
                 self._labels.setdefault(label.episode, []).append(label)
                 touched.add(label.episode)
@@ -320,11 +323,17 @@ class Index:
             rows,
             np.concatenate([lost[lost < old_rows], rows[was & ~now]]),
             rows[~was & now],
+            self._steps_of([chunk for chunk in ended if chunk < old_chunks]),
         )
 
-    def _add_chunks(self, block: IndexBlock, touched: set[str]) -> None:
+    def _steps_of(self, chunks: Sequence[int] | Array) -> Array:
+        rows = np.asarray(chunks, np.int64)
+        return spans(self.chunks.first_row[rows], self.chunks.steps[rows])
+
+    def _add_chunks(self, block: IndexBlock, touched: set[str]) -> list[int]:
+        """Returns the chunk rows of episodes whose end is in `block`."""
         if not len(block.chunks["steps"]):
-            return
+            return []
         touched.update(self._labels.keys() & {record.episode for record in block.episodes})
         existing = np.array([self.episodes.find(record.episode) for record in block.episodes])
         self.episodes.add([record for record, row in zip(block.episodes, existing, strict=True) if row < 0])
@@ -332,15 +341,15 @@ class Index:
         episode = rows[block.chunks["episode"]]
         is_new = self._take_new(episode, block.chunks["index"])
         if not is_new.any():
-            return
+            return []
         chunks = {name: column[is_new] for name, column in block.chunks.items()} | {"episode": episode[is_new]}
         steps = block.steps
         if not is_new.all():
             of_step = np.repeat(is_new, block.chunks["steps"])
             steps = {name: column[of_step] for name, column in steps.items()}
-        self._append(chunks, steps, block.ends)
+        return self._append(chunks, steps, block.ends)
 
-    def _append(self, chunks: dict[str, Array], steps: dict[str, Array], ends: Sequence[EndRecord]) -> None:
+    def _append(self, chunks: dict[str, Array], steps: dict[str, Array], ends: Sequence[EndRecord]) -> list[int]:
         end, counts = chunks.pop("end"), chunks["steps"].astype(np.int64)
         observed = counts + (end >= 0)
         chunks |= {
@@ -361,8 +370,11 @@ class Index:
         seen = np.unique(chunks["episode"])
         complete = seen[episodes.chunks[seen] == episodes.end_index[seen] + 1]
         episodes.complete[complete] = True
+        ended = {*chunks["episode"][end >= 0].tolist(), *complete.tolist()}
+        found = [chunk for episode in ended for chunk in self._rows[episode].values()]
         for episode in complete.tolist():
             del self._rows[episode]
+        return found
 
     def _set_end(self, episode: int, index: int, end: EndRecord) -> None:
         self._ends[episode] = end
@@ -496,7 +508,7 @@ class Index:
 
     def mark_gone(self, chunks: Array) -> Array:
         """Marks chunk rows as lost, such as unreadable ones; returns the step rows that are no longer alive."""
-        steps = spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
+        steps = self._steps_of(chunks)
         steps = steps[self.steps.alive[steps]]
         self.chunks.gone[chunks] = True
         self.chunks.alive[chunks] = False
