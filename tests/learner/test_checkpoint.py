@@ -161,6 +161,7 @@ def test_partial_checkpoint_of_a_killed_writer_is_removed(tmp_path: Path) -> Non
     path = save_checkpoint(tmp_path, example(1), keep=2)
     shutil.copytree(path, tmp_path / "000001-000000000002.tmp")
     (tmp_path / "000001-000000000002.tmp" / "index.json").unlink()
+    (tmp_path / "frozen-ab.tmp").write_text("frozen weights of a killed writer")
     back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.updates == 1
     save_checkpoint(tmp_path, example(2), keep=1)

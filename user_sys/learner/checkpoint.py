@@ -169,7 +169,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes
     try:
         make_folder_durably(folder)
         for unfinished in folder.glob(f"*{_PARTIAL_SUFFIX}"):  # left by a killed writer
-            shutil.rmtree(unfinished)
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         older = _list_checkpoints(folder)
         path = folder / f"{_number(older[0]) + 1 if older else 0:06d}-{checkpoint.updates:012d}{_SUFFIX}"
         with span("write checkpoint"):
