@@ -12,8 +12,15 @@ from torch.distributed import is_initialized
 from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, policy_arrays, save_state
 from user_sys.algorithms.bc import Bc, BcSettings
-from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for, train_together, train_with
+from user_sys.algorithms.conformance import (
+    AlgorithmConformance,
+    example_batch,
+    example_batch_for,
+    train_together,
+    train_with,
+)
 from user_sys.algorithms.distributed import TrainingGroup, clip_gradients, divide
+from user_sys.algorithms.sac import Sac, SacSettings
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, RunError
 from user_sys.learner import trainer
@@ -76,6 +83,26 @@ def test_parts_of_a_batch_count_as_one_batch() -> None:
     for name, value in whole.items():
         np.testing.assert_allclose(parts[name], value, atol=2e-6, err_msg=name)
     assert any(not np.array_equal(value, trained(ComputeConfig(), 1)[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("parts", [1, PARTS])
+def test_slow_copies_follow_once_an_update(parts: int) -> None:
+    torch.manual_seed(0)
+    policy, settings = load_policy("mlp", {"hidden": [16]})
+    module = policy.make_module(example_spec(), settings=settings)
+    slow = SacSettings(critic_hidden=(16,), learning_rate=1e-12, target_rate=0.1, acting_rate=0.1)
+    made = Sac(slow, module, example_spec())
+    pairs = [(made.targets, made.critics), (made.policy, made.actor)]
+    with torch.no_grad():
+        for copied in (made.targets, made.policy):
+            for each in copied.parameters():
+                each += 1.0
+    step, batch = TrainingStep(made, ComputeConfig(parts=parts), HOST), example_batch(np.random.default_rng(0), SAMPLES)
+    for part in range(parts):
+        step.update(batch.rows(slice(part * SAMPLES // parts, (part + 1) * SAMPLES // parts)), 0, part)
+    for copied, followed in pairs:
+        for one, other in zip(copied.parameters(), followed.parameters(), strict=True):
+            torch.testing.assert_close(one - other, torch.full_like(one, 0.9))
 
 
 class _Adapters(AlgorithmConformance):

@@ -70,8 +70,12 @@ def value_network(inputs: int, hidden: Sequence[int], outputs: int = 1) -> nn.Se
 
 @torch.no_grad()
 def follow(slow: list[Tensor], fast: list[Tensor], rate: float) -> None:
-    """Moves the parameters `slow` towards `fast` by a share of `rate`."""
-    torch._foreach_lerp_(slow, fast, rate)
+    """Moves the parameters `slow` towards `fast` by a share of `rate`, after an optimizer's step of `fast`.
+
+    Without gradients the optimizer made none: part of a batch was seen, see `ComputeConfig.parts`.
+    """
+    if any(each.grad is not None for each in fast):
+        torch._foreach_lerp_(slow, fast, rate)
 
 
 def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
