@@ -46,6 +46,21 @@ def test_top_share_of_each_instruction_is_positive_and_so_are_people() -> None:
     assert algorithm.is_positive(advantage - 100.0, by_person, None).sum() == by_person.sum(), "failures are no example"
 
 
+def test_chunk_ends_where_control_first_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, masks = small(POINT), list[torch.Tensor]()
+    batch = chunks(np.zeros((8, 1), np.float32), np.zeros((8, 4, 1), np.float32))
+    assert batch.phase is not None
+    batch.phase[:, 1] = Phase.TELEOP
+
+    def imitation_loss(x: torch.Tensor, action: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        masks.append(mask)
+        return x.mean(-1)
+
+    monkeypatch.setattr(algorithm.actor, "imitation_loss", imitation_loss)
+    algorithm.update(batch, 0)
+    assert masks[0].tolist() == [[True, False, False, False]] * 8
+
+
 def test_way_back_is_no_example() -> None:
     algorithm = small(POINT)
     batch = chunks(np.zeros((8, 1), np.float32), np.zeros((8, 2, 1), np.float32))

@@ -12,7 +12,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm
 from user_sys.algorithms.conformance import AlgorithmConformance, example_batch
 from user_sys.algorithms.rlpd import RlpdSettings
-from user_sys.algorithms.sac import Sac, SacSettings
+from user_sys.algorithms.sac import Sac, SacSettings, is_cloned
 from user_sys.episode import Phase
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
@@ -56,6 +56,13 @@ def test_batch_has_demonstrations_and_online_steps_alike() -> None:
 def test_rlpd_is_sac_with_other_settings() -> None:
     assert issubclass(RlpdSettings, SacSettings)
     assert RlpdSettings().critics == 10 and RlpdSettings().layer_norm and not RlpdSettings().backup_entropy
+
+
+def test_people_without_recorded_actions_are_not_cloned() -> None:
+    batch = example_batch(np.random.default_rng(0), 8)
+    batch = replace(batch, phase=torch.full((8,), int(Phase.TELEOP)))
+    batch.weight[:4] = 0.0
+    assert is_cloned(batch).tolist() == [False] * 4 + [True] * 4
 
 
 def test_cloning_keeps_the_actor_close_to_the_steps_of_people() -> None:

@@ -84,6 +84,20 @@ def test_noise_between_the_steps_keeps_the_distribution() -> None:
     assert float(x.mean()) == pytest.approx(mean, abs=0.02) and float(x.std()) == pytest.approx(std, abs=0.02)
 
 
+def test_chunk_that_is_cut_off_trains_no_critic() -> None:
+    found = []
+    for reward in (0.0, 1.0):
+        torch.manual_seed(0)
+        algorithm = SacFlow(SMALL, network(POINT), POINT)
+        batch = chunks(np.zeros((8, 1), np.float32), np.zeros((8, 2, 1), np.float32))
+        assert batch.mask is not None
+        batch.mask[:, 1], batch.terminated[:], batch.reward[:] = False, False, reward
+        algorithm.update(batch, 0)
+        found.append(policy_arrays(algorithm.critics))
+    for name, value in found[0].items():
+        np.testing.assert_array_equal(value, found[1][name])
+
+
 def test_divergence_of_equal_policies_is_zero() -> None:
     algorithm, batch = (
         SacFlow(SMALL, network(example_spec()), example_spec()),

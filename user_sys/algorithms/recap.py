@@ -144,7 +144,8 @@ class Recap(Algorithm):
         condition = torch.where(positive, POSITIVE, NEGATIVE)
         dropped = torch.rand(len(condition), device=condition.device) < self._settings.dropped_share
         condition = torch.where(dropped, NONE, condition)
-        same_source = (batch.phase == batch.phase[:, :1]) & batch.mask  # a chunk ends where control changes
+        same_source = (batch.phase == batch.phase[:, :1]) & batch.mask
+        same_source = same_source.cumprod(1).bool()  # a chunk ends where control changes
         action = self.actor.scale_action(batch.action)
         flow_loss = (self.actor.imitation_loss(x, action, same_source, condition) * batch.weight).mean()
         self._step(flow_loss + value_loss)

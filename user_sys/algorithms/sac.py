@@ -129,6 +129,7 @@ class Sac(Algorithm):
             "policy": trained_pairs(self.policy, self.actor),
         }
         self._newest: dict[str, Tensor] = {}
+        self._unknown_errors = torch.empty(0)
 
     def _require(self, policy: nn.Module) -> int:
         """Returns the number of elements of an action. Raises ConfigError if it cannot train `policy`."""
@@ -153,7 +154,7 @@ class Sac(Algorithm):
         if 0 <= self.actor.frozen_from <= number:
             x = x.detach()
         target = self._target(batch)
-        self._update_critics(x, self.actor.scale_action(batch.action).flatten(1), target, batch.weight)
+        self._update_critics(x, self.actor.scale_action(batch.action).flatten(1), target, self._critic_weight(batch))
         cloned = self.actor.pretrain_updates
         if cloned and number < cloned + self._settings.critics_first:
             return
@@ -161,13 +162,17 @@ class Sac(Algorithm):
             log_prob = self._update_actor(x.detach(), batch)
             self._step("temperature", -self.log_alpha.exp() * (log_prob.mean() + self._target_entropy))
 
+    def _critic_weight(self, batch: TensorBatch) -> Tensor:
+        return batch.weight
+
     def _imitate(self, batch: TensorBatch) -> None:
         """Makes an update that clones the steps of people; see `ObservationEncoder.pretrain_updates`."""
-        chosen = batch.rows(by_people(batch))
+        chosen = batch.rows(is_cloned(batch))
         loss = imitation_loss(self.actor, chosen).sum() / max(1, len(chosen.weight))
         self._step("imitation", loss)
         follow(*self._followers["policy"], 1.0)
         self._newest |= {"imitation_loss": loss.detach()}
+        self._unknown_errors = torch.full_like(batch.weight, math.nan)
 
     @torch.no_grad()
     def _target(self, batch: TensorBatch) -> Tensor:
@@ -194,7 +199,7 @@ class Sac(Algorithm):
         loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
         if self._settings.cloning:
             imitation = self.actor.imitation_loss(x, self.actor.scale_action(batch.action), batch.mask)
-            loss = loss + self._settings.cloning * (imitation * by_people(batch)).mean()
+            loss = loss + self._settings.cloning * (imitation * is_cloned(batch)).mean()
         self._step("actor", loss)
         follow(*self._followers["policy"], self._settings.acting_rate)
         self._newest |= {"actor_loss": loss.detach(), "log_prob": log_prob.detach()}
@@ -219,7 +224,9 @@ class Sac(Algorithm):
         return means | {"temperature": float(self.log_alpha.detach().exp())} if means else {}
 
     def td_errors(self) -> Tensor:
-        """See `TdErrors`: |y - Q_i(s, a)|, averaged over i. Raises KeyError before the first update."""
+        """See `TdErrors`: |y - Q_i(s, a)|, averaged over i; NaN while updates clone."""
+        if "q" not in self._newest:
+            return self._unknown_errors
         return (self._newest["q"] - self._newest["target"]).abs().mean(0)
 
     @torch.no_grad()
@@ -230,6 +237,11 @@ class Sac(Algorithm):
         ratio = (2 * (log_std - log_std0)).exp()
         distance = ((mean - mean0) / log_std0.exp()).square()
         return float((0.5 * (ratio + distance - 1.0) - (log_std - log_std0)).sum(-1).mean())
+
+
+def is_cloned(batch: TensorBatch) -> Tensor:
+    """Returns which samples of `batch` people acted in with a recorded action, bool (n,); films have no weight."""
+    return by_people(batch) & (batch.weight > 0)
 
 
 def by_people(batch: TensorBatch) -> Tensor:

@@ -8,6 +8,9 @@ critic passes all of its steps, and with noise between the steps, so that the de
     L(phi)   = alpha log p_phi(x_0, ..., x_K | s) - mean_i Q_theta_i(s, a)
     L(alpha) = -alpha (log p_phi(x_0, ..., x_K | s) + target entropy)
 
+A chunk that is cut off by other than the episode's termination does not train the critics, as in
+`user_sys.algorithms.q_chunking`.
+
 The entropy is that of the path: with K = 4, 0 nats per element of the action let x_K vary by 0.17 around the last mean.
 """
 
@@ -60,6 +63,10 @@ class SacFlow(Sac):
             batches=lambda n_step: BatchSpec(length if length > 1 else n_step, discount, length),
             mixture=(),
         )
+
+    def _critic_weight(self, batch: TensorBatch) -> Tensor:
+        assert batch.mask is not None  # a batch of chunks has it
+        return batch.weight * (batch.mask[:, -1] | batch.terminated)
 
     def _draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
         chunk, log_prob = self.actor.rollout(x, self._noise(x))
