@@ -35,7 +35,7 @@ from user_sys.plugins import ALGORITHMS, POLICIES
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.replay.batches import BatchSpec
-from user_sys.replay.sampler import SamplerConfig
+from user_sys.replay.sampler import SamplerConfig, SelectorKind
 from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
 from user_sys.store.labels import column_labels
@@ -226,6 +226,34 @@ def test_resumed_run_continues_time_and_versions(bench: LearnerBench) -> None:
     second.run(threading.Event())
     later = [p.version for p in bench.published if p.updates > 5]
     assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
+
+
+def test_first_rate_after_a_resumption_is_of_its_own_updates(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 2)
+    bench.train(replace(CONFIG, max_updates=5))
+    bench.train(replace(CONFIG, max_updates=5))
+    assert bench.reported[-1][0] == 5 and bench.reported[-1][1]["updates_per_s"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["prioritized", "tasks"])
+def test_samplers_with_feedback_draw_while_the_policy_is_cloned(bench: LearnerBench, kind: SelectorKind) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    config = replace(CONFIG, max_updates=4, sampler=SamplerConfig(kind=kind))
+    learner = bench.learner(config, policy=PolicyConfig(options={"hidden": [16], "pretrain_updates": 3}))
+    learner.run(threading.Event())
+    assert learner.updates == 4
+
+
+def test_measured_divergence_changes_no_later_update(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.ONLINE, 3)
+    options = {"hidden": [16], "chunk_length": 1, "flow_steps": 2}
+    states = []
+    for name, publish in (("a", PublishConfig(every_s=0.0, kl=1e9)), ("b", PublishConfig(every_s=1e9))):
+        config = replace(CONFIG, algorithm="sac_flow", publish=publish, max_updates=25)
+        bench.learner(config, name, policy=PolicyConfig(kind="gated_flow", options=options)).run(threading.Event())
+        states.append(bench.trainer.policy_weights())
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(value, states[1][name], err_msg=name)
 
 
 def test_used_up_version_numbers_trigger_a_checkpoint(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +453,13 @@ def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> 
         trainer.close()
         with pytest.raises(WireError, match="learner.initial_policy does not fit policy.kind and policy.options"):
             Trainer(CONFIG, SPEC, reader, policy=PolicyConfig(), initial_state=found.arrays)
+
+
+def test_resumed_learner_of_an_initial_policy_publishes_before_its_first_update(bench: LearnerBench) -> None:
+    learner, stop = bench.learner(replace(CONFIG, initial_policy="runs/other")), threading.Event()
+    stop.set()
+    learner.run(stop)
+    assert [(each.version, each.updates) for each in bench.published] == [(1, 0)]
 
 
 class LaggingPublisher:

@@ -114,7 +114,7 @@ def test_learner_waits_for_stale_robots_on_request() -> None:
 
 
 def test_on_policy_training_publishes_first_and_after_each_update() -> None:
-    loop = SimulatedLoop(NEVER, staleness=0, after_each_update=True)
+    loop = SimulatedLoop(replace(NEVER, after_updates=5), staleness=0, after_each_update=True)
     loop.sink.is_busy = True  # such as by the governor's pause
     assert loop.publishing.is_due(0, loop)
     loop.publishing.publish(0, loop)

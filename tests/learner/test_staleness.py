@@ -142,6 +142,16 @@ def test_resumed_training_uses_each_step_once(tmp_path: Path) -> None:
     assert reported["windows_stale"] == 3, "of version 4, after which training ended"
 
 
+def test_resumed_training_uses_steps_within_the_bound(tmp_path: Path) -> None:
+    config = replace(CONFIG, staleness=1)
+    with StoreWriter.open(tmp_path / "store") as writer:
+        robots = Robots(writer)
+        run(make(tmp_path, replace(config, max_updates=3), robots))
+        robots = Robots(writer, batch=0)
+        _, algorithm, reported = run(make(tmp_path, replace(config, max_updates=4), robots))
+    assert algorithm.versions == [{4}] and reported["windows_stale"] == 0, "one version behind the first new one"
+
+
 def test_resumption_is_bit_identical(tmp_path: Path) -> None:
     totals = []
     for name, stops in (("straight", (6,)), ("halves", (1, 4, 6))):

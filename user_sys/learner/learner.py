@@ -132,6 +132,10 @@ class VersionPublisher:
         """Whether the newest version has the weights after `updates` updates."""
         return self._published_updates == updates
 
+    def published_version(self, updates: int) -> int:
+        """The newest version if it has the weights after `updates` updates, else `NO_VERSION`."""
+        return self.version if self.is_published(updates) else NO_VERSION
+
     def update_episode_count(self, count: Callable[[], int]) -> None:
         """`count` returns the number of finished episodes; called only if the settings need it."""
         if self._config.at_episode_ends and (episodes := count()) > self._episodes:
@@ -165,9 +169,10 @@ class VersionPublisher:
 
     def _is_due(self, updates: int, trainer: Trainer) -> bool:
         config, since = self._config, updates - self._published_updates
-        return (since > 0 and updates >= config.after_updates) and (
-            self._after_each_update
-            or (config.every_s > 0 and self._clock() >= self._next_s)
+        if self._after_each_update or since <= 0 or updates < config.after_updates:
+            return self._after_each_update and since > 0
+        return (
+            (config.every_s > 0 and self._clock() >= self._next_s)
             or 0 < config.every_updates <= since
             or (config.at_episode_ends and self._has_episode_ended)
             or (config.kl > 0 and self._has_moved(updates, trainer))
@@ -355,7 +360,8 @@ class Learner:
             return _Due.NOTHING
         if stop.is_set() or self._is_finished():
             return _Due.END
-        is_new = self._batches.once is not None and self._batches.once.newest_version != self._versions.version
+        published = self._versions.published_version(self.updates)
+        is_new = self._batches.once is not None and published not in (NO_VERSION, self._batches.once.newest_version)
         due = _Due.REFRESH if self._timers.refresh.is_due() or is_new else _Due.NOTHING
         if self._writer.has_failed:
             self._finish_writing()
@@ -391,7 +397,8 @@ class Learner:
         """Reads new steps from the store."""
         trainer = self._trainer
         if self._batches.once is not None:
-            self._batches.add_version(trainer.group.broadcast(0 if self._versions is None else self._versions.version))
+            newest = NO_VERSION if self._versions is None else self._versions.published_version(self.updates)
+            self._add_version(trainer.group.broadcast(newest))
         trainer.refresh()
         self._counters.refresh_online(len(self._batches.demo_online.online))
         is_waiting = self._batches.once is None and len(self._batches.demo_online) > 0 and not trainer.can_sample
@@ -401,6 +408,10 @@ class Learner:
         if self._versions is not None:
             self._versions.update_episode_count(self._batches.finished_episodes)
             self._versions.warn_if_held_by_pin()
+
+    def _add_version(self, version: int) -> None:
+        if self._batches.once is not None and version != NO_VERSION:
+            self._batches.add_version(version)
 
     # Checkpoints
 
@@ -424,6 +435,7 @@ class Learner:
             "online_steps": counters.online_steps,
             "online_seen": counters.online_seen,
             "version": self._versions.version,
+            "published": self._versions.published_version(counters.updates),
             "training_s": counters.training_s,
             "waited_s": counters.waited_s,
         }
@@ -474,9 +486,12 @@ class Learner:
         self._restore_scalars(checkpoint)
         self._frozen_digest = str(checkpoint.scalars.get(FROZEN_KEY, ""))
         restore_frozen(self._folder, self._trainer.frozen, self._frozen_digest)
+        # The sampler's state may lack this version, and drops the windows of versions that it lacks.
+        self._add_version(int(checkpoint.scalars.get("published", NO_VERSION)))
         if not self._trainer.load_checkpoint(checkpoint):
             before, now = checkpoint.scalars.get(PROCESS_COUNT_KEY, 1), self._trainer.group.world
             log.warning("learner.process_count_changed before=%s now=%d: the sampler starts from its seed", before, now)
+        self._steps.report(self._counters)  # later rates are of this process
         log.info("learner.resumed updates=%d training_s=%.1f", self.updates, self.training_s)
 
     def _restore_scalars(self, checkpoint: Checkpoint) -> None:

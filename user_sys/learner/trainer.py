@@ -91,7 +91,7 @@ class Trainer:
         self.group = group = TrainingGroup() if group is None else group
         self._config, self._seed = config, seed
         self.can_sample, self._updates = False, 0
-        on = torch.device(device)
+        on = self._on = torch.device(device)
         torch.manual_seed(seed)  # the same networks in all processes
         policy = policy or PolicyConfig()
         self.policy_kind = policy.kind
@@ -102,7 +102,8 @@ class Trainer:
         if planned is not None:
             require_memory(planned, on, processes)
         module = make_module()
-        self.is_pretrained = initial_state is not None or bool(getattr(module, "is_pretrained", False))
+        starts_from_another = initial_state is not None or bool(config.initial_policy)  # also when it resumes
+        self.is_pretrained = starts_from_another or bool(getattr(module, "is_pretrained", False))
         _prepare_policy(module, settings, initial_state)
         if planned is None:
             require_memory(module, on, processes)
@@ -196,9 +197,13 @@ class Trainer:
         return self._snapshots.take(self.algorithm.policy)
 
     def policy_kl(self, reference: nn.Module) -> float:
-        """Returns the mean KL divergence of the policy from `reference`, over this process's newest batch, in nats."""
+        """Returns the mean KL divergence of the policy from `reference`, over this process's newest batch, in nats.
+
+        What it draws changes no later update.
+        """
         assert isinstance(self.algorithm, PolicyDivergence)  # as checked at the start
-        return self.algorithm.policy_kl(reference, self.batch)
+        with torch.random.fork_rng([] if self._on.type == CPU else [self._on]):
+            return self.algorithm.policy_kl(reference, self.batch)
 
     def state_dict(self) -> dict[str, Array]:
         """Returns copies of the state that determines later updates and is not in the store. All processes call it.

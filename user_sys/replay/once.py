@@ -116,7 +116,9 @@ class OnceSelector(Selector):
         """See `Selector.load_state_dict`. Windows that are no longer stored are left out."""
         self.used, self.stale = state_column(state, "counts").tolist()
         if self._versions is not None:
-            self._versions.extend(state_column(state, "versions").tolist())
+            known = state_column(state, "versions").tolist()
+            known += [version for version in self._versions if version not in known]  # added before
+            self._versions = deque(known, self._versions.maxlen)
         for name in ("waiting", "ready"):
             rows = rows_of(index, *(state_column(state, f"{name}.{part}") for part in ("sequence", "step")))
             setattr(self, f"_{name}", rows[rows >= 0])
