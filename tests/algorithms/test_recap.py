@@ -49,8 +49,9 @@ def test_top_share_of_each_instruction_is_positive_and_so_are_people() -> None:
 def test_chunk_ends_where_control_first_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, masks = small(POINT), list[torch.Tensor]()
     batch = chunks(np.zeros((8, 1), np.float32), np.zeros((8, 4, 1), np.float32))
-    assert batch.phase is not None
-    batch.phase[:, 1] = Phase.TELEOP
+    phase = torch.full((8, 4), int(Phase.POLICY), dtype=torch.uint8)
+    phase[:, 1] = Phase.TELEOP
+    batch = replace(batch, phase=phase, mask=torch.ones(8, 4, dtype=torch.bool))
 
     def imitation_loss(x: torch.Tensor, action: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         masks.append(mask)

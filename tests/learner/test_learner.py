@@ -231,8 +231,9 @@ def test_resumed_run_continues_time_and_versions(bench: LearnerBench) -> None:
 def test_first_rate_after_a_resumption_is_of_its_own_updates(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 2)
     bench.train(replace(CONFIG, max_updates=5))
+    bench.reported.clear()
     bench.train(replace(CONFIG, max_updates=5))
-    assert bench.reported[-1][0] == 5 and bench.reported[-1][1]["updates_per_s"] == 0.0
+    assert {scalars["updates_per_s"] for _, scalars in bench.reported} == {0.0}
 
 
 @pytest.mark.parametrize("kind", ["prioritized", "tasks"])
