@@ -70,6 +70,15 @@ def test_each_opening_begins_a_stream_and_numbers_follow_those_that_wait(tmp_pat
     assert first.stream != second.stream, "a gateway that has a number of the first does not take it for the second's"
 
 
+def test_sessions_are_counted(tmp_path: Path) -> None:
+    for before in range(3):
+        with Outbox.open(tmp_path) as outbox:
+            assert outbox.count_session() == before
+    (tmp_path / "sessions").write_bytes(b"")
+    with Outbox.open(tmp_path) as outbox:
+        assert outbox.count_session() == 0
+
+
 def test_failed_append_leaves_no_file_of_its_number(tmp_path: Path) -> None:
     files = FailingFolder()
     with Outbox.open(tmp_path, files=files) as outbox:

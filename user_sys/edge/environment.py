@@ -23,7 +23,7 @@ from hal.camera import Camera, CameraFrame
 from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
-from hal.spec import Array
+from hal.spec import Array, RobotSpec
 from hal.task import Task, TaskOutcome
 from hal.teleoperator import Teleoperator, TeleopInput
 
@@ -125,7 +125,7 @@ class RobotEnvironment:
     ) -> None:
         """`name`: of the robot, for messages; default: its model."""
         self.robot, self.task, self.kernel, self.cameras = robot, task, kernel, tuple(cameras)
-        self.spec, self._name = robot.spec, name or robot.spec.model
+        self._name = name or robot.spec.model
         self.real_time = False
         self.wait_for_period_end: Callable[[], None] = lambda: None
         self.wait_for_command: Callable[[], None] = lambda: None
@@ -137,6 +137,10 @@ class RobotEnvironment:
         self._captured_ns: dict[str, int] = {}  # by camera, of the newest frame in a time step
         self._newest: Observation | None = None
         self._logged_refusal = SafetyReason(0)
+
+    @property
+    def spec(self) -> RobotSpec:
+        return self.robot.spec
 
     @property
     def episode_task(self) -> TaskInfo:

@@ -541,6 +541,15 @@ class Outbox(ClosedAtExit):
         self._queue.remove(chunk)
         logger.error("outbox.refused sequence=%d saved=%s: %s", sequence, saved, reason)
 
+    def count_session(self) -> int:
+        """How often this was called before, for this folder; a lower number if the disk failed."""
+        path, before = self.path / "sessions", 0
+        with contextlib.suppress(OSError, ValueError):
+            before = int(_read_file(self._files, path))
+        with contextlib.suppress(OSError):  # a full disk must not keep the session from delivering its chunks
+            replace_durably(self._files, path, str(before + 1).encode())
+        return before
+
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
         """Calls `on_append` after each sync, in the recording thread. None removes it."""
         self._on_append = on_append

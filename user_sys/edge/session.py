@@ -92,15 +92,15 @@ class EpisodeStarts:
     def of(cls, robot: RobotConfig, seed: int) -> Self:
         return cls(seed, tuple(task.evaluated for task in robot.tasks), robot.evaluate_every)
 
-    def draw(self, robot: str, recorded_chunks: int) -> Iterator[tuple[EpisodeSource, int]]:
+    def draw(self, robot: str, sessions: int) -> Iterator[tuple[EpisodeSource, int]]:
         """The source and the seed of each episode. Seeds differ between robots and sessions, and from those of demos.
 
         A seed decides which task is drawn (`hal.task.TaskMix`), so seeds of the wrong tasks are left out.
 
         Args:
-            recorded_chunks: chunks before this session, a number that tells it from earlier sessions.
+            sessions: the number of earlier sessions.
         """
-        seeds = (self._seed(f"{robot} {recorded_chunks} {count}") for count in itertools.count())
+        seeds = (self._seed(f"{robot} {sessions} {count}") for count in itertools.count())
         for number in itertools.count(1):
             evaluates = all(self.evaluated) or number % self.evaluate_every == 0
             if not any(self.evaluated):
@@ -192,7 +192,7 @@ class RobotSession:
             follows_clock=config.real_time,
         )
         estops.on_press = commands.note_estop
-        self._starts = config.starts.draw(config.robot, outbox.next_sequence)
+        self._starts = config.starts.draw(config.robot, outbox.count_session())
         self._writer_thread = WriterThread(on_blocked=lambda: self._status.publish())
         self._outbox = outbox
         outbox.allocate_reserve()
@@ -214,7 +214,6 @@ class RobotSession:
         local = LocalLink(config.console, on_local_message, config.robot)
         self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime, local)
         self._driver_error = self._logged_policy_error = ""
-        self._is_interrupted = False  # by an error of the driver
 
         def check_threads() -> None:
             self._policy.raise_failure()
@@ -241,14 +240,12 @@ class RobotSession:
             self._shutdown.wait(LEASE_RETRY_S)
             return
         try:
-            if self._is_interrupted and self._hold_for_person():
+            if self._driver_error and self._hold_for_person():
                 return
-            self._is_interrupted = False
             self._play_episode()
         except LeaseError:
             raise
         except HalError as error:
-            self._is_interrupted = True
             self._on_driver_error(error)
 
     def _play_episode(self) -> None:
