@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
@@ -25,8 +23,9 @@ from rich.text import Text
 
 from user_sys.commands.options import PATH, json_option
 from user_sys.commands.output import print_json, print_line, print_table, size_text
+from user_sys.config import rewrite_yaml
 from user_sys.edge.robot_processes import EDGE_STATUS_FILE, EdgeStatus, read_edge_status
-from user_sys.errors import RunError
+from user_sys.errors import ConfigError, RunError
 from user_sys.run.config import METADATA_FILE
 from user_sys.run.status import STATUS_FILE, Fault, RunStatus, find_faults, launcher_fault, read_status
 
@@ -219,10 +218,9 @@ def _masked_assignment(found: re.Match[bytes]) -> bytes:
 def _masked_yaml(text: bytes) -> bytes:
     """`text` without the values of keys that name a secret; unchanged if it is not YAML."""
     try:
-        masked: str = yaml.safe_dump(_masked_values(yaml.safe_load(text)), sort_keys=False, width=sys.maxsize)
-    except yaml.YAMLError:
+        return rewrite_yaml(text.decode(), _masked_values).encode()
+    except (UnicodeDecodeError, ConfigError):
         return text
-    return masked.encode()
 
 
 def _masked_values(value: Any) -> Any:
