@@ -112,7 +112,10 @@ def test_chunk_from_the_future_is_refused(tmp_path: Path, ahead_s: float, stored
 
 
 def test_clock_that_is_behind_the_store_refuses_no_chunk(tmp_path: Path) -> None:
-    StoreWriter.open(tmp_path).close()
+    with StoreWriter.open(tmp_path, segment_bytes=512) as writer:  # a writer writes the last of several again
+        for index in range(4):
+            header = chunk_header("before", 1, index=index, first_step=index, task="t", sentence="")
+            writer.append(Chunk(header, {"reward": np.zeros(1, np.float32)}, {}).encode())
     for file in tmp_path.iterdir():
         os.utime(file, (time.time() + 1e6, time.time() + 1e6))
     assert refusals_of_chunk(tmp_path, 1e6) == []
