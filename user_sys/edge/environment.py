@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMMAND_JITTER = 0.1  # share of a control period by which a command may be closer to the one before
+COMMAND_JITTER = 0.3  # share of a control period by which a command may be closer to the one before
 
 NO_OUTCOME = TaskOutcome(reward=0.0, terminated=False)
 
