@@ -102,7 +102,7 @@ class _ControlPeriod:
     def wait_for_command(self, wait_until: Callable[[int], object]) -> None:
         """Waits until a control period after the last command, less `COMMAND_JITTER`. A wait starts a new grid.
 
-        A command moves the robot by one period's share of its limits, so lateness is never made up by a shorter period.
+        A command moves the robot by one period's share of its limits, so lateness is not made up by a much shorter one.
         """
         earliest_ns = self.command_ns + round((1 - COMMAND_JITTER) * self._period_ns)
         if self.clock() < earliest_ns:

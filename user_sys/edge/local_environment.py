@@ -39,7 +39,7 @@ def never_stop() -> None:
 class RateKeeper:
     """Blocks until the end of the control period, once in each. `wait_for_command` precedes each command.
 
-    Lateness is never made up by shorter periods: the command after a late one waits, and a new grid starts.
+    Lateness is not made up by much shorter periods: the command after a late one waits, and a new grid starts.
     """
 
     def __init__(
