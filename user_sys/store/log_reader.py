@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -108,15 +109,21 @@ class RecordBatch:
 
 @dataclass(eq=False)
 class _FollowedSegment:
-    """Reported records and scan position of one file. `scan` is None once no more records can come."""
+    """Reported records and scan position of one file.
+
+    Attributes:
+        reported: sequence numbers of the reported records. One array grows: thousands of small ones, which stay among
+            the large short-lived arrays of a learner, would keep malloc from using the memory of these again.
+        scan: None once no more records can come.
+    """
 
     name: SegmentName
-    parts: list[RecordTable] = field(default_factory=list)
+    reported: array[int] = field(default_factory=lambda: array("q"))
     scan: SegmentScan | None = None
     fd: int = -1
 
     def sequences(self) -> Column:
-        return np.concatenate([part["sequence"] for part in self.parts]) if self.parts else _NO_SEQUENCES
+        return np.array(self.reported, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,13 +279,13 @@ class LogReader(ClosedAtExit):
             self._close(followed)
             with self._lock:
                 self._locations.pop(number, None)
-            if followed.parts:
+            if followed.reported:
                 found.append(RecordBatch(number, np.empty(0, RECORD_DTYPE), dropped=followed.sequences()))
 
     def _start_segment(self, name: SegmentName, found: list[RecordBatch]) -> None:
         """Starts following a new file or one that replaced others."""
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        followed = _FollowedSegment(name, fd=fd)
+        followed, records = _FollowedSegment(name, fd=fd), None
         try:
             if self._check_header(header := read_segment_header(self._files, fd), name):
                 footer = self._footer(fd, name) or (self._scan_as_footer(fd, name) if name.generation else None)
@@ -287,19 +294,19 @@ class LogReader(ClosedAtExit):
                     followed.scan = SegmentScan(self._files, fd, name.number, name.generation, sequence=first)
                 else:
                     self._take_footer(followed, footer, found)
+                    records = footer.records if name.generation else None
         finally:
             if followed.scan is None:
                 self._close(followed)
-        self._register(followed)
+        self._register(followed, records)
 
-    def _register(self, followed: _FollowedSegment) -> None:
+    def _register(self, followed: _FollowedSegment, records: RecordTable | None) -> None:
         name = followed.name
         for number in range(name.number, name.stop):
             old = self._segments.pop(number, None)
             if old is not None:
                 self._close(old)
             self._segments[number] = followed
-        records = followed.parts[0] if name.generation and followed.parts else None
         with self._lock:
             self._locations.update(
                 {number: _SegmentLocation(name, records) for number in range(name.number, name.stop)}
@@ -348,7 +355,7 @@ class LogReader(ClosedAtExit):
             self._report(damage)
         replaced = {id(old): old for number in range(name.number, name.stop) if (old := self._segments.get(number))}
         before = np.concatenate([_NO_SEQUENCES, *(old.sequences() for old in replaced.values())])
-        followed.parts = [footer.records]
+        followed.reported = array("q", footer.records["sequence"].tobytes())
         self._sequence = max(self._sequence, footer.next_sequence)
         if not len(before):
             found.append(RecordBatch(name.number, footer.records, footer.summary))
@@ -378,9 +385,8 @@ class LogReader(ClosedAtExit):
         finally:  # the scan continues after an error
             self._sequence = max(self._sequence, scan.sequence)
             if refs:
-                records = np.array(refs, RECORD_DTYPE)
-                followed.parts.append(records)
-                found.append(RecordBatch(followed.name.number, records))
+                followed.reported.extend(ref.sequence for ref in refs)
+                found.append(RecordBatch(followed.name.number, np.array(refs, RECORD_DTYPE)))
         if following is not None:
             self._report_unscanned(followed, scan)
             followed.scan = None
