@@ -20,6 +20,8 @@ from user_sys.commands.main import main
 from user_sys.errors import StoreError
 from user_sys.store import backup
 from user_sys.store.labels import SuccessLabel, queue_labels, queued_files
+from user_sys.store.maintenance import add_labels
+from user_sys.store.record_format import SegmentName, list_segments
 from user_sys.store.store import StoreReader, StoreWriter
 
 LOOP = Path(__file__).with_name("backup_kill_loop.py")
@@ -175,6 +177,28 @@ def test_backup_makes_objects_of_a_killed_backup_durable(tmp_path: Path, monkeyp
     assert backup.back_up(path, str(url)).copied_bytes == 0
     written = events.index(url / "snapshots")
     assert {url, url / "objects", *(url / "objects").iterdir()} <= set(events[:written])
+
+
+def test_label_stored_during_the_backup_does_not_override_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, url = tmp_path / "store", str(tmp_path / "backup")
+    with StoreWriter.open(store) as writer:
+        writer.append(chunk("ep", 0, end=True).encode())
+    queue_labels(store, [SuccessLabel(episode="ep", labeller="first", at_unix_ns=1, success=True)])
+    newer = [SuccessLabel(episode="ep", labeller="second", at_unix_ns=2, success=False)]
+
+    def list_after_a_gateway(path: Path) -> list[SegmentName]:
+        add_labels(path, [newer.pop()] if newer else [])  # stores the queued label, then the newer one
+        return list_segments(path)
+
+    monkeypatch.setattr(backup, "list_segments", list_after_a_gateway)
+    backup.back_up(store, url)
+    backup.restore(url, tmp_path / "restored")
+    add_labels(tmp_path / "restored", [])
+    with StoreReader.open(tmp_path / "restored") as reader:
+        reader.refresh()
+        assert [label.labeller for label in reader.index.labels("ep")] == ["first", "second"]
 
 
 def test_second_restore_to_one_folder_is_refused(tmp_path: Path) -> None:

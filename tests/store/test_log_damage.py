@@ -78,6 +78,17 @@ def test_missing_segment_is_reported_and_its_numbers_not_reused(tmp_path: Path) 
     assert verify_log(tmp_path) == [] and len(held(tmp_path)) == 8
 
 
+def test_first_segment_that_is_brought_back_after_the_manifest_was_lost_is_read(tmp_path: Path) -> None:
+    filled(tmp_path)
+    whole, first = held(tmp_path), min(tmp_path.glob("*.seg"))
+    moved = first.rename(tmp_path / "lost+found")
+    (tmp_path / MANIFEST).unlink()
+    LogWriter.open(tmp_path).close()
+    moved.rename(first)
+    LogWriter.open(tmp_path).close()
+    assert held(tmp_path) == whole and not verify_log(tmp_path)
+
+
 @pytest.mark.parametrize("how", ["lost", "torn", "old"])
 def test_log_is_complete_without_manifest(tmp_path: Path, how: str) -> None:
     filled(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from store_kit import chunk, stored
 
 from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreError, StoreRecordGone
+from user_sys.store.files import Files
 from user_sys.store.index_block import CHUNK_KIND
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel, queue_labels, queued_files
 from user_sys.store.log_writer import LogWriter
@@ -23,8 +27,10 @@ from user_sys.store.maintenance import (
     disk_bytes,
     merge_stores,
     plan_rewrites,
+    reclaim_space,
 )
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.verify import quarantine_damage, verify_log
 
 SEGMENT_BYTES = 20_000
 
@@ -155,6 +161,70 @@ def test_queued_label_never_overrides_a_newer_one_after_a_kill(tmp_path: Path, m
     was_added = success_of(tmp_path) is False
     add_labels(tmp_path, [] if was_added else [success(2, False)])
     assert success_of(tmp_path) is False and not queued_files(tmp_path)
+
+
+def test_queued_labels_keep_their_order_after_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, range(1))
+    queue_labels(tmp_path, [SuccessLabel(episode="e00", labeller="first", at_unix_ns=1, success=True)])
+    now_ns = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns - 2 * 10**9)
+    queue_labels(tmp_path, [SuccessLabel(episode="e00", labeller="second", at_unix_ns=2, success=False)])
+    add_labels(tmp_path, [])
+    with StoreReader.open(tmp_path) as reader:
+        reader.refresh()
+        assert [label.labeller for label in reader.index.labels("e00")] == ["first", "second"]
+
+
+def content(path: Path) -> list[tuple[str, int]]:
+    """(episode, index) of the chunks that are neither deleted nor gone."""
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        chunks = stored(reader)
+        return [key for key, alive in zip(chunks, reader.index.chunks.alive, strict=True) if alive]
+
+
+def test_compaction_goes_on_beside_a_lost_segment(tmp_path: Path) -> None:
+    fill(tmp_path, range(12))
+    sorted(tmp_path.glob("*.seg"))[1].unlink()
+    quarantine_damage(tmp_path, verify_log(tmp_path))
+    add_labels(tmp_path, [delete("e00"), delete("e11")])
+    kept = content(tmp_path)
+    report = compact_store(tmp_path)
+    assert report.freed_bytes > 0 and not report.damaged
+    assert content(tmp_path) == kept
+    assert not verify_log(tmp_path), "the lost segment was reported before the repair"
+
+
+class UnreadableSector(Files):
+    """Reads across byte 5,000 of the second segment fail."""
+
+    def __init__(self) -> None:
+        self._hurt: set[int] = set()
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        (self._hurt.add if path.name.startswith("0000000001") else self._hurt.discard)(fd)
+        return fd
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        if fd in self._hurt and offset <= 5000 < offset + count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(fd, count, offset)
+
+
+def test_compaction_of_an_unreadable_segment_leaves_the_writer_usable(tmp_path: Path) -> None:
+    fill(tmp_path, range(12))
+    add_labels(tmp_path, [delete("e00")])
+    with StoreWriter.open(tmp_path, files=UnreadableSector()) as writer, StoreReader.open(tmp_path) as reader:
+        writer.rotate()
+        reader.refresh()
+        (reason,) = reclaim_space(writer, reader.index, min_dead_share=0.0)
+        assert "Input/output error" in reason
+        writer.append(chunk("new", 0).encode())
+        writer.sync()
+    assert ("new", 0) in content(tmp_path)
 
 
 def test_compaction_takes_queued_labels_first(tmp_path: Path) -> None:

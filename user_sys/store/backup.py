@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +49,7 @@ from user_sys.store.verify import QUARANTINE
 
 BACKUP_FORMAT = 1
 PART_BYTES = 8 << 20
-MAX_ATTEMPTS = 20  # compaction may replace segments while they are read
+MAX_ATTEMPTS = 20  # compaction may replace segments, and a gateway store queued labels, while they are read
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "az")
 OBJECTS, SNAPSHOTS = "objects", "snapshots"
 _SNAPSHOT = re.compile(r"(\d{20})-([0-9a-f]{16})\.json")
@@ -218,15 +218,16 @@ def _back_up(
     store: Path, folder: BackupFolder, keep: int, advance: Advance | None, started_ns: int, started_s: float
 ) -> BackupReport:
     upload = _Upload(folder, advance)
-    files = upload.changing_files(store)
     for _ in range(MAX_ATTEMPTS):
+        queued = queued_files(store)
         try:
-            found = [*files, *upload.log_files(store)]
-            break
+            found = [*upload.changing_files(store, queued), *upload.log_files(store)]
         except FileNotFoundError:
             continue  # compaction has replaced a segment
+        if all(file.exists() for file in queued):
+            break  # otherwise a restored store could apply these labels after newer ones that are in its log
     else:
-        raise StoreError(f"{store} is compacted faster than it can be read; try again")
+        raise StoreError(f"{store} changes faster than it can be read; try again")
     snapshot = Snapshot(
         format=BACKUP_FORMAT,
         program=version("user-sys"),
@@ -290,10 +291,10 @@ class _Upload:
         self._sizes = folder.sizes(OBJECTS)
         self._final = {file.name: file for file in self._last.files if file.is_final} if self._last else {}
 
-    def changing_files(self, store: Path) -> list[BackupFile]:
+    def changing_files(self, store: Path, queued: Sequence[Path]) -> list[BackupFile]:
         """Queued labels and robots' specs. Queued labels come before the log, into which a gateway moves them."""
         found = []
-        for file in queued_files(store):
+        for file in queued:
             with contextlib.suppress(FileNotFoundError):
                 found.append(self._whole(file, str(file.relative_to(store))))
         with TemporaryDirectory() as scratch:

@@ -37,6 +37,7 @@ FIXED_COLUMNS = SCALAR_DTYPES.keys() - {"log_prob"}
 FIXED_PREFIXES = ("observation.", "action")
 QUEUE_FOLDER = "inbox"
 QUEUE_SUFFIX = ".labels"
+QUEUE_DIGITS = 20  # of a file's number, its time or the one behind the newest
 MAX_QUEUED_BYTES = 8 << 20
 QUEUE_POLL_S = 0.1
 
@@ -207,7 +208,10 @@ def queue_labels(store: Path, labels: Sequence[Label]) -> Path:
         raise StoreError(
             f"labels of {len(raw)} bytes at once; at most {MAX_QUEUED_BYTES}: label fewer episodes or steps at once"
         )
-    file = store / QUEUE_FOLDER / f"{time.time_ns():020d}-{secrets.token_hex(4)}{QUEUE_SUFFIX}"
+    numbers = (file.name[:QUEUE_DIGITS] for file in queued_files(store))
+    newest = max((int(number) for number in numbers if number.isdigit()), default=0)
+    number = max(time.time_ns(), newest + 1)  # behind the others, also if the clock was set back
+    file = store / QUEUE_FOLDER / f"{number:0{QUEUE_DIGITS}d}-{secrets.token_hex(4)}{QUEUE_SUFFIX}"
     replace_durably(file, raw)
     return file
 

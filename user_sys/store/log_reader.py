@@ -243,10 +243,7 @@ class LogReader(ClosedAtExit):
         """The current files. If they changed, reloads the manifest until both are consistent."""
         chosen: list[SegmentName] = []
         for _ in range(ATTEMPTS):
-            first = self._manifest.first_number if self._manifest else 0
-            chosen = resolve_generations(
-                name for name in list_segments(self._path, self._files) if name.number >= first
-            )[0]
+            chosen = resolve_generations(list_segments(self._path, self._files))[0]
             if chosen == self._current:
                 return chosen
             before, self._manifest = self._manifest, self._load_manifest()

@@ -50,7 +50,9 @@ from user_sys.store.record_format import (
     RecordRef,
     SegmentName,
     WriterLock,
+    list_segments,
     record_bytes,
+    resolve_generations,
 )
 from user_sys.store.recovery import recover_log
 from user_sys.store.segment_writer import OpenSegment
@@ -212,6 +214,11 @@ class LogWriter(ClosedAtExit):
     def sealed_segments(self) -> tuple[SegmentEntry, ...]:
         """The sealed segments, in order."""
         return self._manifest_file.manifest.segments
+
+    def lost_segments(self) -> set[SegmentName]:
+        """The sealed segments whose files are missing. Raises OSError."""
+        present = resolve_generations(list_segments(self.path, self._files))[0]
+        return {entry.name for entry in self.sealed_segments()}.difference(present)
 
     # Freeing space
 

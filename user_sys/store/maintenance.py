@@ -324,7 +324,11 @@ def reclaim_space(writer: StoreWriter, index: Index, *, min_dead_share: float = 
     unwanted = frozenset(sequences.tolist())
     taken = np.r_[0, np.cumsum(record_bytes_of(index)[dead])]
     loads = []
+    lost = writer.lost_segments()
     for entry in writer.sealed_segments():
+        if entry.name in lost:  # no rewrite across its place
+            loads.append(SegmentUsage(entry.number, SEGMENT_BYTES, 0))
+            continue
         low, high = np.searchsorted(sequences, [entry.first_sequence, entry.next_sequence])
         loads.append(SegmentUsage(entry.number, entry.size_bytes, int(taken[high] - taken[low])))
     for numbers in plan_rewrites(loads, SEGMENT_BYTES, min_dead_share):

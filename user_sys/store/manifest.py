@@ -1,7 +1,7 @@
 """The manifest lists the segments of a log, so that a missing or swapped segment is detected and named.
 
 No record depends on it. Segments newer than its last one count too. `rebuild` recreates it from the segments,
-except for quarantined ranges and the number of dropped segments.
+except for quarantined ranges.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LogManifest(msgspec.Struct, frozen=True, array_like=True):
     """Contents of the log.
 
     Attributes:
-        first_number: lowest segment number; above 0 if the first segments were lost with an earlier manifest.
+        first_number: segments below it were lost with an earlier manifest, and are not reported as missing.
         last_number: highest segment number that is known to exist.
         segments: sealed segments, ascending; later ones are found by listing the folder.
     """

@@ -98,9 +98,7 @@ class _Recovery:
         if loaded is None and names:
             loaded = manifest.rebuild(self._files, self._path, resolve_generations(names)[0])
         self.found.manifest = loaded or self.found.manifest
-        first = self.found.manifest.first_number
-        chosen, leftovers = resolve_generations(name for name in names if name.number >= first)
-        leftovers += [name for name in names if name.number < first]
+        chosen, leftovers = resolve_generations(names)
         # A killed process may have renamed a file without a sync. Sync now, because the replaced file is deleted below,
         # and later syncs acknowledge records by the file and not by its name.
         self._files.sync_folder(self._path)

@@ -233,8 +233,11 @@ class _SealedSource:
             yield cls(files, fd, name, footer)
 
     def payload(self, ref: RecordRef) -> tuple[bytes, int] | None:
-        """A record's payload and its CRC; None if it is damaged."""
-        raw = self._files.pread(self._fd, RECORD_HEADER_BYTES + ref.length, ref.offset)
+        """A record's payload and its CRC; None if it is damaged. Raises StoreCorrupt: the disk cannot read it."""
+        try:
+            raw = self._files.pread(self._fd, RECORD_HEADER_BYTES + ref.length, ref.offset)
+        except OSError as error:
+            raise StoreCorrupt(f"segment {self.name}: record {ref.sequence} cannot be read: {error.strerror}") from None
         decoded = decode_record_header(raw[:RECORD_HEADER_BYTES], self.name.number, self.name.generation, ref.offset)
         payload = raw[RECORD_HEADER_BYTES:]
         if decoded is None or decoded[0] != ref or crc32c(payload) != decoded[1]:

@@ -95,7 +95,7 @@ class IngestedChunks:
 class StoreWriter(LogWriter):
     """The only writer of a store: a log of chunks and labels. Create it with `open`.
 
-    One thread calls it, except `sealed_segments` and `rewrite`, which are thread-safe.
+    One thread calls it, except `sealed_segments`, `lost_segments` and `rewrite`, which are thread-safe.
 
     Attributes:
         path: the store's folder.
