@@ -82,6 +82,18 @@ def test_success_filter_takes_earlier_chunks_when_their_episode_ends(store: Stor
         assert [len(each) for each in found] == ([12, 0] if success else [0, 12])
 
 
+def test_finished_filter_waits_for_the_end_and_for_all_chunks_before_it(store: Store) -> None:
+    eligible = EligibleSteps(StepFilter(finished=True))
+    counts = []
+    with store.replay() as replay:
+        replay.subscribe(eligible.update)
+        for index in (0, 2, 1):
+            store.put(chunk(1, 4 * index, 4, index=index, end=index == 2))
+            replay.refresh()
+            counts.append(len(eligible))
+    assert counts == [0, 0, 12]
+
+
 Record = tuple[int, int, bool]
 records = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.booleans()), max_size=30)
 
@@ -115,6 +127,7 @@ def _blocks(plan: list[Record]) -> list[IndexBlockBuilder]:
 FILTERS: list[AnyStepFilter] = [
     StepFilter(),
     StepFilter(success=True),
+    StepFilter(finished=True),
     StepFilter(phases=("teleop",)),
     StepFilter(max_age_s=6.0),
     StepFilterUnion(((StepFilter(max_age_versions=9),), (StepFilter(phases=("teleop",)),))),

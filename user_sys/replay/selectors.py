@@ -39,6 +39,7 @@ class StepFilter:
 
     Attributes:
         robots, embodiments, tasks, sources, success: of the episode, with labels applied.
+        finished: of episodes that have ended and are completely stored.
         phases: of the step, with labels applied.
         max_age_s: captured at most so long before the newest stored step.
         max_age_versions: acted by a policy at most so many versions older than the newest that acted in `embodiments`.
@@ -51,6 +52,7 @@ class StepFilter:
     sources: tuple[EpisodeSource, ...] = ()
     phases: tuple[PhaseName, ...] = ()
     success: bool | None = None
+    finished: bool = False
     max_age_s: float | None = None
     max_age_versions: int | None = None
 
@@ -68,7 +70,7 @@ class StepFilter:
     @property
     def depends_on_end(self) -> bool:
         """Whether steps may match only when their episode ends."""
-        return self.success is not None
+        return self.success is not None or self.finished
 
     def matches(self, index: Index, low: int) -> Array:
         """Which of the rows from `low` on match and are alive, bool."""
@@ -102,6 +104,8 @@ class StepFilter:
                 met &= np.isin(codes, _codes(names, allowed))
         if self.success is not None:
             met &= episodes.success == int(self.success)
+        if self.finished:
+            met &= episodes.complete
         return met
 
 
