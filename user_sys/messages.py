@@ -333,7 +333,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     policy_version: int
     real_time: bool
     outbox_chunks: int
-    control_hz: float
+    control_hz: float = 0.0
     safety_interventions: int
     dropped_episodes: int = 0
     refused_realtime: str = ""
@@ -360,7 +360,7 @@ class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
     steps: int
     success: bool | None
     intervention_steps: int
-    episode_return: float
+    episode_return: float = 0.0
     policy_version: int
     task: str = ""
 

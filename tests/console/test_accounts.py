@@ -180,6 +180,11 @@ def test_sixth_attempt_in_a_minute_is_refused_even_with_the_right_password(conso
         assert "too many attempts" in console.sign_in(browser, "otto").text
 
 
+@pytest.mark.parametrize("url", ["https://Lab.Example", "https://lab.example:443/", "https://lab.example"])
+def test_public_url_is_compared_as_browsers_write_an_origin(url: str, tmp_path: Path) -> None:
+    assert AccountAccess(AccountStore(tmp_path), url).origin("ignored") == "https://lab.example"
+
+
 @pytest.mark.usefixtures("standing_clock")
 def test_many_names_do_not_raise_the_limit_of_an_address(tmp_path: Path) -> None:
     access = AccountAccess(AccountStore(tmp_path))

@@ -157,6 +157,23 @@ def test_rates_follow_the_reports(hub: ConsoleHub, clock: Clock) -> None:
     assert (view.env_steps_per_s, view.updates_per_s, view.updates, view.policy_version) == (20.0, 100.0, 400, 6)
 
 
+def test_rates_of_rare_reports_are_known_and_fall_in_silence(hub: ConsoleHub, clock: Clock) -> None:
+    for _ in range(4):
+        clock.now_s += 30
+        hub.update(episode(True, steps=600))
+    assert hub.view().env_steps_per_s == 20.0
+    clock.now_s += 10
+    assert hub.view().env_steps_per_s == 20.0
+    clock.now_s += 3600
+    assert 0.0 < hub.view().env_steps_per_s < 0.2
+
+
+def test_view_leaves_out_scalars_that_are_not_finite(hub: ConsoleHub) -> None:
+    hub.update(MetricsReport(node="learner", count=1, scalars={"policy_version": 6.0}))
+    hub.update(MetricsReport(node="learner", count=2, scalars={"policy_version": float("nan")}))
+    assert hub.view().policy_version == 6
+
+
 def test_staleness_is_relative_to_the_robots_own_learner(hub: ConsoleHub) -> None:
     hub.update(MetricsReport(node="learner", count=9, scalars={"policy_version": 90.0}))
     hub.update(MetricsReport(node="learner-arm-1", count=9, scalars={"policy_version": 4.0}))

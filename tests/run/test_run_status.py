@@ -58,6 +58,13 @@ def status(
     return file.newest
 
 
+def test_status_with_numbers_that_json_lacks_can_be_read(tmp_path: Path) -> None:
+    shown = robot(control_hz=float("nan"), state=(1.0, float("inf")))
+    StatusFile(tmp_path).write("training", RunView(run="r", robots=(shown,)), {}, {})
+    found = read_status(tmp_path).run.robots[0].status
+    assert found is not None and (found.control_hz, found.state) == (0.0, (1.0, 0.0))
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [

@@ -143,7 +143,8 @@ class AccountAccess(Access):
     """
 
     def __init__(self, store: AccountStore, public_url: str = "") -> None:
-        self._store, self._public_url = store, public_url.rstrip("/")
+        self._store = store
+        self._public_url = public_url.rstrip("/").lower().removesuffix(":443")  # as browsers write an origin
         self._limits: dict[str, TokenBucket] = {}  # by address or name, the newest last
         self._lock = threading.Lock()  # one password is checked at a time: each check takes 64 MB
 

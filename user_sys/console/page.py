@@ -229,11 +229,11 @@ class PageSocket(_Socket):
             case protocol.PageOverride():
                 await self._override(message)
             case protocol.PageOrder(robot=robot, order=order):
-                if order in ("take-over", "request-control"):
-                    self._driven.add(robot)
-                self._attempt(
+                is_sent = self._attempt(
                     robot, order, lambda: self._hub.send_order(robot, self.operator, order, address=self.address)
                 )
+                if is_sent and order in ("take-over", "request-control"):
+                    self._driven.add(robot)
             case protocol.DriveInput():
                 self._attempt(message.robot, "drive", lambda: self._drive(message))
             case protocol.PreviewsShown(pictures=pictures):
@@ -262,11 +262,14 @@ class PageSocket(_Socket):
             message.robot, self.operator, message.move, message.gripper, rewind=message.rewind, joint=message.joint
         )
 
-    def _attempt(self, robot: str, order: str, send: Callable[[], None]) -> None:
+    def _attempt(self, robot: str, order: str, send: Callable[[], None]) -> bool:
+        """Returns whether it was sent; the page gets the reason if it was not."""
         try:
             send()
         except UserSysError as error:
             self.push(protocol.OrderReply(robot, order, False, str(error)))
+            return False
+        return True
 
     async def _override(self, message: protocol.PageOverride) -> None:
         robot, order = message.robot, message.order

@@ -168,21 +168,22 @@ def share_of(values: list[bool], newest: int) -> float | None:
 
 @dataclass
 class _Rate:
-    """Increase per second of a growing count, over the last `RATE_WINDOW_S`."""
+    """Increase per second of a growing count, since the newest report that is older than `RATE_WINDOW_S`."""
 
     points: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, now_s: float, count: int) -> None:
         self.points.append((now_s, count))
-        while self.points[0][0] < now_s - RATE_WINDOW_S:
+        while len(self.points) > 1 and self.points[1][0] < now_s - RATE_WINDOW_S:
             self.points.popleft()
 
-    @property
-    def per_s(self) -> float:
-        if len(self.points) < 2:
+    def per_s(self, now_s: float) -> float:
+        """It falls while no report arrives for longer than that."""
+        if not self.points:
             return 0.0
         (t0, n0), (t1, n1) = self.points[0], self.points[-1]
-        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+        seconds = max(t1, now_s - RATE_WINDOW_S) - t0
+        return (n1 - n0) / seconds if seconds > 0 else 0.0
 
 
 class _Success:
@@ -338,7 +339,8 @@ class RunProgress:
         """Raises WireError: reports of too many processes."""
         if report.node not in self.metrics and len(self.metrics) >= MAX_NODES:
             raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
-        self.metrics.setdefault(report.node, {}).update(report.scalars)
+        finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
+        self.metrics.setdefault(report.node, {}).update(finite)
         if not report.node.startswith(LEARNER):
             return
         self._updates[report.node] = report.count, self._clock()
@@ -368,11 +370,11 @@ class RunProgress:
             training_s=self._training_s,
             budget_s=budget_s,
             env_steps=self.env_steps,
-            env_steps_per_s=self._step_rate.per_s,
+            env_steps_per_s=self._step_rate.per_s(self._clock()),
             episodes=self.episodes,
             interventions=self.interventions,
             updates=self._total_updates,
-            updates_per_s=self._update_rate.per_s,
+            updates_per_s=self._update_rate.per_s(self._clock()),
             policy_version=self._newest_version(LEARNER, 0),
             staleness=max((robot.behind for robot in robots), default=0),
             success=share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]),

@@ -149,10 +149,16 @@ class StatusFile:
 
 
 def _finite(value: Any) -> Any:
-    """Plain values without scalars that JSON has no number for."""
+    """Plain values without scalars that JSON has no number for: of a dict it drops them, of a list they become 0."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _finite(each) for key, each in value.items() if _is_number(each)}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) if _is_number(each) else 0.0 for each in value]
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def read_status(folder: Path) -> RunStatus:
