@@ -269,9 +269,10 @@ class RobotSession:
         return self._agent.awaits_person(time_step)
 
     def _on_driver_error(self, error: HalError) -> None:
-        log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
-        if self._lease.is_expired():
+        if self._lease.is_expired():  # since the last look at it; the driver is there
+            log.warning("lease.expired %s; the episode %s ends here", error, self._recorder.episode)
             return
+        log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
         self._driver_error = f"the robot is lost: {error}"
         self._status.faults += 1
         self._status.publish()
