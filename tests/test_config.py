@@ -103,6 +103,26 @@ def test_list_item_can_be_overridden(path: Path) -> None:
     assert _load(path, "", "--learner.layers=[64]").learner.layers == (64,)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "learner"),
+    [
+        (("--learner={batch_size: 64}", "--learner.name=a"), Learner(64, name="a")),
+        (("--learner.name=a", "--learner={batch_size: 64}"), Learner(64)),
+        (("--learner.name=a", "--learner={batch_size: 64}", "--learner.name=b"), Learner(64, name="b")),
+        (("--learner={batch_size: 64}", "--learner.layers=[3, 4]", "--learner.layers.1=5"), Learner(64, layers=(3, 5))),
+    ],
+)
+def test_override_changes_the_section_that_an_earlier_one_gave(overrides: tuple[str, ...], learner: Learner) -> None:
+    assert load(Train, None, overrides).learner == learner
+
+
+def test_override_changes_the_options_and_items_that_an_earlier_one_gave() -> None:
+    config = load(
+        Train, None, ["--options={type: act}", "--options.size=3", "--robots=[{name: a}]", "--robots.0.task=b"]
+    )
+    assert (config.options, config.robots) == ({"type": "act", "size": 3}, (Robot("a", task="b"),))
+
+
 def test_key_that_is_not_text_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="a key must be a name"):
         _load(path, "robots: [{[name]: a}]")

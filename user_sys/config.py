@@ -166,7 +166,7 @@ def _refuse_repeated_keys(node: yaml.Node | None) -> None:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, CommandLineValue]:
-    """``--a.b=v`` and ``--a.b v`` by their key ``a.b``; the last value of a repeated key counts."""
+    """``--a.b=v`` and ``--a.b v`` by their key ``a.b``, in order; the last value of a repeated key counts."""
     changes: dict[str, CommandLineValue] = {}
     tokens = list(overrides)
     while tokens:
@@ -176,6 +176,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, CommandLineValue]:
         key, equals, text = token[2:].partition("=")
         if not equals:
             if not tokens or tokens[0].startswith("--"):
+        changes.pop(key, None)  # it takes effect after the overrides before it
                 raise ConfigError(f"--{key} needs a value: write --{key}=VALUE")
             text = tokens.pop(0)
         changes[key] = CommandLineValue(text, _value_of(text))
@@ -193,6 +194,8 @@ def _value_of(text: str) -> Any:
 def _merged(tree: Any, path: Sequence[str], change: CommandLineValue, key: str) -> Any:
     """A copy of `tree` with the change at `path`; items of a list in `tree` are reached by number."""
     if not path:
+    if isinstance(tree, CommandLineValue):  # of an earlier override
+        tree = tree.value
         return change
     name, *rest = path
     if isinstance(tree, list):
