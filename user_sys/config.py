@@ -7,7 +7,6 @@ invalid raises a `ConfigError` of one line with the place, the key, the value an
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from hal.durable import replace_durably
 from hal.errors import SpecError
 from hal.settings import CommandLineValue, SettingsError, read_settings
 from user_sys.errors import ConfigError
@@ -57,12 +57,10 @@ def build(kind: type[T], differences: Mapping[str, Any], source: str, overrides:
 
 
 def save(config: object, path: Path) -> None:
-    """Writes every value of `config` (a dataclass) as YAML, atomically; `load` of the file gives an equal config."""
+    """Writes every value of `config` (a dataclass) as YAML, durably; `load` of the file gives an equal config."""
     # Non-ASCII characters are escaped: YAML treats some of them, such as U+0085, as line ends.
     text = yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    replace_durably(path, text.encode())
 
 
 def as_dict(config: object) -> dict[str, Any]:
@@ -176,9 +174,9 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, CommandLineValue]:
         key, equals, text = token[2:].partition("=")
         if not equals:
             if not tokens or tokens[0].startswith("--"):
-        changes.pop(key, None)  # it takes effect after the overrides before it
                 raise ConfigError(f"--{key} needs a value: write --{key}=VALUE")
             text = tokens.pop(0)
+        changes.pop(key, None)  # it takes effect after the overrides before it
         changes[key] = CommandLineValue(text, _value_of(text))
     return changes
 
@@ -194,10 +192,10 @@ def _value_of(text: str) -> Any:
 def _merged(tree: Any, path: Sequence[str], change: CommandLineValue, key: str) -> Any:
     """A copy of `tree` with the change at `path`; items of a list in `tree` are reached by number."""
     if not path:
-    if isinstance(tree, CommandLineValue):  # of an earlier override
-        tree = tree.value
         return change
     name, *rest = path
+    if isinstance(tree, CommandLineValue):  # of an earlier override
+        tree = tree.value
     if isinstance(tree, list):
         if not name.isdigit() or int(name) >= len(tree):
             at = key.removesuffix("." + ".".join(rest)) if rest else key

@@ -353,7 +353,7 @@ def _leases(path: Path) -> object:
 
 
 def _run(path: Path) -> object:
-    path.with_name("config.yaml").write_text("robots: [{name: a}]")
+    path.with_name("config.yaml").write_text("{name: n, robots: [{name: a}]}")
     return open_run_folder(path.parent)
 
 

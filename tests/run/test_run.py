@@ -81,6 +81,25 @@ def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
         open_run_folder(folder.path)
 
 
+def test_emptied_settings_are_not_read_as_defaults(tmp_path: Path) -> None:
+    folder, _ = create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    folder.config.write_bytes(b"")
+    with pytest.raises(RunError, match=r"config.yaml: name is '', and the run is called 'first'"):
+        open_run_folder(folder.path)
+
+
+def test_settings_of_a_run_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = list[str](), os.fsync
+
+    def recorded(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    assert any(Path(name).name.startswith(".config.yaml.") for name in synced), synced
+
+
 def test_existing_run_name_is_refused(tmp_path: Path) -> None:
     create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     with pytest.raises(RunError, match=r"the run 'first' exists in .*; continue it with `--resume .*/first`"):

@@ -349,8 +349,8 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
     """Opens an existing run with its settings; `overrides` change some of them from now on.
 
     Raises:
-        RunError: there is no run, its format has another version, or `overrides` change its name, or its gateway's
-            address, which its robots know.
+        RunError: there is no run, its format has another version, its settings have another name, as those of an empty
+            file, or `overrides` change its gateway's address, which its robots know.
         ConfigError: its configuration cannot be read.
     """
     folder = RunFolder(path.resolve())
@@ -368,8 +368,11 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
             "made it, mend the file, or start a new run"
         ) from None
     config = load(RunConfig, folder.config, overrides) if overrides else config
-    if overrides and config.name != metadata.name:
-        raise RunError(f"name: the run in {path} is called {metadata.name}; leave out --name")
+    if config.name != metadata.name:
+        raise RunError(
+            f"{folder.config}: name is {config.name!r}, and the run is called {metadata.name!r}; leave out --name, or "
+            "restore the file if it was damaged"
+        )
     if overrides and config.gateway.endpoint != metadata.endpoint:
         raise RunError(
             f"gateway.endpoint: the run in {path} listens on {metadata.endpoint}, and its robots connect there; "
