@@ -16,7 +16,7 @@ from run_folder_kit import make_run
 from hal.process_supervisor import ProcessState, ProcessStatus
 from hal.resource import Health
 from user_sys.commands.main import main
-from user_sys.commands.status import write_debug_bundle
+from user_sys.commands.status import redact, write_debug_bundle
 from user_sys.console.progress import RobotView, RunView
 from user_sys.edge.robot_processes import EDGE_STATUS_FILE, EdgeRobot, EdgeStatus
 from user_sys.messages import RobotStatus
@@ -183,6 +183,10 @@ robots:
   url: rtsp://cam:p@SECRET5@10.0.0.5/stream
 """
 BUNDLED_LOG = r"""
+connect(host='plain', password=b'SECRET8 0123', token=Rb"SECRET9", a='plain')
+['curl', '--user-token', 'SECRETa 0123', 'plain'] {"argv": ["--api-key", "SECRETb", "plain"]}
+user-sys --password SECRETc plain --token "SECRETd 0123" plain --private --plain
+api_key=sk-abc'SECRETe plain {"url": "http://plain/?token=SECRETf", "b": "plain"}
 Authorization: Bearer SECRET0-0123456789
 x-api-key: SECRET1-0123456789
 PGPASSWORD=SECRET2 plain
@@ -203,6 +207,22 @@ def test_debug_bundle_masks_each_form_of_a_secret_only(tmp_path: Path, name: str
         file = archive.extractfile(f"b/{name}")
         packed = file.read().decode() if file else ""
     assert "SECRET" not in packed and packed.count("plain") == text.count("plain"), packed
+
+
+def test_masked_json_is_still_json() -> None:
+    text = json.dumps({"token_loss": 0.5, "nested": json.dumps({"key": 3, "b": 2}), "url": "/?token=abc", "a": 1})
+    masked = json.loads(redact(text.encode(), frozenset()))
+    assert masked == {
+        "token_loss": "[REDACTED]", "nested": '{"key": "[REDACTED]", "b": 2}', "url": "/?token=[REDACTED]", "a": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [b"-", b"--token", b"--token ", b"token", b"token=b'", b"'--token', '", b"token=a'"])
+def test_masking_takes_linear_time(piece: bytes) -> None:
+    """Quadratic time would be hours."""
+    started_s = time.process_time()
+    redact(piece * 100_000, frozenset())
+    assert time.process_time() - started_s < 20
 
 
 def test_debug_bundle_contains_no_key_and_no_token(tmp_path: Path) -> None:

@@ -46,13 +46,14 @@ _WORD = r"token|secret|passw|passphrase|api_?key|(?<![a-z])key(?![a-z])|credenti
 _KEY = re.compile(_WORD, re.IGNORECASE)  # of a setting
 _ASSIGNED = re.compile(
     rb"""
-    (?P<name> (?:WORD)[\w-]{0,64} )
+    (?P<name> (?P<option> (?<![\w-]) --? [\w-]{0,64}? )? (?:WORD)[\w-]{0,64} )  # an option's value may be the next word
     (?:
-        (?P<open> \\*["']? \s* [:=] \s* (?P<escape>\\*) (?P<quote>["']) )  # a quoted value
+        (?P<open> (?: \\*["']? \s* [:=] \s* | (?(option) (?: \\*["'], \s* | [ \t]+ ) | (?!) ) )
+            [bru]{0,2} (?P<escape>\\*) (?P<quote>["']) )  # a quoted value
         .*? (?P<close> (?<!\\) (?P=escape) (?P=quote) | $ )
-      | (?P<json> \\*["'] [ \t]* : [ \t]* ) (?: [\[{].* | [^\s,}\]]+ )
+      | (?P<json> (?P<mark> \\*["'] ) [ \t]* : [ \t]* ) (?: [\[{].* | [^\s,}\]]+ )
       | (?P<line> [ \t]* : [ \t]* ) [^\s].*  # of YAML or of a header: all of it
-      | (?P<word> [ \t]* = [ \t]* ) [^\s&"']+
+      | (?P<word> [ \t]* = [ \t]* | (?(option) [ \t]+ (?!-) | (?!) ) ) (?: [^\s&"'] | (?<=[\w+/=-]) ["'] (?=[\w+/=-]) )+
     )
     """.replace(b"WORD", _WORD.encode()),
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
@@ -212,7 +213,8 @@ def redact(text: bytes, secrets: frozenset[bytes]) -> bytes:
 
 def _masked_assignment(found: re.Match[bytes]) -> bytes:
     before = found["open"] or found["json"] or found["line"] or found["word"]
-    return found["name"] + before + MASK + (found["close"] or b"")
+    mark = found["mark"] or b""  # JSON needs quotes around the mask
+    return found["name"] + before + mark + MASK + mark + (found["close"] or b"")
 
 
 def _masked_yaml(text: bytes) -> bytes:
