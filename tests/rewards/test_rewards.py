@@ -286,6 +286,16 @@ def test_audit_shows_calibration_and_false_positives(run: Run, model: Path, tmp_
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_audit_replaces_no_file_but_a_picture(run: Run, model: Path, tmp_path: Path) -> None:
+    (kept := tmp_path / "model.safetensors").write_bytes(content := model.read_bytes())
+    audited = ("reward", "audit", model.parent / "store", f"--options.model={kept}", "--output")
+    status, text = run(*audited, kept)
+    assert status == 2 and f"{kept} exists and is not a PNG" in text and kept.read_bytes() == content
+    assert run(*audited, tmp_path)[0] == 2
+    (old := tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert run(*audited, old)[0] == 0
+
+
 def test_progress_model_rewards_each_step_that_brings_the_goal_nearer(run: Run, tmp_path: Path) -> None:
     store, model = rising_store(tmp_path / "store"), tmp_path / "progress.safetensors"
     status, text = run("reward", "train", store, "--kind", "progress", "--output", model, "--updates", "30")

@@ -22,6 +22,7 @@ from user_sys.rewards.reward import RewardConfig, cameras_of, final_pictures, si
 from user_sys.store.store import StoreReader
 
 SHEET = "false_positives.png"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @click.command()
@@ -72,6 +73,8 @@ def audit_(path: Path, kind: str, output: Path, everything: bool, as_json: bool,
     """
     from user_sys.rewards.networks import AUDIT_PARTS, labelled_episodes, part_of
 
+    if output.exists() and not _is_png(output):
+        raise DataSetError(f"{output} exists and is not a PNG, which the audit would replace; choose another --output")
     config = build(RewardConfig, {"kind": kind}, "rewards", overrides)
     reward, found, pictures = load_reward(config), list[AuditedEpisode](), dict[str, np.ndarray]()
     clips = list[StoredEpisode]()
@@ -100,6 +103,13 @@ def audit_(path: Path, kind: str, output: Path, everything: bool, as_json: bool,
     if sheet:
         draw_sheet(output, sheet)
     _print(audited, progress, output if sheet else None, as_json)
+
+
+def _is_png(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_PNG_SIGNATURE)) == _PNG_SIGNATURE
 
 
 def _picture(episode: StoredEpisode) -> np.ndarray | None:
