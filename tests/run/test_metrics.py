@@ -6,13 +6,20 @@ import json
 import logging
 import math
 import resource
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from episode_kit import chunk_header
 
+from user_sys.episode import Chunk, EpisodeEnd, frame_columns
 from user_sys.run.metrics import LoggingConfig, MetricsWriter, RunLogger, WandbConfig, read_metrics
+from user_sys.store.labels import DeleteLabel, TrimLabel
+from user_sys.store.store import StoreWriter
 
 NO_WANDB = LoggingConfig(WandbConfig(mode="disabled"))
 
@@ -118,6 +125,38 @@ def test_wandb_gets_films_and_checkpoint_and_keeps_its_id(
     assert [film.read_bytes() for film in (run / "wandb").glob("offline-run-*/files/media/videos/*.mp4")]
     records = b"".join(path.read_bytes() for path in (run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert b"demo-1-checkpoint" in records and b"000002.checkpoint" in records and b"000001.checkpoint" not in records
+
+
+def test_empty_wandb_id_is_replaced(tmp_path: Path) -> None:
+    (file := tmp_path / "run-id").write_text("")
+    logger = RunLogger(tmp_path / "demo-1", Config(), NO_WANDB)
+    known = logger._wandb_id(tmp_path)
+    logger.close()
+    assert len(known) == 8 and file.read_text() == known == logger._wandb_id(tmp_path)
+
+
+def test_contact_sheet_leaves_out_deleted_episodes_and_trimmed_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the second half of each episode is white."""
+    camera = "observation.images.front"
+    frames = [np.full((4, 4, 3), 255 * (step >= 4), np.uint8) for step in range(8)]
+    columns = {"reward": np.zeros(8, np.float32), **frame_columns(camera, frames, np.arange(8))}
+    with StoreWriter.open(tmp_path / "store") as writer:
+        for name in ("deleted", "trimmed"):
+            header = chunk_header(name, 8, end=EpisodeEnd(steps=8, success=True))
+            writer.append(Chunk(header, columns, {camera: frames[-1]}).encode())
+        writer.append_label(DeleteLabel(episode="deleted", labeller="ann", at_unix_ns=1))
+        writer.append_label(TrimLabel(episode="trimmed", labeller="ann", at_unix_ns=1, first_step=4, steps=4))
+        writer.sync()
+    shown = list[tuple[str, int]]()
+    wandb = SimpleNamespace(Image=lambda row, caption: shown.append((caption.split(":")[0], row.min())))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with RunLogger(tmp_path, Config(), NO_WANDB) as logger:
+        logger._wandb = SimpleNamespace(log=lambda rows: None)
+        logger._log_contact_sheet()
+        logger._wandb = None
+    assert shown == [("trimmed", 255)]
 
 
 def test_wandb_failure_does_not_end_the_run(

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hal.context import ClosedAtExit
+from hal.durable import replace_durably
 from hal.settings import Port
 from user_sys.config import as_dict
 from user_sys.errors import ConfigError
@@ -220,15 +221,16 @@ class RunLogger(ClosedAtExit):
             self._wandb.log_artifact(artifact)
 
     def _log_contact_sheet(self) -> None:
-        """A row of frames of each of the newest episodes, of its first camera."""
+        """A row of frames of each of the newest episodes that are not deleted, of its first camera."""
         import wandb
 
         if not (path := self._run_dir / STORE).exists():
             return
         rows = []
         with StoreReader.open(path) as store:
-            reader = EpisodeReader(store)
-            chosen = [each for each in store.episodes() if each.complete and reader.steps(each.episode)]
+            reader = EpisodeReader(store, trimmed=True)
+            complete = (each for each in store.episodes() if each.complete and not each.deleted)
+            chosen = [each for each in complete if reader.steps(each.episode)]
             for summary in chosen[-SHEET_EPISODES:]:
                 cameras = reader.read(summary.episode).frames.values()
                 if frames := [frame for frame in next(iter(cameras), ()) if frame is not None]:
@@ -242,9 +244,11 @@ class RunLogger(ClosedAtExit):
     def _wandb_id(self, home: Path) -> str:
         """The run's id, the same in each launch."""
         file = home / ID_FILE
-        if not file.exists():
-            file.write_text(secrets.token_hex(4))
-        return file.read_text().strip()
+        known = file.read_text().strip() if file.exists() else ""
+        if not known:
+            known = secrets.token_hex(4)
+            replace_durably(file, known.encode())
+        return known
 
     def _started_wandb(self) -> Any:
         if self._wandb is not None:
