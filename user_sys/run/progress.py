@@ -209,8 +209,8 @@ def previous_elapsed_s(metrics: Path) -> float:
 
 
 def previous_episodes(store: Path) -> tuple[int, int, int]:
-    """Online episodes of earlier launches, their steps, and how many of them had interventions."""
-    online = [episode for episode in stored_episodes(store) if episode.source == EpisodeSource.ONLINE]
+    """Complete online episodes of earlier launches, their steps, and how many of them had interventions."""
+    online = [e for e in stored_episodes(store) if e.source == EpisodeSource.ONLINE and e.complete]
     return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
 
 
