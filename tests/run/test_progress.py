@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from episode_kit import chunk_header
 from rich.console import Console
-from run_folder_kit import STARTED_S, make_run
+from run_folder_kit import STARTED_S, episode, make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.compose import RobotConfig
 from user_sys.console.hub import ConsoleHub
 from user_sys.console.progress import RobotView, RunView
+from user_sys.episode import Chunk
 from user_sys.messages import RobotStatus
 from user_sys.run.allocation import LocalAllocation
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
@@ -27,11 +30,13 @@ from user_sys.run.progress import (
     ProgressDisplay,
     plain_line,
     previous_elapsed_s,
+    previous_episodes,
     previous_losses,
     previous_outcomes,
     render,
     run_scalars,
 )
+from user_sys.store.store import StoreWriter
 
 STARTED = RunView("demo-1")
 ADDRESS = "http://127.0.0.1:8088/?token=abc"
@@ -54,6 +59,29 @@ def test_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
     assert (success.x[0], success.y[0]) == (30.0, 0.0) and (success.x[-1], success.y[-1]) == (129.0, 1.0)
     assert hub.view().episodes == 100 and hub.view().success_50 == 1.0
     assert list(previous_losses(RunFolder(tmp_path / "none"))) == previous_outcomes(RunFolder(tmp_path / "none")) == []
+
+
+def test_episode_under_way_is_not_counted_among_the_earlier_ones(tmp_path: Path) -> None:
+    """Its report counts it when it has ended."""
+    folder = make_run(tmp_path, "earlier", [True] * 3)
+    with StoreWriter.open(folder.store) as writer:
+        writer.append(Chunk(chunk_header("open", 2), {"reward": np.zeros(2, np.float32)}, {}).encode())
+        writer.sync()
+    assert previous_episodes(folder.store) == (3, 6, 0)
+
+
+def test_earlier_curves_keep_their_order_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "earlier", [])
+    with StoreWriter.open(folder.store) as writer:
+        for number, second in enumerate((10, 20, 40 - 3600, 50 - 3600)):
+            writer.append(episode(f"{number}", second, number > 1))
+        writer.sync()
+    with MetricsWriter(folder.path, "run") as metrics:
+        for second in range(0, 61, 5):
+            metrics.write(0, {"elapsed_s": second}, STARTED_S + second - 3600 * (second > 30))
+    assert [(at_s, report.episode) for at_s, report in previous_outcomes(folder)] == [
+        (10.0, "0"), (20.0, "1"), (40.0, "2"), (50.0, "3"),
+    ]  # fmt: skip
 
 
 def robot(name: str, **changes: Any) -> RobotView:

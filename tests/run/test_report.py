@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from run_folder_kit import episode, make_run
+from run_folder_kit import STARTED_S, episode, make_run
 
 from hal.camera import CameraFrame as CameraFrame
 from hal.spec import Array
@@ -28,6 +28,7 @@ from user_sys.messages import EpisodeReport
 from user_sys.run.compare import _band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate_and_report, success_by_task, video_listener
+from user_sys.run.metrics import MetricsWriter
 from user_sys.run.report import (
     EpisodePoint,
     RunSummary,
@@ -194,6 +195,26 @@ def test_history_places_episodes_in_training_time_and_follows_labels(tmp_path: P
     assert history[79] == EpisodePoint(pytest.approx(20.0), True, updates=201)
     assert history[98].success is False, "the label counts"
     assert history[99] == EpisodePoint(pytest.approx(90.0), True, assisted=True, updates=901)
+
+
+def test_history_keeps_its_order_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """An hour back after 100 s of training, and 2 s back after 160 s."""
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path), "run", "tcp://127.0.0.1:5000")
+
+    def clock_s(second: int) -> int:
+        return second - 3600 * (second > 100) - 2 * (second > 160)
+
+    seconds = (50, 90, 110, 150, 170, 199)
+    with StoreWriter.open(folder.store) as writer:
+        for second in seconds:
+            writer.append(episode(f"{second:04d}", clock_s(second), second > 100))
+        writer.sync()
+    with MetricsWriter(folder.path, "learner") as metrics:
+        for second in range(0, 201, 5):
+            metrics.write(2 * second, {"training_s": second, "waited_s": 0.0}, STARTED_S + clock_s(second))
+    history = training_history(folder)
+    assert [point.training_s for point in history] == pytest.approx(seconds)
+    assert [point.updates for point in history] == [2 * second for second in seconds]
 
 
 def test_history_of_a_run_that_has_recorded_nothing_is_empty(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from user_sys.episode import EpisodeSource
 from user_sys.messages import EpisodeReport, MetricsReport
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunFolder
-from user_sys.run.metrics import METRICS, RUN, read_metrics
+from user_sys.run.metrics import METRICS, RUN, read_metrics, rows_in_order
 from user_sys.run.report import stored_episodes, wilson_interval
 from user_sys.store.index import EpisodeSummary
 
@@ -224,9 +224,10 @@ def previous_outcomes(folder: RunFolder) -> list[tuple[float, EpisodeReport]]:
         return []
     finished = [each for each in stored_episodes(folder.store) if each.complete and each.source != EpisodeSource.DEMO]
     finished.sort(key=lambda each: each.started_unix_ns)
-    times = np.array(known, np.float64)
-    seconds = np.interp([each.started_unix_ns / 1e9 for each in finished], times[:, 0], times[:, 1])
-    return [(float(at_s), _report(each)) for at_s, each in zip(seconds, finished, strict=True)]
+    times_s, run_s = rows_in_order(np.array(known, np.float64)).T
+    seconds = np.interp([each.started_unix_ns / 1e9 for each in finished], times_s, run_s)
+    outcomes = [(float(at_s), _report(each)) for at_s, each in zip(seconds, finished, strict=True)]
+    return sorted(outcomes, key=lambda outcome: outcome[0])  # the clock may have been set back
 
 
 def _report(episode: EpisodeSummary) -> EpisodeReport:

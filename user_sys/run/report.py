@@ -24,7 +24,7 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import RunError
 from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
 from user_sys.run.config import RunFolder
-from user_sys.run.metrics import METRICS, read_metrics
+from user_sys.run.metrics import METRICS, read_metrics, rows_in_order
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
@@ -323,7 +323,7 @@ def stored_episodes(store: Path) -> list[EpisodeSummary]:
 
 
 def training_history(folder: RunFolder) -> list[EpisodePoint]:
-    """The complete online episodes in the run's store, with their newest labels, in the order in which they began.
+    """The complete online episodes in the run's store, with their newest labels, in the order of training time.
 
     Episodes that a label deletes are left out. The robots' clocks place episodes among the learner's reports.
     """
@@ -339,7 +339,7 @@ def training_history(folder: RunFolder) -> list[EpisodePoint]:
             (episode.started_unix_ns, _point(episode, float(seconds), int(count)))
             for episode, seconds, count in zip(episodes, training_s, updates, strict=True)
         ]
-    return [point for _, point in sorted(points, key=lambda pair: pair[0])]
+    return [point for _, point in sorted(points, key=lambda pair: (pair[1].training_s, pair[0]))]
 
 
 def _point(episode: EpisodeSummary, training_s: float, updates: int) -> EpisodePoint:
@@ -351,8 +351,9 @@ def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array,
     reports = list(read_metrics(folder.path / METRICS / f"{learner}.jsonl"))
     names = ("time_unix_s", "training_s", "waited_s", "count")
     rows = [(0.0, 0.0, 0.0, 0.0), *(tuple(report.get(name) for name in names) for report in reports)]
-    times_s, trained_s, waited_s, count = np.array([row for row in rows if None not in row], np.float64).T
-    times_s[:1] = times_s[1:2] - 1e-3 if len(times_s) > 1 else 0.0  # at 0 until just before the first report
+    known = np.array([row for row in rows if None not in row], np.float64)
+    known[:1, 0] = known[1:2, 0] - 1e-3 if len(known) > 1 else 0.0  # at 0 until just before the first report
+    times_s, trained_s, waited_s, count = rows_in_order(known).T
     return np.interp(unix_s, times_s, trained_s + waited_s), np.interp(unix_s, times_s, count)
 
 
