@@ -24,7 +24,7 @@ from hal.safety import SafetyKernel
 from hal.spec import Array
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import load
-from user_sys.edge.demonstrations import DEMONSTRATION_SEED
+from user_sys.edge.demonstrations import demonstration_seeds
 from user_sys.edge.environment import RobotEnvironment, TimeStep
 from user_sys.plugins import load_algorithm
 from user_sys.run.config import RunConfig
@@ -119,11 +119,10 @@ def train(config: RunConfig, seed: int, limit_s: float) -> float:
         learning_starts=0,
         device="cpu",
     )
-    left, start = config.demonstrations.episodes, DEMONSTRATION_SEED + 1000 * seed
-    while left:
-        transitions = env.shown(start, config.demonstrations.noise)
-        start, left = start + 1, left - bool(transitions)
-        for before, after, action, reward, done, told in transitions:
+    for number in range(config.demonstrations.episodes):
+        starts = demonstration_seeds(config.robots[0].name, seed, number)
+        shown = (env.shown(start, config.demonstrations.noise) for start in starts)
+        for before, after, action, reward, done, told in next(each for each in shown if each):
             model.replay_buffer.add(before, after, action, np.array([reward]), np.array([done]), [told])
     rule, begun_s = Rule(config.target.success, config.target.episodes, limit_s), time.monotonic()
     model.learn(10**9, callback=rule)

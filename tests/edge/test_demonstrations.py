@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import user_sys.commands.edge
 from user_sys.commands.edge import EdgeConfig, record_missing_demonstrations
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import build, load, save
-from user_sys.edge.demonstrations import DemonstrationConfig
+from user_sys.edge.demonstrations import DemonstrationConfig, demonstration_seeds
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.errors import ConfigError
@@ -25,14 +26,14 @@ def test_lost_robot_continues_its_demonstrations_when_it_returns(
     robot = RobotConfig(name="fake-0", driver="fake", task="reach", options={"faults": {"drop_out_at": 30}})
     config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=12))
     lines: list[str] = []
-    record_missing_demonstrations(config, 0, robot, tmp_path, lines.append, threading.Event())
+    record_missing_demonstrations(config, robot, tmp_path, lines.append, threading.Event())
     assert lines == [
         "fake-0: recording 12 demonstrations of the scripted expert",
         "fake-0: waiting for the robot: the fake robot dropped out",
     ]
     with Outbox.open(tmp_path / "outbox") as outbox:
         assert len(outbox) >= 12
-    record_missing_demonstrations(config, 0, robot, tmp_path, lines.append, threading.Event())
+    record_missing_demonstrations(config, robot, tmp_path, lines.append, threading.Event())
     assert lines[2:] == [
         "fake-0: 12 demonstrations were recorded before, for this run or another one; to record them again, remove the "
         f"file {tmp_path / 'demonstrations'}"
@@ -44,7 +45,7 @@ def test_stop_ends_the_wait_for_a_lost_robot(tmp_path: Path) -> None:
     config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=1))
     stop = threading.Event()
     record_missing_demonstrations(
-        config, 0, robot, tmp_path, lambda line: stop.set() if "waiting for" in line else None, stop
+        config, robot, tmp_path, lambda line: stop.set() if "waiting for" in line else None, stop
     )
     assert stop.is_set()
 
@@ -64,7 +65,7 @@ class Countdown(threading.Event):
 def test_stop_discards_the_demonstration_in_progress(tmp_path: Path) -> None:
     robot = RobotConfig(name="fake-0", driver="fake", task="reach")
     config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=50))
-    record_missing_demonstrations(config, 0, robot, tmp_path, lambda line: None, Countdown(3))
+    record_missing_demonstrations(config, robot, tmp_path, lambda line: None, Countdown(3))
     with Outbox.open(tmp_path / "outbox") as outbox:
         assert len(outbox) == 0, "a discarded demonstration leaves no chunks"
 
@@ -117,3 +118,19 @@ def test_demonstrations_are_shared_evenly_among_tasks(tmp_path: Path) -> None:
         reader.refresh()
         tasks = [episode.task for episode in reader.episodes()]
     assert sorted(tasks) == ["lift_red"] * 3 + ["reach"] * 2
+
+
+def test_continued_demonstrations_after_failed_attempts_are_others_than_before(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    for episodes in (4, 8):
+        requested = DemonstrationConfig(episodes, noise=0.3)
+        list(record_demonstrations(tidying(task="lift"), tmp_path, requested, RecorderConfig(), seed=0))
+    with StoreReader.open(tmp_path) as reader:
+        reader.refresh()
+        seeds = reader.index.episodes.seed
+    assert len(seeds) == len({*seeds.tolist()}) >= 8
+
+
+def test_robots_of_one_run_demonstrate_different_starts() -> None:
+    starts = {name: list(itertools.islice(demonstration_seeds(name, 0, 0), 50)) for name in ("left", "right")}
+    assert not {*starts["left"]} & {*starts["right"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import PolicyConfig, RobotConfig, TaskConfig, robot_spec
 from user_sys.config import load, save
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
-from user_sys.edge.session import SessionConfig
+from user_sys.edge.session import EpisodeStarts, SessionConfig
 from user_sys.edge.status import read_session_report
 from user_sys.episode import EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
@@ -449,3 +450,13 @@ def test_old_tasks_are_evaluated_without_exploration_and_not_practised(tmp_path:
         assert np.isfinite(chunk.columns["log_prob"][:-1]).all() == (chunk.header.source is online)
     order = list(dict.fromkeys((c.header.started_unix_ns, c.header.source) for c in site.chunks()))
     assert [source for _, source in sorted(order)[:4]] == [online, evaluation, online, evaluation]
+
+
+def test_robots_and_sessions_explore_with_their_own_numbers() -> None:
+    seeds = {
+        seed
+        for robot in ("left", "right")
+        for sessions in (0, 1)
+        for seed in itertools.islice(EpisodeStarts().exploration_seeds(robot, sessions), 2)
+    }
+    assert len(seeds) == 8

@@ -41,7 +41,6 @@ from user_sys.compose import (
 from user_sys.config import as_dict, build, load, read_yaml, save
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.demonstrations import (
-    SEEDS_PER_ROBOT,
     DemonstrationConfig,
     check_demonstrable,
     generate_demonstrations,
@@ -130,8 +129,8 @@ def edge(
         stop = end.requested
         if page is not None:
             stack.enter_context(_served_console(page, stop, print_line))
-        for number, each in enumerate(settings.robots):
-            record_missing_demonstrations(settings, number, each, folder / each.name, print_line, stop)
+        for each in settings.robots:
+            record_missing_demonstrations(settings, each, folder / each.name, print_line, stop)
         robots = [
             RobotProcesses(r.name, folder / r.name, folder / "logs", connect, print_line) for r in settings.robots
         ]
@@ -274,7 +273,7 @@ def _identity(folder: Path) -> str:
 
 
 def record_missing_demonstrations(
-    config: EdgeConfig, number: int, robot: RobotConfig, state: Path, print_line: PrintLine, stop: threading.Event
+    config: EdgeConfig, robot: RobotConfig, state: Path, print_line: PrintLine, stop: threading.Event
 ) -> None:
     """Records the missing demonstrations into the robot's outbox, from which they are sent first.
 
@@ -291,7 +290,7 @@ def record_missing_demonstrations(
         )
     while _recorded_demonstrations(state) < config.demonstrations.episodes and not stop.is_set():
         try:
-            _record_demonstrations(config, number, robot, state, stop)
+            _record_demonstrations(config, robot, state, stop)
         except (HardwareLost, StaleObservation) as error:
             if str(error) != last_error:
                 last_error = str(error)
@@ -308,9 +307,7 @@ class _Stopped(HalError):
     """The program ends: the demonstration in progress is discarded."""
 
 
-def _record_demonstrations(
-    config: EdgeConfig, number: int, robot: RobotConfig, state: Path, stop: threading.Event
-) -> None:
+def _record_demonstrations(config: EdgeConfig, robot: RobotConfig, state: Path, stop: threading.Event) -> None:
     existing = _recorded_demonstrations(state)
 
     def check_stop() -> None:
@@ -324,9 +321,8 @@ def _record_demonstrations(
                 outbox.append(chunk, sync=False)
             outbox.sync()
 
-        seed = config.seed + SEEDS_PER_ROBOT * number
         recorded = generate_demonstrations(
-            robot, config.demonstrations, existing, persist, config.recorder, seed=seed, check_stop=check_stop
+            robot, config.demonstrations, existing, persist, config.recorder, seed=config.seed, check_stop=check_stop
         )
         for count, _ in enumerate(recorded, existing + 1):
             replace_durably(state / DEMONSTRATION_COUNT_FILE, str(count).encode())

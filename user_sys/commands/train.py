@@ -25,7 +25,7 @@ from user_sys.commands.options import (
 from user_sys.commands.output import print_json, print_line
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
-from user_sys.edge.demonstrations import SEEDS_PER_ROBOT, check_demonstrable
+from user_sys.edge.demonstrations import check_demonstrable
 from user_sys.edge.local_environment import defer_signals
 from user_sys.errors import EXIT_DEADLINE_S, RunError, exit_now
 from user_sys.robot_records import ROBOTS_FOLDER, learner_from_embodiment, read_robot_records, save_robot_record
@@ -101,11 +101,10 @@ def record(config: Path, output: Path, episodes: int, overrides: list[str]) -> i
         check_demonstrable(robot, demonstrations)
     abort = partial(exit_now, "ended at once; the demonstrations that were printed are kept")
     with bounded_shutdown(EXIT_DEADLINE_S, abort), defer_signals() as check_stop:
-        for number, robot in enumerate(settings.robots):
-            seed = settings.seed + number * SEEDS_PER_ROBOT
+        for robot in settings.robots:
             save_robot_record(output / ROBOTS_FOLDER, robot.name, robot_spec(robot))
             recorded = record_demonstrations(
-                robot, output, demonstrations, settings.recorder, seed=seed, check_stop=check_stop
+                robot, output, demonstrations, settings.recorder, seed=settings.seed, check_stop=check_stop
             )
             steps = [s.steps for s in track(recorded, f"recording {robot.name}", total=episodes)]
             print_line(f"{robot.name}: {len(steps)} new demonstrations, {sum(steps)} steps, in {output}")

@@ -10,15 +10,13 @@ from hal.settings import Amount, Limit
 from user_sys.compose import RobotConfig, build_robot_setup, describe_robot
 from user_sys.edge.agents import ScriptedAgent
 from user_sys.edge.local_environment import StopCheck, never_stop, open_local_environment, raise_if_stopped
-from user_sys.edge.loop import StepListener, run_episode
+from user_sys.edge.loop import StepListener, derived_seed, run_episode
 from user_sys.edge.recorder import Recorder, RecorderConfig
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
 from user_sys.messages import EpisodeReport
 
 MAX_ATTEMPTS_PER_DEMONSTRATION = 5
-DEMONSTRATION_SEED = 7_000_000  # differs from the seeds of online and evaluation episodes
-SEEDS_PER_ROBOT = 100  # robots of one fleet demonstrate different episodes
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,14 @@ def check_demonstrable(config: RobotConfig, requested: DemonstrationConfig) -> N
 
 def _task_names(config: RobotConfig) -> str:
     return ", ".join(task.name for task in config.tasks)
+
+
+def demonstration_seeds(robot: str, seed: int, number: int) -> Iterator[int]:
+    """The seeds of the attempts at a robot's demonstration `number`.
+
+    They differ between robots and numbers, whichever attempts succeed, so a demonstration is not recorded twice.
+    """
+    return (derived_seed("demonstration", seed, robot, number, attempt) for attempt in itertools.count())
 
 
 def generate_demonstrations(
@@ -89,7 +95,7 @@ def generate_demonstrations(
         chunks: list[bytes] = []
         record = Recorder(environment.spec, config.name, chunks.append, recorder)
         names, recorded = task.names, existing
-        starts = itertools.count(DEMONSTRATION_SEED + 1000 * seed + existing * len(names))
+        starts = demonstration_seeds(config.name, seed, recorded)
         for _ in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
             wanted = names[recorded % len(names)]
             start = next(each for each in starts if task.drawn_name(each) == wanted)
@@ -98,6 +104,7 @@ def generate_demonstrations(
             if result.success:
                 persist(chunks)
                 recorded += 1
+                starts = demonstration_seeds(config.name, seed, recorded)
                 yield result
             chunks.clear()
             if recorded == requested.episodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -28,6 +29,12 @@ class Agent(Protocol):
 
 StepListener = Callable[[TimeStep, SelectedAction | None], None]
 """Called after each control period, with None if the robot held."""
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed below 2**48 that is the hash of `parts`, so that other parts give another seed."""
+    text = " ".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
 
 
 def run_episode(

@@ -8,7 +8,6 @@ the steps, and the next session takes over with a newer token.
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import logging
 import sys
@@ -33,7 +32,7 @@ from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.environment import TimeStep
 from user_sys.edge.help_requests import InterventionConfig
 from user_sys.edge.local_link import LocalLink
-from user_sys.edge.loop import run_episode
+from user_sys.edge.loop import derived_seed, run_episode
 from user_sys.edge.outbox import OUTBOX_RETRY_S, Outbox, OutboxConfig
 from user_sys.edge.realtime import (
     CONTROL_LOOP_PRIORITY,
@@ -68,7 +67,6 @@ log = logging.getLogger(__name__)
 DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
 URGENT_DRAIN_S, DRAIN_POLL_S = 2.0, 0.1  # after a signal
-SEEDS_PER_RUN = 1_000_003
 DRIVER_RETRY_S = 1.0
 LEASE_RETRY_S = 0.1
 EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
@@ -100,7 +98,7 @@ class EpisodeStarts:
         Args:
             sessions: the number of earlier sessions.
         """
-        seeds = (self._seed(f"{robot} {sessions} {count}") for count in itertools.count())
+        seeds = (derived_seed(self.seed, robot, sessions, count) for count in itertools.count())
         for number in itertools.count(1):
             evaluates = all(self.evaluated) or number % self.evaluate_every == 0
             if not any(self.evaluated):
@@ -109,8 +107,9 @@ class EpisodeStarts:
             wanted = (seed for seed in seeds if self.evaluated[drawn_task(seed, len(self.evaluated))] is evaluates)
             yield EpisodeSource.EVALUATION if evaluates else EpisodeSource.ONLINE, next(wanted)
 
-    def _seed(self, text: str) -> int:
-        return int.from_bytes(hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=6).digest())
+    def exploration_seeds(self, robot: str, sessions: int) -> Iterator[int]:
+        """The seeds of the random numbers by which copies of the policy explore; arguments as of `draw`."""
+        return (derived_seed("exploration", self.seed, robot, sessions, count) for count in itertools.count())
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,8 @@ class RobotSession:
         self._config, self._client, self._driver, self._lease = config, client, driver, lease
         self._shutdown, self._reporter = shutdown, reporter
         spec = driver.spec
-        self._policy = _make_policy(config, client, spec)
+        sessions = outbox.count_session()
+        self._policy = _make_policy(config, client, spec, sessions)
         if isinstance(self._policy, RemotePolicy):
             driver.max_gap_s = 0.0 if config.real_time else self._policy.timeout_s
         tool_drive = ToolDrive(spec, config.description)
@@ -192,7 +192,7 @@ class RobotSession:
             follows_clock=config.real_time,
         )
         estops.on_press = commands.note_estop
-        self._starts = config.starts.draw(config.robot, outbox.count_session())
+        self._starts = config.starts.draw(config.robot, sessions)
         self._writer_thread = WriterThread(on_blocked=lambda: self._status.publish())
         self._outbox = outbox
         outbox.allocate_reserve()
@@ -430,8 +430,10 @@ def _set_priority(config: SessionConfig, driver: DriverClient) -> None:
     driver.open()
 
 
-def _make_policy(config: SessionConfig, client: TunnelClient, spec: RobotSpec) -> LivePolicy | RemotePolicy:
-    """The policy, in this process or in a policy server.
+def _make_policy(
+    config: SessionConfig, client: TunnelClient, spec: RobotSpec, sessions: int
+) -> LivePolicy | RemotePolicy:
+    """The policy, in this process or in a policy server. `sessions`: see `EpisodeStarts.draw`.
 
     Raises:
         ConfigError: the server's timeout is too short for any network, or the policy cannot act in this process.
@@ -439,7 +441,7 @@ def _make_policy(config: SessionConfig, client: TunnelClient, spec: RobotSpec) -
     """
     policy = config.policy
     if policy_location(policy) == "edge":
-        seeds = itertools.count(config.starts.seed * SEEDS_PER_RUN)  # both copies explore with their own random numbers
+        seeds = config.starts.exploration_seeds(config.robot, sessions)
         return LivePolicy(
             DoubleBufferedPolicy(lambda: make_policy(policy, spec, next(seeds))),
             client,

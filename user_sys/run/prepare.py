@@ -28,7 +28,6 @@ from user_sys.compose import (
 )
 from user_sys.config import load, save
 from user_sys.edge.demonstrations import (
-    SEEDS_PER_ROBOT,
     DemonstrationConfig,
     check_demonstrable,
     generate_demonstrations,
@@ -503,13 +502,13 @@ def record_all_demonstrations(config: RunConfig, store: Path, console: Console, 
         locked: robots that the run has locked; its driver processes take these locks over later.
     """
     with defer_signals() as check_stop:
-        for number, robot in enumerate(config.robots):
+        for robot in config.robots:
             recorded = record_demonstrations(
                 robot,
                 store,
                 config.demonstrations,
                 config.recorder,
-                seed=config.seed + number * SEEDS_PER_ROBOT,
+                seed=config.seed,
                 check_stop=check_stop,
                 locked=robot.name in locked,
             )
