@@ -21,7 +21,8 @@ from user_sys.learner.frozen_weights import frozen_digest, frozen_path, restore_
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.flow import FlowNetwork, FlowPolicy, FlowSettings
-from user_sys.policies.policy import Policy
+from user_sys.policies.mlp import MlpPolicy
+from user_sys.policies.policy import Policy, TrainablePolicy
 from user_sys.policies.trainable import (
     TrainSettings,
     apply_train_settings,
@@ -154,8 +155,20 @@ def test_two_copies_of_an_acting_policy_share_read_only_arrays(rounded: bool) ->
     if not rounded:
         assert one["layers.0.base_layer.weight"].data_ptr() == weights["layers.0.base_layer.weight"].ctypes.data
     observation = example_observation(np.random.default_rng(0))
-    a, b = (policy.act(observation, "", deterministic=False).actions for policy in policies)
+    a, b = (policy.act(observation, "", deterministic=True).actions for policy in policies)
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("kind", [FlowPolicy, MlpPolicy])
+def test_copies_of_an_acting_policy_explore_with_their_own_numbers(kind: type[TrainablePolicy], loaded: bool) -> None:
+    first, observation = kind(example_spec()), example_observation(np.random.default_rng(0))
+    policies = first.copy(), first.copy()
+    weights = policy_arrays(kind.make_module(example_spec()))
+    for policy in policies if loaded else ():
+        policy.load(weights)
+    a, b = (policy.act(observation, "", deterministic=False).actions for policy in policies)
+    assert not np.array_equal(a, b)
 
 
 def test_policy_in_bfloat16_loads_exact_bits() -> None:

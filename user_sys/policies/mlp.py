@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -87,13 +87,22 @@ class MlpPolicy(TrainablePolicy):
         self._gripper = discrete_gripper(spec, self._settings.gripper)
         self._specs = feature_specs(spec, features)
         self._bounds = ActionBounds(spec.action)
-        self._rng = np.random.default_rng(seed)
-        self._exploration = RandomExploration(self._bounds, self._rng)
+        self._seed(seed)
         self._weights: dict[str, Array] | None = None
         self._layers: list[tuple[Array, Array]] = []  # the heads are the last
         self._make_network = partial(self.make_module, spec, features=features)
         self._device = device
         self._network: torch.nn.Module | None = None  # on a GPU
+
+    def _seed(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._exploration = RandomExploration(self._bounds, self._rng)
+
+    def copy(self) -> Self:
+        """See `Policy.copy`."""
+        copied = super().copy()
+        copied._seed(int(self._rng.integers(2**62)))
+        return copied
 
     def act(
         self,

@@ -181,7 +181,10 @@ class Policy(ABC):
         """
 
     def copy(self) -> Self:
-        """Returns a policy that acts and loads weights on its own, such as the second copy of a double buffer."""
+        """Returns a policy that acts and loads weights on its own, such as the second copy of a double buffer.
+
+        It explores with random numbers of its own.
+        """
         return copy.deepcopy(self)
 
 

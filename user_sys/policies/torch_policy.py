@@ -90,7 +90,7 @@ class TorchPolicy(TrainablePolicy):
         self.cameras, self.sentences = self.select_cameras(spec, self.options), tuple[str, ...]()
         self._pictures = camera_specs(spec, self.cameras)
         self._bounds, self._device = ActionBounds(spec.action), device
-        self._exploration = RandomExploration(self._bounds, np.random.default_rng(seed))
+        self._seed(seed)
         with torch.random.fork_rng([]):  # the initial weights are not used
             module = self.make_module(spec, settings=self.options, features=features)
             apply_train_settings(module, self.options)
@@ -98,8 +98,13 @@ class TorchPolicy(TrainablePolicy):
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         self.module: Any = module.eval().requires_grad_(False).to(device)
         self._shared: dict[str, tuple[Array, Tensor]] = {}  # the newest read-only arrays, and the tensors with them
-        self._generator = torch.Generator().manual_seed(seed)
         self._has_weights = False
+
+    def _seed(self, seed: int) -> None:
+        import torch
+
+        self._exploration = RandomExploration(self._bounds, np.random.default_rng(seed))
+        self._generator = torch.Generator().manual_seed(seed)
 
     @abstractmethod
     def draw(
@@ -203,7 +208,9 @@ class TorchPolicy(TrainablePolicy):
         memo: dict[int, Any] = {id(self._shared): self._shared}
         for parameter in self.module.parameters():  # as they are: `load` never writes into their memory
             memo[id(parameter)] = torch.nn.Parameter(parameter.data, requires_grad=False)
-        return copy.deepcopy(self, memo)
+        copied = copy.deepcopy(self, memo)
+        copied._seed(int(torch.randint(2**62, (), generator=self._generator)))
+        return copied
 
     def _loaded(self, name: str, array: Array, dtype: torch.dtype) -> Tensor:
         """Returns the tensor of an array on the device; the same one for the same read-only array."""
