@@ -134,7 +134,7 @@ def test_the_noise_of_executed_actions_is_chosen_and_starts_as_the_frozen_policy
 
     given: list[torch.Tensor] = []
     sample = module.base.sample
-    module.base.sample = lambda context, noise: given.append(noise) or sample(context, noise)
+    module.base.sample = lambda context, noise, **steering: given.append(noise) or sample(context, noise)
     module.chunks({name: value[:3] for name, value in observation.items()}, [], noise[:3] / options.noise_max, x[:3])
     chunk = noise[:3].view(3, chosen, elements)
     torch.testing.assert_close(given[0], torch.cat([chunk, chunk[:, -1:].expand(-1, 6 - chosen, -1)], 1))
@@ -176,3 +176,29 @@ def test_dsrl_improves_a_mediocre_flow() -> None:
         algorithm.update(chunks(x, actions), number)
     policy.load(policy_arrays(algorithm.policy))
     assert before < 0.8 and success_rate(policy) > 0.9
+
+
+@pytest.mark.parametrize("reads_base", [False, True])
+def test_frozen_policy_acts_under_its_condition(reads_base: bool) -> None:
+    base = FLOW | {"conditions": 1, "condition": 1, "guidance": 3.0}
+    settings = replace(STEERED, base_options=base, reads_base=reads_base)
+    torch.manual_seed(0)
+    module = SteeredPolicy.make_module(POINT, settings=settings)
+    assert isinstance(module, SteeredNetwork)
+    torch.nn.init.normal_(module.base.conditions.weight[1:])
+    observation, noise = {STATE: torch.zeros(1, 1)}, torch.full((1, 2), 0.3)
+    found = module.chunks(observation, [""], noise, module.encode(observation))
+    drawn = module.unscale_action(noise).view(1, 2, 1)
+    encoded, condition = module.base.encode(observation), torch.ones(1, dtype=torch.int64)
+    steered, free = (
+        module.base.unscale_action(module.base.sample(encoded, drawn, condition=each, guidance=3.0))
+        for each in (condition, None)
+    )
+    torch.testing.assert_close(found, steered)
+    assert not torch.allclose(steered, free)
+
+
+@pytest.mark.parametrize(("options", "bound"), [({}, 4), ({"execute": 4}, 2)])
+def test_steered_policy_bridges_half_of_the_executed_actions(options: dict[str, Any], bound: int) -> None:
+    settings = SteeredSettings(base_options={"chunk_length": 8}, **options)
+    assert SteeredPolicy.execution_delays(settings) == {"switch": bound, "ensemble": bound}

@@ -28,7 +28,7 @@ from user_sys.config import build
 from user_sys.errors import ConfigError
 from user_sys.policies.cnn import PictureSettings
 from user_sys.policies.networks import Affine, GaussianNetwork
-from user_sys.policies.policy import SENTENCE
+from user_sys.policies.policy import SENTENCE, ExecutionMethod
 from user_sys.policies.scaling import action_affine, feature_specs
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 
@@ -141,6 +141,8 @@ class SteeredNetwork(GaussianNetwork):
         self.log_std.bias.data.fill_(-math.log(settings.noise_max))
         self.reads_ages = bool(getattr(base, "reads_ages", False))
         self.base, self._noise_shape = base.eval().requires_grad_(False), shape
+        options = settings.base_options
+        self._condition, self._guidance = int(options.get("condition", 0)), float(options.get("guidance", 1.0))
         centre, half = action_affine(spec.action)
         self.robot_action = Affine(centre=centre, scale=half)
         self.is_pretrained = bool(getattr(base, "is_pretrained", False))
@@ -184,14 +186,22 @@ class SteeredNetwork(GaussianNetwork):
         noise = self.unscale_action(scaled_noise).view(-1, self._chosen, size)
         noise = torch.cat([noise, noise[:, -1:].expand(-1, length - self._chosen, -1)], 1)
         if self.reads_base:
-            chunks: Tensor = base.unscale_action(base.sample(encoded, noise))
+            chunks = self._base_chunks(encoded, noise)
         elif hasattr(base, "chunks_from_noise"):
             chunks = base.chunks_from_noise(observation, sentences, noise)
         else:
             if hasattr(base, "encode_sentences"):
                 observation = {**observation, SENTENCE: base.encode_sentences(sentences).to(noise.device)}
-            chunks = base.unscale_action(base.sample(base.encode(observation), noise))
+            chunks = self._base_chunks(base.encode(observation), noise)
         return chunks[:, : self.executed]
+
+    def _base_chunks(self, encoded: Tensor, noise: Tensor) -> Tensor:
+        """Returns the frozen policy's chunks (n, H, a) from `noise`, under the condition of its settings."""
+        condition = torch.full((len(noise),), self._condition, device=noise.device) if self._condition else None
+        chunks: Tensor = self.base.unscale_action(
+            self.base.sample(encoded, noise, condition=condition, guidance=self._guidance)
+        )
+        return chunks
 
     def scale_executed(self, action: Tensor) -> Tensor:
         """Maps the robot's actions (..., a) to [-1, 1]."""
@@ -236,6 +246,15 @@ class SteeredPolicy(TorchPolicy):
         kind, options = _load_base(chosen)
         base = kind.make_module(spec, settings=options, features=chosen.base_features or features)
         return SteeredNetwork(spec, features, chosen, cls._own_cameras(spec, chosen), base)
+
+    @classmethod
+    def execution_delays(cls, settings: SteeredSettings) -> dict[ExecutionMethod, int]:
+        """See `TrainablePolicy.execution_delays`: half of the executed actions, as a chunk holds no others."""
+        kind, options = _load_base(settings)
+        half: int = kind.execution_delays(options)["switch"]
+        if executed := settings.execute or getattr(options, "execute", 0):
+            half = min(half, executed // 2)
+        return {"switch": half, "ensemble": half}
 
     def draw(
         self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
