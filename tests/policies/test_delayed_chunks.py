@@ -244,6 +244,9 @@ def test_settings_that_cannot_be_trained_are_refused() -> None:
     module = FlowPolicy.make_module(SPEC, settings=replace(SMALL, offset_max=2, flow_steps=1))
     with pytest.raises(ConfigError, match="q_chunking does not train offset_max"):
         kind(kind.settings(), module, SPEC)
+    module = FlowPolicy.make_module(SPEC, settings=replace(SMALL, prefix_max=2, flow_steps=1))
+    with pytest.raises(ConfigError, match="q_chunking does not train prefix_max"):
+        kind(kind.settings(), module, SPEC)
 
 
 @pytest.mark.parametrize("method", ["switch", "ensemble", "rtc", "training_rtc", "vlash", "a2c2"])

@@ -23,3 +23,9 @@ def test_contradictory_settings_are_refused() -> None:
     for options in ({"path": "a", "cameras": ["front"]}, {"tokenizer": "words"}, {"statistics": "checkpoint"}):
         with pytest.raises(ConfigError, match="path"):
             load_policy("lerobot", options)
+
+
+@pytest.mark.parametrize(("config", "bound"), [({}, 4), ({"horizon": 32, "n_action_steps": 12}, 6)])
+def test_diffusion_bridges_half_of_the_actions_that_lerobot_keeps(config: dict[str, int], bound: int) -> None:
+    kind, settings = load_policy("lerobot", {"type": "diffusion", "config": config})
+    assert kind.execution_delays(settings) == {"switch": bound, "ensemble": bound}

@@ -84,6 +84,10 @@ class QChunking(Algorithm):
         """See `Algorithm`."""
         super().__init__(settings, policy, spec)
         refuse_delay_training(policy, "q_chunking")
+        if getattr(policy, "prefix_max", 0):  # the policy imitates no chunks, so it would not learn to continue them
+            raise ConfigError(
+                "policy.options: q_chunking does not train prefix_max: leave it out, or use bc, hg_dagger or recap"
+            )
         if not isinstance(policy, ChunkPolicy) or policy.flow_steps != 1:
             raise ConfigError(
                 "learner.algorithm: q_chunking needs a policy that draws chunks in one step, such as "

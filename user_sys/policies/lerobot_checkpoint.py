@@ -20,7 +20,7 @@ from user_sys.policies.scaling import feature_specs
 from user_sys.policies.trainable import TrainSettings
 
 TYPES = ("act", "diffusion", "pi0", "pi05", "smolvla")
-CHUNK_LENGTHS = {"act": 100, "diffusion": 16, "pi0": 50, "pi05": 50, "smolvla": 50}  # LeRobot's defaults
+CHUNK_LENGTHS = {"act": 100, "diffusion": 8, "pi0": 50, "pi05": 50, "smolvla": 50}  # LeRobot's defaults
 CONFIG_NAME, PREPROCESSOR_NAME = "config.json", "policy_preprocessor.json"
 TYPE_OF_VECTOR = {STATE: "STATE", ENVIRONMENT_STATE: "ENV"}
 EMPTY_CAMERA = IMAGES + "empty_camera_"  # LeRobot fills such a camera by itself
@@ -225,10 +225,14 @@ class PolicyFeatures:
 
 
 def type_and_chunk_length(settings: LeRobotSettings) -> tuple[str, int]:
-    """Returns a policy's type, and the actions of its chunks. Raises ConfigError: the checkpoint cannot be read."""
+    """Returns a policy's type, and the actions of its chunks: of a diffusion those that LeRobot keeps.
+
+    Raises ConfigError: the checkpoint cannot be read.
+    """
     config = settings.config if settings.path is None else _read_config(settings) | settings.config
     kind = settings.type or str(config.get("type", ""))
-    return kind, int(config.get("chunk_size") or config.get("horizon") or CHUNK_LENGTHS.get(kind, 1))
+    name = "n_action_steps" if kind == "diffusion" else "chunk_size"
+    return kind, int(config.get(name) or CHUNK_LENGTHS.get(kind, 1))
 
 
 def find_checkpoint_file(settings: LeRobotSettings, name: str) -> Path:
