@@ -17,6 +17,8 @@ from msgspec.structs import replace
 from hal.errors import SpecError
 from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
+from user_sys.algorithms.bc import Bc, BcSettings
+from user_sys.algorithms.conformance import example_batch
 from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings, acting_stream, warm_up_gpu
@@ -143,6 +145,19 @@ def test_bounds_map_to_the_unit_box_and_unbounded_elements_stay() -> None:
     spec = example_spec()
     offset, scale = bounds_affine(spec.observation)
     np.testing.assert_allclose((np.array([0.5, 7.0, 0.0]) - offset) * scale, [1.0, 7.0, -1.0])
+
+
+def test_action_element_with_equal_bounds_trains_and_stays_there() -> None:
+    spec, observation = example_spec(), example_observation(np.random.default_rng(0))
+    fixed = replace(spec.action, low=(0.5, *spec.action.low[1:]), high=(0.5, *spec.action.high[1:]))
+    spec = replace(spec, action=fixed)
+    algorithm, policy = Bc(BcSettings(), MlpPolicy.make_module(spec), spec), MlpPolicy(spec)
+    batch = example_batch(np.random.default_rng(0), 8)
+    batch.action[:, 0] = 0.5
+    algorithm.update(batch, 0)
+    policy.load(policy_arrays(algorithm.policy))
+    action = policy.act(observation, "", deterministic=False).actions[0]
+    assert np.isfinite(action).all() and action[0] == 0.5
 
 
 def test_unbounded_action_and_an_empty_network_are_refused() -> None:

@@ -38,7 +38,7 @@ def bounds_affine(specs: Sequence[ArraySpec]) -> tuple[Array, Array]:
 
 
 def action_affine(spec: ArraySpec) -> tuple[Array, Array]:
-    """Returns (centre, scale) that map [-1, 1] to the bounds of the action `spec`.
+    """Returns (centre, scale) that map [-1, 1] to the bounds of the action `spec`; scale 1 where they are equal.
 
     Raises:
         SpecError: a bound is not finite; a squashed policy cannot cover it.
@@ -46,7 +46,7 @@ def action_affine(spec: ArraySpec) -> tuple[Array, Array]:
     low, high = np.asarray(spec.low, np.float32), np.asarray(spec.high, np.float32)
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise SpecError(f"{spec.name}: a squashed policy needs finite bounds, got {spec.low} to {spec.high}")
-    return (low + high) / 2, (high - low) / 2
+    return (low + high) / 2, np.where(high > low, (high - low) / 2, np.float32(1.0))
 
 
 def discrete_gripper(spec: RobotSpec, gripper: Gripper) -> int:
