@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_folder_kit import STARTED_S, episode, make_run
 
+import user_sys.run.evaluate
 from hal.camera import CameraFrame as CameraFrame
+from hal.errors import HardwareLost
 from hal.spec import Array
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import RunError
 from user_sys.messages import EpisodeReport
+from user_sys.robot_records import LEARNER
 from user_sys.run.compare import _band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate_and_report, success_by_task, video_listener
@@ -128,6 +131,33 @@ def test_run_without_evaluation_reports_its_counts(tmp_path: Path, console: Cons
     config = RunConfig(robots=(robot,), evaluation=EvaluationConfig(episodes=0))
     assert evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console) == _summary(0, 0)
     assert json.loads((tmp_path / "summary.json").read_text())["success"] is None
+
+
+@pytest.mark.parametrize("broken", ["filming", "writing"])
+def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    robot = RobotConfig(name="left", driver="fake", task="reach")
+    message = io.StringIO()
+    report = EpisodeReport(
+        robot="left", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
+    )
+
+    def run_evaluation(*args: object) -> tuple[list[EpisodeReport], list[Frame], None]:
+        if broken == "filming" and args[-1] == [2]:  # the failure again
+            raise HardwareLost("the camera cannot be opened")
+        return [msgspec.structs.replace(report, success=each) for each in (True, True, False)], _frames(1, 64, 64), None
+
+    def write_video(*args: object) -> None:
+        if broken == "writing":
+            raise RunError("the disk is full")
+
+    monkeypatch.setattr(user_sys.run.evaluate, "robots_to_evaluate", lambda config, folder: {LEARNER: robot})
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", run_evaluation)
+    monkeypatch.setattr(user_sys.run.evaluate, "write_video", write_video)
+    config, console = RunConfig(robots=(robot,)), Console(file=message, width=500)
+    summary = evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console)
+    assert (summary.successes, summary.episodes) == (2, 3)
+    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3
+    assert "the films of left are incomplete: the " in message.getvalue()
 
 
 def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:

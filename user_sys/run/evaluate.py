@@ -271,15 +271,19 @@ def _evaluate_and_film(
     """Evaluates the first learner on `robot`. Its first failures run again on the same starts, to be filmed."""
     total, fps = config.evaluation.episodes, robot_spec(robot).rate_hz
     episodes, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot)
-    if film:
-        write_video(folder.path / VIDEO, film, fps)
     failed = [number for number, episode in enumerate(episodes) if not episode.success]
     (folder.path / FAILURES).unlink(missing_ok=True)
-    if failed := failed[: config.evaluation.video_failures]:
-        _, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot, failed)
+    try:
         if film:
-            write_video(folder.path / FAILURES, film, fps)
-    control_s = sum(episode.steps for episode in episodes) / robot_spec(robot).rate_hz
+            write_video(folder.path / VIDEO, film, fps)
+        if failed := failed[: config.evaluation.video_failures]:
+            _, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot, failed)
+            if film:
+                write_video(folder.path / FAILURES, film, fps)
+    except (HalError, PolicyUnavailable, RunError) as error:  # the evaluation counts all the same
+        message = f"the films of {robot.name} are incomplete: {error}"
+        console.print(message, highlight=False, markup=False, soft_wrap=True)
+    control_s = sum(episode.steps for episode in episodes) / fps
     successes = sum(bool(episode.success) for episode in episodes)
     tasks = success_by_task(episodes)
     return replace(counts, successes=successes, episodes=len(episodes), control_s=control_s, tasks=tasks)
