@@ -14,6 +14,7 @@ from hal.spec import Array, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, policy_arrays
 from user_sys.algorithms.conformance import AlgorithmConformance, example_windows
 from user_sys.algorithms.sac_flow import SacFlow, SacFlowSettings
+from user_sys.episode import Phase
 from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_spec
 from user_sys.policies.gated_flow import GatedFlowNetwork, GatedFlowPolicy, GatedFlowSettings
@@ -125,3 +126,23 @@ def test_algorithm_learns_from_a_sparse_reward() -> None:
         algorithm.update(chunks(x, rng.uniform(-0.2, 0.2, (128, 1, 1)).astype(np.float32)), number)
     policy.load(policy_arrays(algorithm.policy))
     assert before < 0.5 and success_rate(policy) > 0.9, algorithm.scalars()
+
+
+def test_only_the_steps_of_a_person_are_cloned() -> None:
+    """A chunk that begins in a correction may go on with steps of the policy or of the robot."""
+    module = network(POINT)
+    module.pretrain_updates = 1
+    algorithm = SacFlow(replace(SMALL, cloning=1.0, critics_first=0), module, POINT)
+    masks: list[list[list[bool]]] = []
+    original = module.imitation_loss
+
+    def imitation_loss(x: torch.Tensor, action: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        masks.append(mask.tolist())
+        return original(x, action, mask)
+
+    module.imitation_loss = imitation_loss  # type: ignore[method-assign, assignment]
+    phase = torch.tensor([[Phase.CORRECTION, Phase.POLICY], [Phase.POLICY, Phase.CORRECTION]])
+    batch = replace(chunks(np.ones((2, 1), np.float32), np.full((2, 2, 1), 0.1, np.float32)), phase=phase)
+    for number in (0, 2):  # which clones only, and which trains the critics too
+        algorithm.update(batch, number)
+    assert masks == [[[True, False]], [[True, False], [False, False]]]

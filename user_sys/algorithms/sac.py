@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -167,7 +167,7 @@ class Sac(Algorithm):
 
     def _imitate(self, batch: TensorBatch) -> None:
         """Makes an update that clones the steps of people; see `ObservationEncoder.pretrain_updates`."""
-        chosen = batch.rows(is_cloned(batch))
+        chosen = replace(batch, mask=cloned_steps(batch)).rows(is_cloned(batch))
         loss = imitation_loss(self.actor, chosen).sum() / max(1, len(chosen.weight))
         self._step("imitation", loss)
         follow(*self._followers["policy"], 1.0)
@@ -198,7 +198,7 @@ class Sac(Algorithm):
         q = self.critics(critic_input(self.actor, x, action), frozen=True).mean(0)
         loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
         if self._settings.cloning:
-            imitation = self.actor.imitation_loss(x, self.actor.scale_action(batch.action), batch.mask)
+            imitation = self.actor.imitation_loss(x, self.actor.scale_action(batch.action), cloned_steps(batch))
             loss = loss + self._settings.cloning * (imitation * is_cloned(batch)).mean()
         self._step("actor", loss)
         follow(*self._followers["policy"], self._settings.acting_rate)
@@ -251,5 +251,15 @@ def by_people(batch: TensorBatch) -> Tensor:
     """
     if batch.phase is None:
         return torch.ones_like(batch.terminated)
-    phase = batch.phase[:, 0] if batch.phase.dim() > 1 else batch.phase
+    return _is_people(batch.phase[:, 0] if batch.phase.dim() > 1 else batch.phase)
+
+
+def cloned_steps(batch: TensorBatch) -> Tensor | None:
+    """Returns which steps of chunks are cloned, bool (n, H): those before the person hands back; else `batch.mask`."""
+    if batch.mask is None or batch.phase is None or batch.phase.dim() == 1:
+        return batch.mask
+    return (batch.mask & _is_people(batch.phase)).cumprod(1).bool()
+
+
+def _is_people(phase: Tensor) -> Tensor:
     return (phase == Phase.TELEOP) | (phase == Phase.CORRECTION)
