@@ -7,6 +7,9 @@ franky's motion by one to the new target. franky's online trajectory generator j
 A reflex, the user stop, guiding or any error makes the robot lost; the message has the reason. The driver never
 recovers from errors by itself.
 
+The force in the state is that of the environment on the tool, as `SafetyLimits.tool_force` says: the negative of
+libfranka's `O_F_ext_hat_K`.
+
 Safe stop and hold: franky's stop motion brakes the arm, and the arm's controller holds it. If this process dies or
 hangs during a motion, the arm misses its 1 kHz packets and stops by its reflex (`communication_constraints_violation`).
 """
@@ -127,8 +130,8 @@ class FrankaRobot(Robot):
     def observe(self) -> Observation:
         state = self._read()
         require_fresh(self._name, self._captured_ns, self.spec.limits.stale_after_s)
-        pose = state.O_T_EE
-        numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], state.O_F_ext_hat_K[:3])
+        pose, force = state.O_T_EE, -state.O_F_ext_hat_K[:3]  # libfranka gives the tool's force on the environment
+        numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], force)
         vector = np.concatenate([np.ravel(each) for each in numbers]).astype(np.float32)
         return Observation({STATE: vector}, self._captured_ns)
 

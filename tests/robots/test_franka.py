@@ -15,6 +15,7 @@ from hal.conformance import RobotConformance
 from hal.driver import RobotSetupRequest
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
+from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
 from robots.franka import FrankaConfig, FrankaRobot, make_robot_setup
 
@@ -91,6 +92,17 @@ def test_joint_steps_add_up_and_hold_brakes(simulated: FrankaSimulator) -> None:
         robot.stop(StopLevel.HOLD)
         eventually(lambda: stands(robot), "the arm did not stand still")
         robot.command(step)
+
+
+def test_safety_kernel_stops_motion_against_measured_force(simulated: FrankaSimulator) -> None:
+    with arm(simulated) as robot:
+        simulated.set("O_F_ext_hat_K", [0, 0, -80.0, 0, 0, 0])  # of the tool that presses on a table, on the table
+        eventually(lambda: abs(state(robot)[25]) == 80, "the force is not reported")
+        kernel, observation = SafetyKernel(robot.spec), robot.observe()
+        assert observation.arrays[STATE][23:26].tolist() == [0, 0, 80]
+        down, up = (kernel.filter(np.array([0, 0, dz], np.float32), observation) for dz in (-0.01, 0.01))
+        assert down.applied is not None and down.applied[2] == 0
+        assert up.applied is not None and up.applied[2] > 0
 
 
 def test_reflex_is_reported_and_not_recovered(simulated: FrankaSimulator) -> None:
