@@ -2,7 +2,7 @@
 
 The path is a straight line in joint space, at reduced speed. Every target passes a separate safety kernel, so the
 limits of the robot's spec apply as for a policy. Targets wait for a robot that lags behind: a blocked robot does not
-push harder, and homing times out.
+push harder, and homing times out, also if the robot is blocked just before home.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from robots.delta_actions import add_step
 
 HOMING_TIMEOUT_S = 60.0  # in addition to the duration of the path
 STANDSTILL_STEP_SHARE = 0.25  # share of a step; joints that moved less count as standing still
+HOME_TOLERANCE_SHARE = 0.5  # share of the greatest lead of a target; joints that end farther from home are blocked
 SETTLE_S = 0.2  # standing still for this long counts as settled
 STOP_CHECK_INTERVAL_S = 0.01
 # How far joints may be out of range: their path at greatest speed in this time, or in one period.
@@ -168,7 +169,10 @@ class _JointPath:
         self.duration_s, self.problem = 0.0, ""
 
     def advance(self) -> bool:
-        """Run one control period; True once the target is home and the robot stands still."""
+        """Run one control period; True once target and robot are home, and the robot stands still.
+
+        Servos sag under their load: a joint is home within `HOME_TOLERANCE_SHARE` of the lead.
+        """
         try:
             seen = self._robot.observe()
         except StaleObservation as error:
@@ -178,13 +182,16 @@ class _JointPath:
         if not self.duration_s:
             self.duration_s = self._periods_for(self._home - self._measured) * self._robot.spec.period_s
         settled = self._is_settled(seen.t_capture_ns)
-        if settled and self._target is not None and self._is_near(self._target, self._home):
+        arrived = bool((np.abs(self._measured - self._home) <= HOME_TOLERANCE_SHARE * self._lead).all())
+        if arrived and settled and self._target is not None and self._is_near(self._target, self._home):
             return True
         verdict = self._kernel.filter(self._next_action(), seen)
         if verdict.applied is None:
             self._stop(verdict.stop or StopLevel.HOLD, verdict.text)
             return False
-        self.problem = f"its joints are at {np.round(self._measured, 3).tolist()}"
+        self.problem = (
+            f"its joints are at {np.round(self._measured, 3).tolist()}, not at {np.round(self._home, 3).tolist()}"
+        )
         applied = self._robot.command(verdict.applied)
         self._kernel.set_applied(applied)
         self._target = applied[self._joint_elements].astype(np.float64)

@@ -23,7 +23,10 @@ STEP = SPEED * REDUCED / RATE_HZ
 
 
 class Arm(Robot):
-    """Two joints and a gripper that reach their targets at once, unless `stuck`; records its commands."""
+    """Two joints and a gripper that reach their targets at once, unless `stuck`; records its commands.
+
+    `farthest`: joint a is blocked there.
+    """
 
     def __init__(self, **limits: tuple[float, ...]) -> None:
         labels, units, low, high = ("a", "b", "grip"), ("rad", "rad", "m"), (-1.0, -1.0, 0.0), (1.0, 1.0, 0.1)
@@ -49,7 +52,7 @@ class Arm(Robot):
         self.state: Array = np.array([*START, 0.04], np.float32)
         self.commanded: list[Array] = []
         self.stops: list[StopLevel] = []
-        self.stuck = False
+        self.stuck, self.farthest = False, np.inf
         self.stale = 0
 
     def connect(self) -> None:
@@ -65,7 +68,7 @@ class Arm(Robot):
         self.spec.action.validate(action)
         self.commanded.append(action)
         if not self.stuck:
-            self.state = action.copy()
+            self.state = np.minimum(action, np.float32([self.farthest, np.inf, np.inf]))
         return action.copy()
 
     def stop(self, level: StopLevel) -> None:
@@ -144,6 +147,19 @@ def test_blocked_arm_times_out_without_pushing(
     commanded = len(arm.commanded)
     assert driver.reset(1).stopped and len(arm.commanded) == commanded, "no attempt before a person has looked"
     assert np.abs(np.array(arm.commanded)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
+
+
+def test_joint_blocked_just_before_home_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = Arm()
+    monkeypatch.setattr(robots.homing, "HOMING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(robots.homing, "MAX_TARGET_LEAD_S", 0.02)
+    lead = SPEED * REDUCED * 0.02
+    arm.farthest = HOME[0] - 0.8 * lead
+    with pytest.raises(EmergencyStopped, match=r"its joints are at \[0.22, -0.2\], not at \[0.3, -0.2\]"):
+        arm.go_home()
+    np.testing.assert_allclose(arm.commanded[-1][:2], HOME, atol=0.3 * STEP, err_msg="the lead does not show it")
+    arm.farthest = HOME[0] - 0.4 * lead
+    arm.go_home()
 
 
 def test_stale_readings_pause_homing() -> None:
