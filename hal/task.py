@@ -34,6 +34,7 @@ class TaskOutcome:
         terminated: the task has ended, by success or by failure; its value is not bootstrapped.
         success: True or False once known, else None.
         source: of the evaluation: ``rule``, ``person``, ``classifier``.
+        truncated: the task has ended by its own limit of steps or time; its value is bootstrapped.
         help: why the robot needs a person, e.g. ``the cube has left the table``; in a run it then holds and shows this.
     """
 
@@ -41,6 +42,7 @@ class TaskOutcome:
     terminated: bool
     success: bool | None = None
     source: str = "rule"
+    truncated: bool = False
     help: str = ""
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,19 +116,14 @@ class GymRobot(Robot):
         self.spec.action.validate(action)
         env = self._require_env()
         applied: Array = np.clip(action, self._low, self._high)
-        if self._outcome.terminated:
+        if self._outcome.terminated or self._outcome.truncated:
             return applied
         wanted = applied.astype(self._space.dtype).reshape(self._space.shape)
-        observation, reward, terminated, truncated, info = self._call("a step", lambda: env.step(wanted))
-        if not math.isfinite(float(reward)):
-            raise HardwareLost(f"{self._name}: its reward is {reward}")
+        observation, outcome = self._call("a step", lambda: self._step(env, wanted))
+        if not math.isfinite(outcome.reward):
+            raise HardwareLost(f"{self._name}: its reward is {outcome.reward}")
         self._receive(observation)
-        known = next((bool(info[key]) for key in SUCCESS_KEYS if key in info), None)
-        if self.config.success_reward is not None:
-            known = float(reward) >= self.config.success_reward
-        ends = bool(terminated or truncated or (known and self.config.ends_at_success))
-        success = known if ends or known else None
-        self._outcome = TaskOutcome(self._outcome.reward + float(reward), ends, success)
+        self._outcome = replace(outcome, reward=self._outcome.reward + outcome.reward)
         return applied
 
     def stop(self, level: StopLevel) -> None:
@@ -149,8 +144,18 @@ class GymRobot(Robot):
     def take_outcome(self) -> TaskOutcome:
         """The reward since the last call, and whether the episode has ended."""
         outcome = self._outcome
-        self._outcome = TaskOutcome(0.0, outcome.terminated, outcome.success)
+        self._outcome = replace(outcome, reward=0.0)
         return outcome
+
+    def _step(self, env: Any, action: Array) -> tuple[Any, TaskOutcome]:
+        """The observation and the outcome of one step. Raises any exception."""
+        observation, reward, terminated, truncated, info = env.step(action)
+        known = next((bool(info[key]) for key in SUCCESS_KEYS if key in info), None)
+        if self.config.success_reward is not None:
+            known = float(reward) >= self.config.success_reward
+        ends = bool(terminated or (known and self.config.ends_at_success))
+        success = known if ends or truncated or known else None
+        return observation, TaskOutcome(float(reward), ends, success, truncated=bool(truncated))
 
     def _make_spec(self, leaves: list[tuple[Path, Any]], render_fps: float | None) -> RobotSpec:
         wide, rate_hz = self.config.observation_range, float(self.config.rate_hz or render_fps or DEFAULT_RATE_HZ)

@@ -26,6 +26,7 @@ from hal.safety import SafetyKernel
 from hal.spec import STATE, RobotSpec
 from sim.gym import GymCamera, GymConfig, GymRobot, GymTask
 from user_sys.compose import RobotConfig, build_robot_setup
+from user_sys.edge.agents import task_outcome
 from user_sys.edge.environment import RobotEnvironment
 from user_sys.run.metrics import read_metrics
 from user_sys.store.store import StoreReader
@@ -113,7 +114,11 @@ class PointEnv(gymnasium.Env[Any, Any]):
             observation["view"]["top"] = np.zeros((16, 12, 3), np.uint8)
         if self._fault == "inf":
             observation["place"][1] = np.inf
-        return observation, reward, False, False, {"is_success": done}
+        if self._fault == "truncates":
+            return observation, 1.0, False, True, {}
+        if self._fault == "rewards":
+            return observation, np.zeros(2), False, False, {}
+        return observation, reward, False, False, {"is_success": np.zeros(2) if self._fault == "successes" else done}
 
     def _observation(self) -> Any:
         if self._drawn:
@@ -194,6 +199,8 @@ def test_unmappable_environment_is_refused_in_one_line(options: dict[str, Any], 
     [
         ("raises", "gym TestPoint-v0: a step failed: RuntimeError: the arm exploded"),
         ("nan", "its reward is nan"),
+        ("rewards", "a step failed: TypeError: "),
+        ("successes", "a step failed: ValueError: "),
         ("picture", r"its picture view_top is \(16, 12, 3\); its space says \(8, 6, 3\)"),
         ("inf", "its observation place.1 is inf"),
         ("shape", "its observation differs from its space"),
@@ -222,6 +229,20 @@ def test_reward_end_and_success_feed_the_episode() -> None:
     assert after.outcome.reward == 0.0
     stands = environment.step(np.array([0.5, 0.0], np.float32))
     assert np.array_equal(stands.observation[STATE], step.observation[STATE]), "until the next reset"
+    environment.close()
+
+
+def test_truncated_episode_is_not_terminated() -> None:
+    options = {"id": "TestPoint-v0", "settings": {"fault": "truncates"}}
+    setup = build_robot_setup(RobotConfig(name="gym-0", driver="gym", task="go", options=options))
+    environment = RobotEnvironment(setup.robot, setup.task, SafetyKernel(setup.robot.spec), setup.cameras)
+    environment.connect()
+    environment.reset(0)
+    step = environment.step(np.array([0.5, 0.0], np.float32))
+    outcome = task_outcome(step, late=False)
+    assert (outcome.terminated, outcome.truncated, outcome.success) == (False, True, False)
+    after = environment.step(np.array([0.5, 0.0], np.float32))
+    assert np.array_equal(after.observation[STATE], step.observation[STATE]), "until the next reset"
     environment.close()
 
 

@@ -33,8 +33,10 @@ TOLERANCE = 0.02  # share of the action's range within which a point counts as r
 
 
 def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
-    """The outcome by the task's own rule. The episode is truncated if it is `late`, or if the driver held the robot."""
+    """The outcome by the task's own rule. The episode is truncated by the task, if it is `late`, or if the driver held
+    the robot."""
     outcome = after.outcome
+    late = late or outcome.truncated
     broken = after.held_periods > 0 or after.applied is None
     return StepOutcome(
         reward=outcome.reward,
