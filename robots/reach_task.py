@@ -70,6 +70,7 @@ class ReachRobotWrapper(Robot):
         self.goal: Array = (self.goal_low + self.goal_high) / 2
 
     def connect(self) -> None:
+        self.robot.check_stop = self.check_stop
         self.robot.connect()
         self._target = None
 

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from hal.driver import RobotSetup, RobotSetupRequest, read_options
-from hal.errors import HardwareLost, SpecError
+from hal.errors import HalError, HardwareLost
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from robots.cameras import make_cameras
@@ -70,10 +70,10 @@ class UrRobot(Robot):
         self._device_lock.acquire()
         self._connection, self._target.value = UrConnection(self.config), None
         try:
-            self._connection.open()
+            self._connection.open(self.check_stop)
             if self._gripper:
                 self._gripper.connect()
-        except (HardwareLost, SpecError):
+        except HalError:
             self.close()
             raise
 

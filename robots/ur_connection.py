@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,10 +21,11 @@ import numpy as np
 from msgspec import Meta
 
 from hal.errors import HardwareLost
+from hal.robot import no_op
 from hal.settings import Positive
 from hal.spec import Array
 from robots.delta_actions import DeltaArmConfig
-from robots.device import EXIT_TIMEOUT_S, DeviceClock, age_s, import_library
+from robots.device import EXIT_TIMEOUT_S, STOP_CHECK_INTERVAL_S, DeviceClock, age_s, import_library
 from robots.robotiq import RobotiqConfig
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
@@ -156,8 +158,8 @@ class UrConnection:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"ur {config.host}", daemon=True)
 
-    def open(self) -> None:
-        """Connect and upload ur_rtde's control program, without motion.
+    def open(self, check_stop: Callable[[], None] = no_op) -> None:
+        """Connect and upload ur_rtde's control program, without motion. Calls `check_stop` periodically; it may raise.
 
         Raises:
             HardwareLost: the controller does not answer, or its state does not allow it; the message says how to fix
@@ -167,8 +169,11 @@ class UrConnection:
         import_library("rtde_control", "ur")
         self._require_dashboard()
         self._thread.start()
-        if not self._opened.wait(OPEN_TIMEOUT_S):
-            self._lost = f"connecting took longer than {OPEN_TIMEOUT_S:g} s"
+        until_s = time.monotonic() + OPEN_TIMEOUT_S
+        while not (self._opened.wait(STOP_CHECK_INTERVAL_S) or self._lost):
+            check_stop()
+            if time.monotonic() >= until_s:
+                self._lost = f"connecting took longer than {OPEN_TIMEOUT_S:g} s"
         self._require_open()
 
     @property

@@ -91,6 +91,15 @@ def step(b: float, a: float, grip: float = 0.1) -> Array:
     return np.array([grip, b, a], np.float32)
 
 
+def test_stop_reaches_the_robot_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm, robot = reaching()
+    asked = []
+    robot.check_stop = lambda: asked.append(True)
+    monkeypatch.setattr(arm, "connect", lambda: arm.check_stop())
+    robot.connect()
+    assert asked
+
+
 def test_step_starts_at_the_last_target() -> None:
     arm, robot = reaching()
     robot.observe()

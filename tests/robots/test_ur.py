@@ -172,6 +172,29 @@ def test_servo_target_survives_while_the_next_command_is_computed(monkeypatch: p
     assert not connection.continues_servo() and connection.current_command() is Rest.HOLD
 
 
+def test_stop_ends_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def connect_late(connection: UrConnection) -> None:
+        answers.wait(30.0)
+        raise ConnectionError("too late")
+
+    def press() -> None:
+        raise EmergencyStopped("pressed by ada")
+
+    monkeypatch.setattr(UrConnection, "_require_dashboard", lambda connection: None)
+    monkeypatch.setattr(UrConnection, "_connect", connect_late)
+    monkeypatch.setattr(ur_connection, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ur_connection, "OPEN_TIMEOUT_S", 3.0)
+    robot = UrRobot(UrConfig("127.0.0.9"))
+    robot.check_stop = press
+    with pytest.raises(EmergencyStopped):
+        robot.connect()
+    with pytest.raises(HardwareLost, match="is not connected"):
+        robot.observe()
+    answers.set()
+
+
 def test_controller_stop_is_reported_and_not_unlocked(controller: SimulatedController) -> None:
     robot, words = arm(controller), "a protective stop"
     with robot:
