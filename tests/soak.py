@@ -50,7 +50,6 @@ console: {port: 0}
 """
 # Growth from the middle third of a process's life to its last third: a share, and an amount in addition.
 MEMORY, MEMORY_BYTES = 0.10, 30e6
-LEARNER_BYTES = 150e6  # its cache of steps fills
 HANDLES, P99_SHARE, P99_S = 8, 1.0, 0.05
 _SAMPLE = re.compile(r"^user_sys_(process_\w+)\{process=\"([^\"]+)\"\} (\S+)$", re.MULTILINE)
 _BUCKET = re.compile(
@@ -157,8 +156,7 @@ def growth_problems(watch: Watch) -> list[str]:
     for (name, process), values in sorted(watch.values.items()):
         middle, last = thirds(values)
         if name == "process_resident_bytes":
-            extra = LEARNER_BYTES if process.startswith("learner") else MEMORY_BYTES
-            allowed = middle * (1 + MEMORY) + extra
+            allowed = middle * (1 + MEMORY) + MEMORY_BYTES
         elif name in ("process_open_files", "process_threads"):
             allowed = middle + HANDLES
         else:
