@@ -27,6 +27,7 @@ from user_sys.messages import (
     NO_VERSION,
     PinnedVersion,
     Precision,
+    SignedRecord,
     TensorEntry,
     WeightsApplied,
     WeightsBlobs,
@@ -34,6 +35,7 @@ from user_sys.messages import (
     WeightsManifest,
     WeightsOffer,
     WeightsRequest,
+    decode_record,
 )
 from user_sys.policies.policy import Policy
 from user_sys.threads import ThreadedService
@@ -163,6 +165,7 @@ class UpdatePlanner:
         loaded: the version that was loaded last.
         run: the run whose versions the gateway offers; empty before the first offer.
         newest_version: the newest number that is known.
+        pin: the newest pin of an offer, or None.
         stage_seconds: duration of the stages of the newest version: ``fetch`` from its announcement on, ``decode`` and
             ``load``.
     """
@@ -188,7 +191,7 @@ class UpdatePlanner:
         self._tensors: dict[TensorEntry, Array] = {}  # of the loaded version
         self._arrays: dict[str, Array] = {}  # of the loaded version, as the policy loads them
         self._epoch = b"", 0  # the run and the newest epoch of offers and of saved weights
-        self._pin: PinnedVersion | None = None
+        self.pin: PinnedVersion | None = None
         self._announced_s: dict[int, float] = {}  # by version
         self._rejected = 0
 
@@ -202,9 +205,20 @@ class UpdatePlanner:
         """Number of offers and versions that were forged, damaged or unfit for the policy; each is logged."""
         return self._rejected + self.fetcher.rejected
 
-    def load_saved(self, saved: StoredVersion, cache: BlobCache) -> None:
-        """Loads a stored version from `cache`. Raises WireError if it is not signed or does not fit the policy."""
+    def load_saved(self, saved: StoredVersion, cache: BlobCache, pin: SignedRecord | None = None) -> None:
+        """Loads a stored version from `cache`.
+
+        Args:
+            pin: the last one that this robot accepted. Its signature is not verified again.
+
+        Raises:
+            WireError: it is not signed, does not fit the policy, or `pin` names another version of its run.
+        """
         self._trusted_key.verify(saved.signed, WeightsManifest)
+        if pin is not None:
+            pinned, version = decode_record(pin.body, PinnedVersion), saved.manifest.version
+            if pinned.run == saved.manifest.run and pinned.version not in (NO_VERSION, version):
+                raise WireError(f"version {version} is stored, but {pinned.by} has pinned version {pinned.version}")
         if saved.manifest.precision not in self._precisions:
             raise WireError(
                 f"the stored version is {saved.manifest.precision}, but this robot takes {', '.join(self._precisions)}"
@@ -266,8 +280,8 @@ class UpdatePlanner:
 
     def _set_pin(self, pin: PinnedVersion) -> None:
         """Applies a pin that is newer than the last one."""
-        if self._pin is None or pin.serial > self._pin.serial:
-            self._pin = pin
+        if self.pin is None or pin.serial > self.pin.serial:
+            self.pin = pin
 
     def _is_wanted(self, manifest: WeightsManifest) -> bool:
         """Whether a version is the pinned one, or without a pin at least as new as the loaded one.
@@ -277,8 +291,8 @@ class UpdatePlanner:
         run, epoch = self._epoch
         if manifest.epoch < epoch and manifest.run != run:
             return False  # a run that is over
-        if self._pin is not None and self._pin.run == manifest.run and self._pin.version != NO_VERSION:
-            return manifest.version == self._pin.version
+        if self.pin is not None and self.pin.run == manifest.run and self.pin.version != NO_VERSION:
+            return manifest.version == self.pin.version
         loaded = self.loaded
         return loaded is None or (manifest.epoch, manifest.version) >= (loaded.manifest.epoch, loaded.manifest.version)
 
@@ -345,7 +359,8 @@ class WeightsReceiver(ThreadedService):
     Args:
         keys: folder with the learner's public key, ``learner.verify``. If it is missing, the first key that the gateway
             names is trusted and stored there.
-        folder: stores a version every `SAVE_INTERVAL_S`, for a start without a link; None stores nothing.
+        folder: stores a version every `SAVE_INTERVAL_S`, and pins at once, for a start without a link; None stores
+            nothing.
         on_session_start: called by the receiving thread after a new session or a change of the run, because the gateway
             does not have the acting version yet.
 
@@ -429,8 +444,9 @@ class WeightsReceiver(ThreadedService):
             envelope = self._channel.receive_weights(min(wait_s, 0.5))
             with self._governor.push() if self.planner.fetcher.is_fetching else nullcontext():
                 self._receive_burst(envelope)
+                before = self.planner.loaded_version
                 wait_s = self.planner.step()
-            if time.monotonic() >= self._next_save_s:
+            if self.planner.loaded_version < before or time.monotonic() >= self._next_save_s:  # a pin leads back
                 self._save_if_changed()
         self._save_if_changed()
 
@@ -447,7 +463,10 @@ class WeightsReceiver(ThreadedService):
     def _on_message(self, envelope: Envelope) -> None:
         match envelope.message:
             case WeightsOffer() as offer:
+                before = self.planner.pin
                 self.planner.on_offer(offer)
+                if offer.pin is not None and self.planner.pin is not before:
+                    self._save_pin(offer.pin)
                 if self._update_run() or offer.greeting:
                     self._on_session_start()
             case WeightsBlobs() | WeightsGone() as message:
@@ -465,10 +484,18 @@ class WeightsReceiver(ThreadedService):
         try:
             catalog = self._store.load()
             if (saved := newest_version(catalog)) is not None:
-                self.planner.load_saved(saved, catalog.cache)
+                self.planner.load_saved(saved, catalog.cache, self._store.read_pin())
                 self._saved = saved
         except (OSError, WireError, BlobCacheFull) as error:  # the gateway has newer versions, which replace these
             _log.warning("weights.stored_version_unusable folder=%s: %s", self._store.folder, error)
+
+    def _save_pin(self, pin: SignedRecord) -> None:
+        """Stores a pin before its version is here: after a crash no other version acts."""
+        try:
+            if self._store is not None:
+                self._store.set_pin(pin)
+        except OSError as error:
+            _log.error("weights.pin_store_failed: %s", error)
 
     def _save_if_changed(self) -> None:
         loaded, started_s = self.planner.loaded, time.monotonic()

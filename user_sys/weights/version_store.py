@@ -160,7 +160,7 @@ class VersionStore:
             remove_durably(self.folder / PIN_FILE)
 
     def set_pin(self, pin: SignedRecord) -> None:
-        """Stores a pin durably for the gateway."""
+        """Stores a pin durably: a person for the gateway, a robot for its next start. Raises OSError."""
         replace_durably(self.folder / PIN_FILE, msgspec.msgpack.encode(pin))
 
     def keep(self, version: int) -> None:
