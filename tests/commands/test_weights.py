@@ -10,6 +10,7 @@ import pytest
 from user_sys.commands.main import main
 from user_sys.messages import WeightsManifest
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
+from user_sys.run.pins import current_pin, set_pin
 from user_sys.store.store import StoreWriter
 from user_sys.weights.catalog import BlobCache, VersionCatalog
 from user_sys.weights.signing import ensure_signer
@@ -67,6 +68,20 @@ def test_rollback_without_a_gateway_says_when_it_takes_effect(run: Path, capsys:
     assert "it applies this at its start" in output(capsys, "rollback", 3, run)
     with StoreWriter.open(RunFolder(run).store):
         assert output(capsys, "release", run) == "every robot will use the newest version"
+
+
+@pytest.mark.parametrize("pinned", [None, 1])
+def test_rollback_to_a_version_that_the_gateway_removes_meanwhile_leaves_the_former_pin(
+    pinned: int | None, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_version(run, 1)
+    if pinned is not None:
+        output(capsys, "rollback", pinned, run)
+    store_version(run, 3)
+    monkeypatch.setattr("user_sys.commands.weights.set_pin", lambda *pin: (set_pin(*pin), store_version(run, 4)))
+    assert "version 3 is not stored" in error_output(capsys, "rollback", 3, run)
+    found = current_pin(store)
+    assert (None if found is None else found.version) == pinned
 
 
 def test_release_without_a_pin_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,9 +80,17 @@ def rollback(version: int, run: Path, learner: str, by: str | None, reason: str)
     RUN is a run folder on the gateway's machine, such as runs/latest.
     """
     _require_stored(run, learner, version)
+    before = current_pin(_open_store(run, learner))
     target = f"version {version}; `user-sys weights release` ends this"
     message = _pin(run, learner, version, target, by, reason)
-    _require_stored(run, learner, version)  # a running gateway removes versions until it has read the pin
+    try:
+        _require_stored(run, learner, version)  # a running gateway removes versions until it has read the pin
+    except RunError:
+        if before is None:
+            set_pin(run, learner, NO_VERSION, operator_name(by), f"version {version} is not stored")
+        else:
+            set_pin(run, learner, before.version, before.by, before.reason)
+        raise
     print_line(message)
 
 
