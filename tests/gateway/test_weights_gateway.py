@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,15 @@ import numpy as np
 import pytest
 from wait_kit import until
 
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
 from user_sys.commands.main import main
-from user_sys.errors import RunError
+from user_sys.errors import RunError, SessionRefused
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
+from user_sys.inference.__main__ import PolicyServerConfig, policy_opener
+from user_sys.inference.live_policy import LivePolicy
+from user_sys.inference.protocol import PolicyDescription
 from user_sys.messages import (
     FOREIGN_RUN,
     PROTOCOL_VERSION,
@@ -26,6 +31,8 @@ from user_sys.messages import (
     WeightsApplied,
     WeightsMessage,
 )
+from user_sys.policies.conformance import example_spec
+from user_sys.policies.mlp import MlpPolicy
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.run.pins import SuccessGuards
 from user_sys.tunnel.client import TunnelClient
@@ -72,9 +79,11 @@ class WeightsRobot:
         config = config or ReceiverConfig()
         self.swapper = DoubleBufferedPolicy(Numbered)
         self.client = site.client(name, "robot", limits)
-        keys, state = site.run / "keys", site.run / "edge" / name
+        keys, self.folder = site.run / "keys", site.run / "edge" / name
         governor = Governor(config.governor)
-        self.receiver = WeightsReceiver(self.client, self.swapper, config, keys, state, governor, self.say_version)
+        self.receiver = WeightsReceiver(
+            self.client, self.swapper, config, keys, self.folder, governor, self.say_version
+        )
 
     def __enter__(self) -> WeightsRobot:
         self.receiver.start()
@@ -88,6 +97,11 @@ class WeightsRobot:
         if self.swapper.swap_if_ready() is not None:
             self.say_version()
         return self.swapper.version == version
+
+    def stored_version(self) -> int:
+        """The version with which its next start acts."""
+        found = newest_version(VersionStore(self.folder).load())
+        return -1 if found is None else found.manifest.version
 
     def say_version(self) -> None:
         if (version := self.swapper.version) >= 0:
@@ -238,6 +252,96 @@ def test_robot_without_a_gateway_uses_its_stored_weights(site: WeightsSite) -> N
         robot = WeightsRobot(site, "one")
     with robot:
         assert robot.acts_with(1)
+
+
+def test_robot_that_is_killed_after_a_rollback_starts_with_the_pinned_version(
+    site: WeightsSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.weights.receiver.SAVE_INTERVAL_S", 3600.0)
+    with site.serving():
+        publisher, robot = site.publisher(), WeightsRobot(site, "one")
+        with robot:
+            for version in (1, 2, 3):
+                publish(publisher, weights(version), version, robot)
+                assert stored(publisher, version)
+        with WeightsRobot(site, "one") as robot:
+            assert robot.acts_with(3)
+            assert main(["weights", "rollback", "2", str(site.run)]) == 0
+            until(lambda: robot.acts_with(2), "the robot goes back")
+            until(lambda: robot.stored_version() == 2, "the version that acts is on disk, long before the interval")
+
+
+def test_robot_that_is_killed_before_it_has_the_pinned_version_holds(
+    site: WeightsSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_a_second = ReceiverConfig(governor=GovernorConfig(link_bytes_per_s=1.0))
+    with site.serving():
+        publisher, robot = site.publisher(), WeightsRobot(site, "one")
+        with robot:
+            for version in (1, 2, 3):
+                publish(publisher, weights(version, size=50_000), version, robot)
+                assert stored(publisher, version)
+        with WeightsRobot(site, "one", config=byte_a_second) as robot:
+            assert robot.acts_with(3)
+            assert main(["weights", "rollback", "2", str(site.run), "--by", "ada"]) == 0
+            until(lambda: robot.receiver.planner.newest_version == 2, "the robot hears of it")
+        assert robot.stored_version() == 3
+        with WeightsRobot(site, "one", config=byte_a_second) as robot:
+            assert robot.acts_with(-1) and "version 3 is stored, but ada has pinned version 2" in caplog.text
+        with WeightsRobot(site, "one") as robot:
+            until(lambda: robot.acts_with(2), "it has the pinned version")
+            assert main(["weights", "release", str(site.run)]) == 0
+            until(lambda: robot.acts_with(3), "and then the newest again")
+        with WeightsRobot(site, "one") as robot:
+            assert robot.acts_with(3), "the pin is released"
+
+
+def open_served_policy(site: WeightsSite, keys: Path, **settings: str) -> AbstractContextManager[LivePolicy]:
+    """A policy of a policy server, whose key is made in the folder `keys`, under the gateway of `site`."""
+    if not (keys / "policy.key").exists():
+        save_keypair(new_keypair(), keys, "policy")
+    for name in ("gateway.pub", "learner.verify"):
+        shutil.copy(site.run / "keys" / name, keys)
+    config = PolicyServerConfig(gateway=site.address.endpoint, keys=keys, device="cpu", tunnel=QUICK, **settings)  # type: ignore[arg-type]
+    return policy_opener(config)(PolicyDescription(kind="mlp", options={}, features=(), spec=example_spec()))
+
+
+def swapped(policy: LivePolicy, version: int) -> bool:
+    policy.swap()
+    return policy.version == version and not policy.hold_reason(explore=False)
+
+
+def test_policy_server_that_was_refused_acts_once_its_key_is_allowed(
+    site: WeightsSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.inference.live_policy.REFUSED_PAUSE_S", 0.1)
+    keys = tmp_path / "lab"
+    with site.serving():
+        site.publisher().publish(policy_arrays(MlpPolicy.make_module(example_spec())), 1, updates=1)
+        with open_served_policy(site, keys) as policy:
+            until(lambda: "does not allow this key" in policy.hold_reason(explore=False), "its robots learn why")
+            Keyring(site.run / "keys").allow(load_keypair(keys / "policy.key").public, "policy", "policy")
+            policy.raise_failure()
+            time.sleep(0.1)
+            with pytest.raises(SessionRefused, match="does not allow this key"):
+                policy.raise_failure()
+        with open_served_policy(site, keys) as policy:  # as `PolicyServer` does after a failure
+            until(lambda: swapped(policy, 1), "it acts")
+
+
+def test_policy_servers_of_two_sites_with_a_name_each_get_every_version(site: WeightsSite, tmp_path: Path) -> None:
+    arrays, names = policy_arrays(MlpPolicy.make_module(example_spec())), ("lab", "hall")
+    with site.serving(), ExitStack() as servers:
+        publisher = site.publisher()
+        publisher.publish(arrays, 1, updates=1)
+        for name in names:
+            save_keypair(new_keypair(), tmp_path / name, "policy")
+            public = load_keypair(tmp_path / name / "policy.key").public
+            Keyring(site.run / "keys").allow(public, name, "policy")
+        policies = [servers.enter_context(open_served_policy(site, tmp_path / name, name=name)) for name in names]
+        until(lambda: all([swapped(policy, 1) for policy in policies]), "version 1 acts at each site")
+        publisher.publish(arrays, 2, updates=2)
+        until(lambda: all([swapped(policy, 2) for policy in policies]), "version 2 acts at each site")
 
 
 def test_robot_in_another_run_uses_its_weights(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from hal.spec import Array, RobotSpec
-from user_sys.errors import PolicyUnavailable
+from user_sys.errors import PolicyUnavailable, SessionRefused
 from user_sys.inference.live_policy import LivePolicy
 from user_sys.messages import WeightsApplied
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.policy import ActionChunk, Policy, PolicyQuery
+from user_sys.tunnel.protocol import TunnelState
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
 
 OBSERVATION = example_observation(np.random.default_rng(0))
@@ -37,6 +38,7 @@ class SilentClient:
 
     def __init__(self) -> None:
         self.sent: list[WeightsApplied] = []
+        self.state, self.reason = TunnelState.OPEN, ""
 
     def send(self, message: WeightsApplied) -> bool:
         self.sent.append(message)
@@ -91,3 +93,18 @@ def test_weights_are_swapped_between_episodes_only(tmp_path: Path) -> None:
     world.policy.begin_episode()
     world.load(2)
     assert world.act() == 1
+
+
+def test_refused_policy_holds_with_the_reason_and_fails_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, explore=False)
+    world.load(1)
+    assert world.act() == 1
+    world.client.state, world.client.reason = TunnelState.REFUSED, "the gateway does not allow this key"
+    with pytest.raises(PolicyUnavailable, match="holds: the gateway does not allow this key"):
+        world.act()
+    world.policy.raise_failure()
+    monkeypatch.setattr("user_sys.inference.live_policy.REFUSED_PAUSE_S", 0.0)
+    with pytest.raises(SessionRefused, match="does not allow this key"):
+        world.policy.raise_failure()

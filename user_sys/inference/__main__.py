@@ -4,8 +4,8 @@ A run with ``policy.location: server`` starts one itself. Start one by hand at e
 ``user-sys edge``; the gateway must allow its key:
 
     user-sys keys new policy
-    user-sys keys allow policy --role policy --public=KEY          # at the gateway
-    python -m user_sys.inference --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
+    user-sys keys allow lab --role policy --public=KEY             # at the gateway; a name for each site
+    python -m user_sys.inference --name=lab --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
 
 It admits the robots of the folder's keyring (`user-sys keys allow`). It keeps weights in memory only, so it may be
 killed at any time.
@@ -53,6 +53,7 @@ class PolicyServerConfig:
         listen: tcp://ADDRESS:PORT; port 0 takes a free one.
         gateway: from which the weights come.
         keys: folder with ``policy.key``, ``gateway.pub`` and the admitted robots' keys.
+        name: under which the gateway allows its key; servers of several sites have a name each.
         device: auto: a GPU if there is one.
         threads: CPU threads of torch; 1 leaves the rest of a small computer to the learner.
         announce: file to write the address to, once it listens; empty for none.
@@ -61,6 +62,7 @@ class PolicyServerConfig:
     listen: str = "tcp://127.0.0.1:5557"
     gateway: str = "tcp://127.0.0.1:5555"
     keys: Path = Path("keys")
+    name: str = POLICY_NODE
     device: Device = "auto"
     threads: Count = 1
     announce: str = ""
@@ -102,7 +104,7 @@ def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
     @contextmanager
     def open_policy(description: PolicyDescription) -> Iterator[LivePolicy]:
         digest = blake3(encode_description(description))
-        name, spec = f"{POLICY_NODE}-{digest.hexdigest(length=4)}", description.spec
+        name, spec = f"{config.name}-{digest.hexdigest(length=4)}", description.spec
         config_of_policy = PolicyConfig(
             kind=description.kind, options=description.options, features=description.features
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -9,15 +10,17 @@ from pathlib import Path
 
 from hal.context import StartedAtEntry
 from hal.spec import Array
-from user_sys.errors import PolicyUnavailable
+from user_sys.errors import PolicyUnavailable, SessionRefused
 from user_sys.messages import NO_VERSION
 from user_sys.policies.policy import ActionChunk, ChunkContext, PolicyQuery
 from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.protocol import TunnelState
 from user_sys.weights.governor import Governor
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
 
 WAITING_FOR_WEIGHTS = "waiting for weights: holds until the first version; take over to demonstrate the task"
 TOO_STALE = "holds: its weights are older than weights.max_staleness_versions allows; waiting for newer ones"
+REFUSED_PAUSE_S = 10.0  # a policy server then connects again: a person may have allowed its key meanwhile
 
 
 class LivePolicy(StartedAtEntry):
@@ -46,6 +49,7 @@ class LivePolicy(StartedAtEntry):
         """
         self._policies, self._client, self._name, self._config, self._explore = policies, client, name, config, explore
         self._governor = Governor(config.governor)
+        self._refused_s = math.inf  # since when the gateway refuses it
         self._report_lock = threading.Lock()  # the last report must name the version that acts
         self._receiver = WeightsReceiver(client, policies, config, keys, folder, self._governor, self._report_version)
 
@@ -77,6 +81,8 @@ class LivePolicy(StartedAtEntry):
 
     def hold_reason(self, *, explore: bool) -> str:
         """Why a robot must hold, for its operators; empty if the policy may act."""
+        if self._client.state is TunnelState.REFUSED:
+            return f"holds: {self._client.reason}"
         if self.version == NO_VERSION and not explore:
             return WAITING_FOR_WEIGHTS
         return TOO_STALE if self._receiver.is_too_stale() else ""
@@ -129,8 +135,15 @@ class LivePolicy(StartedAtEntry):
         return self._receiver.scalars()
 
     def raise_failure(self) -> None:
-        """Raises what ended the receiver's thread. Any thread may call it."""
+        """Raises what ended the receiver's thread. Any thread may call it.
+
+        Also raises SessionRefused once the gateway has refused it for `REFUSED_PAUSE_S`: it gets no weights any more.
+        """
         self._receiver.raise_failure()
+        if self._client.state is TunnelState.REFUSED:
+            self._refused_s = min(self._refused_s, time.monotonic())
+            if time.monotonic() >= self._refused_s + REFUSED_PAUSE_S:
+                raise SessionRefused(self._client.reason)
 
     def _report_version(self) -> None:
         """Reports the acting version to the gateway: at a swap, and at the start of a tunnel session."""
