@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from user_sys.episode import Chunk, EpisodeEnd, Phase
 from user_sys.errors import WireError
-from user_sys.store.index import Index
+from user_sys.store.index import Index, summarise_episodes
 from user_sys.store.index_block import CHUNK_KIND, IndexBlock, IndexBlockBuilder, decode_block
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, UndoLabel, encode_label
 from user_sys.store.record_format import RecordRef
@@ -174,6 +174,27 @@ def test_undo_removes_newest_labels_first() -> None:
     index.apply([block(label_at(6, UndoLabel, undone_at_unix_ns=1))])
     assert index.steps.reward.tolist() == before[0] and index.episodes.success[0] == 1
     assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
+
+
+def test_persons_label_wins_over_a_reward_that_is_stored_later() -> None:
+    index = indexed(block(chunk("a", 0), chunk("a", 1, last=True), label_at(1, SuccessLabel, success=False)))
+    common = {"episode": "a", "labeller": "reward:vlm", "at_unix_ns": 2}
+    found = SuccessLabel(success=True, keep_reward=True, **common)  # type: ignore[arg-type]
+    index.apply([block(found, RewardLabel(first_step=4, rewards=(0.5, 0.75), **common))])  # type: ignore[arg-type]
+    (summary,) = summarise_episodes(index)
+    assert (summary.success, summary.labelled_by, summary.reward_source) == (False, "ada", "person")
+    assert index.steps.reward.tolist() == [0, 1, 2, 3, 0.5, 0] and not index.steps.terminated.any()
+    index.apply([block(label_at(3, UndoLabel, undone_at_unix_ns=1))])
+    (summary,) = summarise_episodes(index)
+    assert (summary.success, summary.labelled_by, summary.reward_source) == (True, "reward:vlm", "reward:vlm")
+    assert index.steps.reward[5] == 0.75
+
+
+def test_success_that_keeps_the_reward_terminates() -> None:
+    index = indexed(block(chunk("a", 0), chunk("a", 1, last=True)))
+    index.apply([block(label(SuccessLabel, success=True, keep_reward=True))])
+    assert index.steps.reward[5] == 5
+    assert index.steps.terminated.tolist() == [False] * 5 + [True] and not index.steps.truncated.any()
 
 
 def test_gone_chunk_has_no_predecessor_link() -> None:

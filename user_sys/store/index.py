@@ -25,6 +25,7 @@ from user_sys.codec import Array
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.store.index_block import CHUNK_COLUMNS, CHUNK_KIND, STEP_DTYPES, EndRecord, EpisodeRecord, IndexBlock
 from user_sys.store.labels import (
+    REWARD_PREFIX,
     ColumnLabel,
     DeleteLabel,
     Label,
@@ -32,7 +33,7 @@ from user_sys.store.labels import (
     RewardLabel,
     SuccessLabel,
     TrimLabel,
-    effective_labels,
+    by_precedence,
 )
 from user_sys.store.record_format import RecordRef
 
@@ -153,7 +154,7 @@ class EpisodeTable(ColumnTable):
         end_index: index of its last chunk; -1 while unknown.
         complete: its end and all chunks before it are stored.
         success: 1, 0, or -1 if unknown, with labels applied.
-        reward_source: code into `reward_sources` of the source of `success`.
+        reward_source: code into `reward_sources` of the source of `success`, see `EpisodeSummary`.
         deleted: by a label.
     """
 
@@ -430,7 +431,7 @@ class Index:
         Each column is assigned once, so concurrent readers never see the recorded value of a labelled step.
         """
         steps = spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
-        valid = effective_labels(labels)
+        valid = by_precedence(labels)
         deleted = next((label.deleted for label in reversed(valid) if isinstance(label, DeleteLabel)), False)
         self.episodes.deleted[episode] = deleted
         self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not deleted)
@@ -465,12 +466,13 @@ class Index:
         for label in labels:
             match label:
                 case SuccessLabel():
-                    outcome = (label.success, PERSON)
+                    by_reward = label.labeller.startswith(REWARD_PREFIX)
+                    outcome = (label.success, label.labeller if by_reward else PERSON)
+                    unknown, success = label.success is None, bool(label.success)
+                    labelled["terminated"][last] = recorded["terminated"][last] | success
+                    labelled["truncated"][last] = recorded["truncated"][last] & (not success)
                     if not label.keep_reward:
-                        unknown, success = label.success is None, bool(label.success)
                         labelled["reward"][last] = recorded["reward"][last] if unknown else float(success)
-                        labelled["terminated"][last] = recorded["terminated"][last] | success
-                        labelled["truncated"][last] = recorded["truncated"][last] & (not success)
                 case RewardLabel():
                     at = number - label.first_step
                     inside = (at >= 0) & (at < len(label.rewards))
@@ -559,6 +561,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
         policy_versions: lowest and highest version that acted; (-1, -1) if no policy did.
         complete: its end and all chunks before it are stored.
         labelled_by: labeller of `success`; empty without a label.
+        reward_source: of `success`: ``person`` by a label or as the episode ended, the labeller of a reward, or another
+            source that its end names, such as ``rule``; empty while it has neither.
         deleted: a label deletes it; compaction may free its space.
     """
 
@@ -577,6 +581,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     policy_versions: tuple[int, int]
     complete: bool
     labelled_by: str = ""
+    reward_source: str = ""
     deleted: bool = False
 
 
@@ -604,6 +609,7 @@ def summarise_episodes(index: Index) -> list[EpisodeSummary]:
             policy_versions=(int(low[row]), int(high[row])),
             complete=bool(episodes.complete[row]),
             labelled_by=_labeller(index.labels(name)),
+            reward_source=episodes.reward_sources.names[episodes.reward_source[row]],
             deleted=bool(episodes.deleted[row]),
         )
         for row, name in enumerate(episodes.ids.names)
@@ -625,4 +631,4 @@ def _version_range(owner: Array, versions: Array, episodes: int) -> tuple[Array,
 
 
 def _labeller(labels: Sequence[Label]) -> str:
-    return next((label.labeller for label in reversed(effective_labels(labels)) if isinstance(label, SuccessLabel)), "")
+    return next((label.labeller for label in reversed(by_precedence(labels)) if isinstance(label, SuccessLabel)), "")

@@ -1,7 +1,7 @@
 """Labels: statements about an episode made after it was recorded, by people or programs. They are records of the log.
 
-A label never changes recorded data. Readers apply the effective labels to the index in storage order, so the last
-one wins. A label may precede the chunks of its episode.
+A label never changes recorded data. Readers apply the effective labels to the index, those of rewards before those of
+people, each in storage order; the last one wins. A label may precede the chunks of its episode.
 
 While another process writes the store, labels are queued as small files in the store's folder, and that process
 adds them. A queued file is durable when `queue_labels` returns, and is deleted when its labels are durable in the
@@ -35,6 +35,7 @@ ColumnName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9._-]{0,127
 ColumnBytes = Annotated[bytes, msgspec.Meta(max_length=4 * 64 * MAX_STEPS_PER_CHUNK)]
 FIXED_COLUMNS = SCALAR_DTYPES.keys() - {"log_prob"}
 FIXED_PREFIXES = ("observation.", "action")
+REWARD_PREFIX = "reward:"  # of the labellers that are rewards
 QUEUE_FOLDER = "inbox"
 QUEUE_SUFFIX = ".labels"
 QUEUE_DIGITS = 20  # of a file's number, its time or the one behind the newest
@@ -54,8 +55,8 @@ class _Label(msgspec.Struct, frozen=True, kw_only=True):
 class SuccessLabel(_Label, frozen=True, kw_only=True, tag="success"):
     """Whether the episode succeeded; None resets it to unknown, with its last step as recorded.
 
-    Unless `keep_reward`, the reward of the last step becomes 1 for a success and 0 for a failure, and a success
-    terminates the episode. This applies once the episode's end is stored.
+    A success terminates the episode. Unless `keep_reward`, the reward of the last step becomes 1 for a success and 0
+    for a failure. This applies once the episode's end is stored.
     """
 
     success: bool | None
@@ -188,6 +189,11 @@ def effective_labels(labels: Sequence[Label]) -> list[Label]:
     """The labels of one episode that no `UndoLabel` reverts, in the same order."""
     undone = {label.undone_at_unix_ns for label in labels if isinstance(label, UndoLabel)}
     return [label for label in labels if not isinstance(label, UndoLabel) and label.at_unix_ns not in undone]
+
+
+def by_precedence(labels: Sequence[Label]) -> list[Label]:
+    """The effective labels of one episode in the order in which they apply: those of rewards, then those of people."""
+    return sorted(effective_labels(labels), key=lambda label: not label.labeller.startswith(REWARD_PREFIX))
 
 
 _QUEUE_DECODER = msgspec.msgpack.Decoder(tuple[Label, ...])
