@@ -24,18 +24,19 @@ from user_sys.commands.main import main
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.episode import IMAGE_PREFIX, Chunk, EpisodeEnd, EpisodeSource, frame_columns
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, LinkDown
 from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
 from user_sys.interchange.frames import decode_frame
 from user_sys.plugins import load_reward
 from user_sys.rewards.audit import AuditedEpisode, audit, rank_correlation
 from user_sys.rewards.conformance import TASK, RewardConformance, example_episode
 from user_sys.rewards.labelling import EpisodeLabeller
-from user_sys.rewards.reward import Reward, RewardConfig
+from user_sys.rewards.networks import labelled_episodes
+from user_sys.rewards.reward import EpisodeReward, Reward, RewardConfig
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.reward_process import label_new
 from user_sys.store.index import EpisodeSummary
-from user_sys.store.labels import SuccessLabel, queued_files
+from user_sys.store.labels import SuccessLabel, UndoLabel, queued_files
 from user_sys.store.maintenance import add_labels
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -58,6 +59,7 @@ def episode(
     task: str = "lift",
     index: int = 0,
     source: EpisodeSource = EpisodeSource.ONLINE,
+    judged_by: str = "rule",
 ) -> bytes:
     """A complete episode. `label`: its recorded success; `looks`: how its last picture looks (default: as labelled)."""
     rng = np.random.default_rng(list(name.encode()))
@@ -73,7 +75,7 @@ def episode(
         task=task,
         source=source,
         started_unix_ns=1_700_000_000_000_000_000,
-        end=EpisodeEnd(steps=STEPS, success=label),
+        end=EpisodeEnd(steps=STEPS, success=label, reward_source=judged_by),
     )
     columns = {
         "observation.state": rng.standard_normal((STEPS, 2)).astype(np.float32),
@@ -172,6 +174,27 @@ def episodes(store: Path) -> dict[str, EpisodeSummary]:
     with StoreReader.open(store) as reader:
         reader.refresh()
         return {each.episode: each for each in reader.episodes()}
+
+
+class GivenReward(Reward):
+    """Finds what a function of the episode gives."""
+
+    settings = object
+
+    def __init__(self, settings: Callable[[StoredEpisode], EpisodeReward]) -> None:
+        self._find = settings
+
+    def evaluate(self, episode: StoredEpisode) -> EpisodeReward:
+        return self._find(episode)
+
+
+def label_by(store: Path, find: Callable[[StoredEpisode], EpisodeReward], passes: int = 1) -> None:
+    """Labels the episodes of `store`, as the reward process does after its start."""
+    with StoreReader.open(store) as reader:
+        labeller = EpisodeLabeller(reader, GivenReward(find), "given")
+        for _ in range(passes):
+            label_new(labeller, store)
+    add_labels(store, [])
 
 
 class TestClassifierConformance(RewardConformance):
@@ -394,6 +417,75 @@ def test_vision_language_model_judges_over_http(
             label_new(labeller, store)
     assert caplog.text.count("reward.waiting") == 2, "it tries again while the server is down"
     assert not queued_files(store)
+
+
+def test_verdict_of_an_operator_stays_as_it_is(tmp_path: Path) -> None:
+    judged = [episode("operator", True, judged_by="person"), episode("rule", True)]
+    store = make_store(tmp_path / "store", judged)
+    label_by(store, lambda _: EpisodeReward(False))
+    found = episodes(store)
+    assert (found["operator"].success, found["operator"].labelled_by, found["operator"].episode_return) == (True, "", 1)
+    assert (found["rule"].success, found["rule"].labelled_by) == (False, "reward:given")
+    with StoreReader.open(store) as reader:
+        assert [each.episode for each in labelled_episodes(EpisodeReader(reader))] == ["operator"]
+
+
+def test_label_that_a_person_undid_is_not_made_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", [episode("e", None)])
+    label_by(store, lambda _: EpisodeReward(True))
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        (made,) = reader.index.labels("e")
+    add_labels(store, [UndoLabel(episode="e", labeller="ann", at_unix_ns=1, undone_at_unix_ns=made.at_unix_ns)])
+    label_by(store, lambda _: EpisodeReward(True))
+    assert episodes(store)["e"].success is None
+
+
+def test_episode_at_which_the_server_fails_does_not_delay_others(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", [episode(name, None) for name in ("bad", "e1", "e2")])
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        if asked.header.episode == "bad":
+            raise LinkDown("HTTP Error 500")
+        return EpisodeReward(True)
+
+    label_by(store, find, passes=2)
+    assert {name: each.success for name, each in episodes(store).items()} == {"bad": None, "e1": True, "e2": True}
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_request_that_the_server_refuses_is_not_sent_again(
+    status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(AnsweringModel):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_error(status)
+
+    store = make_store(tmp_path / "store", [episode("e", None)])
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        reward = load_reward(RewardConfig(kind="vlm", options={"url": f"http://127.0.0.1:{server.server_port}/"}))
+        label_by(store, reward.evaluate, passes=2)
+        server.shutdown()
+        thread.join()
+    assert caplog.text.count(f"HTTP Error {status}") == 1 and "reward.unusable e:" in caplog.text
+
+
+def test_file_names_only_the_tasks_that_it_was_trained_on() -> None:
+    from user_sys.rewards.classifier import SuccessNet
+    from user_sys.rewards.networks import AUDIT_PARTS, TEMPERATURE_PART, LabelledClips, part_of, train_network
+    from user_sys.rewards.progress import ProgressNet
+
+    kept = [name for name in map(str, range(999)) if part_of(name) in AUDIT_PARTS]
+    trained = [name for name in map(str, range(999)) if part_of(name) not in (*AUDIT_PARTS, TEMPERATURE_PART)]
+    names = [*trained[:20], trained[20], kept[0]]
+    tasks, success = ["lift"] * 20 + ["pour", "push"], np.array([n % 2 == 0 for n in range(20)] + [False, True])
+    pictures = [np.zeros((2, 1, 64, 64, 3), np.uint8)] * len(names)
+    clips = LabelledClips(names, tasks, tasks, pictures, success, ("front",))
+    assert train_network(SuccessNet, clips, 0)[1].tasks == ("lift", "pour")
+    assert train_network(ProgressNet, clips, 0)[1].tasks == ("lift",), "progress is learned from successes"
 
 
 def test_rank_correlation_shares_the_ranks_of_equal_values() -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from user_sys.episode import EpisodeSource
 from user_sys.errors import DataSetError, LinkDown, StoreError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader
 from user_sys.rewards.reward import EpisodeReward, Reward
-from user_sys.store.index import EpisodeSummary
-from user_sys.store.labels import Label, RewardLabel, SuccessLabel, UndoLabel, effective_labels
+from user_sys.store.index import PERSON, EpisodeSummary
+from user_sys.store.labels import REWARD_PREFIX, Label, RewardLabel, SuccessLabel, UndoLabel, effective_labels
 from user_sys.store.store import StoreReader
 
-LABELLER_PREFIX = "reward:"  # of the labellers that are rewards
 ONLINE = EpisodeFilter(sources=(EpisodeSource.ONLINE,))
 log = logging.getLogger(__name__)
 
 
 class EpisodeLabeller:
-    """Evaluates each complete episode of a store once. Episodes whose success a person has labelled stay as they are.
+    """Evaluates each complete episode of a store once. Episodes whose success a person has judged stay as they are.
 
     Attributes:
         unusable: episodes that lack what the reward reads.
@@ -32,25 +32,28 @@ class EpisodeLabeller:
     ) -> None:
         """Args:
         kind: of the reward; part of the labeller's name.
-        again: replace earlier labels of this reward; else such episodes stay as they are.
+        again: replace earlier labels of this reward; else such episodes stay as they are, also if these are undone.
         """
         self._store, self._reward, self._selection, self._again = store, reward, selection, again
-        self.labeller = LABELLER_PREFIX + kind
+        self.labeller = REWARD_PREFIX + kind
         self.unusable = 0
         self._done: set[str] = set()
+        self._failures: Counter[str] = Counter()  # of the server, by episode
         self._chunks = 0  # of the store at the last pass
 
     def new_labels(self) -> Iterator[tuple[EpisodeSummary, EpisodeReward, list[Label]]]:
         """Reads new records of the store, and yields the labels of each episode that has to be evaluated.
 
         Raises:
-            LinkDown: the reward asks a server that does not answer; a later call continues with this episode.
+            LinkDown: the reward asks a server that does not answer; a later call evaluates this episode after those
+                at which the server has failed less often.
         """
         self._store.refresh()
         if len(self._store.index.chunks) == self._chunks:
             return
         self._chunks = len(self._store.index.chunks)
         waiting = [episode for episode in self._store.episodes() if self._is_due(episode)]
+        waiting.sort(key=lambda episode: self._failures[episode.episode])
         reader = EpisodeReader(self._store) if waiting else None
         for episode in waiting:
             assert reader is not None
@@ -63,6 +66,7 @@ class EpisodeLabeller:
                 continue
             except LinkDown:
                 self._done.discard(episode.episode)
+                self._failures[episode.episode] += 1
                 self._chunks = 0
                 raise
             if labels := self._labels(episode, found):
@@ -71,18 +75,18 @@ class EpisodeLabeller:
     def _is_due(self, episode: EpisodeSummary) -> bool:
         if episode.episode in self._done or episode.deleted or not self._selection.matches(episode):
             return False
-        if is_persons_label(episode):
+        if episode.reward_source == PERSON:
             return False
-        return self._again or not self._own_labels(episode)
+        return self._again or not self._own(self._store.index.labels(episode.episode))
 
-    def _own_labels(self, episode: EpisodeSummary) -> list[Label]:
-        valid = effective_labels(self._store.index.labels(episode.episode))
-        return [label for label in valid if label.labeller == self.labeller]
+    def _own(self, labels: Sequence[Label]) -> list[Label]:
+        return [label for label in labels if label.labeller == self.labeller]
 
     def _labels(self, episode: EpisodeSummary, found: EpisodeReward) -> list[Label]:
         now = time.time_ns()
         common = {"episode": episode.episode, "labeller": self.labeller}
-        times = dict.fromkeys(label.at_unix_ns for label in self._own_labels(episode))
+        valid = effective_labels(self._store.index.labels(episode.episode))
+        times = dict.fromkeys(label.at_unix_ns for label in self._own(valid))
         labels: list[Label] = [UndoLabel(at_unix_ns=now - 1, undone_at_unix_ns=each, **common) for each in times]
         note = "" if found.probability is None else f"probability {found.probability:.3f}"
         if found.success is not None:
@@ -92,11 +96,6 @@ class EpisodeLabeller:
             rewards = tuple(float(value) for value in found.rewards)
             labels.append(RewardLabel(first_step=0, rewards=rewards, at_unix_ns=now, note=note, **common))
         return labels
-
-
-def is_persons_label(episode: EpisodeSummary) -> bool:
-    """Whether a person, and no reward, has labelled the episode's success."""
-    return bool(episode.labelled_by) and not episode.labelled_by.startswith(LABELLER_PREFIX)
 
 
 def store_of(path: Path) -> Path:

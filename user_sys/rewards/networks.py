@@ -23,9 +23,9 @@ from hal.durable import replace_durably
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, DataSetError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
-from user_sys.rewards.labelling import LABELLER_PREFIX
 from user_sys.rewards.reward import cameras_of, clip_pictures
 from user_sys.store.index import EpisodeSummary
+from user_sys.store.labels import REWARD_PREFIX
 from user_sys.store.store import StoreReader
 
 SIZE = 64  # pixels of a network's input, in both directions
@@ -43,7 +43,8 @@ class RewardMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cameras: names of the cameras that it reads, in this order.
-        tasks: names of the tasks that it was trained on; episodes of others stay as they are.
+        tasks: names of the tasks that it was trained on; a progress model needs a success of each. Episodes of others
+            stay as they are.
         temperature: divides the network's logits.
         successes, failures: episodes that it was trained on.
     """
@@ -125,7 +126,7 @@ def labelled_episodes(reader: EpisodeReader, task: str = "") -> list[EpisodeSumm
     return [
         episode
         for episode in reader.select(EpisodeFilter(tasks=(task,) if task else ()))
-        if episode.success is not None and not episode.labelled_by.startswith(LABELLER_PREFIX)
+        if episode.success is not None and not episode.reward_source.startswith(REWARD_PREFIX)
     ]
 
 
@@ -220,7 +221,7 @@ def train_network(
     metadata = RewardMetadata(
         format=FORMAT,
         cameras=data.cameras,
-        tasks=tuple(sorted({*data.tasks})),
+        tasks=tuple(sorted({data.tasks[row] for row in rows if make.needs_failures or data.success[row]})),
         temperature=_fit_temperature(net.eval(), data),
         successes=successes,
         failures=failures,

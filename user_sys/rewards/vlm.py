@@ -26,6 +26,7 @@ from user_sys.interchange.frames import encode_jpeg
 from user_sys.rewards.reward import EpisodeReward, Reward, cameras_of, clip_pictures, side_by_side
 
 MAX_ANSWER_BYTES = 1 << 20
+REFUSED = (400, 413, 422)  # HTTP statuses of a request that the server will refuse again
 PROMPT = (
     'The {count} pictures show a robot in order of time. Its task: "{sentence}". Answer with JSON only: {{"progress": '
     '[{count} numbers, the progress at each picture, 0 none to 1 done], "success": true if the last one shows it done}}'
@@ -86,7 +87,12 @@ class VlmReward(Reward):
             self._headers["Authorization"] = f"Bearer {key}"
 
     def evaluate(self, episode: StoredEpisode) -> EpisodeReward:
-        """See `Reward.evaluate`. Raises LinkDown: the server gives no answer; try again later."""
+        """See `Reward.evaluate`.
+
+        Raises:
+            DataSetError: also if the server refuses the request, such as for its size.
+            LinkDown: the server gives no answer; try again later.
+        """
         cameras = self._settings.cameras or cameras_of(episode)
         places = np.unique(np.linspace(0, episode.steps, self._settings.pictures).round().astype(int))
         text = PROMPT.format(count=len(places), sentence=episode.header.sentence or episode.header.task)
@@ -108,6 +114,9 @@ class VlmReward(Reward):
             with _OPENER.open(request, timeout=self._settings.timeout_s) as response:
                 answer = response.read(MAX_ANSWER_BYTES)
         except (OSError, HTTPException) as error:
+            if isinstance(error, HTTPError) and error.code in REFUSED:
+                how = "see the server's log, or set fewer rewards.options.pictures"
+                raise DataSetError(f"{episode}: {self._settings.url} refuses its request: {error}; {how}") from None
             raise LinkDown(f"{self._settings.url} gives no answer: {error}; start the model's server") from None
         try:
             text = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
