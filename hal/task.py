@@ -61,6 +61,7 @@ class Task(ABC):
         sentences: other texts that mean the same as `instruction`.
         settings: the dataclass of its options; all fields have defaults.
         has_expert: whether `make_expert` gives a scripted expert.
+        reads_observation: whether the observations of an episode decide what `evaluate` returns.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Task(ABC):
     sentences: tuple[str, ...] = ()
     settings: ClassVar[type[Any]] = NoTaskSettings
     has_expert: bool = False
+    reads_observation: bool = True
 
     @classmethod
     def for_robot(cls, robot: Robot, settings: Any) -> Self:

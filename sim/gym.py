@@ -249,6 +249,8 @@ class GymCamera(Camera):
 class GymTask(Task):
     """The environment's own task: its reward, its end, and the success that it reports."""
 
+    reads_observation = False
+
     def __init__(self, task: TaskRequest, robot: GymRobot) -> None:
         sentence = task.sentence or robot.config.sentence
         self.name, self.instruction, self.max_steps = task.name, sentence or task.name, robot.max_steps

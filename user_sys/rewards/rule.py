@@ -26,7 +26,10 @@ class RuleSettings:
 
 
 class RuleReward(Reward):
-    """Rewards and success by `hal.task.Task.evaluate` of each recorded observation. Episodes of other robots stay."""
+    """Rewards and success by `hal.task.Task.evaluate` of each recorded observation.
+
+    Episodes of other robots stay, and those of tasks that do not decide by the observation.
+    """
 
     settings = RuleSettings
 
@@ -36,9 +39,11 @@ class RuleReward(Reward):
             robot = build(RobotConfig, item, f"{settings.config}: robots.{number}")
             task = build_robot_setup(robot, cameras=False).task
             for each in task.tasks if isinstance(task, TaskMix) else (task,):
-                self._tasks[robot.name, each.name] = each
+                if each.reads_observation:
+                    self._tasks[robot.name, each.name] = each
         if not self._tasks:
-            raise ConfigError(f"{settings.config} names no robots; set --options.config to a run's config.yaml")
+            how = "set --options.config to the config.yaml of a run with such a task"
+            raise ConfigError(f"{settings.config} names no task that observations decide; {how}")
 
     def evaluate(self, episode: StoredEpisode) -> EpisodeReward:
         task = self._tasks.get((episode.header.robot, episode.header.task))
