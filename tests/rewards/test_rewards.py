@@ -20,6 +20,7 @@ from episode_kit import chunk_header
 from wait_kit import until
 
 from user_sys.codec import Array
+from user_sys.commands import store_label
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
@@ -471,6 +472,34 @@ def test_request_that_the_server_refuses_is_not_sent_again(
         server.shutdown()
         thread.join()
     assert caplog.text.count(f"HTTP Error {status}") == 1 and "reward.unusable e:" in caplog.text
+
+
+def test_relabel_stores_what_it_found_before_the_server_failed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"e{number}" for number in range(5)]
+    store, evaluated = make_store(tmp_path / "store", [episode(name, None) for name in names]), list[int]()
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        evaluated.append(sum(each.success is True for each in episodes(store).values()))
+        if asked.header.episode == "e4":
+            raise LinkDown("no answer")
+        return EpisodeReward(True)
+
+    monkeypatch.setattr(store_label, "load_reward", lambda config: GivenReward(find))
+    monkeypatch.setattr(store_label, "LABELS_AT_ONCE", 3)
+    status, text = run("store", "relabel", store, "--reward", "vlm")
+    assert status == 2 and "no answer" in text
+    assert evaluated == [0, 0, 0, 3, 3], "stored while it evaluates"
+    assert [each.success for each in episodes(store).values()] == [True] * 4 + [None]
+
+
+@pytest.mark.parametrize(("driver", "options"), [("ur", {"host": "127.0.0.1"}), ("gym", {"id": "Pendulum-v1"})])
+def test_task_without_a_rule_on_observations_is_refused(driver: str, options: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "robots.yaml"
+    config.write_text(json.dumps({"robots": [{"name": "arm", "driver": driver, "task": "lift", "options": options}]}))
+    with pytest.raises(ConfigError, match="names no task that observations decide"):
+        load_reward(RewardConfig(kind="rule", options={"config": str(config)}))
 
 
 def test_file_names_only_the_tasks_that_it_was_trained_on() -> None:

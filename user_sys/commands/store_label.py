@@ -177,7 +177,7 @@ def store_labels(path: Path, labels: Sequence[Label]) -> bool:
 def relabel(path: Path, kind: str, again: bool, dry_run: bool, overrides: list[str], **chosen: Any) -> None:
     """Label episodes of the store PATH by a reward. Recorded data stays unchanged; a running learner follows.
 
-    Episodes whose success a person has labelled stay as they are. Settings of the reward are --options.key=value.
+    Episodes whose success a person has judged stay as they are. Settings of the reward are --options.key=value.
     `store label EPISODE --undo` reverts the labels of an episode.
     """
     reward = load_reward(build(RewardConfig, {"kind": kind}, "rewards", overrides))
@@ -186,15 +186,20 @@ def relabel(path: Path, kind: str, again: bool, dry_run: bool, overrides: list[s
     with StoreReader.open(path) as store:
         labeller = EpisodeLabeller(store, reward, kind, selection, again=again)
         with progress_bar("evaluating", None) as advance:
-            for episode, found, new in labeller.new_labels():
-                episodes += 1
-                if found.success is not None and found.success is not episode.success:
-                    changed += 1
-                    print_line(f"{episode.episode}: {_WORDS[episode.success]} becomes {_WORDS[found.success]}")
-                labels += new
-                advance(1)
-    for first in range(0, 0 if dry_run else len(labels), LABELS_AT_ONCE):
-        store_labels(path, labels[first : first + LABELS_AT_ONCE])
+            try:
+                for episode, found, new in labeller.new_labels():
+                    episodes += 1
+                    if found.success is not None and found.success is not episode.success:
+                        changed += 1
+                        print_line(f"{episode.episode}: {_WORDS[episode.success]} becomes {_WORDS[found.success]}")
+                    labels += [] if dry_run else new
+                    if len(labels) >= LABELS_AT_ONCE:
+                        full, labels = labels, []
+                        store_labels(path, full)
+                    advance(1)
+            finally:  # also if the reward's server fails
+                if labels:
+                    store_labels(path, labels)
     verb = "would be labelled" if dry_run else "labelled"
     unusable = f", {labeller.unusable} could not be evaluated" if labeller.unusable else ""
     print_line(f"{episodes} episodes {verb} by {labeller.labeller}, {changed} with another success{unusable}")
