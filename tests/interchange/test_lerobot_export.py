@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from interchange_kit import bring_in, episode_chunks, export, make_store, pictures, plan, read_store, usual_store
+from interchange_kit import (
+    assert_same,
+    bring_in,
+    episode_chunks,
+    export,
+    make_store,
+    pictures,
+    plan,
+    read_store,
+    usual_store,
+)
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.commands.main import main
@@ -146,8 +156,8 @@ def test_export_has_only_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
     assert main(argv) == 0
     bring_in(tmp_path / "set", tmp_path / "again")
     whole, again = read_store(store)["a"], read_store(tmp_path / "again")
-    assert set(again) == {"a", "c"}  # the trim of b is beyond its steps
-    part = again["a"]
+    assert set(again) == {"a-2-7", "c"}  # the trim of b is beyond its steps
+    part = again["a-2-7"]
     assert (part.steps, part.chunk_steps) == (5, (2, 3)) and part.columns["truncated"].tolist() == [False] * 4 + [True]
     for name, column in part.columns.items():
         if name not in ("truncated", "terminated"):
@@ -158,6 +168,20 @@ def test_export_has_only_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
             np.testing.assert_array_equal(mine, theirs)
     end = part.header.end
     assert end is not None and end.steps == 5 and end.success
+
+
+def test_imported_part_stays_apart_from_its_merged_episode(tmp_path: Path) -> None:
+    store, again = make_store(tmp_path / "store", episode_chunks("a", 12)), tmp_path / "again"
+    with StoreWriter.open(store) as writer:
+        writer.append_label(TrimLabel(episode="a", first_step=2, steps=5, labeller="ada", at_unix_ns=1))
+        writer.sync()
+    whole = read_store(store)["a"]
+    assert main(["store", "export", str(store), "--format", "lerobot", "--output", str(tmp_path / "set")]) == 0
+    bring_in(tmp_path / "set", again)
+    assert main(["store", "merge", str(store), "--into", str(again)]) == 0
+    after = read_store(again)
+    assert_same(after["a"], whole)
+    np.testing.assert_array_equal(after["a-2-7"].columns["t_capture_ns"], whole.columns["t_capture_ns"][2:7])
 
 
 def test_episode_with_a_gap_is_exported_up_to_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -181,6 +182,17 @@ def rename_source(root: Path) -> None:
 WRIST = "observation.images.wrist"
 
 
+def set_video_start(value: float | None) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        path = root / "meta/episodes/chunk-000/file-000.parquet"
+        table = pq.read_table(path)
+        name = f"videos/{WRIST}/from_timestamp"
+        starts = pa.array([value] * len(table), pa.float64())
+        pq.write_table(table.set_column(table.column_names.index(name), name, starts), path)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -206,6 +218,11 @@ WRIST = "observation.images.wrist"
         (set_feature(WRIST, shape=[64, 64, 3]), "has a frame of .32, 48.; meta/info.json declares .64, 64."),
         (empty_episode, "episode 1 has 0 steps"),
         (rename_source, "has the unknown source 'moon'; give --source demo.online.evaluation"),
+        *(
+            (set_video_start(each), f"episode 0: its video of '{WRIST}' starts at {text} s; download or export")
+            for each, text in ((None, "None"), (math.nan, "nan"), (math.inf, "inf"), (-1e30, "-1e.30"), (1e30, "1e.30"))
+        ),
+        (set_video_start(1e8), "ends before|damaged"),
         (drop_rows, "fewer than the 10 steps|has fewer steps than"),
     ],
 )
@@ -215,6 +232,16 @@ def test_broken_dataset_is_an_error(tmp_path: Path, damage: Callable[[Path], Non
     with pytest.raises(DataSetError, match=message) as caught:
         bring_in(tmp_path / "set", tmp_path / "again")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("column", ["success", "reward_source"])
+def test_column_missing_beside_complete_means_unknown(tmp_path: Path, column: str) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set")
+    path = tmp_path / "set/meta/episodes/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(path).drop_columns([f"user/{column}"]), path)
+    bring_in(tmp_path / "set", tmp_path / "again")
+    end = read_store(tmp_path / "again")["a"].header.end
+    assert end is not None and getattr(end, column) == {"success": None, "reward_source": "import"}[column]
 
 
 def test_short_video_is_an_error(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interchange_kit import assert_same, bring_in, episode_chunks, export, make_store, read_store, usual_store
 
+from user_sys.episode import Chunk, decode_chunk
 from user_sys.interchange.episodes import EpisodeFilter
+from user_sys.store.labels import DeleteLabel
+from user_sys.store.maintenance import Retention, add_labels, compact_store
 
 IMPORT = """
 import sys
@@ -73,6 +76,55 @@ def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:
     after = read_store(half_done)
     for name, episode in read_store(store).items():
         assert_same(episode, after[name])
+
+
+def test_import_of_an_episode_that_was_deleted_and_compacted_is_not_counted(tmp_path: Path) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set")
+    again = tmp_path / "again"
+    bring_in(tmp_path / "set", again)
+    add_labels(again, [DeleteLabel(episode="b", labeller="ada", at_unix_ns=1)])
+    compact_store(again, Retention())
+    done = bring_in(tmp_path / "set", again)
+    assert (done.episodes, done.steps, done.already_stored, done.deleted) == (0, 0, 2, 1)
+
+
+def test_repeated_import_of_an_unfinished_episode_adds_nothing(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", episode_chunks("cut", ends=False))
+    export(store, tmp_path / "set", EpisodeFilter(incomplete=True))
+    bring_in(tmp_path / "set", tmp_path / "again")
+    done = bring_in(tmp_path / "set", tmp_path / "again")
+    assert (done.episodes, done.steps, done.already_stored) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("video", [False, True])
+def test_steps_before_the_first_picture_stay_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, video: bool
+) -> None:
+    usual_frame, usual_times = interchange_kit.frame, interchange_kit.capture_ns
+    monkeypatch.setattr(interchange_kit, "frame", lambda c, n, raw: None if n < 6 else usual_frame(c, n, raw))
+    monkeypatch.setattr(interchange_kit, "capture_ns", lambda c, n: usual_times(c, n) * (np.arange(n) >= 6))
+    store = make_store(tmp_path / "store", episode_chunks("a"))
+    export(store, tmp_path / "set", video=video)
+    bring_in(tmp_path / "set", tmp_path / "again")
+    before, after = read_store(store)["a"], read_store(tmp_path / "again")["a"]
+    for name, frames in before.frames.items():
+        shown = [None if frame is None else type(frame) for frame in after.frames[name]]
+        assert shown[:7] == [None] * 6 + [bytes]
+        np.testing.assert_array_equal(after.captured_ns[name], before.captured_ns[name])
+        if not video:
+            assert after.frames[name][:8] == frames[:8]
+
+
+def test_picture_captured_at_time_0_returns(tmp_path: Path) -> None:
+    chunk = decode_chunk(episode_chunks("a", 4)[0])
+    columns = dict(chunk.columns)
+    for name in columns:
+        if name.endswith("t_capture_ns"):
+            columns[name] = columns[name] * 0 + np.arange(4) * 100_000_000
+    store = make_store(tmp_path / "store", [Chunk(chunk.header, columns, chunk.final).encode()])
+    export(store, tmp_path / "set")
+    bring_in(tmp_path / "set", tmp_path / "again")
+    assert_same(read_store(store)["a"], read_store(tmp_path / "again")["a"])
 
 
 def test_killed_import_resumes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from user_sys.commands.options import DRIVEN
 from user_sys.episode import Phase
 from user_sys.interchange.episodes import ControlledBy
 from user_sys.interchange.mcap_export import write_mcap
-from user_sys.store.labels import TrimLabel
+from user_sys.store.labels import RewardLabel, TrimLabel
 from user_sys.store.store import StoreWriter
 
 Message = tuple[int, Any]  # log time, content
@@ -106,6 +106,27 @@ def test_mcap_has_only_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
     assert len(messages["/panda-0/observation.images.wrist"]) == 4  # of steps 3, 4 and 6, and what step 2 shows
 
 
+def test_repeated_export_replaces_files_of_other_steps_or_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = episode_chunks("a")
+    store = make_store(tmp_path / "store", chunks[:1], episode_chunks("b"))
+    file = export(tmp_path, "--incomplete") / "panda-0/a.mcap"
+    make_store(store, chunks)
+    export(tmp_path)
+    assert len(read(file)[1]["/panda-0/step"]) == 10
+    with StoreWriter.open(store) as writer:
+        writer.append_label(RewardLabel(episode="a", first_step=3, rewards=(0.5,), labeller="ada", at_unix_ns=1))
+        writer.sync()
+    capsys.readouterr()
+    export(tmp_path)
+    assert "1 recordings written, 1 already existed" in capsys.readouterr().err
+    assert read(file)[1]["/panda-0/step"][3][1]["reward"] == 0.5
+    file.write_bytes(b"")
+    export(tmp_path)
+    assert len(read(file)[1]["/panda-0/step"]) == 10
+
+
 def test_mcap_elements_use_spec_names(tmp_path: Path) -> None:
     def vector(name: str, *labels: str) -> ArraySpec:
         low, high = (-1.0,) * len(labels), (1.0,) * len(labels)
@@ -114,7 +135,7 @@ def test_mcap_elements_use_spec_names(tmp_path: Path) -> None:
     state, action = vector("observation.state", "shoulder", "elbow", "grip"), vector("action", "x", "y")
     spec = RobotSpec(model="arm", rate_hz=10.0, observation=(state,), action=action)
     store = make_store(tmp_path / "store", episode_chunks("a", embodiment=spec.embodiment))
-    write_mcap(read_store(store)["a"], spec, tmp_path / "a.mcap")
+    write_mcap(read_store(store)["a"], 0, spec, tmp_path / "a.mcap")
     schemas, messages = read(tmp_path / "a.mcap")
     assert list(messages["/panda-0/observation.state"][0][1]) == ["shoulder", "elbow", "grip"]
     assert list(json.loads(schemas["/panda-0/action.applied"].data)["properties"]) == ["x", "y"]

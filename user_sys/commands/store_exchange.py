@@ -166,5 +166,6 @@ def import_(
         done = import_lerobot(data_set, path, output, options, advance)
     copy_robot_records(read_robot_records(path / META / ROBOTS_FOLDER), output)
     existing = f", {done.already_stored} already existed" if done.already_stored else ""
+    existing += f", {done.deleted} are deleted in this store" if done.deleted else ""
     left_out = f"; skipped features: {', '.join(done.skipped_features)}" if done.skipped_features else ""
     print_line(f"{output}: {done.episodes} episodes added, {done.steps} steps{existing}{left_out}", error=True)

@@ -109,7 +109,8 @@ class StoredEpisode:
     def part(self, first: int, end: int) -> StoredEpisode:
         """The steps from `first` to before `end`. The observation of step `end`, if it exists, becomes the final one.
 
-        The first step has each camera's newest earlier frame. Times, identity and outcome are those of the episode.
+        The first step has each camera's newest earlier frame. Times and outcome are those of the episode. The id is
+        ``<id>-<first>-<end>``, because the chunks of a part are no chunks of the episode.
         """
         rows, ends = slice(first, end), np.cumsum(self.chunk_steps)
         kept = np.minimum(ends, end) - np.maximum(ends - self.chunk_steps, first)
@@ -125,7 +126,11 @@ class StoredEpisode:
             }
         outcome = self.header.end
         return StoredEpisode(
-            header=replace(self.header, end=None if outcome is None else replace(outcome, steps=end - first)),
+            header=replace(
+                self.header,
+                episode=f"{self.header.episode}-{first}-{end}",
+                end=None if outcome is None else replace(outcome, steps=end - first),
+            ),
             chunk_steps=tuple(int(steps) for steps in kept if steps > 0),
             columns={name: column[rows] for name, column in self.columns.items()},
             final=final,
@@ -170,6 +175,10 @@ class EpisodeReader:
         first, end = self._kept(episode, int(self._index.chunks.steps[self._complete_chunks(episode)].sum()))
         return max(0, end - first)
 
+    def label_count(self, episode: str) -> int:
+        """Number of its labels, with those that others revert."""
+        return len(self._index.labels(episode))
+
     def sentence(self, episode: str) -> str:
         """The episode's instruction, or the task's name without one."""
         episodes = self._index.episodes
@@ -201,10 +210,12 @@ class EpisodeReader:
         """All of `episode` up to its first missing chunk, or what its trim keeps of that.
 
         Raises:
-            DataSetError: its chunks have different columns.
+            DataSetError: its first chunk is missing, or its chunks have different columns.
             StoreError: it can no longer be read.
         """
         rows = self._complete_chunks(episode)
+        if not len(rows):
+            raise DataSetError(f"episode {episode}: its first chunk is not stored; choose another episode")
         chunks = [self._store.read(row) for row in rows]
         names = [name for name in chunks[0].columns if not is_camera_column(name)]
         cameras = [name for name in chunks[0].columns if is_camera(name)]

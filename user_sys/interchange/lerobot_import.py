@@ -55,6 +55,7 @@ from user_sys.store.store import StoreReader, StoreWriter
 
 _BROKEN = (pa.ArrowException, OSError)  # pyarrow's exceptions
 _FIELD = re.compile(r"\{(chunk_index|file_index|video_key)(?::0?(\d)?d)?\}")  # in a path
+MAX_VIDEO_S = 1e9
 CHUNK_STEPS = 32  # of episodes without a recorded division
 # Defaults of columns that a dataset lacks; otherwise 0.
 UNKNOWN: Mapping[str, float] = {"policy_version": -1, "log_prob": float("nan")}
@@ -203,9 +204,14 @@ class LerobotDataset:
         try:
             numbers = {kind: facts[f"videos/{feature}/{kind}"] for kind in ("chunk_index", "file_index")}
             path = self._inside(str(self.info.video_path), numbers | {"video_key": feature})
-            start_s = float(facts[f"videos/{feature}/from_timestamp"])
+            start_s = facts[f"videos/{feature}/from_timestamp"]
         except KeyError as error:
             raise DataSetError(f"the episodes' table of {self._root} has no column {error}") from None
+        if not isinstance(start_s, int | float) or not 0 <= start_s <= MAX_VIDEO_S:
+            raise DataSetError(
+                f"episode {facts['episode_index']}: its video of {feature!r} starts at {start_s} s; "
+                "download or export the dataset again"
+            )
         opened = self._videos.get(feature)
         if opened is None or opened[0] != path:
             if opened is not None:
@@ -327,11 +333,17 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImportReport(msgspec.Struct, kw_only=True):
-    """Result of an import; `skipped_features` have no column in a store."""
+    """Result of an import; `skipped_features` have no column in a store.
+
+    Attributes:
+        episodes, steps: of which the import stored something.
+        deleted: episodes that labels delete in the store and of which no chunk is left.
+    """
 
     episodes: int = 0
     steps: int = 0
     already_stored: int = 0
+    deleted: int = 0
     skipped_features: tuple[str, ...] = ()
 
 
@@ -348,25 +360,28 @@ def import_lerobot(
     convert = _Converter(data_set.info, options, (root / INFO).stat().st_mtime_ns)
     done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
-        complete = _complete_episodes(store)
+        known = _known_episodes(store)
         for episode in data_set.episodes():
             header = convert.header(episode)
-            if header.episode in complete:
-                done.already_stored += 1
-            else:
-                for chunk in convert.chunks(episode, header):
-                    writer.append(chunk.encode())
+            is_complete = known.get(header.episode)
+            added = 0 if is_complete else sum(writer.append(each.encode()) for each in convert.chunks(episode, header))
+            if added:
                 writer.sync()
                 done.episodes += 1
                 done.steps += episode.steps
+            elif is_complete is None:
+                done.deleted += 1
+            else:
+                done.already_stored += 1
             advance(episode.steps)
     return done
 
 
-def _complete_episodes(store: Path) -> set[str]:
+def _known_episodes(store: Path) -> dict[str, bool]:
+    """Whether each is complete. Those that are deleted and compacted are unknown."""
     with StoreReader.open(store) as reader:
         reader.refresh()
-        return {episode.episode for episode in reader.episodes() if episode.complete}
+        return {episode.episode: episode.complete for episode in reader.episodes()}
 
 
 class _Converter:
@@ -412,8 +427,11 @@ class _Converter:
         """The episode as chunks, divided as recorded or into `CHUNK_STEPS`."""
         end = self._end(episode)
         columns = self._columns(episode, end, header.source)
-        frames = {name: self._frames(episode, theirs) for theirs, name in self._cameras.items()}
-        captured_ns = {name: self._captured_ns(episode, name, columns) for name in frames}
+        captured_ns = {name: self._captured_ns(episode, name, columns) for name in self._cameras.values()}
+        frames = {
+            name: self._frames(episode, theirs, (captured_ns[name] != 0) | (columns["t_capture_ns"] == 0))
+            for theirs, name in self._cameras.items()
+        }
         division = episode.metadata.get(USER_PREFIX + "chunk_steps") or _even_division(episode.steps)
         if sum(division) != episode.steps:
             raise DataSetError(f"episode {episode.index}: its chunks {division} do not add up to {episode.steps} steps")
@@ -438,8 +456,8 @@ class _Converter:
                 return None
             return EpisodeEnd(
                 steps=episode.steps,
-                success=facts[USER_PREFIX + "success"],
-                reward_source=facts[USER_PREFIX + "reward_source"],
+                success=facts.get(USER_PREFIX + "success"),
+                reward_source=facts.get(USER_PREFIX + "reward_source", "import"),
             )
         recorded = episode.columns.get(SUCCESS)
         success = self._options.success if recorded is None else bool(recorded.any())
@@ -477,15 +495,17 @@ class _Converter:
         recorded = episode.columns.get(capture_feature(camera)) if self._is_our_export else None
         return columns["t_capture_ns"] if recorded is None else recorded
 
-    def _frames(self, episode: LerobotEpisode, feature: str) -> list[Frame]:
+    def _frames(self, episode: LerobotEpisode, feature: str, has_frame: Array) -> list[Frame | None]:
+        """The camera's frame at each step; None before the first one, where our exports show a black picture."""
         form = self._options.frames
         if form == "auto":
             form = "jpeg" if self._info.features[feature].dtype == "video" else "raw"
+        shown = (frame if has else None for frame, has in zip(episode.frames(feature), has_frame, strict=True))
         if form == "jpeg":
-            return [_as_jpeg(frame) for frame in episode.frames(feature)]
-        frames = list(episode.frames(feature))
-        if any(isinstance(frame, bytes) for frame in frames) and not all(isinstance(f, bytes) for f in frames):
-            return [decode_frame(frame) for frame in frames]  # all frames of a camera have one form
+            return [None if frame is None else _as_jpeg(frame) for frame in shown]
+        frames = list(shown)
+        if len({type(frame) for frame in frames if frame is not None}) > 1:  # all frames of a camera have one form
+            return [None if frame is None else decode_frame(frame) for frame in frames]
         return frames
 
 
@@ -561,6 +581,7 @@ def _even_division(steps: int) -> list[int]:
     return [min(CHUNK_STEPS, steps - first) for first in range(0, steps, CHUNK_STEPS)]
 
 
-def _without_repeats(frames: Sequence[Frame]) -> list[Frame | None]:
+def _without_repeats(frames: Sequence[Frame | None]) -> list[Frame | None]:
     """A chunk's frames; None replaces a repeated frame."""
-    return [None if n and same_frame(frame, frames[n - 1]) else frame for n, frame in enumerate(frames)]
+    pairs = zip((None, *frames), frames, strict=False)
+    return [None if old is not None and new is not None and same_frame(old, new) else new for old, new in pairs]

@@ -8,7 +8,8 @@ One file per episode, ``<robot>/<episode>.mcap``, with these topics, in Unix tim
 ``/<robot>/step``                   JSON: numbers of a step: reward, phase, policy version, delays, ...
 =================================== =====================================================================
 
-A file is written under a temporary name and renamed; a killed export repeats missing files.
+A file is written under a temporary name and renamed. A repeated export writes missing files, and files whose number of
+steps or labels in the metadata ``episode`` differs from the store's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from foxglove_schemas_protobuf.CompressedImage_pb2 import CompressedImage
+from mcap.exceptions import McapError
+from mcap.reader import make_reader
 from mcap.well_known import MessageEncoding, SchemaEncoding
 from mcap.writer import CompressionType, Writer
 from mcap_protobuf.schema import register_schema
@@ -39,7 +42,7 @@ def export_mcap(
     specs: Mapping[str, RobotSpec],
     advance: Callable[[int], object],
 ) -> int:
-    """Writes the missing files of `episodes`; returns their number.
+    """Writes the missing and outdated files of `episodes`; returns their number.
 
     Raises:
         StoreError: the store cannot be read. OSError: the output cannot be written.
@@ -47,21 +50,32 @@ def export_mcap(
     written = 0
     for summary in episodes:
         path = output / summary.robot / f"{summary.episode}.mcap"
-        if not path.exists():
+        steps, labels = reader.steps(summary.episode), reader.label_count(summary.episode)
+        if _steps_and_labels(path) != (str(steps), str(labels)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_mcap(reader.read(summary.episode), specs.get(summary.embodiment), path)
+            write_mcap(reader.read(summary.episode), labels, specs.get(summary.embodiment), path)
             written += 1
-        advance(reader.steps(summary.episode))
+        advance(steps)
     return written
 
 
-def write_mcap(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> None:
-    """Writes `episode` to `path` durably."""
+def _steps_and_labels(path: Path) -> tuple[str, str] | None:
+    """From the metadata of a recording; None without one."""
+    try:
+        with path.open("rb") as file:
+            found = {each.name: each.metadata for each in make_reader(file).iter_metadata()}.get("episode", {})
+    except (FileNotFoundError, McapError):
+        return None
+    return found.get("steps", ""), found.get("labels", "")
+
+
+def write_mcap(episode: StoredEpisode, labels: int, spec: RobotSpec | None, path: Path) -> None:
+    """Writes `episode`, to which so many labels were applied, to `path` durably."""
     aside = path.with_name(path.name + UNFINISHED_SUFFIX)
     with aside.open("wb") as file:
         writer = Writer(file, compression=CompressionType.ZSTD)
         writer.start(profile="", library="user-sys")
-        writer.add_metadata("episode", _episode_metadata(episode))
+        writer.add_metadata("episode", {**_episode_metadata(episode), "labels": str(labels)})
         show_episode(_McapViewer(writer), episode, spec)
         writer.finish()  # type: ignore[no-untyped-call]  # the library leaves it untyped
         file.flush()
