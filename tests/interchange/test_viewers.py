@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
-from interchange_kit import read_store, usual_store
+from interchange_kit import episode_chunks, make_store, read_store, usual_store
 from websockets.sync.client import connect
 
 from user_sys.commands.main import main
-from user_sys.interchange.viewers import foxglove_viewer, show_episode
+from user_sys.commands.view import _stored
+from user_sys.interchange.viewers import Viewer, foxglove_viewer, show_episode
 
 
 def test_foxglove_client_reads_an_episode(tmp_path: Path) -> None:
@@ -60,6 +62,22 @@ def test_rerun_recording_has_the_episode_and_analytics_are_off(tmp_path: Path) -
         [sys.executable, "-m", "rerun_cli", "rrd", "print", str(file)], check=True, capture_output=True, text=True
     )
     assert "panda-0" in shown.stdout and "EncodedImage" in shown.stdout and "Scalars" in shown.stdout
+
+
+def test_repetitions_of_a_one_step_episode_have_a_pause(tmp_path: Path) -> None:
+    class SixthWait(threading.Event):
+        pauses: list[float | None] = []
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.pauses.append(timeout)
+            if len(self.pauses) == 6:
+                self.set()
+            return self.is_set()
+
+    make_store(tmp_path / "store", episode_chunks("a", 1))
+    stop = SixthWait()
+    _stored(tmp_path / "store", None, repeats=True)(create_autospec(Viewer, number_prefix=""), stop)
+    assert stop.pauses == [0.0, 1.0] * 3
 
 
 def test_missing_library_and_misuse_are_one_line(

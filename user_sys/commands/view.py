@@ -18,6 +18,7 @@ from user_sys.errors import DataSetError
 from user_sys.interchange.viewers import FOXGLOVE_PORT, Viewer, foxglove_viewer, rerun_viewer, show_episode
 
 Kind = Literal["rerun", "foxglove"]
+PAUSE_S = 1.0  # between repetitions
 
 
 @click.command()
@@ -70,7 +71,7 @@ def _stored(path: Path, name: str | None, repeats: bool) -> Callable[[Viewer, th
 
     def show(viewer: Viewer, stop: threading.Event) -> None:
         show_episode(viewer, episode, spec, stop if repeats else None)
-        while repeats and not stop.is_set():
+        while repeats and not stop.wait(PAUSE_S):
             show_episode(viewer, episode, spec, stop)
 
     return show
