@@ -205,7 +205,13 @@ STEPS = 12  # of an episode of `write_episode`
 
 
 def write_episode(path: Path, episode: str, *, success: bool = True, task: str = "lift") -> None:
-    """Stores an episode: a JPEG camera that misses every other picture, a raw one, and a correction at the end."""
+    """Stores the episode of `episode_chunk`."""
+    with StoreWriter.open(path) as writer:
+        writer.append(episode_chunk(episode, success=success, task=task).encode())
+
+
+def episode_chunk(episode: str, *, success: bool = True, task: str = "lift") -> Chunk:
+    """A whole episode: a JPEG camera that misses every other picture, a raw one, and a correction at the end."""
     wide = [np.full((48, 64, 3), 20 * n, np.uint8) for n in range(STEPS)]
     jpeg = [simplejpeg.encode_jpeg(picture) if n % 2 == 0 else None for n, picture in enumerate(wide)]
     raw = [np.full((24, 24, 3), 250 - 20 * n, np.uint8) for n in range(STEPS)]
@@ -221,8 +227,7 @@ def write_episode(path: Path, episode: str, *, success: bool = True, task: str =
     header = chunk_header(
         episode, STEPS, task=task, started_unix_ns=time.time_ns(), end=EpisodeEnd(steps=STEPS, success=success)
     )
-    with StoreWriter.open(path) as writer:
-        writer.append(Chunk(header, columns, {}).encode())
+    return Chunk(header, columns, {})
 
 
 def until(true: Callable[[], object], seconds: float = 60.0) -> None:

@@ -16,20 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
-from console_kit import STEPS, SimulatedRun, write_episode
+from console_kit import STEPS, SimulatedRun, episode_chunk, write_episode
 
 from hal.state_database import AuditLog, read_audit_log
 from user_sys.console import server as console_server
 from user_sys.console.access import MAX_BODY_BYTES
+from user_sys.console.episodes import EpisodeLibrary, EpisodeQuery
 from user_sys.console.server import ConsoleServer
 from user_sys.console.videos import EpisodeVideos
-from user_sys.errors import StoreError
+from user_sys.episode import Chunk
+from user_sys.errors import DataSetError, StoreError
 from user_sys.interchange.lerobot_format import VideoReader
 from user_sys.store.labels import DeleteLabel, SuccessLabel, queued_files
-from user_sys.store.maintenance import RETENTION_LABELLER, add_labels
-from user_sys.store.store import StoreReader
+from user_sys.store.maintenance import RETENTION_LABELLER, Retention, add_labels, compact_store
+from user_sys.store.store import StoreReader, StoreWriter
 
 VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -270,6 +273,46 @@ def test_unknown_episode_is_neither_labelled_nor_exported(site: Site, episode: s
     assert not queued_files(site.run / "store") and not (site.run / "exports").exists()
 
 
+def test_episode_without_its_first_chunk_is_refused_in_one_line(site: Site) -> None:
+    chunk = episode_chunk("a")
+    header = msgspec.structs.replace(chunk.header, index=1, first_step=STEPS, end=None)
+    with StoreWriter.open(site.run / "store") as writer:
+        writer.append(Chunk(header, chunk.columns, {}).encode())
+    answer = site.get("/api/episodes/a")
+    assert answer.status_code == 400 and answer.text.startswith("episode a: its first chunk is not stored")
+
+
+def test_compacted_episode_leaves_the_list_of_an_open_library(site: Site) -> None:
+    store = site.run / "store"
+    write_episode(store, "a")
+    write_episode(store, "b")
+    library = EpisodeLibrary(store)
+    assert library.list(EpisodeQuery()).matching == 2
+    add_labels(store, [DeleteLabel(episode="b", labeller="bob", at_unix_ns=1)])
+    compact_store(store, Retention())
+    assert [each.episode for each in library.list(EpisodeQuery()).episodes] == ["a"]
+    with pytest.raises(DataSetError, match="episode b: its first chunk is not stored"):
+        library.detail("b")
+
+
+def test_detail_of_an_episode_without_rewards_and_phases_has_its_other_curves(site: Site) -> None:
+    chunk = episode_chunk("a")
+    columns = {name: column for name, column in chunk.columns.items() if name not in ("reward", "phase")}
+    with StoreWriter.open(site.run / "store") as writer:
+        writer.append(Chunk(chunk.header, columns, {}).encode())
+    detail = site.get("/api/episodes/a").json()
+    assert detail["phases"] == ["policy"] * STEPS
+    assert [trace["title"] for trace in detail["traces"]] == ["action 0", "action 1", "action 2"]
+
+
+def test_killed_export_is_refused_with_its_exit_status(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_episode(site.run / "store", "a")
+    killed = subprocess.CompletedProcess((), -9, "", "")
+    monkeypatch.setattr("user_sys.console.episodes.subprocess.run", lambda *args, **options: killed)
+    answer = site.post("/api/episodes/a/export", format="mcap")
+    assert answer.status_code == 400 and "exit status -9" in answer.text
+
+
 def test_order_from_elsewhere_or_malformed_is_refused(site: Site) -> None:
     write_episode(site.run / "store", "a")
     body = {"person": "ana", "success": "no"}
@@ -281,7 +324,8 @@ def test_order_from_elsewhere_or_malformed_is_refused(site: Site) -> None:
     assert site.browser.post("/episodes", headers={"origin": site.origin}).status_code == 405
     too_long = "x" * (MAX_BODY_BYTES + 1)
     assert site.browser.post(path, content=too_long, headers={"origin": site.origin}).status_code == 413
-    for content in ({}, {"success": "maybe"}, {"person": "<b>", "success": "no"}, {"unknown": 1}):
+    names = [{"person": each, "success": "no"} for each in ("<b>", "ana\n")]
+    for content in ({}, {"success": "maybe"}, *names, {"unknown": 1}):
         assert site.post(path, **content).status_code == 400, content
     assert not queued_files(site.run / "store")
 

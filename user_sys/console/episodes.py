@@ -117,7 +117,7 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         undo: reverts the newest label instead.
     """
 
-    person: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}$")]
+    person: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}\Z")]
     success: Literal["yes", "no", "unknown"] | None = None
     deleted: bool | None = None
     demonstration: bool = False
@@ -129,7 +129,7 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exports one episode into the run's folder ``exports``."""
 
-    person: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}$")]
+    person: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}\Z")]
     format: Literal["lerobot", "mcap"]
 
 
@@ -144,9 +144,12 @@ class EpisodeLibrary:
         self._videos = EpisodeVideos(path, path.with_name("videos"))
 
     def list(self, query: EpisodeQuery) -> EpisodeList:
-        """The matching episodes. Raises StoreError."""
+        """The matching episodes of which a chunk is stored. Raises StoreError."""
         with self._lock:
-            episodes = [] if (store := self._refreshed()) is None else store.episodes()
+            episodes: list[EpisodeSummary] = []
+            if (store := self._refreshed()) is not None:
+                stored = set(store.index.chunks.episode[~store.index.chunks.gone].tolist())
+                episodes = [each for row, each in enumerate(store.episodes()) if row in stored]
         chosen = [each for each in reversed(episodes) if _matches(each, query)]
         return EpisodeList(
             episodes=chosen[:MAX_LISTED],
@@ -157,7 +160,7 @@ class EpisodeLibrary:
         )
 
     def detail(self, episode: str) -> EpisodeDetail:
-        """Raises StoreError: there is no such episode, or it cannot be read."""
+        """Raises StoreError, DataSetError: there is no such episode, or it cannot be read."""
         with self._lock:
             store, summary, spec = self._described(episode)
             valid = effective_labels(store.index.labels(episode))
@@ -165,12 +168,13 @@ class EpisodeLibrary:
             trim = newest_trim(valid)
             stored = self._read(store, episode)
         names = element_labels(spec)
+        phases = stored.columns.get("phase", np.full(stored.steps, Phase.POLICY))
         return EpisodeDetail(
             summary=summary,
             rate_hz=USUAL_RATE_HZ if spec is None else spec.rate_hz,
             sentence=stored.header.sentence or summary.task,
             cameras=[CameraFrames(name, _captured_steps(stored, name)) for name in sorted(stored.frames)],
-            phases=[Phase(int(phase)).name.lower() for phase in stored.columns["phase"]],
+            phases=[Phase(int(phase)).name.lower() for phase in phases],
             kept=(0, summary.steps - 1) if trim is None else (trim.first_step, trim.first_step + trim.steps - 1),
             traces=_traces(stored, list(names.get(ACTION, ()))),
             labels=list(labels),
@@ -251,7 +255,8 @@ class EpisodeLibrary:
         except subprocess.TimeoutExpired:
             raise StoreError(f"the export took over {EXPORT_TIMEOUT_S:.0f} s; use `user-sys store export`") from None
         if done.returncode:
-            raise StoreError((done.stderr or done.stdout).strip().splitlines()[-1])
+            reason = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+            raise StoreError(f"{episode} cannot be exported: {reason.splitlines()[-1]}")
         return folder
 
     # The lock is held from here on.
@@ -331,7 +336,7 @@ def _captured_steps(stored: StoredEpisode, camera: str) -> list[int]:
 
 def _traces(stored: StoredEpisode, labels: list[str]) -> list[Trace]:
     columns = stored.columns
-    traces = [Trace("reward", {"reward": _values(columns["reward"])})]
+    traces = [Trace("reward", {"reward": _values(columns["reward"])})] if "reward" in columns else []
     for n in range(columns[ACTION].shape[1] if ACTION in columns else 0):
         curves = {"requested": _values(columns[ACTION][:, n])}
         if APPLIED_ACTION in columns:

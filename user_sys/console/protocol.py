@@ -108,7 +108,7 @@ class Ping(_Message, frozen=True, tag="ping"):
 class EstopRequest(_Message, frozen=True, tag="stop"):
     """E-stops: the number of the press by robot. The page repeats each press under its number until it is confirmed."""
 
-    operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}$")]
+    operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}\Z")]
     presses: Annotated[dict[Name, PressNumber], msgspec.Meta(max_length=MAX_NAMES)]
 
 
