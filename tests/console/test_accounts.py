@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from console_kit import SimulatedRun, until, write_episode
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from hal.machine_folder import open_locked
 from hal.pacing import TokenBucket
 from hal.state_database import STATE_FILE, AuditLog, read_audit_log
 from user_sys.commands.main import main
@@ -412,6 +414,42 @@ def test_expired_cookie_is_refused_closes_its_page_and_is_audited(tmp_path: Path
 def test_name_and_password_are_checked(tmp_path: Path, name: str, password: str) -> None:
     with pytest.raises(AccountError):
         AccountStore(tmp_path).add(name, "viewer", password)
+
+
+def test_removal_during_another_addition_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts = AccountStore(tmp_path)
+    accounts.add("bob", "admin", PASSWORD)
+
+    def remove_and_hash(hasher: object, password: str) -> str:
+        AccountStore(tmp_path).remove("bob")  # by another process
+        return password
+
+    monkeypatch.setattr("argon2.PasswordHasher.hash", remove_and_hash)
+    accounts.add("ana", "viewer", PASSWORD)
+    assert set(accounts.accounts()) == {"ana"}
+
+
+def test_changes_by_several_processes_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argon2.PasswordHasher.hash", lambda hasher, password: password)
+    monkeypatch.setattr("argon2.PasswordHasher.verify", lambda hasher, stored, password: True)
+
+    def add_and_sign_in(name: str) -> str:
+        store = AccountStore(tmp_path)  # shares nothing in memory with the others
+        store.add(name, "viewer", PASSWORD)
+        return store.sign_in(name, PASSWORD)
+
+    names = [f"person-{number}" for number in range(16)]
+    with ThreadPoolExecutor(len(names)) as threads:
+        cookies = list(threads.map(add_and_sign_in, names))
+    store = AccountStore(tmp_path)
+    assert sorted(store.accounts()) == sorted(names)
+    assert [found and found.name for found in map(store.find, cookies)] == names
+
+
+def test_account_file_that_stays_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.console.accounts.LOCK_TIMEOUT_S", 0.0)
+    with open_locked(tmp_path / "lock"), pytest.raises(AccountError, match="another process keeps .*lock locked"):
+        AccountStore(tmp_path).add("ana", "viewer", PASSWORD)
 
 
 def test_commands_add_list_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

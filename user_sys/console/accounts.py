@@ -1,7 +1,8 @@
 """The accounts of consoles that other computers can reach: names, roles, passwords, sign-ins, and a certificate.
 
 The files of `AccountStore.folder` are private to their user: ``accounts.json`` with argon2id hashes of the passwords,
-``sign-ins.json`` with SHA-256 hashes of the cookies, and a self-signed certificate if none is given.
+``sign-ins.json`` with SHA-256 hashes of the cookies, and a self-signed certificate if none is given. A process changes
+the first two while it holds the lock of the file ``lock``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import ipaddress
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,6 +24,7 @@ import msgspec
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import make_folder_durably, replace_durably
+from hal.machine_folder import open_locked
 from hal.state_database import machine_state_path
 from user_sys.console.config import ConsoleConfig
 from user_sys.errors import AccountError, ConfigError, RunError
@@ -38,6 +40,7 @@ MIN_PASSWORD_CHARS, MAX_PASSWORD_CHARS = 10, 1024
 SIGN_IN_S = 12 * 3600.0
 MAX_SIGN_INS = 256
 TOKEN_BYTES = 32
+LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 CERTIFICATE_DAYS = 825
 PRIVATE = 0o600
 CERTIFICATE = "certificate.pem"  # self-signed
@@ -68,7 +71,7 @@ class SignIn(msgspec.Struct, frozen=True):
 
 
 class AccountStore:
-    """The accounts and sign-ins in a folder. Any thread may call it.
+    """The accounts and sign-ins in a folder. Any thread of any process may call it.
 
     Attributes:
         folder: of its files.
@@ -80,7 +83,7 @@ class AccountStore:
         clock: seconds since 1970.
         """
         self.folder = machine_state_path().parent / "console" if folder is None else folder
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
 
     # Accounts
 
@@ -110,14 +113,17 @@ class AccountStore:
         except msgspec.ValidationError:
             allowed = "1 to 32 letters, digits, '_', '.', '@' or '-'"
             raise AccountError(f"{name!r} is no account name: use {allowed}") from None
-        self._replace(self.accounts() | {name: Account(name, role, PasswordHasher().hash(password))})
+        account = Account(name, role, PasswordHasher().hash(password))
+        with self._locked():
+            self._replace(self.accounts() | {name: account})
 
     def remove(self, name: str) -> None:
         """Removes an account and ends its sign-ins. Raises AccountError: there is none."""
-        accounts = self.accounts()
-        if accounts.pop(name, None) is None:
-            raise AccountError(f"there is no account {name!r}; there are {sorted(accounts) or 'none'}")
-        self._replace(accounts)
+        with self._locked():
+            accounts = self.accounts()
+            if accounts.pop(name, None) is None:
+                raise AccountError(f"there is no account {name!r}; there are {sorted(accounts) or 'none'}")
+            self._replace(accounts)
 
     def _replace(self, accounts: dict[str, Account]) -> None:
         self._write("accounts.json", msgspec.json.encode([accounts[name] for name in sorted(accounts)]))
@@ -141,7 +147,7 @@ class AccountStore:
         if account is None:
             raise AccountError("the name or the password is wrong")
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        with self._lock:
+        with self._locked():
             found = self._sign_ins()
             until_s = self._clock() + SIGN_IN_S
             cookie = _digest(token)
@@ -152,8 +158,7 @@ class AccountStore:
 
     def find(self, token: str) -> SignIn | None:
         """The sign-in with this cookie; None if it has ended, or if its account has changed."""
-        with self._lock:
-            found = self._sign_ins().get(_digest(token))
+        found = self._sign_ins().get(_digest(token))
         return found if found and self.is_valid(found) else None
 
     def is_valid(self, sign_in: SignIn) -> bool:
@@ -161,14 +166,14 @@ class AccountStore:
         account = self.accounts().get(sign_in.name)
         if account is None or sign_in.account != _digest(account.password):
             return False
-        with self._lock:
-            return sign_in.cookie in self._sign_ins()
+        return sign_in.cookie in self._sign_ins()
 
     def sign_out(self, token: str) -> None:
-        with self._lock:
-            found = self._sign_ins()
-            if found.pop(_digest(token), None) is not None:
-                self._write("sign-ins.json", msgspec.json.encode(found))
+        if _digest(token) not in self._sign_ins():
+            return
+        with self._locked():
+            left = {digest: each for digest, each in self._sign_ins().items() if digest != _digest(token)}
+            self._write("sign-ins.json", msgspec.json.encode(left))
 
     def _sign_ins(self) -> dict[str, SignIn]:
         """Those that are valid now. A damaged file means that all people sign in again."""
@@ -178,13 +183,22 @@ class AccountStore:
             return {}
         return {digest: each for digest, each in found.items() if each.until_unix_s > self._clock()}
 
-    def _write(self, name: str, content: bytes) -> None:
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Excludes other changes, also of other processes. Raises AccountError."""
+        path = self.folder / "lock"
         try:
             make_folder_durably(self.folder)
             os.chmod(self.folder, 0o700)
-            replace_durably(self.folder / name, content, PRIVATE)
+            with open_locked(path, timeout_s=LOCK_TIMEOUT_S) as (_, is_locked):
+                if not is_locked:
+                    raise AccountError(f"another process keeps {path} locked; end it, and try again")
+                yield
         except OSError as error:
-            raise AccountError(f"{self.folder / name} cannot be written: {error.strerror or error}") from None
+            raise AccountError(f"{self.folder} cannot be written: {error.strerror or error}") from None
+
+    def _write(self, name: str, content: bytes) -> None:
+        replace_durably(self.folder / name, content, PRIVATE)
 
 
 @cache

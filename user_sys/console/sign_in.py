@@ -49,6 +49,6 @@ def sign_in_routes(access: AccountAccess, audit: AuditSink, page: Path) -> APIRo
 
     @router.post(SIGN_OUT_PATH)
     async def sign_out(request: Request) -> Response:
-        return Response(headers={"set-cookie": access.sign_out(headers_of(request.scope))})
+        return Response(headers={"set-cookie": await run_in_threadpool(access.sign_out, headers_of(request.scope))})
 
     return router
