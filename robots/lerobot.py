@@ -29,8 +29,8 @@ from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.teleoperator import Teleoperator, TeleopInput
 from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.homing import build_judged_task, clip_to_range, move_home, require_joints_in_range, validate_home
-from robots.lerobot_plugins import CONNECT_TIMEOUT_S, PluginDevice, has_setting
-from robots.reach_task import ReachConfig, add_reach_task, wants_reach
+from robots.lerobot_plugins import CONNECT_TIMEOUT_S, PluginDevice
+from robots.reach_task import ReachConfig, ReachRobotWrapper, add_reach_task, wants_reach
 
 _SI_UNITS = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
 _MISSPELT_UNITS = {"degree", "degrees", "°", "radian", "radians", "millimetres", "millimeters", "metres", "meters"}
@@ -175,9 +175,9 @@ class LerobotConfig:
     type: the robot's name in LeRobot, e.g. ``so101_follower``.
     settings: the plugin's settings, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
     features: units and bounds by feature name or pattern (``*.pos``); a LeRobot motor bus has its own.
-    gripper: the first action feature that contains this text is the gripper.
+    gripper: the first action feature that contains this text is the gripper. A hold keeps the goal of all of them.
     answer_within_s: timeout of a call, after which the robot is lost; default: two control periods.
-    torque_off: a safe stop releases the motors.
+    torque_off: a safe stop releases the motors, and so does closing; replaces LeRobot's `disable_torque_on_disconnect`.
     home: target of a reset: one position per joint without the gripper, in the order and units of the spec (rad for
     LeRobot's degrees). If empty, a person moves the robot.
     sentence: the instruction for the policy.
@@ -202,6 +202,11 @@ class LerobotConfig:
     def __post_init__(self) -> None:
         if "cameras" in self.settings:
             raise ValueError("settings.cameras: use the option `cameras`, see docs/devices.md")
+        if self.type == "lekiwi_client":
+            raise ValueError(
+                "type: lekiwi_client repeats its last reading when its host is silent; "
+                "run the driver on the robot's computer, with the type lekiwi"
+            )
 
     @property
     def deadline_s(self) -> float:
@@ -284,7 +289,8 @@ class LerobotRobot(Robot):
         else:
             self._send(self._goal)
         if level is StopLevel.SAFE and self.config.torque_off:
-            self._call("releasing the motors", self.device.bus.disable_torque, CONNECT_TIMEOUT_S)
+            buses = _buses(self.device)
+            self._call("releasing the motors", lambda: [bus.disable_torque() for bus in buses], CONNECT_TIMEOUT_S)
             self._released = True
 
     def go_home(self) -> None:
@@ -292,6 +298,17 @@ class LerobotRobot(Robot):
         self.stop(StopLevel.HOLD)
         if self.config.home:
             move_home(self, self.config.home, self._goal)
+
+    def require_reachable(self, reach: ReachRobotWrapper) -> None:
+        """Raises SpecError for goals out of the calibrated range, which the spec, common to arms of one type, lacks."""
+        for joint, least, most in zip(reach.goal_joints, reach.goal_low, reach.goal_high, strict=True):
+            element = self.spec.joint_target[joint]
+            low, high = self._low[element], self._high[element]
+            if least < low or most > high:
+                raise SpecError(
+                    f"reach: {self._action.names[element]} has goals from {least:.4g} to {most:.4g}, and is calibrated "
+                    f"from {low:.4g} to {high:.4g}; set `reach.low` and `reach.high` within it"
+                )
 
     def close(self) -> None:
         if not self._plugin.is_connected:
@@ -305,6 +322,9 @@ class LerobotRobot(Robot):
     def _open(self) -> None:
         if self.device.is_connected:  # a failed attempt left it connected
             self.device.disconnect()
+        for part in _parts(self.device):
+            if hasattr(config := getattr(part, "config", None), TORQUE_SETTING):
+                setattr(config, TORQUE_SETTING, self.config.torque_off)
         try:
             self._set_goals_to_measured()
             self.device.connect(calibrate=False)
@@ -317,28 +337,29 @@ class LerobotRobot(Robot):
         LeRobot enables the torque while it connects, and motors then move to their last goal. Without this, an arm that
         was moved by hand would jump back.
         """
-        bus = getattr(self.device, "bus", None)
-        if bus is None or not hasattr(bus, "sync_write"):
-            return
-        try:
-            bus.connect()
-            bus.sync_write("Goal_Position", bus.sync_read("Present_Position", normalize=False), normalize=False)
-        finally:
-            if bus.is_connected:
-                bus.disconnect(disable_torque=False)
+        for bus in _buses(self.device):
+            if not hasattr(bus, "packet_handler"):
+                continue  # CAN motors keep no goal while their torque is off
+            try:
+                bus.connect()
+                bus.sync_write("Goal_Position", bus.sync_read("Present_Position", normalize=False), normalize=False)
+            finally:
+                if bus.is_connected:
+                    bus.disconnect(disable_torque=False)
 
     def _hold(self) -> None:
         """Make the measured pose the goal; enables the torque of released motors."""
         measured = self._measured = self._state.to_vector(self._call("reading", self.device.get_observation))
         goal = np.array(self.spec.neutral, np.float32)
         for index, name in enumerate(self._action.names):
-            if index == self.spec.gripper and self._moving:
+            if self._moving and self.config.gripper and self.config.gripper in name:
                 goal[index] = self._goal[index]  # keeps its grip
             elif name.endswith(POSITION_SUFFIX) and name in self._state.names:
                 goal[index] = measured[self._state.index(name)]
         self._send(goal)  # unclipped: clipping to a bound would make the joint jump
         if self._released:
-            self._call("enabling the torque", self.device.bus.enable_torque, CONNECT_TIMEOUT_S)
+            buses = _buses(self.device)
+            self._call("enabling the torque", lambda: [bus.enable_torque() for bus in buses], CONNECT_TIMEOUT_S)
         self._moving = self._released = False
 
     def _send(self, action: Array) -> Array:
@@ -356,12 +377,19 @@ class LerobotRobot(Robot):
         self._moving = self._released = False
 
 
+def _parts(device: Any) -> list[Any]:
+    """The device, and those of its attributes that have a motor bus, as the arms of a bimanual robot."""
+    return [device, *(part for part in vars(device).values() if hasattr(getattr(part, "bus", None), "motors"))]
+
+
+def _buses(device: Any) -> list[Any]:
+    return [part.bus for part in _parts(device) if hasattr(part, "bus")]
+
+
 def _make_plugin(config: LerobotConfig) -> PluginDevice:
-    settings = dict(config.settings)
-    if has_setting("robot", config.type, TORQUE_SETTING):
-        settings.setdefault(TORQUE_SETTING, config.torque_off)
-    plugin = PluginDevice("robot", config.type, settings)
-    if config.torque_off and not hasattr(getattr(plugin.device, "bus", None), "disable_torque"):
+    plugin = PluginDevice("robot", config.type, config.settings)
+    buses = _buses(plugin.device)
+    if config.torque_off and not (buses and all(hasattr(bus, "disable_torque") for bus in buses)):
         raise SpecError(
             f"torque_off: LeRobot's {config.type} has no motor bus that can release the torque; remove the option"
         )
@@ -480,8 +508,12 @@ def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     cameras = make_cameras(config.cameras, request)
     task = build_judged_task(request, robot, config.sentence, config.max_steps)
     setup = RobotSetup(request.name, robot, task, cameras)
-    sentence = request.tasks[0].sentence or config.sentence
-    return add_reach_task(setup, config.reach, sentence) if wants_reach(request) else setup
+    if not wants_reach(request):
+        return setup
+    setup = add_reach_task(setup, config.reach, request.tasks[0].sentence or config.sentence)
+    assert isinstance(setup.robot, ReachRobotWrapper)
+    robot.require_reachable(setup.robot)
+    return setup
 
 
 def make_teleoperator(request: RobotSetupRequest, spec: RobotSpec) -> Teleoperator:

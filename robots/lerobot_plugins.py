@@ -171,12 +171,6 @@ def read_config(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any
     return decode(_registries()[kind][0], {"type": name, **settings})
 
 
-def has_setting(kind: DeviceKind, name: str, setting: str) -> bool:
-    """Whether the device's config has the field `setting`."""
-    choices = _registries()[kind][0].get_known_choices()
-    return name in choices and setting in getattr(choices[name], "__dataclass_fields__", {})
-
-
 def probe_plugins() -> Iterator[ResourceRecord]:
     """Yield one DRIVER record for each device package of LeRobot, and for each plugin that follows its naming rule.
     Imports none of them.

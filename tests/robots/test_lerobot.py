@@ -226,6 +226,62 @@ def test_connect_does_not_move_the_arm(arm: FeetechArmSimulator) -> None:
         assert abs(arm.word("shoulder_lift", PRESENT) - 2600) <= 1
 
 
+@pytest.fixture
+def two_arms(tmp_path: Path) -> Iterator[tuple[FeetechArmSimulator, FeetechArmSimulator]]:
+    """Calibrated as the arms of the robot ``bi``."""
+    left, right, calibrations = (tmp_path / name for name in ("left", "right", "calibration"))
+    for folder in (left, right, calibrations):
+        folder.mkdir()
+    with feetech_arm_simulator(left) as one, feetech_arm_simulator(right) as other:
+        (calibrations / "bi_left.json").write_bytes(one.calibration.read_bytes())
+        (calibrations / "bi_right.json").write_bytes(other.calibration.read_bytes())
+        yield one, other
+
+
+def bimanual(left: FeetechArmSimulator, right: FeetechArmSimulator, **options: object) -> LerobotRobot:
+    settings = {
+        "id": "bi",
+        "calibration_dir": str(left.port.parents[1] / "calibration"),
+        "left_arm_config": {"port": str(left.port)},
+        "right_arm_config": {"port": str(right.port)},
+    }
+    features = {"*gripper.pos": FeatureConfig("%", 0, 100), "*.pos": FeatureConfig("deg", -180, 180)}
+    # type: ignore[arg-type]
+    return LerobotRobot(LerobotConfig("bi_so_follower", settings, rate_hz=10.0, features=features, **options))
+
+
+def test_both_arms_connect_without_motion_and_hold_when_closed(
+    two_arms: tuple[FeetechArmSimulator, FeetechArmSimulator],
+) -> None:
+    for arm in two_arms:
+        arm.poke("shoulder_lift", PRESENT, 2600)
+    with bimanual(*two_arms):
+        for arm in two_arms:
+            assert max(arm.leaps()) <= 1 and abs(arm.word("shoulder_lift", PRESENT) - 2600) <= 1
+    assert [arm.registers("shoulder_lift")[TORQUE] for arm in two_arms] == [1, 1]
+
+
+def test_torque_off_releases_both_arms(two_arms: tuple[FeetechArmSimulator, FeetechArmSimulator]) -> None:
+    with bimanual(*two_arms, torque_off=True) as robot:
+        robot.stop(StopLevel.SAFE)
+        assert [arm.registers("shoulder_lift")[TORQUE] for arm in two_arms] == [0, 0]
+        robot.command(robot.spec.rest_action(robot.observe().arrays))
+        assert [arm.registers("shoulder_lift")[TORQUE] for arm in two_arms] == [1, 1]
+    assert [arm.registers("shoulder_lift")[TORQUE] for arm in two_arms] == [0, 0]
+
+
+def test_hold_keeps_the_grip_of_both_hands(two_arms: tuple[FeetechArmSimulator, FeetechArmSimulator]) -> None:
+    with bimanual(*two_arms) as robot:
+        grips = [index for index, name in enumerate(robot.spec.action.labels) if "gripper" in name]
+        action = robot.observe().arrays[STATE]
+        action[grips] = 0.0
+        robot.command(action)
+        for arm in two_arms:
+            arm.poke("gripper", PRESENT, 2000)  # an object between the fingers
+        robot.stop(StopLevel.HOLD)
+        assert [arm.word("gripper", GOAL) for arm in two_arms] == [1024, 1024], "closed"
+
+
 def test_out_of_range_arm_holds_without_jump(
     arm: FeetechArmSimulator,
 ) -> None:
@@ -255,6 +311,17 @@ def test_reset_moves_arm_to_configured_home(arm: FeetechArmSimulator) -> None:
 def test_home_out_of_calibrated_range_is_refused(arm: FeetechArmSimulator) -> None:
     with pytest.raises(SpecError, match=r"home: shoulder_pan\.pos is 2; it must be between -1\.57\d* and 1\.57"):
         follower(arm, home=(2.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def test_reach_goals_out_of_calibrated_range_are_refused(arm: FeetechArmSimulator) -> None:
+    options = {"type": "so101_follower", "settings": arm.settings}
+    make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
+    arm.calibration.write_text(arm.calibration.read_text().replace("1024", "1124"))
+    wrong = (
+        r"shoulder_pan.pos has goals from -1.571 to 1.571, and is calibrated from -1.49\d to 1.49\d; set `reach.low`"
+    )
+    with pytest.raises(SpecError, match=wrong):
+        make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
 
 
 def test_invalid_options_are_explained() -> None:

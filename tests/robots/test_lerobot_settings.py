@@ -18,6 +18,7 @@ from robots.lerobot_plugins import probe_plugins
     [
         (LerobotConfig, {"answer_within_s": 0.0}, "answer_within_s"),
         (LerobotConfig, {"settings": {"cameras": {}}}, "use the option `cameras`"),
+        (LerobotConfig, {"type": "lekiwi_client"}, "type: lekiwi_client .*; run .* with the type lekiwi"),
         (LerobotConfig, {"features": {"*": {"unit": "degrees", "low": -180, "high": 180}}}, "not known; use deg"),
         (LeaderConfig, {"moved": 0.0}, "moved"),
         (LeaderConfig, {"let_go_s": 0.0}, "let_go_s"),
