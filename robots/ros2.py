@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from robots.ros2_node import (
 )
 from robots.ros2_readings import (
     CaptureTimes,
+    DamagedImage,
     JointReadings,
     StopButton,
     decode_jpeg_image,
@@ -223,6 +225,7 @@ class RosCamera(Camera):
         self._node = RosNode(node, config.domain)
         self._newest: tuple[Any, int] | None = None
         self._decoded: CameraFrame | None = None
+        self._damaged_ns = 0  # the capture time of the last damaged image
         self._times = CaptureTimes(config.clock)
 
     def connect(self) -> None:
@@ -236,20 +239,26 @@ class RosCamera(Camera):
             silent = f"no image on {self._topic.topic}"
             self._node.wait_until(lambda: self._newest is not None, self._config.connect_s, silent, self.check_stop)
             if (newest := self._newest) is not None:
-                self._decode(newest[0])
+                self._decoded = CameraFrame(self._decode(newest[0]), newest[1])
         except HalError:
             self.close()
             raise
 
     def read(self) -> CameraFrame:
-        """Raises StaleObservation if the newest image is older than `RosCameraConfig.stale_s`."""
+        """The newest image; while it is damaged, the last one before. Raises StaleObservation if that is older than
+        `RosCameraConfig.stale_s`."""
         newest = self._newest
-        if not self._node.is_connected or newest is None:
+        if not self._node.is_connected or newest is None or self._decoded is None:
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         message, captured_ns = newest
-        require_fresh(f"camera {self.spec.name}", captured_ns, self._topic.stale_s)
-        if self._decoded is None or self._decoded.t_capture_ns != captured_ns:
-            self._decoded = CameraFrame(self._decode(message), captured_ns)
+        if captured_ns not in (self._decoded.t_capture_ns, self._damaged_ns):
+            try:
+                self._decoded = CameraFrame(self._decode(message), captured_ns)
+            except DamagedImage as error:
+                level = logging.INFO if self._damaged_ns else logging.WARNING  # warns once
+                log.log(level, "ros2.image camera=%s %s", self.spec.name, error)
+                self._damaged_ns = captured_ns
+        require_fresh(f"camera {self.spec.name}", self._decoded.t_capture_ns, self._topic.stale_s)
         return self._decoded
 
     def close(self) -> None:
@@ -289,23 +298,34 @@ class _RobotTopics:
         self._sensor: KinematicChain | None = None
         self.button = StopButton()
 
-    def subscribe(self, node: RosNode) -> None:
-        """Subscribe, and block until every topic of the config has delivered a message."""
+    def subscribe(self, node: RosNode, check_stop: Callable[[], None]) -> None:
+        """Subscribe, and block until every topic of the config has delivered a message.
+
+        Raises SpecError if the force's frame moves by joints that the config lacks.
+        """
         config, button = self._config, self._config.estop_topic
         node.subscribe(JOINT_STATE_TYPE, config.joint_states, self._on_joint_state)
         if config.wrench is not None:
             node.subscribe(WRENCH_TYPE, config.wrench.topic, self._on_wrench)
         if button:
-            node.wait_until(lambda: node.has_publisher(button), config.connect_s, f"there is no publisher on {button}")
+            absent = f"there is no publisher on {button}"
+            node.wait_until(lambda: node.has_publisher(button), config.connect_s, absent, check_stop)
             node.subscribe(
                 "std_msgs/msg/Bool", button, lambda message: self.button.update(bool(message.data)), sensor=False
             )
         try:
-            node.wait_until(lambda: not self._missing_inputs(), config.connect_s, "some topics delivered nothing")
+            silent = "some topics delivered nothing"
+            node.wait_until(lambda: not self._missing_inputs(), config.connect_s, silent, check_stop)
         except HardwareLost as error:
             raise HardwareLost(f"{error}: {self._missing_inputs()}") from None
         if self._force is not None and self._layout.urdf is not None:
-            self._sensor = self._layout.urdf.chain(self._force[1], config.base)
+            frame = self._force[1]
+            self._sensor = self._layout.urdf.chain(frame, config.base)
+            if unknown := set(self._sensor.movable_joints) - set(config.commanded_joints):
+                raise SpecError(
+                    f"wrench: the way from base to {frame} has joints that are missing in the config: "
+                    f"{sorted(unknown)}; add them to `joints`"
+                )
 
     def state(self) -> tuple[Array, int]:
         """The state as in the robot's spec, and the capture time of its oldest part."""
@@ -384,7 +404,7 @@ class Ros2Robot(Robot):
         Raises:
             EmergencyStopped: a stop button of the cell is pressed; no controller was activated.
             HardwareLost: also if another process of this machine has locked the controller.
-            SpecError: ROS 2 or a message package is not installed.
+            SpecError: ROS 2 or a message package is not installed, or the config lacks a joint of the force's frame.
         """
         if self._connected:
             return
@@ -393,7 +413,7 @@ class Ros2Robot(Robot):
         try:
             self._node.open()
             self._topics = _RobotTopics(config, self._layout)
-            self._topics.subscribe(self._node)
+            self._topics.subscribe(self._node, self.check_stop)
             if config.stop_service:
                 self._stop_client = RosServiceClient(self._node, "std_srvs/srv/Trigger", config.stop_service)
             if self._topics.button.is_pressed:
@@ -402,6 +422,7 @@ class Ros2Robot(Robot):
             if config.manager:
                 names = [each.name for each in self._controllers]
                 self._manager = ControllerManager(self._node, config.manager, names, config.connect_s)
+                self.check_stop()
                 if config.activate:
                     self._manager.activate(config.instead_of)
                 self._manager.require_active()
@@ -410,7 +431,7 @@ class Ros2Robot(Robot):
                 controller.open(self._node, stamped=stamped, query_parameters=ask, timeout_s=config.connect_s)
             self._connected, self._moving, self._deactivated = True, True, False
             self._hold()
-        except (EmergencyStopped, HardwareLost, SpecError):
+        except HalError:
             self._disconnect()
             raise
 
@@ -444,26 +465,19 @@ class Ros2Robot(Robot):
         return self._send(clip_to_range(self.spec, action, joints, self._low, self._high))
 
     def stop(self, level: StopLevel) -> None:
-        """See `hal.robot.Robot`. The arm holds the position measured at the start of the stop, a gripper its target."""
+        """See `hal.robot.Robot`. The arm holds the position measured at the start of the stop, a gripper its target.
+
+        A safe stop takes every step, also after one that failed.
+        """
         self._require_link()
         if self._deactivated:
             return
-        if self._moving:
-            self._hold()
-        elif self._target is not None:
-            self._send(self._target)
         if level is StopLevel.HOLD:
+            self._stand()
             self._check_controllers()
             return
+        _run_all([self._stand, self._deactivate, self._call_stop_service])
         self._deactivated = True
-        try:
-            if self._manager is not None:
-                self._manager.deactivate()
-        finally:
-            if self._stop_client is not None:
-                answer = self._stop_client.call({}, RESPONSE_TIMEOUT_S)
-                if not answer.success:
-                    raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
 
     def go_home(self) -> None:
         """See `robots.homing.SupportsHoming`. A gripper keeps its target."""
@@ -479,6 +493,22 @@ class Ros2Robot(Robot):
                 log.warning("ros2.stop_failed %s; its controllers keep their last target", error)
         self._disconnect()
 
+    def _stand(self) -> None:
+        if self._moving:
+            self._hold()
+        elif self._target is not None:
+            self._send(self._target)
+
+    def _deactivate(self) -> None:
+        if self._manager is not None:
+            self._manager.deactivate()
+
+    def _call_stop_service(self) -> None:
+        if self._stop_client is not None:
+            answer = self._stop_client.call({}, RESPONSE_TIMEOUT_S)
+            if not answer.success:
+                raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
+
     def _hold(self) -> None:
         """Make the measured pose the target; if the readings are outdated, keep the last target."""
         positions, _, captured_ns = self._topics.joints.latest()
@@ -492,8 +522,7 @@ class Ros2Robot(Robot):
 
     def _send(self, action: Array) -> Array:
         targets = dict(zip(self.config.commanded_joints, action.tolist(), strict=True))
-        for controller in self._controllers:
-            controller.send(targets)
+        _run_all([partial(controller.send, targets) for controller in self._controllers])
         self._target = action
         return action.copy()
 
@@ -526,6 +555,18 @@ class Ros2Robot(Robot):
     def _require_alive(self, captured_ns: int) -> None:
         if (silent_s := age_s(captured_ns)) > max(self.config.lost_after_s, self.config.stale_s):
             raise HardwareLost(f"{self.config.model} has sent no joint state for {silent_s:.3f} s")
+
+
+def _run_all(steps: Sequence[Callable[[], None]]) -> None:
+    """Run every step, and then raise the first HardwareLost of them."""
+    errors: list[HardwareLost] = []
+    for step in steps:
+        try:
+            step()
+        except HardwareLost as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:

@@ -23,6 +23,10 @@ CHANNELS_FROM_ENCODING = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8":
 """The supported encodings of sensor_msgs/msg/Image, with their bytes per pixel."""
 
 
+class DamagedImage(HardwareLost):
+    """An image that cannot be decoded; the next one may be whole."""
+
+
 class CaptureTimes:
     """Converts one sender's stamps to times of ``time.monotonic_ns``. One thread calls it.
 
@@ -156,7 +160,8 @@ def decode_raw_image(message: Any) -> Array:
     """Decode a sensor_msgs/msg/Image to uint8 (height, width, 3) RGB.
 
     Raises:
-        HardwareLost: the encoding is not supported, or bytes are missing.
+        DamagedImage: bytes are missing.
+        HardwareLost: the encoding is not supported.
     """
     channels = CHANNELS_FROM_ENCODING.get(message.encoding)
     if channels is None:
@@ -165,7 +170,7 @@ def decode_raw_image(message: Any) -> Array:
         )
     height, row = int(message.height), int(message.width) * channels
     if message.step < row or len(message.data) < height * message.step:
-        raise HardwareLost(
+        raise DamagedImage(
             f"an image of {message.width}x{height} {message.encoding} has only {len(message.data)} bytes"
         )
     rows = np.frombuffer(message.data, np.uint8, count=height * message.step).reshape(height, message.step)
@@ -177,22 +182,22 @@ def decode_raw_image(message: Any) -> Array:
 
 
 def jpeg_image_size(content: bytes) -> tuple[int, int]:
-    """Read height and width from a JPEG's header without decoding: they may claim gigabytes. Raises HardwareLost."""
+    """Read height and width from a JPEG's header without decoding: they may claim gigabytes. Raises DamagedImage."""
     import simplejpeg
 
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(content)
     except (ValueError, KeyError) as error:  # KeyError: an unknown chroma subsampling
-        raise HardwareLost(f"a compressed image is not a readable JPEG: {error!r}") from error
+        raise DamagedImage(f"a compressed image is not a readable JPEG: {error!r}") from error
     return int(height), int(width)
 
 
 def decode_jpeg_image(content: bytes) -> Array:
-    """Decode a JPEG to uint8 (height, width, 3) RGB. Raises HardwareLost for anything else."""
+    """Decode a JPEG to uint8 (height, width, 3) RGB. Raises DamagedImage for anything else."""
     import simplejpeg
 
     try:
         image: Array = simplejpeg.decode_jpeg(content, colorspace="RGB")
     except ValueError as error:
-        raise HardwareLost(f"a compressed image is not a readable JPEG: {error}") from error
+        raise DamagedImage(f"a compressed image is not a readable JPEG: {error}") from error
     return image

@@ -1,0 +1,192 @@
+"""Faults of an arm behind ros2_control, with stand-ins for ROS. This test does not need ROS."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.robot import StopLevel, no_op
+from hal.spec import CameraSpec
+from robots import ros2
+from robots.ros2 import Ros2Robot, RosCamera
+from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraConfig, WrenchConfig
+
+PLAIN: dict[str, Any] = {"joints": ("a",), "limits": {"a": JointLimits(-1, 1, 1)}, "velocities": False}
+PLAIN["stale_after_s"] = 60.0  # a busy machine is late by seconds
+IMAGE = simplejpeg.encode_jpeg(np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8), colorspace="RGB")
+URDF = """<robot name="two">
+  <joint name="a" type="revolute"><parent link="base"/><child link="arm"/>
+    <limit lower="-1" upper="1" velocity="1"/></joint>
+  <joint name="b" type="revolute"><parent link="arm"/><child link="sensor"/>
+    <limit lower="-1" upper="1" velocity="1"/></joint>
+</robot>"""
+
+
+class Node:
+    """Delivers one message to each subscription."""
+
+    is_connected, rclpy_node = True, object()
+
+    def __init__(self, *_: object) -> None:
+        self.silent = False
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def subscribe(self, kind: str, topic: str, callback: Callable[[Any], None]) -> None:
+        if self.silent:
+            return
+        seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        header = SimpleNamespace(stamp=SimpleNamespace(sec=seconds, nanosec=nanoseconds), frame_id="sensor")
+        if "Wrench" in kind:
+            force = SimpleNamespace(x=0.0, y=0.0, z=1.0)
+            callback(SimpleNamespace(header=header, wrench=SimpleNamespace(force=force)))
+        else:
+            callback(SimpleNamespace(header=header, name=["a", "grip"], position=[0.0, 0.0], velocity=[]))
+
+    def wait_until(
+        self, condition: Callable[[], bool], timeout_s: float, error: str, check_stop: Callable[[], None] = no_op
+    ) -> None:
+        if not condition():
+            check_stop()
+            raise HardwareLost(error)
+
+
+class Controller:
+    def __init__(self, name: str, log: list[str], *_: object) -> None:
+        self.name, self.is_gone, self._log = name, False, log
+
+    def open(self, *_: object, **__: object) -> None:
+        """Nothing to open."""
+
+    def send(self, targets: dict[str, float]) -> None:
+        if self.is_gone:
+            raise HardwareLost(f"controller {self.name} is gone")
+        self._log.append(self.name)
+
+
+class Manager:
+    """Activates nothing; it deactivates, or fails to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log, self.refuses = log, False
+        self.check_active = self.require_active = lambda: None
+
+    def activate(self, instead_of: object) -> None:
+        self._log.append("activate")
+
+    def deactivate(self) -> None:
+        if self.refuses:
+            raise HardwareLost("the manager refuses")
+        self._log.append("deactivate")
+
+
+class Stopping:
+    """An arm and a gripper; `log` has what was called since they connected."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.manager, self.node = Manager(self.log), Node()
+        self.controllers: list[Controller] = []
+        service = SimpleNamespace(call=lambda *_: (self.log.append("service"), SimpleNamespace(success=True))[1])
+        monkeypatch.setattr(ros2, "RosNode", lambda *_: self.node)
+        monkeypatch.setattr(ros2, "RosController", self._controller)
+        monkeypatch.setattr(ros2, "ControllerManager", lambda *_: self.manager)
+        monkeypatch.setattr(ros2, "RosServiceClient", lambda *_: service)
+        grip = GripperConfig("grip", 0, 0.1, controller="hand")
+        self.robot = Ros2Robot(Ros2Config(controller="arm", gripper=grip, stop_service="/stop", **PLAIN))
+
+    def connect(self) -> None:
+        self.robot.connect()
+        self.log.clear()
+
+    def _controller(self, name: str, *_: object) -> Controller:
+        self.controllers.append(Controller(name, self.log))
+        return self.controllers[-1]
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> Stopping:
+    return Stopping(monkeypatch)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_safe_stop_runs_every_step_without_a_controller(stopping: Stopping, gone: int) -> None:
+    stopping.connect()
+    stopping.controllers[gone].is_gone = True
+    with pytest.raises(HardwareLost, match=f"controller {stopping.controllers[gone].name} is gone"):
+        stopping.robot.stop(StopLevel.SAFE)
+    assert stopping.log == [stopping.controllers[1 - gone].name, "deactivate", "service"]
+
+
+def test_refused_deactivation_is_repeated(stopping: Stopping) -> None:
+    stopping.connect()
+    stopping.manager.refuses = True
+    with pytest.raises(HardwareLost, match="refuses"):
+        stopping.robot.stop(StopLevel.SAFE)
+    assert stopping.log == ["arm", "hand", "service"]
+    stopping.manager.refuses = False
+    stopping.robot.stop(StopLevel.SAFE)
+    assert stopping.log[3:] == ["arm", "hand", "deactivate", "service"]
+    stopping.robot.stop(StopLevel.SAFE)
+    assert len(stopping.log) == 7, "done"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_stop_during_connect_activates_nothing(stopping: Stopping, silent: bool) -> None:
+    def press() -> None:
+        raise EmergencyStopped("pressed by ada")
+
+    stopping.robot.check_stop, stopping.node.silent = press, silent
+    with pytest.raises(EmergencyStopped):
+        stopping.robot.connect()
+    assert stopping.log == []
+
+
+def test_force_sensor_beyond_an_unknown_joint_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "two.urdf").write_text(URDF)
+    monkeypatch.setattr(ros2, "RosNode", Node)
+    config = Ros2Config(description=str(tmp_path / "two.urdf"), wrench=WrenchConfig("/wrench"), **PLAIN)
+    with pytest.raises(SpecError, match=r"wrench: .* to sensor has joints that are missing in the config: \['b'\]"):
+        Ros2Robot(config).connect()
+
+
+def test_damaged_image_keeps_the_last_one_until_it_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    camera_config = RosCameraConfig(topic="/camera", kind="compressed", stale_after_s=0.5)
+    config = Ros2Config(**PLAIN)
+    camera = RosCamera("arm_front", CameraSpec(name="front", height=48, width=64, rate_hz=30.0), camera_config, config)
+    send: list[Callable[[Any], None]] = []
+    node = SimpleNamespace(is_connected=False, open=lambda: None, close=lambda: None, wait_until=lambda *_: None)
+    node.subscribe = lambda kind, topic, callback: (send.append(callback), put(IMAGE))
+    monkeypatch.setattr(camera, "_node", node)
+
+    def put(content: bytes) -> None:
+        seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        stamp = SimpleNamespace(sec=seconds, nanosec=nanoseconds)
+        send[0](SimpleNamespace(header=SimpleNamespace(stamp=stamp), data=content))
+
+    camera.connect()
+    node.is_connected = True
+    first = camera.read()
+    put(IMAGE[:-100])
+    assert camera.read() is first
+    time.sleep(0.6)
+    put(IMAGE[:-100])
+    with pytest.raises(StaleObservation):
+        camera.read()
+    put(IMAGE)
+    assert camera.read().t_capture_ns > first.t_capture_ns
+    put(simplejpeg.encode_jpeg(np.zeros((32, 32, 3), np.uint8)))
+    with pytest.raises(HardwareLost, match="images of 32x32; the config says 64x48"):
+        camera.read()
