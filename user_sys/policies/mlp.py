@@ -116,7 +116,9 @@ class MlpPolicy(TrainablePolicy):
         require_features(self._specs, observation)
         if self._weights is None:
             return self._exploration.act(deterministic)
-        mean, log_std = self._gaussian(np.concatenate([observation[spec.name] for spec in self._specs]))
+        mean, log_std = self._gaussian(
+            np.concatenate([observation[spec.name] for spec in self._specs], dtype=np.float32)
+        )
         noise = np.zeros_like(mean) if deterministic else self._rng.standard_normal(mean.size, np.float32)
         scaled = np.tanh(mean + np.exp(log_std) * noise)
         log_prob = squashed_log_prob(noise, log_std, scaled)

@@ -10,7 +10,7 @@ import numpy as np
 from hal.errors import SpecError
 from hal.spec import Array, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
-from user_sys.policies.policy import ActionChunk
+from user_sys.policies.policy import AGE_SUFFIX, ActionChunk
 
 Gripper = Literal["continuous", "discrete"]
 INPUT_CLIP = 5.0  # of scaled observations
@@ -71,16 +71,21 @@ def camera_specs(spec: RobotSpec, cameras: Sequence[str]) -> tuple[CameraSpec, .
 
 
 def require_features(specs: Sequence[ArraySpec], observation: Mapping[str, Array]) -> None:
-    """Raises SpecError if one of `specs` is missing in the observation or has another shape there."""
+    """Raises SpecError if one of `specs` is missing in the observation, or has another shape or dtype there."""
     for spec in specs:
         if spec.name not in observation:
             raise SpecError(f"the policy reads {spec.name!r}; the observation has {sorted(observation)}")
         if observation[spec.name].shape != spec.shape:
             raise SpecError(f"{spec.name} has shape {observation[spec.name].shape}; the spec says {spec.shape}")
+        if observation[spec.name].dtype != np.dtype(spec.dtype):
+            raise SpecError(f"{spec.name} has dtype {observation[spec.name].dtype}; the spec says {spec.dtype}")
 
 
 def require_pictures(cameras: Sequence[CameraSpec], observation: Mapping[str, Array]) -> None:
-    """Raises SpecError if a camera's picture is missing in the observation, or is not uint8 of the spec's shape."""
+    """Raises SpecError if a camera's picture is missing in the observation, or is not uint8 of the spec's shape.
+
+    The picture's age may be missing, and is float32 (1,).
+    """
     for camera in cameras:
         if (picture := observation.get(camera.feature)) is None:
             raise SpecError(f"the policy reads {camera.feature!r}; the observation has {sorted(observation)}")
@@ -88,6 +93,9 @@ def require_pictures(cameras: Sequence[CameraSpec], observation: Mapping[str, Ar
             raise SpecError(
                 f"{camera.feature} is {picture.dtype} of shape {picture.shape}; the spec says uint8 of {camera.shape}"
             )
+        age = observation.get(camera.feature + AGE_SUFFIX)
+        if age is not None and (age.shape != (1,) or age.dtype != np.float32):
+            raise SpecError(f"{camera.feature}{AGE_SUFFIX} is {age.dtype} of shape {age.shape}; it needs float32 (1,)")
 
 
 class ActionBounds:

@@ -151,9 +151,11 @@ class TorchPolicy(TrainablePolicy):
             require_pictures(self._pictures, observation)
         if not self._has_weights:
             return [self._exploration.act(deterministic) for _ in observations]
-        names = [*(spec.name for spec in self._specs), *(camera.feature for camera in self._pictures)]
-        arrays = {name: np.stack([observation[name] for observation in observations]) for name in names}
-        ages = [camera.feature + AGE_SUFFIX for camera in self._pictures]
+        vectors = {spec.name: [observation[spec.name] for observation in observations] for spec in self._specs}
+        arrays = {name: np.stack(each, dtype=np.float32) for name, each in vectors.items()}  # as in training
+        pictures = [camera.feature for camera in self._pictures]
+        arrays |= {name: np.stack([observation[name] for observation in observations]) for name in pictures}
+        ages = [name + AGE_SUFFIX for name in pictures]
         for name in ages if all(set(ages) <= set(each) for each in observations) else ():
             arrays[name] = np.stack([observation[name] for observation in observations])
         promised = self._promised(contexts)
