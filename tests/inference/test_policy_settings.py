@@ -28,7 +28,9 @@ from user_sys.run.topology import ProcessSlot, policy_process
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
+from user_sys.weights.catalog import BlobCache
 from user_sys.weights.receiver import ReceiverConfig
+from user_sys.weights.version_store import VersionStore
 
 ENDPOINT = "tcp://127.0.0.1:5999"
 GPU = ResourceRequestConfig(kind="gpu", use="policy", colocate="cell", colocate_by="site")
@@ -71,6 +73,18 @@ def test_sessions_read_the_servers_address_file(tmp_path: Path) -> None:
     load_keypair(Path(given["--keys"]) / "policy.key")
     session = load(SessionConfig, folder.edge("left") / "session.yaml")
     assert str(session.policy_address) == given["--announce"] and session.policy.location == "server"
+
+
+def test_robots_of_a_resumed_run_with_weights_do_not_explore(tmp_path: Path) -> None:
+    robots = (RobotConfig(name="left", driver="fake", explore="on"),)
+    config = replace(fleet(tmp_path, location="server", device="cpu"), robots=robots)
+    folder, card = create_run_folder(config, "run", ENDPOINT)
+    explores = list[bool]()
+    for _ in range(2):
+        prepare_run_folder(config, folder, card)
+        explores.append(load(SessionConfig, folder.edge("left") / "session.yaml").explore)
+        VersionStore(folder.weights).save([], BlobCache(), b"")  # as of a version
+    assert explores == [True, False]
 
 
 def test_external_server_needs_its_public_key(tmp_path: Path) -> None:

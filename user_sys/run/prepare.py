@@ -66,6 +66,7 @@ from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 from user_sys.tunnel.limits import is_loopback
+from user_sys.weights.version_store import INDEX_FILE
 
 log = logging.getLogger(__name__)
 
@@ -314,6 +315,7 @@ def prepare_run_folder(
             fraction = config.policy.timeout_fraction
             may_take_long = not robot.follows_clock or config.policy.execution.mode == "async"
             action_timeout_s(specs[robot.name], fraction, may_take_long=may_take_long)
+    has_weights = any(folder.weights.rglob(INDEX_FILE))  # of a resumed run: the robots wait for them to arrive
     for robot in config.robots:
         save_robot_record(folder.robots, robot.name, specs[robot.name])
         gateway = local_endpoint(metadata.endpoint, address if robot.name in on_other_nodes else LOOPBACK)
@@ -327,7 +329,7 @@ def prepare_run_folder(
             starts=EpisodeStarts.of(robot, config.seed),
             real_time=robot.follows_clock,
             realtime_scheduling=robot.realtime_scheduling,
-            explore=robot.explores,
+            explore=robot.explores and not has_weights,
             description=robot.description,
             policy_address=folder.policy_address.resolve(),
             outbox=config.outbox,
