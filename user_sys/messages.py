@@ -550,7 +550,7 @@ class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"
 
 
 class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
-    """`robot` uses `version` from now on, `seconds` after its offer."""
+    """`robot` uses `version` from now on, `seconds` after its offer; -1: none until its next report."""
 
     robot: str
     version: int

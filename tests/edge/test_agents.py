@@ -311,6 +311,14 @@ def test_robot_outside_of_an_episode_awaits_the_person_who_has_it(session: Sessi
     assert waits(), "the reset is done, and the robot holds still"
 
 
+def test_weights_are_swapped_while_a_person_has_the_robot_outside_of_an_episode(session: Session) -> None:
+    session.agent.awaits_person(session.environment.hold())
+    assert session.policy.pauses == 0
+    session.order("pause")
+    session.agent.awaits_person(session.environment.hold())
+    assert session.policy.pauses == 1
+
+
 def test_zero_input_holds_the_robot_and_is_no_step(session: Session) -> None:
     session.order("take-over")
     for _ in range(3):

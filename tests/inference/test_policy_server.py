@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ from user_sys.inference.remote_policy import STANDING_TIMEOUT_S, RemotePolicy, a
 from user_sys.messages import NO_VERSION
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.flow import FlowPolicy, FlowSettings
-from user_sys.policies.policy import ChunkContext, ExecutionConfig, ExecutionMethod, PolicyQuery
+from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod, PolicyQuery
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
 OLD_REQUEST = Path(__file__).parent / "policy-protocol-4.msgpack"
@@ -175,17 +176,46 @@ def test_waiting_requests_of_one_policy_act_as_a_batch(
         until(attempt, "both act together")
 
 
-def test_batch_is_as_large_as_its_first_deadline_allows() -> None:
+def test_batch_is_as_large_as_its_deadlines_allow() -> None:
     times = BatchTimes()
-    assert times.largest([0.01] * 5) == 5, "nothing is known yet"
+    assert times.choose([0.01] * 3) == [0, 1, 2], "nothing is known yet"
     times.add(1, 0.10)
     assert times.predict(3) == pytest.approx(0.3)
-    assert times.largest([1.0] * 8) == 8 and times.largest([0.25, *[1.0] * 7]) == 2
+    assert times.choose([1.0] * 3) == [0, 1, 2] and times.choose([0.25, *[1.0] * 7]) == [0, 1]
     times.add(8, 0.20)
-    assert times.largest([0.25, *[1.0] * 7]) == 8, "a batch of eight takes little longer"
-    assert times.largest([0.15, 0.16, 9.0]) == 1
-    assert times.largest([0.05, 9.0, 9.0]) == 3, "the first is late in any case"
-    assert times.largest([]) == 0
+    assert times.choose([0.25, *[1.0] * 7]) == [*range(8)], "a batch of eight takes little longer"
+    assert times.choose([0.15, 0.16, 9.0]) == [0]
+
+
+def test_request_that_would_be_late_alone_does_not_delay_others() -> None:
+    times = BatchTimes()
+    times.add(1, 0.10)
+    assert times.choose([0.05, 9.0, 9.0]) == [1, 2]
+    assert times.choose([0.05, 0.15, 9.0]) == [1]
+    assert times.choose([0.05, 0.06]) == [0], "it measures whether it is still so slow"
+
+
+def test_smaller_batch_is_tried_when_a_large_one_was_late() -> None:
+    def took_s(size: int) -> float:
+        return 0.006 + 0.005 * size
+
+    times, sizes = BatchTimes(), list[int]()
+    for _ in range(5):
+        sizes.append(len(times.choose([0.08] * 16)))
+        times.add(sizes[-1], took_s(sizes[-1]))
+    assert sizes == [16, 1, 7, 13, 14] and took_s(14) < 0.08 < took_s(15)
+
+
+def test_stall_makes_no_size_look_slow_for_good() -> None:
+    times = BatchTimes()
+    times.add(1, 0.03)
+    for _ in range(3):
+        times.add(8, 0.5)  # a stall
+        sizes = list[int]()
+        for _ in range(6):
+            sizes.append(len(times.choose([0.1] * 8)))
+            times.add(sizes[-1], 0.03 + 0.002 * sizes[-1])
+        assert sizes[-1] == 8, sizes
 
 
 def test_urgent_request_acts_first_and_the_others_follow(
@@ -193,6 +223,14 @@ def test_urgent_request_acts_first_and_the_others_follow(
 ) -> None:
     acts(robots[0])
     policy, later = server.opened[0], OBSERVATION | {STATE: np.full_like(OBSERVATION[STATE], 0.25)}
+    echo = policy.act_batch
+
+    def act_batch(*args: Any, **settings: Any) -> list[ActionChunk]:
+        server.now_s += 20.0
+        return echo(*args, **settings)
+
+    policy.act_batch = act_batch  # type: ignore[method-assign]
+    server.server._times.clear()
     with Peer(server, keys) as left, Peer(server, keys, "right") as right:
 
         def attempt() -> bool:
@@ -200,9 +238,8 @@ def test_urgent_request_acts_first_and_the_others_follow(
             policy.batches.clear()
             left.send(request(1))
             until(lambda: policy.batches, "the first request acts")
-            server.now_s += 20.0  # the time of this batch; one half of it is expected of the next
             left.send(request(2, later))
-            right.send(request(3, timeout_s=15.0))
+            right.send(request(3, timeout_s=35.0))
             policy.go.set()
             assert [left.receive().number, left.receive().number, right.receive().number] == [1, 2, 3]
             assert policy.batches == [1, 1, 1], "a batch of two would be too late for one"
@@ -252,6 +289,24 @@ def test_opening_a_policy_does_not_delay_another_robot(keys: Path) -> None:
         acts(left)
         go.set()
         acts(right)
+
+
+def test_weights_are_swapped_without_a_request(server: EchoServer, robots: list[RemotePolicy]) -> None:
+    acts(robots[0])
+    server.opened[0].ready.append(7)
+    until(lambda: server.opened[0].version == 7, "the policy has the new weights")
+
+
+def test_paused_robot_reports_that_it_uses_no_version(server: EchoServer, keys: Path) -> None:
+    reports: list[int] = []
+    with remote(lambda: server.endpoint, keys, on_version=lambda version, _: reports.append(version)) as policy:
+        policy.pause()
+        acts(policy)
+        policy.pause()
+        policy.pause()
+        assert reports == [0, NO_VERSION]
+        acts(policy)
+        assert reports == [0, NO_VERSION, 0], "the same version is in use again"
 
 
 def test_unused_policy_is_closed(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
@@ -367,6 +422,34 @@ def test_invalid_observation_fails_no_other_robot(server: EchoServer, robots: li
             left.send(request(1, observation))
             assert "observation" in left.receive().invalid or "shape" in left.receive().invalid
             acts(robots[1])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_vector_of_another_dtype_fails_no_other_robot(
+    server: EchoServer, robots: list[RemotePolicy], keys: Path, dtype: type
+) -> None:
+    acts(robots[1])
+    flow = FlowPolicy(SPEC, settings=FlowSettings(hidden=(8,)))
+    flow.load(policy_arrays(flow.module))
+    server.opened[0].act_batch = flow.act_batch  # type: ignore[method-assign]
+    with Peer(server, keys) as left:
+        left.send(request(1, {name: array.astype(dtype) for name, array in OBSERVATION.items()}))
+        assert f"has dtype {np.dtype(dtype)}; the spec says float32" in left.receive().invalid
+        acts(robots[1])
+
+
+def test_error_of_torch_fails_only_its_robot(keys: Path) -> None:
+    with serving(keys) as server, remote(lambda: server.endpoint, keys) as policy:
+        acts(policy)
+        echo = server.opened[0].act_batch
+
+        def act_batch(*args: Any, **settings: Any) -> list[ActionChunk]:
+            raise RuntimeError("mat1 and mat2 must have the same dtype")
+
+        server.opened[0].act_batch = act_batch  # type: ignore[method-assign]
+        unavailable(policy, "failed to select an action")
+        server.opened[0].act_batch = echo  # type: ignore[method-assign]
+        acts(policy)
 
 
 def test_server_survives_any_message(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:

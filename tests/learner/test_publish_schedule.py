@@ -13,6 +13,7 @@ from user_sys.codec import Array
 from user_sys.errors import ConfigError
 from user_sys.gateway.weights import RobotStaleness
 from user_sys.learner.learner import VersionPublisher
+from user_sys.messages import NO_VERSION
 from user_sys.weights.publisher import PublishConfig
 
 NEVER = PublishConfig(every_s=1e9)
@@ -149,3 +150,5 @@ def test_staleness_is_counted_from_when_a_version_was_overtaken() -> None:
     assert staleness.oldest_in_use == 1
     staleness.remove("older")
     assert staleness.oldest_in_use == 2 and "staleness_s/older" not in staleness.scalars()
+    staleness.set_version("old", NO_VERSION)
+    assert staleness.oldest_in_use == 3, "a robot without a version holds up no learner"

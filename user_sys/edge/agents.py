@@ -391,6 +391,8 @@ class SharedControlAgent:
         """
         self._update_authority(time_step)
         self._session.set_driver_mode(suspended=self.is_policy_suspended, policy_error=self.policy_error)
+        if self.is_policy_suspended:
+            self._policy.pause()
         return self.is_policy_suspended and not self._reset
 
     def _select_action(self, time_step: TimeStep) -> SelectedAction | None:

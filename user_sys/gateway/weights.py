@@ -85,11 +85,14 @@ class RobotStaleness:
                 self._offered.append((version, self._clock()))
 
     def set_version(self, robot: str, version: int) -> None:
+        """Records that `robot` uses `version` from now on; with -1 it uses none, as while a person drives it."""
+        if version == NO_VERSION:
+            return self.remove(robot)
         with self._lock:
             self._acting_versions[robot] = version
 
     def remove(self, robot: str) -> None:
-        """Removes a disconnected robot."""
+        """Removes a robot that is disconnected or uses no version."""
         with self._lock:
             self._acting_versions.pop(robot, None)
 

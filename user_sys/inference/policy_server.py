@@ -2,8 +2,9 @@
 
 One thread owns the socket. It takes the newest request of each robot, lets requests of one policy act as a batch, and
 answers. Robots that have no promised actions left come first, and then those whose deadline is near. A batch is smaller
-if all of the requests would make the first one late (`BatchTimes`); the others follow. The server does not answer a
-request whose robot waits no longer. A second thread opens and closes policies; each
+if all of the requests would make one of them late (`BatchTimes`); the others follow. The server does not answer a
+request whose robot waits no longer. It reads the socket between batches, and assumes that a request that came during a
+batch came in the middle of it. A second thread opens and closes policies; each
 policy receives its weights by itself. No message of a peer raises out of the loop.
 """
 
@@ -52,6 +53,7 @@ HOUSEKEEPING_PERIOD_S = 0.25
 MAX_REQUESTS_PER_POLL = 64
 MAX_OPENING = 8
 MAX_REASON_CHARS = 1000
+GPU_FAILURES = ("CUDA", "cuDNN", "out of memory")  # in errors of torch that concern all robots: they end the loop
 
 log = logging.getLogger(__name__)
 
@@ -88,21 +90,25 @@ class BatchTimes:
         self._seconds[size] = 0.5 * (self._seconds.get(size, seconds) + seconds)
 
     def predict(self, size: int) -> float:
-        """Returns the expected seconds of a batch, at most in proportion to the nearest size; 0 before the first."""
-        if not self._seconds:
-            return 0.0
-        nearest = min(self._seconds, key=lambda known: (abs(known - size), known))
-        return self._seconds[nearest] * max(1.0, size / nearest)
+        """Returns the expected seconds of a batch; 0 before the first.
 
-    def largest(self, waits_s: Sequence[float]) -> int:
-        """Returns how many of the requests, of which each robot waits so long, act at once: none of them too late.
-
-        It is all of them if even the first alone would be late.
+        It takes no longer than a larger batch has, nor longer in proportion than a smaller one. So one stall does not
+        make a size look slow for good.
         """
-        if waits_s and self.predict(1) > waits_s[0]:
-            return len(waits_s)
-        fits = [size for size in range(1, len(waits_s) + 1) if self.predict(size) <= min(waits_s[:size])]
-        return max(fits, default=len(waits_s))
+        return min((took_s * max(1.0, size / known) for known, took_s in self._seconds.items()), default=0.0)
+
+    def choose(self, waits_s: Sequence[float]) -> list[int]:
+        """Returns which requests act now: as many of the first as act at once with none of them late.
+
+        Requests that would be late even alone do not count. If all would be, the first acts, since times may improve.
+
+        Args:
+            waits_s: how long the robot of each request waits, the most urgent first; not empty.
+        """
+        chosen = [index for index, wait_s in enumerate(waits_s) if wait_s >= self.predict(1)] or [0]
+        while len(chosen) > 1 and self.predict(len(chosen)) > min(waits_s[index] for index in chosen):
+            chosen.pop()
+        return chosen
 
 
 class _PolicyTable:
@@ -166,6 +172,12 @@ class _PolicyTable:
             return True
         return False
 
+    def swap(self) -> None:
+        """Swaps in new weights, also of a policy without requests: a learner may wait for it."""
+        for opened in self._opened.values():
+            if opened.done() and opened.exception() is None:
+                opened.result()[0].swap()
+
     def close(self) -> None:
         """Closes all policies. Blocks."""
         for opened in self._opened.values():
@@ -224,21 +236,25 @@ class PolicyServer:
             self._serve(stop)
 
     def _serve(self, stop: threading.Event) -> None:
-        next_housekeeping_s = 0.0
+        next_housekeeping_s, read_s = 0.0, self._clock()
         while not stop.is_set():
+            came_during_batch = self._router.has_message()
             self._router.wait(0.0 if self._waiting else HOUSEKEEPING_PERIOD_S)
-            self._receive()
+            now_s = self._clock()
+            self._receive(0.5 * (read_s + now_s) if came_during_batch else now_s)
+            read_s = self._clock()
             self._act(sorted(self._waiting.values(), key=lambda each: each.urgency))
             if self._clock() >= next_housekeeping_s:
                 next_housekeeping_s = self._clock() + HOUSEKEEPING_PERIOD_S
                 self._ring.refresh()
                 names = {entry.name for entry in self._ring.list() if entry.role == "robot"}
                 self._policies.expire(names.__contains__)
+                self._policies.swap()
                 for digest in [each for each in self._times if not self._policies.is_known(each)]:
                     del self._times[digest]
 
-    def _receive(self) -> None:
-        """Takes the newest request of each robot. Answers messages that are not requests."""
+    def _receive(self, arrived_s: float) -> None:
+        """Takes the newest request of each robot, which arrived then. Answers messages that are not requests."""
         for _ in range(MAX_REQUESTS_PER_POLL):
             if (received := self._router.receive()) is None:
                 break
@@ -252,7 +268,7 @@ class PolicyServer:
                 continue
             self._router.authorize(received.descriptor, received.routing_id)
             self.counters["superseded"] += robot in self._waiting
-            until_s = self._clock() + request.timeout_s
+            until_s = arrived_s + request.timeout_s
             self._waiting[robot] = _Request(robot, received.routing_id, request, observation, context, until_s)
 
     def _read(self, received: RoutedMessage) -> tuple[str, ActionRequest, Arrays]:
@@ -266,10 +282,13 @@ class PolicyServer:
 
     def _act(self, requests: Sequence[_Request]) -> None:
         """Answers the most urgent of the requests, which are sorted, and those that act with it as a batch."""
-        self._waiting = {}
+        self._waiting, now_s = {}, self._clock()
         batches: defaultdict[tuple[bytes, bool, str], list[_Request]] = defaultdict(list)
         policies: dict[bytes, LivePolicy] = {}
         for each in requests:
+            if each.until_s < now_s:
+                self.counters["late"] += 1
+                continue
             digest, description = each.request.policy, each.request.description
             if not description and not self._policies.is_known(digest):
                 self._refuse(each, unavailable="is being loaded", needs_description=True)
@@ -287,18 +306,16 @@ class PolicyServer:
             batches[digest, each.request.deterministic, each.request.method].append(each)
         for policy in policies.values():
             policy.swap()
-        for (digest, deterministic, _), batch in batches.items():
-            now_s = self._clock()
-            count = 0 if self._waiting else self._times[digest].largest([each.until_s - now_s for each in batch])
-            self._act_batch(policies[digest], batch[:count], deterministic)
-            self._waiting |= {each.robot: each for each in batch[count:]}
+        for (digest, deterministic, _), batch in list(batches.items())[:1]:
+            chosen = [batch[index] for index in self._times[digest].choose([each.until_s - now_s for each in batch])]
+            self._act_batch(policies[digest], chosen, deterministic)
+            acted = {each.robot for each in chosen}
+            self._waiting = {each.robot: each for one in batches.values() for each in one if each.robot not in acted}
 
     def _act_batch(self, policy: LivePolicy, requests: Sequence[_Request], deterministic: bool) -> None:
         batch = []
         for each in requests:
-            if each.until_s < self._clock():
-                self.counters["late"] += 1
-            elif reason := policy.hold_reason(explore=each.request.explore):
+            if reason := policy.hold_reason(explore=each.request.explore):
                 self._refuse(each, unavailable=reason, awaits_weights=policy.version == NO_VERSION)
             else:
                 batch.append(each)
@@ -313,7 +330,9 @@ class PolicyServer:
                     deterministic=deterministic,
                     contexts=[each.context for each in batch],
                 )
-        except (SpecError, ValueError, TypeError, IndexError) as error:  # an error of the GPU ends the loop
+        except (SpecError, ValueError, TypeError, IndexError, RuntimeError) as error:
+            if any(word in str(error) for word in GPU_FAILURES):
+                raise
             if len(batch) > 1:  # one robot's observation fails no other robot
                 for each in batch:
                     self._act_batch(policy, [each], deterministic)

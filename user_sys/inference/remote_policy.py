@@ -195,7 +195,8 @@ class RemotePolicy(ClosedAtExit):
         locate: returns the server's endpoint, empty if it is not known.
         timeout_s: the robot holds without a response within.
         explore: the policy acts at random until its weights arrive.
-        on_version: called with the acting version and its delay when it changes, and every `REPORT_PERIOD_S`.
+        on_version: called with the acting version and its delay when it changes, and every `REPORT_PERIOD_S`;
+            with -1 when a pause begins.
 
         Raises:
             SpecError: the robot lacks a feature.
@@ -221,7 +222,10 @@ class RemotePolicy(ClosedAtExit):
         """The server swaps weights by itself."""
 
     def pause(self) -> None:
-        """The server swaps weights by itself."""
+        """Reports that no version is in use until the next response: a learner need not wait for this robot."""
+        if self._report_at_s > -math.inf:
+            self._report_at_s = -math.inf
+            self._on_version(NO_VERSION, 0.0)
 
     def act(self, query: PolicyQuery) -> ActionChunk:
         """As `policies.policy.Policy.act`. Blocks for `timeout_s` at most.
