@@ -115,10 +115,9 @@ class LeaseTable:
         require_robot_name(robot)
         if not holder.strip() or len(holder) > MAX_NAME_CHARS or not holder.isprintable():
             raise SpecError(f"a lease's holder must be a printable name of 1 to {MAX_NAME_CHARS} characters")
-        self.expire()
-        entry = self._entries.get(robot, _Entry(0))
-        if entry.holder is not None and entry.holder != holder:
-            raise LeaseHeld(f"{robot} is driven by {entry.holder} for at least {self._seconds_left(robot):.1f} s more")
+        entry, held = self._entries.get(robot, _Entry(0)), self.lease(robot)
+        if held is not None and held.holder != holder:
+            raise LeaseHeld(f"{robot} is driven by {held.holder} for at least {self._seconds_left(robot):.1f} s more")
         fresh = _Entry(max(entry.token, min_token) + 1, holder)
         self._store(robot, fresh)
         self._deadline_ns[robot] = self._next_deadline()
@@ -128,12 +127,13 @@ class LeaseTable:
     def renew(self, robot: str, token: int) -> Lease:
         """Extends the lease by its time to live. Restores a lapsed lease if no other session has acquired the robot.
 
+        Only a lapsed lease is written, so that a full disk ends no other.
+
         Raises:
             StaleToken: a newer session drives the robot.
             LeaseError: the lease was released or revoked; acquire it again.
             StateError: a lapsed lease cannot be written to the file.
         """
-        self.expire()
         entry = self._entries.get(robot)
         if entry is not None and entry.lapsed is not None and entry.token == token:
             self._store(robot, _Entry(token, entry.lapsed))
@@ -144,7 +144,6 @@ class LeaseTable:
 
     def release(self, robot: str, token: int) -> None:
         """Ends the lease. Raises as `renew` does."""
-        self.expire()
         self._require(robot, token)
         self.revoke(robot)
 
@@ -158,7 +157,7 @@ class LeaseTable:
         logger.info("lease.ended robot=%s holder=%s token=%d", robot, entry.holder, entry.token)
 
     def expire(self) -> tuple[str, ...]:
-        """Lapses the leases whose time is over; returns their robots."""
+        """Lapses the leases whose time is over; returns their robots. Raises StateError: one cannot be written."""
         now = self._clock()
         over = tuple(robot for robot, deadline_ns in self._deadline_ns.items() if deadline_ns <= now)
         for robot in over:

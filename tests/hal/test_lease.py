@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wait_kit import ClockNs
 
-from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken, StateError
 from hal.lease import Fence, LeaseTable, MachineLock
 from hal.state_database import STATE_FILE, StateDatabase
 
@@ -65,6 +65,23 @@ def test_former_session_is_fenced_after_takeover(clock: ClockNs) -> None:
         with pytest.raises(StaleToken):
             call("panda-0", old.token)
     assert table.renew("panda-0", new.token).holder == "bob"
+
+
+def test_renewal_needs_no_write_while_another_lease_is_over(tmp_path: Path, clock: ClockNs) -> None:
+    database = StateDatabase(tmp_path / STATE_FILE)
+    table = LeaseTable(database, ttl_s=10, clock=clock)
+    left, right = table.acquire("left", "alice"), table.acquire("right", "bob")
+    clock.now_s += 9
+    table.renew("left", left.token)
+    clock.now_s += 2
+    database.rows("PRAGMA query_only=ON")  # as on a full disk
+    with pytest.raises(StateError):
+        table.expire()
+    assert table.renew("left", left.token) == left
+    assert table.lease("right") is None
+    database.rows("PRAGMA query_only=OFF")
+    assert table.acquire("right", "carol").token == right.token + 1
+    assert table.expire() == ()
 
 
 def test_tokens_and_leases_survive_restart(tmp_path: Path, clock: ClockNs) -> None:
