@@ -380,10 +380,20 @@ class Registry:
         return lease
 
     def _save(self) -> None:
-        """Writes changed records. On a full disk those in the database become stale; leases are not affected."""
+        """Writes changed records. On a full disk those in the database are stale until a later call can write them.
+
+        Leases are not affected.
+        """
         now = {name: msgspec.structs.replace(self.record(name), load=0.0) for name in self._resources}
         changed = [record for name, record in now.items() if self._written.get(name) != record]
         if not changed:
+            return
+        try:
+            with self._database.change() as connection:
+                rows = [(record.name, msgspec.json.encode(record)) for record in changed]
+                connection.executemany("INSERT OR REPLACE INTO resource VALUES (?, ?)", rows)
+        except StateError as error:
+            logger.error("registry.write_failed %s", error)
             return
         for record in changed:
             before = self._written.get(record.name)
@@ -392,12 +402,6 @@ class Registry:
                     "resource.health name=%s was=%s is=%s %s", record.name, before.health, record.health, record.note
                 )
         self._written = now
-        try:
-            with self._database.change() as connection:
-                rows = [(record.name, msgspec.json.encode(record)) for record in changed]
-                connection.executemany("INSERT OR REPLACE INTO resource VALUES (?, ?)", rows)
-        except StateError as error:
-            logger.error("registry.write_failed %s", error)
 
 
 def read_registry(database: StateDatabase) -> tuple[ResourceRecord, ...]:

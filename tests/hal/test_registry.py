@@ -8,7 +8,7 @@ from wait_kit import ClockNs
 
 from hal.errors import LeaseError, RegistryError, StaleToken, StateError
 from hal.lease import LeaseTable
-from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry
+from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase, read_audit_log
 
@@ -165,6 +165,20 @@ def test_damaged_overrides_prevent_start_and_keep_running_registry(
     assert health(registry) is Health.QUARANTINED
     with pytest.raises(StateError, match="cannot be read"):
         started(StateDatabase(tmp_path / STATE_FILE), clock)
+
+
+def test_record_that_could_not_be_written_is_written_later(clock: ClockNs, tmp_path: Path) -> None:
+    database = StateDatabase(tmp_path / STATE_FILE)
+    registry = started(database, clock)
+    registry.announce(GPU)
+    registry.poll()
+    database.rows("PRAGMA query_only=ON")  # as on a full disk
+    registry.announce(ARM)
+    registry.poll()
+    assert [record.name for record in read_registry(database)] == ["gpu"]
+    database.rows("PRAGMA query_only=OFF")
+    registry.poll()
+    assert [record.name for record in read_registry(database)] == ["gpu", "panda-0"]
 
 
 def test_frequent_faults_quarantine_robot_and_rare_faults_do_not(
