@@ -34,6 +34,7 @@ from hal.pacing import Backoff
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+EXIT_NOT_STARTED = os.EX_OSERR  # takes the place of an exit status if the process could not be started
 KILL_WAIT_S = 5.0  # from SIGKILL to the end of the process
 MAX_LOG_BYTES, LOG_COPIES = 8 << 20, 9  # of a log and of each older copy; the number of older copies
 
@@ -105,7 +106,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
         pid: of the running process, else None.
         restarts: the number of restarts since `start`.
         last_exit: the last exit status, or minus the signal that killed the process; None before the first end.
-        error: the reason of FAILED, else empty.
+        error: the reason of FAILED, or why the last start was not possible; else empty.
     """
 
     state: ProcessState
@@ -221,13 +222,17 @@ class ProcessSupervisor:
             self._set(restarts=self._status.restarts + 1)
 
     def _run_once(self, program: str) -> int | None:
-        """Runs the process to its end. Returns its exit code, or None if it must not be restarted."""
+        """Runs the process to its end. Returns its exit code, or None if it must not be restarted.
+
+        A start that the system refuses counts as a failure: it may lack memory or file descriptors for a moment.
+        """
         try:
             child = self._launch(program)
         except OSError as error:
-            self._set(state=ProcessState.FAILED, pid=None, error=f"{self._argv[0]} cannot be started: {error}")
-            logger.error("process.failed %s", self._status.error)
-            return None
+            reason = f"{self._argv[0]} cannot be started: {error}"
+            self._set(state=ProcessState.WAITING, pid=None, last_exit=EXIT_NOT_STARTED, error=reason)
+            logger.error("process.not_started %s", reason)
+            return EXIT_NOT_STARTED
         while child.poll() is None:
             self._bound_log()
             if self._stopping.wait(_POLL_S):
@@ -254,7 +259,7 @@ class ProcessSupervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C at the terminal reaches the launcher only
             )
-        self._set(state=ProcessState.RUNNING, pid=child.pid)
+        self._set(state=ProcessState.RUNNING, pid=child.pid, error="")
         logger.info("process.started pid=%d argv=%s", child.pid, self._argv)
         return child
 
@@ -286,7 +291,8 @@ class ProcessSupervisor:
             pass
 
     def _give_up(self, failures: int, code: int) -> None:
-        error = f"{' '.join(self._argv)} failed {failures} times in a row, last {exit_reason(code)}"
+        last = self._status.error or exit_reason(code)
+        error = f"{' '.join(self._argv)} failed {failures} times in a row, last {last}"
         if self._log_path is not None:
             error += f"; see {self._log_path}"
         self._set(state=ProcessState.FAILED, pid=None, error=error)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from wait_kit import until
 
 import hal.process_supervisor
 from hal.errors import SupervisionError
-from hal.process_supervisor import ProcessState, ProcessStatus, ProcessSupervisor, RestartPolicy
+from hal.process_supervisor import EXIT_NOT_STARTED, ProcessState, ProcessStatus, ProcessSupervisor, RestartPolicy
 
 QUICK = RestartPolicy(backoff_s=0.02, backoff_max_s=0.1, max_failures=4, stop_after_s=60)
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -148,6 +150,33 @@ def test_stop_ends_backoff_pause(make: Make) -> None:
     start = time.monotonic()
     assert supervisor.stop().state is ProcessState.STOPPED
     assert time.monotonic() - start < 60
+
+
+def test_failed_start_is_repeated(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, start = list[OSError](), subprocess.Popen
+
+    def start_third(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(starts) < 2:
+            starts.append(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            raise starts[-1]
+        return start(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_third)
+    supervisor = make(SLEEP)
+    supervisor.start()
+    running(supervisor, log)
+    assert (supervisor.status().restarts, supervisor.status().last_exit) == (2, EXIT_NOT_STARTED)
+
+
+def test_process_that_can_never_be_started_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **options: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    supervisor = make(SLEEP)
+    supervisor.start()
+    until(lambda: supervisor.status().state is ProcessState.FAILED)
+    assert "failed 4 times in a row" in supervisor.status().error and "Too many open files" in supervisor.status().error
 
 
 def test_missing_program_raises_at_start(tmp_path: Path) -> None:

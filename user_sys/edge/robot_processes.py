@@ -122,7 +122,7 @@ def robot_health(
 def _process_health(name: str, status: ProcessStatus, last_log_line: str) -> RobotHealth:
     """The health of a robot whose process `name` does not run."""
     code = status.last_exit or 0
-    why = f"killed by signal {-code}" if code < 0 else last_log_line or "its log is empty"
+    why = f"killed by signal {-code}" if code < 0 else status.error or last_log_line or "its log is empty"
     if name == "session" and why.startswith(REFUSED_LOG_PREFIX):
         text = f"{why.removeprefix(REFUSED_LOG_PREFIX)}; it tries again, and the robot is held"
     else:
