@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -18,6 +18,8 @@ MAX_LISTED = 6
 MAX_COMBINATIONS = 10_000
 """Of places for colocated requests: beyond it the search ends without a placement. A fleet of a hundred nodes and a job
 with two groups stay within it."""
+MAX_MOVES = 100
+"""Of shares between computers: beyond it the search with these places ends."""
 
 Assigned = tuple[tuple[ResourceRecord, ...], ...]
 """For each request, in its order, the records that it gets."""
@@ -210,16 +212,33 @@ def _assign_slot(
 def _assign_shares(
     requests: Mapping[int, ResourceRequest], pool: Sequence[ResourceRecord], fits: SlotFits
 ) -> dict[int, ResourceRecord] | None:
-    """A computer for each slot, within its processors and memory: the largest request gets the first that has room."""
+    """A computer for each slot, within its processors and memory: the largest request gets the first that has room.
+
+    A request for which there is no room moves the ones before it, `MAX_MOVES` times.
+    """
+    order = sorted(requests, key=lambda slot: (-requests[slot].cores, -requests[slot].memory_bytes))
     free = {record.name: (record.cores, record.memory_bytes) for record in pool}
-    chosen: dict[int, ResourceRecord] = {}
-    for slot, request in sorted(requests.items(), key=lambda item: (-item[1].cores, -item[1].memory_bytes)):
-        for record in pool:
+    choices: list[Iterator[ResourceRecord]] = []
+    chosen: list[ResourceRecord] = []
+    moves = 0
+    while len(chosen) < len(order):
+        request = requests[order[len(chosen)]]
+        if len(choices) == len(chosen):
+            choices.append(iter(pool))
+        for record in choices[-1]:
             cores, memory_bytes = free[record.name]
-            if fits(slot, record) and cores >= request.cores and memory_bytes >= request.memory_bytes:
+            has_room = cores >= request.cores and memory_bytes >= request.memory_bytes
+            if has_room and fits(order[len(chosen)], record):
                 free[record.name] = (cores - request.cores, memory_bytes - request.memory_bytes)
-                chosen[slot] = record
+                chosen.append(record)
                 break
         else:
-            return None
-    return chosen
+            choices.pop()
+            moves += 1
+            if not chosen or moves > MAX_MOVES:
+                return None
+            record = chosen.pop()
+            request = requests[order[len(chosen)]]
+            cores, memory_bytes = free[record.name]
+            free[record.name] = (cores + request.cores, memory_bytes + request.memory_bytes)
+    return dict(zip(order, chosen, strict=True))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import permutations
+from typing import Any
 
 import msgspec
 import pytest
@@ -81,6 +82,27 @@ def test_computer_is_shared_within_its_capacity() -> None:
     assert sorted(sum(names(place(wanted, records)), [])) == ["big", "big", "little"]
     with pytest.raises(PlacementError, match="not together with the others"):
         place([*wanted, ResourceRequest(kind=Kind.COMPUTE, cores=4)], records)
+
+
+@pytest.mark.parametrize(
+    ("requests", "computers", "given"),
+    [
+        ([{"cores": 3}, {"cores": 2}, {"cores": 2}], [("a", 4), ("b", 3)], [["b"], ["a"], ["a"]]),
+        ([{"cores": 8}, {"cores": 4, "labels": {"site": "lab"}}], [("a", 8, "lab"), ("b", 8)], [["b"], ["a"]]),
+    ],
+)
+def test_processors_are_divided_in_the_only_possible_way(
+    requests: list[dict[str, Any]], computers: list[tuple[str, int, str]], given: list[list[str]]
+) -> None:
+    records = [computer(name, cores, **({"site": site[0]} if site else {})) for name, cores, *site in computers]
+    assert names(place([ResourceRequest(kind=Kind.COMPUTE, **each) for each in requests], records)) == given
+
+
+def test_search_for_impossible_shares_ends() -> None:
+    records = [computer(f"c{number:03}", 5) for number in range(100)]
+    wanted = [ResourceRequest(kind=Kind.COMPUTE, cores=3, count=101)]
+    with pytest.raises(PlacementError, match="1 missing"):
+        place(wanted, records)
 
 
 fleet = st.lists(st.tuples(st.sampled_from("pu"), st.sampled_from("xy"), st.sampled_from([*Health])), max_size=5)
