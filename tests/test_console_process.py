@@ -22,8 +22,8 @@ from user_sys.compose import RobotConfig
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.robot_processes import module_argv
 from user_sys.gateway.config import GatewayConfig
-from user_sys.run.config import RunConfig, RunFolder, create_run_folder
-from user_sys.run.prepare import free_endpoint, prepare_run_folder
+from user_sys.run.config import RunConfig, RunFolder, create_run_folder, open_run_folder
+from user_sys.run.prepare import free_endpoint, gateway_client, prepare_run_folder
 from user_sys.run.topology import CONSOLE, topology
 from user_sys.tunnel.keys import GATEWAY_NAME
 
@@ -180,6 +180,20 @@ def test_console_of_a_run_without_one(tmp_path: Path) -> None:
         console.kill()
         console.communicate()
         run.close()
+
+
+def test_console_that_another_one_replaced_ends(run: Run) -> None:
+    page = Page(run.address())
+    until(page.status, "the console is connected")
+    folder, _, metadata = open_run_folder(run.folder.path)
+    other = gateway_client(folder, metadata, CONSOLE)
+    other.start()
+    try:
+        assert run.processes[CONSOLE].wait(DEADLINE_S) == 2
+        assert "another session of console has taken over" in run.folder.log(CONSOLE).read_text()
+    finally:
+        page.close()
+        other.close()
 
 
 def test_console_refuses_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from user_sys.console.config import ADDRESS_MODE, as_before
 from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.local_estop import with_local_estop
-from user_sys.errors import RunError, WireError
+from user_sys.errors import RunError, SessionRefused, WireError
 from user_sys.logs import LogFile, run_process
 from user_sys.messages import ResourceUpdate, RobotStatus
 from user_sys.robot_records import learner_from_robot, read_robot_records
@@ -31,6 +31,7 @@ from user_sys.run.metrics import METRICS, RUN
 from user_sys.run.prepare import gateway_client
 from user_sys.run.progress import previous_elapsed_s, previous_episodes, previous_losses, previous_outcomes
 from user_sys.run.topology import CONSOLE
+from user_sys.tunnel.protocol import TunnelState
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,11 @@ class ConsoleProcess:
         replace_durably(folder.console_address, self.address.encode(), ADDRESS_MODE)
 
     def serve(self, stop: threading.Event) -> None:
-        """Updates the page until `stop` is set."""
+        """Updates the page until `stop` is set.
+
+        Raises:
+            SessionRefused: the page can no longer reach the robots, such as after another console of the run started.
+        """
         with ExitStack() as stack:
             stack.callback(self._client.close)
             stack.callback(self._audit.close)
@@ -86,6 +91,8 @@ class ConsoleProcess:
                 threading.Thread(target=forward, args=(stop,), name=forward.__name__, daemon=True).start()
             while not stop.is_set():
                 self._receive()
+                if self._client.state is TunnelState.REFUSED:
+                    raise SessionRefused(self._client.reason)
 
     def _receive(self) -> None:
         message = self._client.receive(POLL_S)

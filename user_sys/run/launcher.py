@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from rich.console import Console
 
@@ -76,15 +75,22 @@ def launch_run(request: LaunchRequest) -> int:
 
     with bounded_shutdown(EXIT_DEADLINE_S, abort) as end:
         config, home = load_run(request)
-        with acquire_resources(config, home, console) as allocation:
-            return _run(request, home, allocation, console, end)
+        with (
+            acquire_resources(config, home, console) as allocation,
+            open_or_create_folder(request, allocation.config, home) as (folder, metadata),
+        ):
+            return _run(request, folder, metadata, allocation, console, end)
 
 
 def _run(
-    request: LaunchRequest, home: Path, allocation: Allocation, console: Console, end: TerminationRequest
+    request: LaunchRequest,
+    folder: RunFolder,
+    metadata: RunMetadata,
+    allocation: Allocation,
+    console: Console,
+    end: TerminationRequest,
 ) -> ExitStatus:
     config = allocation.config
-    folder, metadata = open_or_create_folder(request, config, home)
     request.folder = folder.path
     report_unreadable_checkpoints(folder, console)
     specs = prepare_run_folder(config, folder, metadata, *allocation.robots_on_other_nodes())

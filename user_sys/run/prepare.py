@@ -6,6 +6,7 @@ import logging
 import random
 import socket
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ import msgspec
 from rich.console import Console
 
 from hal.durable import replace_durably
+from hal.errors import LeaseHeld
+from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.compose import (
@@ -71,6 +74,7 @@ from user_sys.weights.version_store import INDEX_FILE
 log = logging.getLogger(__name__)
 
 LAUNCHER = "launcher"  # follows the run as a console does
+LOCK_FILE = "launcher.lock"  # in the run's folder
 REMOTE_PORTS = (20_000, 32_000)  # below those that Linux gives to outgoing connections
 
 
@@ -109,6 +113,9 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
     """
     if request.resume:
         folder, config, _ = open_run_folder(request.resume, request.overrides)
+        lock = MachineLock(folder.path / LOCK_FILE)
+        if lock.is_held():
+            raise _in_use_error(lock, folder.path)
         _require_console(config)
         check_plugins(config)
         _require_picture_sizes(config, folder)
@@ -214,18 +221,35 @@ def _buildable_robots(config: RunConfig) -> Iterator[RobotConfig]:
         yield robot
 
 
-def open_or_create_folder(request: LaunchRequest, config: RunConfig, home: Path) -> tuple[RunFolder, RunMetadata]:
-    """Creates the run's folder, or opens the existing one to resume it."""
+@contextmanager
+def open_or_create_folder(
+    request: LaunchRequest, config: RunConfig, home: Path
+) -> Iterator[tuple[RunFolder, RunMetadata]]:
+    """Creates the run's folder, or opens the existing one to resume it. Locks it against other launchers.
+
+    Raises:
+        RunError: another launcher runs the run, the new run's name is taken, or the folder cannot be written.
+    """
     if request.resume:
         folder, _, metadata = open_run_folder(home)
-        if request.overrides:
+    else:
+        folder, metadata = create_run_folder(config, home.name, free_endpoint(config.gateway.endpoint))
+        if request.keys:  # so that the gateway has the same key in every run
+            request.keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.keys.symlink_to(request.keys.resolve(), target_is_directory=True)
+    lock = MachineLock(home / LOCK_FILE)
+    try:
+        lock.acquire()
+    except LeaseHeld:
+        raise _in_use_error(lock, home) from None
+    with lock:
+        if request.resume and request.overrides:
             save(config, folder.config)
-        return folder, metadata
-    folder, metadata = create_run_folder(config, home.name, free_endpoint(config.gateway.endpoint))
-    if request.keys:  # so that the gateway has the same key in every run
-        request.keys.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.keys.symlink_to(request.keys.resolve(), target_is_directory=True)
-    return folder, metadata
+        yield folder, metadata
+
+
+def _in_use_error(lock: MachineLock, home: Path) -> RunError:
+    return RunError(f"{home} is already run by {lock.owner() or 'another process'}; end that first")
 
 
 def _surveyed_checkpoints(folder: RunFolder) -> Iterator[tuple[Path, CheckpointScan]]:
