@@ -23,12 +23,14 @@ from run_kit import user_sys
 from user_sys.commands.main import main
 from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
+from user_sys.console.config import ConsoleConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
 from user_sys.gateway import GatewayConfig
 from user_sys.gateway.relay import RelayConfig
 from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
 from user_sys.robot_records import read_robot_records
+from user_sys.run import config as config_module
 from user_sys.run.config import (
     METADATA_FILE,
     EvaluationConfig,
@@ -40,7 +42,14 @@ from user_sys.run.config import (
     open_run_folder,
 )
 from user_sys.run.evaluate import exit_status
-from user_sys.run.prepare import free_endpoint, prepare_run_folder, report_unreadable_checkpoints
+from user_sys.run.prepare import (
+    LaunchRequest,
+    free_endpoint,
+    load_run,
+    open_or_create_folder,
+    prepare_run_folder,
+    report_unreadable_checkpoints,
+)
 from user_sys.run.report import RunSummary
 from user_sys.tunnel.keys import load_keypair
 
@@ -105,6 +114,38 @@ def test_existing_run_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the run 'first' exists in .*; continue it with `--resume .*/first`"):
         create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     open_run_folder(tmp_path / "first")
+
+
+def test_run_whose_creation_was_killed_can_be_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt  # no handler cleans up, as after a power cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(config_module, "replace_durably", killed)
+        with pytest.raises(KeyboardInterrupt):
+            create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    open_run_folder(tmp_path / "first")
+
+
+def test_run_that_another_launcher_runs_is_refused(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path), console=ConsoleConfig(enabled=False))
+    create_run_folder(config, "first", ENDPOINT)
+    folder, config, _ = open_run_folder(tmp_path / "first")
+    request = LaunchRequest("train", None, folder.path, False, False, None, ["--seed=9"])
+    with open_or_create_folder(request, config, folder.path):
+        before = folder.config.read_bytes()
+        for launch in (lambda: load_run(request), lambda: _open(request, replace(config, seed=9), folder.path)):
+            with pytest.raises(RunError, match=rf"first is already run by pid {os.getpid()} of \S+; end that first"):
+                launch()
+        assert folder.config.read_bytes() == before
+    assert load_run(request)[0].seed == 9
+
+
+def _open(request: LaunchRequest, config: RunConfig, home: Path) -> None:
+    with open_or_create_folder(request, config, home):
+        pass
 
 
 @pytest.mark.parametrize(

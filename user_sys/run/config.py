@@ -294,28 +294,26 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create_run_folder(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunMetadata]:
-    """Creates a run folder with the resolved configuration.
+    """Creates a run folder with the resolved configuration. It gets its name when it is complete.
 
     Raises:
         RunError: a run of that name exists, or the folder cannot be written.
     """
-    folder = RunFolder(config.runs / name)
+    folder, unfinished = RunFolder(config.runs / name), RunFolder(config.runs / f".{name}.new")
     metadata = RunMetadata(format=RUN_FORMAT, name=name, started_unix_s=time.time(), endpoint=endpoint)
+    require_no_run(folder.path)
     try:
-        folder.path.mkdir(parents=True)
-    except FileExistsError:
-        raise _run_exists_error(folder.path) from None
-    except OSError as error:
-        raise _unwritable_error(folder, error) from None
-    try:
-        (folder.path / "logs").mkdir()
+        shutil.rmtree(unfinished.path, ignore_errors=True)  # left by a power cut
+        (unfinished.path / "logs").mkdir(parents=True)
         gateway = replace(config.gateway, endpoint=endpoint)
-        save(replace(config, name=name, gateway=gateway), folder.config)
-        replace_durably(folder.path / METADATA_FILE, msgspec.json.encode(metadata))
+        save(replace(config, name=name, gateway=gateway), unfinished.config)
+        replace_durably(unfinished.path / METADATA_FILE, msgspec.json.encode(metadata))
+        unfinished.path.rename(folder.path)
         for above in (folder.path.parent, folder.path.parent.parent):
             sync_folder(above)
     except OSError as error:
-        shutil.rmtree(folder.path, ignore_errors=True)  # a partial run folder can be neither resumed nor created again
+        shutil.rmtree(unfinished.path, ignore_errors=True)
+        require_no_run(folder.path)  # another process has just created it
         raise _unwritable_error(folder, error) from None
     return folder, metadata
 
