@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from run_kit import Launch, until, user_sys
 
 from hal.errors import PlacementError, StateError
 from hal.lease import driven_robots, robot_lock
+from hal.ray_cluster import RayCluster
 from hal.registry import OperatorOverrides
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.state_database import STATE_FILE, StateDatabase
@@ -31,6 +33,7 @@ from user_sys.run.allocation import (
     plan_run,
     select_robots,
 )
+from user_sys.run.cluster_allocation import ClusterAllocation
 from user_sys.run.config import ResourceRequestConfig, RunConfig
 from user_sys.store.store import StoreReader
 
@@ -134,6 +137,22 @@ def test_robot_quarantined_in_any_run_is_not_selected(tmp_path: Path) -> None:
         file.write_text("{" * 200)
     with pytest.raises(StateError, match="damaged"):
         offered_resources(config, [robot("a")])
+
+
+def test_lost_compute_waits_while_overrides_cannot_be_read(tmp_path: Path) -> None:
+    cluster = SimpleNamespace(
+        address="127.0.0.1",
+        has_resource=lambda name: True,
+        records=lambda assume_unused: (),
+        address_from_node=dict,
+        hostname_from_node=dict,
+    )
+    config = run_of("a", resources=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="gpu")])
+    allocation = ClusterAllocation(cast("RayCluster", cluster), config, "one", tmp_path)
+    assert allocation.reacquire("learner") == "gpu: missing (none there)"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / STATE_FILE).write_text("{" * 200)
+    assert f"{tmp_path / 'demo' / STATE_FILE} is damaged" in str(allocation.reacquire("learner"))
 
 
 def test_computer_without_site_gets_the_common_site_of_its_robots() -> None:

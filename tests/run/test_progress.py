@@ -21,7 +21,7 @@ from user_sys.console.hub import ConsoleHub
 from user_sys.console.progress import RobotView, RunView
 from user_sys.episode import Chunk
 from user_sys.messages import RobotStatus
-from user_sys.run.allocation import LocalAllocation
+from user_sys.run.allocation import LocalAllocation, Use
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
 from user_sys.run.metrics import MetricsWriter
 from user_sys.run.processes import RunProcesses
@@ -36,6 +36,7 @@ from user_sys.run.progress import (
     render,
     run_scalars,
 )
+from user_sys.run.topology import ProcessSlot
 from user_sys.store.store import StoreWriter
 
 STARTED = RunView("demo-1")
@@ -213,3 +214,21 @@ def test_robot_process_that_ends_again_and_again_is_printed_once_a_minute(tmp_pa
         f"its log is {folder.log('arm-driver')}"
     ]
     assert not processes.failed, "the robot may be switched on again at any time"
+
+
+def test_compute_that_is_lost_again_at_once_is_no_error(tmp_path: Path) -> None:
+    class Flapping(LocalAllocation):
+        """Its node returns, and leaves before the learner starts."""
+
+        def reacquire(self, use: Use) -> str | None:
+            return ""
+
+        def learner_slots(self, number: int, processes: int) -> tuple[ProcessSlot, ...]:
+            return ()
+
+    config = RunConfig(robots=(RobotConfig(name="arm", driver="fake"),), runs=tmp_path)
+    folder, metadata = create_run_folder(config, "run", "tcp://127.0.0.1:5999")
+    processes, lines = RunProcesses(config, folder, metadata, Flapping(config, "run")), list[str]()
+    processes.learners.append("learner")
+    processes.poll_compute(lines.append)
+    assert not lines

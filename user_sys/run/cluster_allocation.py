@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from hal.errors import PlacementError
+from hal.errors import PlacementError, StateError
 from hal.placement import Assigned, PlacementPlan, format_list
 from hal.ray_cluster import PlacementSlot, RayCluster, RemoteRead, Reservation, connect_cluster
 from hal.ray_nodes import ROBOT_RESOURCE_PREFIX, make_bundles
@@ -139,7 +139,7 @@ class ClusterAllocation(Allocation):
                 self._plan_again, why = False, self._try_share(use)
                 if not self._plan_again:
                     return why
-        except PlacementError as error:
+        except (PlacementError, StateError) as error:  # StateError: the overrides of some run cannot be read
             return str(error)
         except OSError as error:  # such as a full disk, which must not end the run
             self._release_share(use)

@@ -166,8 +166,8 @@ class RunProcesses:
                 self._reasons.print(use, f"{_NOUNS[use]} waits for a slot. {why}", print_line)
             elif why is not None:
                 slots = self._restart(use)
-                nodes = sorted({slot.placement.node for slot in slots if slot.placement})
-                print_line(f"{_NOUNS[use]} runs again, on {format_list(nodes)}")
+                if nodes := sorted({slot.placement.node for slot in slots if slot.placement}):
+                    print_line(f"{_NOUNS[use]} runs again, on {format_list(nodes)}")
 
     def _restart(self, use: Use) -> Sequence[ProcessSlot]:
         if use == "policy":
