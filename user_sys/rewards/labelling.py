@@ -65,12 +65,16 @@ class EpisodeLabeller:
                 log.warning("reward.unusable %s", error)
                 continue
             except LinkDown:
-                self._done.discard(episode.episode)
                 self._failures[episode.episode] += 1
-                self._chunks = 0
+                self.repeat(episode.episode)
                 raise
             if labels := self._labels(episode, found):
                 yield episode, found, labels
+
+    def repeat(self, episode: str) -> None:
+        """The next call of `new_labels` evaluates the episode again."""
+        self._done.discard(episode)
+        self._chunks = 0
 
     def _is_due(self, episode: EpisodeSummary) -> bool:
         if episode.episode in self._done or episode.deleted or not self._selection.matches(episode):

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from user_sys.errors import LinkDown
+from user_sys.errors import LinkDown, StoreError, WireError
 from user_sys.interchange.episodes import EpisodeFilter
 from user_sys.logs import run_process
 from user_sys.plugins import load_reward
@@ -44,10 +44,21 @@ def _label(run: Path, stop: threading.Event) -> None:
 
 
 def label_new(labeller: EpisodeLabeller, store: Path) -> None:
-    """Queues the labels of the episodes that have ended since the last call."""
+    """Queues the labels of the episodes that have ended since the last call.
+
+    An episode whose labels are invalid stays as it is. After a full disk, the next call continues with this episode.
+    """
     try:
         for episode, found, labels in labeller.new_labels():
-            queue_labels(store, labels)
+            try:
+                queue_labels(store, labels)
+            except (StoreError, WireError) as error:
+                log.warning("reward.unusable episode=%s %s", episode.episode, error)
+                continue
+            except OSError as error:
+                labeller.repeat(episode.episode)
+                log.warning("reward.waiting %s", error)
+                return
             log.info("reward.labelled episode=%s success=%s probability=%s", episode.episode, found.success,
                      found.probability)  # fmt: skip
     except LinkDown as error:
