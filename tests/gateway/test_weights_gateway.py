@@ -231,6 +231,7 @@ def test_robots_act_with_the_best_version_until_a_newer_one_is_as_good(site: Wei
             assert guards.scalars() == {"acting_with_version/learner": 3.0}
             assert "robots try the newest version again" in act(robot, 50)
             until(lambda: robot.acts_with(50), "a trial of the newest version")
+            guards = SuccessGuards(site.run)  # the run is resumed
             assert "the newest version succeeded in 0 of 3 episodes; robots act with version 3" in act(robot, 3)
             until(lambda: robot.acts_with(3), "the robot goes back again")
             publisher.publish(weights(60), 60, updates=60)

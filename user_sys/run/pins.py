@@ -22,6 +22,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
+import msgspec
+
+from hal.decode_errors import DECODE_ERRORS
+from hal.durable import replace_durably
 from hal.registry import MAX_TEXT_CHARS
 from hal.state_database import audit_operator_action
 from user_sys.console.progress import BEST_VERSION_SCALAR, SUCCESS_DROP, SUCCESS_WINDOWS
@@ -39,6 +43,7 @@ AS_GOOD = 0.1  # the newest version may succeed less often by this share
 PROTECTED = 0.5  # a lower best success is not protected: at the start of training, success rises and falls
 MAX_EPISODES_BETWEEN_TRIALS = 16 * WINDOW
 AUTOMATIC = "learner.publish.on_success_drop"  # who pins
+GUARD_FILE = "guard.json"  # beside a learner's versions
 
 
 def current_pin(store: VersionStore) -> PinnedVersion | None:
@@ -77,18 +82,33 @@ def set_pin(run: Path, learner: str, version: int, by: str, reason: str) -> None
     audit_operator_action(pin.by, f"weights of {learner}: use {target}", run=run, reason=pin.reason)
 
 
+_Acting = Literal["newest", "best", "trial"]
+
+
+class _GuardState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a guard keeps for the run's next launch; see `SuccessGuard`."""
+
+    acting: _Acting = "newest"
+    best: float = 0.0
+    best_version: int = NO_VERSION
+    reference: float = 0.0
+    trial_after: int = WINDOW
+
+
 class SuccessGuard:
     """Guards the success of one learner's robots. One thread calls it."""
 
     def __init__(self, run: Path, learner: str = LEARNER) -> None:
-        """`run`: its folder, which may have the pin of an earlier launch."""
+        """`run`: its folder, which may have the pin and the state of an earlier launch."""
         self._run, self._learner = run, learner
         self._store = VersionStore(learner_folder(run / "weights", learner))
-        self._acting: Literal["newest", "best", "trial"] = "newest"
         self._outcomes = deque[bool](maxlen=WINDOW)  # of the versions that act
-        self._best, self._best_version, self._kept = 0.0, NO_VERSION, NO_VERSION
-        self._reference = 0.0  # success of the pinned version
-        self._episodes, self._trial_after = 0, WINDOW
+        self._kept, self._episodes = NO_VERSION, 0
+        self._saved = state = self._read_state()
+        self._acting: _Acting = "trial" if state.acting == "trial" else "newest"
+        self._best, self._best_version = state.best, state.best_version
+        self._reference = state.reference  # success of the pinned version
+        self._trial_after = state.trial_after
         try:
             pin = current_pin(self._store)
         except (OSError, WireError) as error:
@@ -96,6 +116,27 @@ class SuccessGuard:
             pin = None
         if pin is not None and pin.by == AUTOMATIC:
             self._acting, self._best_version = "best", pin.version
+
+    def _read_state(self) -> _GuardState:
+        try:
+            return msgspec.json.decode((self._store.folder / GUARD_FILE).read_bytes(), type=_GuardState)
+        except FileNotFoundError:
+            return _GuardState()
+        except (OSError, *DECODE_ERRORS) as error:
+            log.error("weights.guard_unreadable %s", error)
+            return _GuardState()
+
+    def _save_state(self) -> None:
+        state = _GuardState(
+            acting=self._acting,
+            best=self._best,
+            best_version=self._best_version,
+            reference=self._reference,
+            trial_after=self._trial_after,
+        )
+        if state != self._saved:
+            replace_durably(self._store.folder / GUARD_FILE, msgspec.json.encode(state))
+            self._saved = state
 
     @property
     def pinned(self) -> int:
@@ -119,16 +160,21 @@ class SuccessGuard:
             if (self._acting == "best") if pin is None else (pin.by != AUTOMATIC):  # a person has released or pinned
                 self._begin("newest")
                 return ""
-            return {"newest": self._guard, "best": self._try, "trial": self._judge}[self._acting]()
+            told = {"newest": self._guard, "best": self._try, "trial": self._judge}[self._acting]()
         except (OSError, WireError) as error:
             log.error("weights.best_version_failed %s", error)
             return ""
+        try:
+            self._save_state()
+        except OSError as error:
+            log.error("weights.guard_not_saved %s", error)
+        return told
 
     @property
     def _share(self) -> float:
         return sum(self._outcomes) / len(self._outcomes)
 
-    def _begin(self, acting: Literal["newest", "best", "trial"]) -> None:
+    def _begin(self, acting: _Acting) -> None:
         self._acting, self._episodes = acting, 0
         self._outcomes.clear()
 
