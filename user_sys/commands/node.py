@@ -18,6 +18,7 @@ import click
 from hal.discovery import discover
 from hal.errors import install_hint
 from hal.placement import format_list
+from hal.process_supervisor import exit_reason
 from hal.ray_cluster import require_cluster
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token_file, node_argv, node_environment, sanitize_label
 from hal.resource import Kind, ResourceRecord, drop_hidden_gpus, parse_host_port
@@ -30,6 +31,7 @@ from user_sys.run.config import RunConfig
 
 START_TRIES = 4
 SLOW_START_S = (30.0, 180.0)  # Ray that ends in between did not start in time
+JOIN_PAUSE_S = 10.0  # between two tries
 PORT = 6379
 
 
@@ -75,7 +77,7 @@ def join(
     require_cluster(address, environment, may_be_down=True)
     records = _local_resources(config, robot)
     argv = node_argv(records, labels, address=address, ip=ip)
-    return _run_until_end(argv, environment, records, tries=sys.maxsize)
+    return _run_until_end(argv, environment, records, endless=True)
 
 
 def _require_local_ip(ip: str) -> None:
@@ -120,19 +122,28 @@ def _labels(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _run_until_end(
-    argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord], *, tries: int = START_TRIES
+    argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord], *, endless: bool = False
 ) -> int:
-    """Blocks until Ray ends. Starts it again if it did not start within its own limit of half a minute."""
+    """Blocks until Ray ends. Starts it again if it did not start within its own limit of half a minute.
+
+    Args:
+        endless: start it again whenever it ends by itself, until it succeeds or a signal ends it.
+    """
     has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
     print_line(f"this node has {format_list(has) if has else 'neither robots nor GPUs'}")
     least_s, most_s = SLOW_START_S
+    tries = START_TRIES
     while True:
         began_s = time.monotonic()
         status, was_stopped = _run(argv, environment)
         slow = least_s <= time.monotonic() - began_s <= most_s
         tries -= 1
-        if was_stopped or not status or not slow or not tries:
+        if was_stopped or not status or not (endless or (slow and tries)):
             return status
+        if endless:
+            print_line(f"Ray ended {exit_reason(status)}; it joins again in {JOIN_PAUSE_S:g} s")
+            time.sleep(JOIN_PAUSE_S)
+            continue
         print_line("Ray did not start within its own time limit, since this computer is busy; retrying")
 
 
