@@ -431,6 +431,26 @@ def test_verdict_of_an_operator_stays_as_it_is(tmp_path: Path) -> None:
         assert [each.episode for each in labelled_episodes(EpisodeReader(reader))] == ["operator"]
 
 
+def test_dense_reward_values_the_steps_of_an_operators_episode_and_keeps_the_verdict(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", [episode("operator", True, judged_by="person")])
+
+    class Dense(Reward):
+        is_dense = True
+
+        def __init__(self, settings: object = None) -> None:
+            pass
+
+        def evaluate(self, episode: StoredEpisode) -> EpisodeReward:
+            return EpisodeReward(False, np.array([0.25, 0.5, 0.125], np.float32))
+
+    with StoreReader.open(store) as reader:
+        labels = [label for *_, new in EpisodeLabeller(reader, Dense(), "dense").new_labels() for label in new]
+    add_labels(store, labels)
+    found = episodes(store)["operator"]
+    assert (found.success, found.reward_source) == (True, "person")
+    assert found.episode_return == 0.25 + 0.5 + 1.0, "the last reward is the verdict's"
+
+
 def test_label_that_a_person_undid_is_not_made_again(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", [episode("e", None)])
     label_by(store, lambda _: EpisodeReward(True))

@@ -177,7 +177,7 @@ def store_labels(path: Path, labels: Sequence[Label]) -> bool:
 def relabel(path: Path, kind: str, again: bool, dry_run: bool, overrides: list[str], **chosen: Any) -> None:
     """Label episodes of the store PATH by a reward. Recorded data stays unchanged; a running learner follows.
 
-    Episodes whose success a person has judged stay as they are. Settings of the reward are --options.key=value.
+    The success that a person has judged stays as it is. Settings of the reward are --options.key=value.
     `store label EPISODE --undo` reverts the labels of an episode.
     """
     reward = load_reward(build(RewardConfig, {"kind": kind}, "rewards", overrides))

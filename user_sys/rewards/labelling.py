@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from user_sys.episode import EpisodeSource
@@ -21,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeLabeller:
-    """Evaluates each complete episode of a store once. Episodes whose success a person has judged stay as they are.
+    """Evaluates each complete episode of a store once.
+
+    Of episodes whose success a person has judged, only a dense reward labels steps, all but the last.
 
     Attributes:
         unusable: episodes that lack what the reward reads.
@@ -68,6 +71,8 @@ class EpisodeLabeller:
                 self._failures[episode.episode] += 1
                 self.repeat(episode.episode)
                 raise
+            if episode.reward_source == PERSON:
+                found = replace(found, success=None, rewards=None if found.rewards is None else found.rewards[:-1])
             if labels := self._labels(episode, found):
                 yield episode, found, labels
 
@@ -79,7 +84,7 @@ class EpisodeLabeller:
     def _is_due(self, episode: EpisodeSummary) -> bool:
         if episode.episode in self._done or episode.deleted or not self._selection.matches(episode):
             return False
-        if episode.reward_source == PERSON:
+        if episode.reward_source == PERSON and not self._reward.is_dense:
             return False
         return self._again or not self._own(self._store.index.labels(episode.episode))
 

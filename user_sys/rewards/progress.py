@@ -156,7 +156,7 @@ class ProgressReward(Reward):
     settings = ProgressSettings
 
     def __init__(self, settings: ProgressSettings) -> None:
-        self._settings = settings
+        self._settings, self.is_dense = settings, settings.dense
         self.metadata, self._net = load_network(settings.model, ProgressNet)
 
     def evaluate(self, episode: StoredEpisode) -> EpisodeReward:

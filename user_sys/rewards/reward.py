@@ -59,9 +59,12 @@ class Reward(ABC):
 
     Attributes:
         settings: the dataclass of its settings, `rewards.options`; all fields have defaults.
+        is_dense: it values each step. Then it also evaluates episodes whose success a person has judged, and leaves
+            their success and their last reward as they are.
     """
 
     settings: ClassVar[type[Any]]
+    is_dense: bool = False
 
     @abstractmethod
     def __init__(self, settings: Any) -> None:

@@ -75,6 +75,7 @@ class VlmReward(Reward):
     """See the module. A step's reward is the progress that it adds, and 1 more at the end of a success."""
 
     settings = VlmSettings
+    is_dense = True
 
     def __init__(self, settings: VlmSettings) -> None:
         self._settings = settings
