@@ -34,8 +34,9 @@ def options_of(model: str, file: Path) -> CnnSettings:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with weights of both models, as timm's are published."""
-    import timm
     from safetensors.torch import save_file
+
+    timm = pytest.importorskip("timm", reason="the environments of LeRobot have timm")
 
     folder = tmp_path_factory.mktemp("timm")
     for name in (CONVOLUTIONS, TRANSFORMER):
