@@ -87,6 +87,19 @@ def test_robots_of_a_resumed_run_with_weights_do_not_explore(tmp_path: Path) -> 
     assert explores == [True, False]
 
 
+def test_robots_explore_until_their_own_learner_has_weights(tmp_path: Path) -> None:
+    robots = tuple(
+        RobotConfig(name=name, driver="fake", explore="on", options={"rate_hz": rate_hz})
+        for name, rate_hz in (("left", 10), ("right", 20))
+    )
+    config = replace(fleet(tmp_path, location="server", device="cpu"), robots=robots)
+    folder, card = create_run_folder(config, "run", ENDPOINT)
+    VersionStore(folder.weights).save([], BlobCache(), b"")  # of the first embodiment's learner
+    prepare_run_folder(config, folder, card)
+    sessions = [load(SessionConfig, folder.edge(robot.name) / "session.yaml") for robot in robots]
+    assert [session.explore for session in sessions] == [False, True]
+
+
 def test_external_server_needs_its_public_key(tmp_path: Path) -> None:
     config = fleet(tmp_path, location="server", endpoint="tcp://10.0.0.7:5557")
     folder, card = create_run_folder(config, "run", ENDPOINT)

@@ -19,7 +19,7 @@ from user_sys.console.progress import RobotView, RunView
 from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, parse_chunk
 from user_sys.errors import RunError
 from user_sys.gateway.ingest import OFFERED_TO_APPLIED, LatencyHistograms
-from user_sys.messages import MetricsReport, RobotStatus
+from user_sys.messages import NO_VERSION, MetricsReport, RobotStatus
 from user_sys.run.exporter import RunExporter
 from user_sys.run.prepare import free_port
 from user_sys.run.status import StatusFile
@@ -145,3 +145,11 @@ def test_each_alert_fires_and_clears() -> None:
     for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         done = subprocess.run(["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pause_of_a_policy_is_no_applied_version() -> None:
+    found = LatencyHistograms()
+    found.on_applied("arm", NO_VERSION, 0.0)
+    assert not found.report()
+    found.on_applied("arm", 3, 0.2)
+    assert list(found.report()) == [f"{OFFERED_TO_APPLIED}/arm"]

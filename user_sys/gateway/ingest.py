@@ -678,7 +678,9 @@ class LatencyHistograms:
                 self.traces.add_chunk(chunk.header, captured, inferred, commanded, durable_unix_ns)
 
     def on_applied(self, robot: str, version: int, seconds: float) -> None:
-        """`robot` uses this version, `seconds` after its offer."""
+        """`robot` uses this version, `seconds` after its offer; -1 is none, as while a person drives it."""
+        if version == NO_VERSION:
+            return
         self.add(robot, OFFERED_TO_APPLIED, seconds)
         if self.traces is not None:
             self.traces.on_applied(robot, version, seconds)

@@ -299,11 +299,11 @@ def create_run_folder(config: RunConfig, name: str, endpoint: str) -> tuple[RunF
     Raises:
         RunError: a run of that name exists, or the folder cannot be written.
     """
-    folder, unfinished = RunFolder(config.runs / name), RunFolder(config.runs / f".{name}.new")
+    folder, unfinished = RunFolder(config.runs / name), RunFolder(config.runs / f".{name}.{os.getpid()}")
     metadata = RunMetadata(format=RUN_FORMAT, name=name, started_unix_s=time.time(), endpoint=endpoint)
     require_no_run(folder.path)
     try:
-        shutil.rmtree(unfinished.path, ignore_errors=True)  # left by a power cut
+        shutil.rmtree(unfinished.path, ignore_errors=True)  # of a killed process with this id
         (unfinished.path / "logs").mkdir(parents=True)
         gateway = replace(config.gateway, endpoint=endpoint)
         save(replace(config, name=name, gateway=gateway), unfinished.config)

@@ -53,7 +53,14 @@ from user_sys.learner.checkpoint import (
 from user_sys.learner.config import LearnerConfig
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy, load_reward, with_absolute_paths
-from user_sys.robot_records import LEARNER, is_learner_name, read_robot_records, save_robot_record
+from user_sys.robot_records import (
+    LEARNER,
+    is_learner_name,
+    learner_folder,
+    learner_from_robot,
+    read_robot_records,
+    save_robot_record,
+)
 from user_sys.run.config import (
     RunConfig,
     RunFolder,
@@ -339,9 +346,11 @@ def prepare_run_folder(
             fraction = config.policy.timeout_fraction
             may_take_long = not robot.follows_clock or config.policy.execution.mode == "async"
             action_timeout_s(specs[robot.name], fraction, may_take_long=may_take_long)
-    has_weights = any(folder.weights.rglob(INDEX_FILE))  # of a resumed run: the robots wait for them to arrive
     for robot in config.robots:
         save_robot_record(folder.robots, robot.name, specs[robot.name])
+    learners = learner_from_robot(read_robot_records(folder.robots))
+    for robot in config.robots:
+        has_weights = (learner_folder(folder.weights, learners[robot.name]) / INDEX_FILE).exists()  # it waits for them
         gateway = local_endpoint(metadata.endpoint, address if robot.name in on_other_nodes else LOOPBACK)
         state = folder.edge(robot.name)
         session = SessionConfig(
