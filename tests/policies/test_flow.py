@@ -29,9 +29,10 @@ def module_of(settings: FlowSettings = SMALL) -> FlowNetwork:
 
 class TestFlowPolicy(PolicyConformance):
     options = SMALL
+    device = "cpu"
 
     def make(self, spec: RobotSpec) -> Policy:
-        return FlowPolicy(spec, settings=self.options)
+        return FlowPolicy(spec, settings=self.options, device=self.device)
 
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
         torch.manual_seed(seed)
@@ -44,6 +45,16 @@ class TestFlowPolicyOfPictures(TestFlowPolicy):
 
 class TestFlowPolicyForDelays(TestFlowPolicy):
     options = replace(SMALL, prefix_max=2, correction_hidden=(8,))
+
+
+@pytest.mark.gpu
+class TestFlowPolicyOfPicturesOnGpu(TestFlowPolicyOfPictures):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestFlowPolicyForDelaysOnGpu(TestFlowPolicyForDelays):
+    device = "cuda"
 
 
 def train(module: FlowNetwork, draw: object, updates: int = 300) -> None:

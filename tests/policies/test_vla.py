@@ -33,9 +33,10 @@ def weights_of(spec: RobotSpec, seed: int, settings: VlaSettings = SMALL) -> dic
 
 class TestVlaPolicy(PolicyConformance):
     options = SMALL
+    device = "cpu"
 
     def make(self, spec: RobotSpec) -> Policy:
-        return VlaPolicy(spec, settings=self.options)
+        return VlaPolicy(spec, settings=self.options, device=self.device)
 
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
         return weights_of(spec, seed, self.options)
@@ -43,6 +44,16 @@ class TestVlaPolicy(PolicyConformance):
 
 class TestGatedVlaPolicy(TestVlaPolicy):
     options = replace(SMALL, gated=True, execute=2, cameras=("wrist",))
+
+
+@pytest.mark.gpu
+class TestVlaPolicyOnGpu(TestVlaPolicy):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestGatedVlaPolicyOnGpu(TestGatedVlaPolicy):
+    device = "cuda"
 
 
 def acting(settings: VlaSettings = SMALL, spec: RobotSpec | None = None) -> VlaPolicy:
