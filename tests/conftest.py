@@ -63,8 +63,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which the environments of single drivers do not have
 def pytest_xdist_auto_num_workers() -> int:
-    """Workers of `pytest -n auto`. The tests wait for other processes half of their time; a worker takes up to 1 GB."""
-    return min(16, 2 * (os.cpu_count() or 1))
+    """Workers of `pytest -n auto`. The tests wait for other processes most of their time; a worker takes up to 1 GB."""
+    return min(16, 5 * (os.cpu_count() or 1) // 2)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,7 @@ from user_sys.weights.gpu_copy import PolicySnapshot
 
 __all__ = ["bench"]
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOW = {"hidden": [16], "chunk_length": 4, "flow_steps": 2}
 POLICIES = {
     "q_chunking": PolicyConfig(kind="flow", options={**FLOW, "flow_steps": 1}),
