@@ -133,7 +133,7 @@ def test_run_without_evaluation_reports_its_counts(tmp_path: Path, console: Cons
     assert json.loads((tmp_path / "summary.json").read_text())["success"] is None
 
 
-@pytest.mark.parametrize("broken", ["filming", "writing"])
+@pytest.mark.parametrize("broken", ["filming", "writing", "interrupted"])
 def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     robot = RobotConfig(name="left", driver="fake", task="reach")
     message = io.StringIO()
@@ -144,6 +144,8 @@ def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest
     def run_evaluation(*args: object) -> tuple[list[EpisodeReport], list[Frame], None]:
         if broken == "filming" and args[-1] == [2]:  # the failure again
             raise HardwareLost("the camera cannot be opened")
+        if broken == "interrupted" and args[-1] == [2]:
+            raise KeyboardInterrupt
         return [msgspec.structs.replace(report, success=each) for each in (True, True, False)], _frames(1, 64, 64), None
 
     def write_video(*args: object) -> None:
@@ -157,7 +159,8 @@ def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest
     summary = evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console)
     assert (summary.successes, summary.episodes) == (2, 3)
     assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3
-    assert "the films of left are incomplete: the " in message.getvalue()
+    reason = {"filming": "the camera cannot", "writing": "the disk", "interrupted": "interrupted"}[broken]
+    assert f"the films of left are incomplete: {reason}" in message.getvalue()
 
 
 def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:

@@ -280,8 +280,8 @@ def _evaluate_and_film(
             _, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot, failed)
             if film:
                 write_video(folder.path / FAILURES, film, fps)
-    except (HalError, PolicyUnavailable, RunError) as error:  # the evaluation counts all the same
-        message = f"the films of {robot.name} are incomplete: {error}"
+    except (HalError, PolicyUnavailable, RunError, KeyboardInterrupt) as error:  # the evaluation counts all the same
+        message = f"the films of {robot.name} are incomplete: {str(error) or 'interrupted'}"
         console.print(message, highlight=False, markup=False, soft_wrap=True)
     control_s = sum(episode.steps for episode in episodes) / fps
     successes = sum(bool(episode.success) for episode in episodes)
