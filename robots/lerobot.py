@@ -93,7 +93,7 @@ class LerobotFeatures:
         self.names = tuple(name for name, kind in names.items() if kind in (float, int, "float32", "float"))
         if not self.names:
             raise SpecError(f"LeRobot's device has no numeric features; it has {sorted(names)}")
-        modes = {f"{motor}{POSITION_SUFFIX}": mode for motor, mode in _norm_modes(device)}
+        modes = {name: _norm_mode(bus, motor) for name, bus, motor in _motors(device)}
         found = {
             name: _declared_config(name, configs) or _CONFIG_FROM_NORM_MODE.get(modes.get(name, ""))
             for name in self.names
@@ -144,10 +144,8 @@ def _declared_config(name: str, declared: Mapping[str, FeatureConfig]) -> Featur
     return next((config for pattern, config in declared.items() if fnmatchcase(name, pattern)), None)
 
 
-def _norm_modes(device: Any) -> Iterator[tuple[str, str]]:
-    bus = getattr(device, "bus", None)
-    for motor, described in getattr(bus, "motors", {}).items():
-        yield motor, getattr(described.norm_mode, "value", "")
+def _norm_mode(bus: Any, motor: str) -> str:
+    return str(getattr(bus.motors[motor].norm_mode, "value", ""))
 
 
 def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Array]:
@@ -156,12 +154,10 @@ def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Ar
     Infinite without a calibration, and for values that are a share of the calibrated range.
     """
     low, high = np.full(len(features.names), -np.inf), np.full(len(features.names), np.inf)
-    bus = getattr(device, "bus", None)
-    for motor, mode in _norm_modes(device):
-        name = f"{motor}{POSITION_SUFFIX}"
+    for name, bus, motor in _motors(device):
         calibration = getattr(bus, "calibration", {}).get(motor)
-        if mode == "degrees" and calibration is not None and name in features.names:
-            steps = bus.model_resolution_table[bus.motors[motor].model] - 1  # type: ignore[union-attr]
+        if _norm_mode(bus, motor) == "degrees" and calibration is not None and name in features.names:
+            steps = bus.model_resolution_table[bus.motors[motor].model] - 1
             half = (
                 (calibration.range_max - calibration.range_min) / 2 * 2 * math.pi / steps
             )  # LeRobot's zero is mid-range
@@ -245,16 +241,19 @@ class LerobotRobot(Robot):
         """
         if self._plugin.is_connected:
             return
-        file = str(getattr(self.device, "calibration_fpath", "calibration file"))
-        if hasattr(self.device, "bus") and not self.device.calibration:
-            raise HardwareLost(
-                f"{self.config.type} is not calibrated: there is no {file}; run lerobot-calibrate with the same id"
-            )
+        parts = _parts(self.device).values()
+        files = ", ".join(str(part.calibration_fpath) for part in parts if hasattr(part, "calibration_fpath"))
+        for part in parts:
+            if hasattr(part, "bus") and not part.calibration:
+                raise HardwareLost(
+                    f"{self.config.type} is not calibrated: there is no {part.calibration_fpath}; run "
+                    "lerobot-calibrate with the same id"
+                )
         try:
             if not self._plugin.connect(self._open, self.check_stop):
                 raise HardwareLost(
-                    f"{self.config.type}: its motors hold another calibration than {file}; run lerobot-calibrate, "
-                    "which can write the file's values to the motors"
+                    f"{self.config.type}: its motors hold another calibration than {files or 'its file'}; run "
+                    "lerobot-calibrate, which can write the file's values to the motors"
                 )
             self._hold()
         except BaseException:
@@ -322,7 +321,7 @@ class LerobotRobot(Robot):
     def _open(self) -> None:
         if self.device.is_connected:  # a failed attempt left it connected
             self.device.disconnect()
-        for part in _parts(self.device):
+        for part in _parts(self.device).values():
             if hasattr(config := getattr(part, "config", None), TORQUE_SETTING):
                 setattr(config, TORQUE_SETTING, self.config.torque_off)
         try:
@@ -377,13 +376,29 @@ class LerobotRobot(Robot):
         self._moving = self._released = False
 
 
-def _parts(device: Any) -> list[Any]:
-    """The device, and those of its attributes that have a motor bus, as the arms of a bimanual robot."""
-    return [device, *(part for part in vars(device).values() if hasattr(getattr(part, "bus", None), "motors"))]
+def _parts(device: Any) -> dict[str, Any]:
+    """The device, and those of its attributes that have a motor bus, as the arms of a bimanual robot.
+
+    By the prefix of their features: ``left_`` for the attribute ``left_arm``.
+    """
+    found = {
+        name.removesuffix("arm"): part
+        for name, part in vars(device).items()
+        if hasattr(getattr(part, "bus", None), "motors")
+    }
+    return {"": device, **found}
 
 
 def _buses(device: Any) -> list[Any]:
-    return [part.bus for part in _parts(device) if hasattr(part, "bus")]
+    return [part.bus for part in _parts(device).values() if hasattr(part, "bus")]
+
+
+def _motors(device: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of each motor: the name of its position's feature, its bus, and its name there."""
+    for prefix, part in _parts(device).items():
+        bus = getattr(part, "bus", None)
+        for motor in getattr(bus, "motors", {}):
+            yield f"{prefix}{motor}{POSITION_SUFFIX}", bus, motor
 
 
 def _make_plugin(config: LerobotConfig) -> PluginDevice:

@@ -245,9 +245,8 @@ def bimanual(left: FeetechArmSimulator, right: FeetechArmSimulator, **options: o
         "left_arm_config": {"port": str(left.port)},
         "right_arm_config": {"port": str(right.port)},
     }
-    features = {"*gripper.pos": FeatureConfig("%", 0, 100), "*.pos": FeatureConfig("deg", -180, 180)}
     # type: ignore[arg-type]
-    return LerobotRobot(LerobotConfig("bi_so_follower", settings, rate_hz=10.0, features=features, **options))
+    return LerobotRobot(LerobotConfig("bi_so_follower", settings, rate_hz=10.0, **options))
 
 
 def test_both_arms_connect_without_motion_and_hold_when_closed(
@@ -268,6 +267,21 @@ def test_torque_off_releases_both_arms(two_arms: tuple[FeetechArmSimulator, Feet
         robot.command(robot.spec.rest_action(robot.observe().arrays))
         assert [arm.registers("shoulder_lift")[TORQUE] for arm in two_arms] == [1, 1]
     assert [arm.registers("shoulder_lift")[TORQUE] for arm in two_arms] == [0, 0]
+
+
+def test_each_arm_has_the_units_and_the_calibrated_range_of_its_own_motors(
+    two_arms: tuple[FeetechArmSimulator, FeetechArmSimulator],
+) -> None:
+    other = two_arms[0].port.parents[1] / "calibration" / "bi_right.json"
+    with bimanual(*two_arms) as robot:
+        units = dict(zip(robot.spec.action.labels, robot.spec.action.units, strict=True))
+        assert units["left_shoulder_pan.pos"] == "rad" and units["right_gripper.pos"] == "%"
+        applied = robot.command(np.where(np.array(robot.spec.action.units) == "rad", 3.0, 50.0).astype(np.float32))
+        panned = [applied[robot.spec.action.labels.index(f"{side}_shoulder_pan.pos")] for side in ("left", "right")]
+        assert panned == pytest.approx([1024 / 4095 * 2 * math.pi] * 2, abs=1e-3), "half of the calibrated range"
+    other.unlink()
+    with pytest.raises(HardwareLost, match=r"bi_so_follower is not calibrated: there is no .*bi_right\.json"):
+        bimanual(*two_arms).connect()
 
 
 def test_hold_keeps_the_grip_of_both_hands(two_arms: tuple[FeetechArmSimulator, FeetechArmSimulator]) -> None:
