@@ -129,9 +129,9 @@ def _lasting(seconds: float) -> tuple[str, ...]:
     return (f"--learner.max_training_s={seconds:g}", "--target.success=0")
 
 
-CONDITIONED = (
-    "{pictures: true, conditions: 2, condition: 1, guidance: 1.5, noise_scale: 0.3, exploration: 0.05}"  # of 8 actions
-)
+CONDITIONAL = "pictures: true, conditions: 2, execute: 2"  # of 8 actions: open loop, a success says less of the policy
+ADVANTAGED = "condition: 1, guidance: 1.5, noise_scale: 0.3, exploration: 0.05"
+CLONED = (*FLOW, "--learner.algorithm=bc", f"--policy.options={{{CONDITIONAL}}}")
 EQUAL_UPDATES = (*_lasting(3600), "--learner.max_updates=4000")
 PARTS: dict[str, Part] = {
     "state": Part(
@@ -168,15 +168,16 @@ PARTS: dict[str, Part] = {
     ),
     "recap": Part(
         (
-            Entry(
-                "demonstrations",
-                "demo-pixels.yaml",
-                (*FLOW, "--policy.options={pictures: true}", "--learner.algorithm=bc", *EQUAL_UPDATES),
-            ),
+            Entry("cloned", "demo-pixels.yaml", (*CLONED, *_lasting(3600), "--learner.max_updates=2000")),
+            Entry("demonstrations", "demo-pixels.yaml", (*CLONED, *EQUAL_UPDATES), start="cloned"),
             Entry(
                 "recap",
                 "demo-pixels.yaml",
-                (*FLOW, f"--policy.options={CONDITIONED}", "--learner.algorithm=recap", *EQUAL_UPDATES),
+                (
+                    *FLOW, "--learner.algorithm=recap", f"--policy.options={{{CONDITIONAL}, {ADVANTAGED}}}",
+                    *EQUAL_UPDATES,
+                ),
+                start="cloned",
             ),
         ),
         check=lambda runs, quick: gain_rows(runs, "recap", "demonstrations", 0.15),
