@@ -30,8 +30,8 @@ from user_sys.console.videos import EpisodeVideos
 from user_sys.episode import Chunk
 from user_sys.errors import DataSetError, StoreError
 from user_sys.interchange.lerobot_format import VideoReader
-from user_sys.store.labels import DeleteLabel, SuccessLabel, queued_files
-from user_sys.store.maintenance import RETENTION_LABELLER, Retention, add_labels, compact_store
+from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, RewardLabel, SuccessLabel, queued_files
+from user_sys.store.maintenance import Retention, add_labels, compact_store
 from user_sys.store.store import StoreReader, StoreWriter
 
 VENDORED = {
@@ -240,6 +240,21 @@ def test_undo_reverts_the_newest_label_of_a_person_even_one_that_waits(
     assert "no label to undo" in site.post("/api/episodes/a/label", undo=True).text
     add_labels(store, [])
     assert site.get("/api/episodes/a").json()["labels"] == ["retention: deleted"]
+
+
+def test_undo_reverts_a_persons_label_before_that_of_a_reward_which_came_later(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.console.episodes.STORE_TIMEOUT_S", 0.0)  # no gateway stores the labels
+    store = site.run / "store"
+    write_episode(store, "a", success=True)
+    add_labels(store, [SuccessLabel(episode="a", labeller="bob", at_unix_ns=1, success=False)])
+    add_labels(store, [RewardLabel(episode="a", labeller="reward:vlm", at_unix_ns=2, first_step=0, rewards=(0.5,))])
+    for left in (["reward:vlm: reward"], []):
+        site.post("/api/episodes/a/label", undo=True)
+        add_labels(store, [])
+        found = site.get("/api/episodes/a").json()
+        assert (found["labels"], found["summary"]["success"]) == (left, True)
 
 
 def test_export_writes_into_the_run(site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def test_undone_success_label_survives_compaction_merge_and_export(run: Run, tmp
     queue_labels(path, [SuccessLabel(episode="e2", labeller="ana", at_unix_ns=1, success=False)])
     assert run("label", path, "e2", "--undo")[0] == 0, "a label that waits is the newest"
     assert index_of(path).episodes()[2].success is True
+
+
+def test_undo_command_reverts_a_persons_label_before_that_of_a_reward(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store")
+    assert run("label", path, "e2", "--success", "no")[0] == 0
+    add_labels(path, [SuccessLabel(episode="e2", labeller="reward:vlm", at_unix_ns=time.time_ns(), success=True)])
+    assert index_of(path).episodes()[2].success is False
+    assert run("label", path, "e2", "--undo")[0] == 0
+    assert index_of(path).episodes()[2].success is True and index_of(path).episodes()[2].labelled_by == "reward:vlm"
+    assert run("label", path, "e2", "--undo")[0] == 0 and index_of(path).episodes()[2].labelled_by == ""
 
 
 def last_rewards(path: Path) -> dict[str, float]:

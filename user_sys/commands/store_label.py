@@ -39,12 +39,12 @@ from user_sys.store.labels import (
     RewardLabel,
     SuccessLabel,
     UndoLabel,
-    effective_labels,
+    label_to_undo,
     queue_labels,
     queued_labels,
     wait_until_stored,
 )
-from user_sys.store.maintenance import RETENTION_LABELLER, add_labels
+from user_sys.store.maintenance import add_labels
 from user_sys.store.store import StoreReader
 
 STORE_TIMEOUT_S = 30.0  # a gateway polls every few seconds
@@ -119,10 +119,7 @@ def _labels(
     common = {"episode": episode, "labeller": person, "at_unix_ns": time.time_ns(), "note": note}
     if "undo" in changes:
         found = [*index.labels(episode), *(each for each in queued if each.episode == episode)]
-        valid = [each for each in effective_labels(found) if each.labeller != RETENTION_LABELLER]
-        if not valid:
-            raise StoreError(f"{episode} has no label to undo; `user-sys store inspect --episode` shows its labels")
-        return [UndoLabel(undone_at_unix_ns=valid[-1].at_unix_ns, **common)]
+        return [UndoLabel(undone_at_unix_ns=label_to_undo(found, episode).at_unix_ns, **common)]
     if "success" in changes:
         success, keep = SUCCESS[changes["success"]], "keep_reward" in changes
         labels.append(SuccessLabel(success=success, keep_reward=keep, **common))
@@ -178,7 +175,7 @@ def relabel(path: Path, kind: str, again: bool, dry_run: bool, overrides: list[s
     """Label episodes of the store PATH by a reward. Recorded data stays unchanged; a running learner follows.
 
     The success that a person has judged stays as it is. Settings of the reward are --options.key=value.
-    `store label EPISODE --undo` reverts the labels of an episode.
+    `store label EPISODE --undo` reverts the labels of an episode that has none of a person.
     """
     reward = load_reward(build(RewardConfig, {"kind": kind}, "rewards", overrides))
     selection = make_filter(incomplete=False, **chosen)

@@ -38,12 +38,12 @@ from user_sys.store.labels import (
     SuccessLabel,
     TrimLabel,
     UndoLabel,
-    effective_labels,
+    by_precedence,
+    label_to_undo,
     queue_labels,
     queued_labels,
     wait_until_stored,
 )
-from user_sys.store.maintenance import RETENTION_LABELLER
 from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
 
@@ -93,7 +93,8 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class EpisodeDetail(msgspec.Struct, frozen=True):
-    """One episode. `phases`: of each step. `kept`: first and last step of its trim. `labels`: newest first, as text.
+    """One episode. `phases`: of each step. `kept`: first and last step of its trim. `labels`: as text, the
+    one that applies last first.
 
     `rate_hz`: steps per second, also of its video.
     """
@@ -114,7 +115,7 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         demonstration: all steps count as a person's, from which algorithms take demonstrations.
         kept: first and last of the steps that are kept; the others are not sampled.
-        undo: reverts the newest label instead.
+        undo: reverts the newest label instead, see `label_to_undo`.
     """
 
     person: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}\Z")]
@@ -163,7 +164,7 @@ class EpisodeLibrary:
         """Raises StoreError, DataSetError: there is no such episode, or it cannot be read."""
         with self._lock:
             store, summary, spec = self._described(episode)
-            valid = effective_labels(store.index.labels(episode))
+            valid = by_precedence(store.index.labels(episode))
             labels = dict.fromkeys(map(describe_label, reversed(valid)))  # a crash repeats one
             trim = newest_trim(valid)
             stored = self._read(store, episode)
@@ -207,7 +208,7 @@ class EpisodeLibrary:
         with self._lock:
             store = self._require(episode)
             steps = next(each.steps for each in store.episodes() if each.episode == episode)
-            valid = effective_labels([*store.index.labels(episode), *queued])
+            known = [*store.index.labels(episode), *queued]
         common: dict[str, Any] = {"episode": episode, "labeller": request.person, "at_unix_ns": time.time_ns()}
         common["note"] = request.note
         labels: list[Label] = []
@@ -223,10 +224,7 @@ class EpisodeLibrary:
                 raise StoreError(f"steps {first} to {last} cannot be kept: {episode} has steps 0 to {steps - 1}")
             labels.append(TrimLabel(first_step=first, steps=last - first + 1, **common))
         if request.undo:
-            own = [each for each in valid if each.labeller != RETENTION_LABELLER]
-            if not own:
-                raise StoreError(f"{episode} has no label to undo")
-            labels = [UndoLabel(undone_at_unix_ns=own[-1].at_unix_ns, **common)]
+            labels = [UndoLabel(undone_at_unix_ns=label_to_undo(known, episode).at_unix_ns, **common)]
         if not labels and not request.note:
             raise StoreError("the label is empty: give success, deleted, demonstration, kept, undo or a note")
         return wait_until_stored(queue_labels(self._path, labels or [NoteLabel(**common)]), STORE_TIMEOUT_S)

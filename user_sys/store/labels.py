@@ -36,6 +36,7 @@ ColumnBytes = Annotated[bytes, msgspec.Meta(max_length=4 * 64 * MAX_STEPS_PER_CH
 FIXED_COLUMNS = SCALAR_DTYPES.keys() - {"log_prob"}
 FIXED_PREFIXES = ("observation.", "action")
 REWARD_PREFIX = "reward:"  # of the labellers that are rewards
+RETENTION_LABELLER = "retention"  # labeller of retention's deletions
 QUEUE_FOLDER = "inbox"
 QUEUE_SUFFIX = ".labels"
 QUEUE_DIGITS = 20  # of a file's number, its time or the one behind the newest
@@ -194,6 +195,21 @@ def effective_labels(labels: Sequence[Label]) -> list[Label]:
 def by_precedence(labels: Sequence[Label]) -> list[Label]:
     """The effective labels of one episode in the order in which they apply: those of rewards, then those of people."""
     return sorted(effective_labels(labels), key=lambda label: not label.labeller.startswith(REWARD_PREFIX))
+
+
+def label_to_undo(labels: Sequence[Label], episode: str) -> Label:
+    """The label that an undo reverts: the newest of a person, or the newest of a reward if there is no other.
+
+    Args:
+        labels: of the episode, stored or queued, in that order.
+
+    Raises:
+        StoreError: there is none.
+    """
+    applied = [each for each in by_precedence(labels) if each.labeller != RETENTION_LABELLER]
+    if not applied:
+        raise StoreError(f"{episode} has no label to undo; `user-sys store inspect --episode` shows its labels")
+    return applied[-1]
 
 
 _QUEUE_DECODER = msgspec.msgpack.Decoder(tuple[Label, ...])

@@ -43,6 +43,7 @@ from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.store.index import Index, is_intervention
 from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
 from user_sys.store.labels import (
+    RETENTION_LABELLER,
     DeleteLabel,
     Label,
     SuccessLabel,
@@ -65,7 +66,6 @@ from user_sys.store.record_format import (
 from user_sys.store.store import StoreReader, StoreWriter
 
 NO_LIMIT = 0
-RETENTION_LABELLER = "retention"  # labeller of retention's deletions
 DEAD_SHARE = 0.25  # dead share at which a segment is rewritten
 SMALL_SHARE = 0.25  # neighbours below this share of a segment are joined
 SYNC_BYTES = 8 << 20
