@@ -40,7 +40,7 @@ from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import encode_packet
 from user_sys.edge.chunk_executor import ChunkExecutor
 from user_sys.errors import ConfigError, PolicyUnavailable, RunError
-from user_sys.inference.policy_server import IDLE_TIMEOUT_S, BatchTimes, PolicyServer
+from user_sys.inference.policy_server import IDLE_TIMEOUT_S, REMEMBERED_BATCHES, BatchTimes, PolicyServer
 from user_sys.inference.protocol import (
     MAX_MESSAGE_BYTES,
     POLICY_NODE,
@@ -216,6 +216,18 @@ def test_stall_makes_no_size_look_slow_for_good() -> None:
             sizes.append(len(times.choose([0.1] * 8)))
             times.add(sizes[-1], 0.03 + 0.002 * sizes[-1])
         assert sizes[-1] == 8, sizes
+
+
+def test_batch_shrinks_after_the_policy_has_become_slower() -> None:
+    times, waits_s = BatchTimes(), [0.03] * 5
+    for size in (*range(1, 6), *range(1, 6)):
+        times.add(size, 1e-4)  # it explores: no network runs
+    late = 0
+    for _ in range(REMEMBERED_BATCHES + 20):
+        size = len(times.choose(waits_s))
+        times.add(size, 0.012 * size)
+        late += 0.012 * size > waits_s[0]
+    assert size == 2 and late <= REMEMBERED_BATCHES
 
 
 def test_urgent_request_acts_first_and_the_others_follow(
@@ -450,6 +462,38 @@ def test_error_of_torch_fails_only_its_robot(keys: Path) -> None:
         unavailable(policy, "failed to select an action")
         server.opened[0].act_batch = echo  # type: ignore[method-assign]
         acts(policy)
+
+
+def test_array_with_a_name_of_the_gpus_errors_fails_only_its_robot(
+    server: EchoServer, robots: list[RemotePolicy], keys: Path
+) -> None:
+    acts(robots[1])
+    with Peer(server, keys) as left:
+        left.send(request(1, {"CUDA out of memory": np.zeros(1, np.float32)}))
+        assert "CUDA" in left.receive().invalid
+        acts(robots[1])
+
+
+def test_lost_gpu_ends_the_server(keys: Path) -> None:
+    echo, ended = EchoServer(keys), threading.Event()
+
+    def act_batch(*args: Any, **settings: Any) -> list[ActionChunk]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def ask(endpoint: str) -> None:
+        echo.endpoint = endpoint
+        with Peer(echo, keys) as peer:
+            while not ended.wait(0.05):
+                for policy in echo.opened:
+                    policy.act_batch = act_batch  # type: ignore[method-assign]
+                peer.send(request(1))
+
+    with ExitStack() as stack:
+        stack.callback(ended.set)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            echo.server.run(
+                threading.Event(), lambda endpoint: threading.Thread(target=ask, args=(endpoint,), daemon=True).start()
+            )
 
 
 def test_server_survives_any_message(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:

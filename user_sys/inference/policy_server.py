@@ -53,7 +53,8 @@ HOUSEKEEPING_PERIOD_S = 0.25
 MAX_REQUESTS_PER_POLL = 64
 MAX_OPENING = 8
 MAX_REASON_CHARS = 1000
-GPU_FAILURES = ("CUDA", "cuDNN", "out of memory")  # in errors of torch that concern all robots: they end the loop
+REMEMBERED_BATCHES = 20
+GPU_FAILURES = ("CUDA", "cuDNN", "out of memory")  # in RuntimeErrors that concern all robots: they end the loop
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +81,23 @@ class _Request:
 
 
 class BatchTimes:
-    """The times that batches of one policy have taken, by their size."""
+    """The times that the last `REMEMBERED_BATCHES` batches of one policy have taken, by their size.
+
+    Older ones are forgotten: the policy explored without weights then, or the GPU was faster.
+    """
 
     def __init__(self) -> None:
+        self._batches = 0
         self._seconds: dict[int, float] = {}
+        self._added: dict[int, int] = {}  # by size: the number of its newest batch
 
     def add(self, size: int, seconds: float) -> None:
         """A batch of `size` requests took `seconds`."""
+        self._batches += 1
         self._seconds[size] = 0.5 * (self._seconds.get(size, seconds) + seconds)
+        self._added[size] = self._batches
+        for old in [known for known, number in self._added.items() if number <= self._batches - REMEMBERED_BATCHES]:
+            del self._seconds[old], self._added[old]
 
     def predict(self, size: int) -> float:
         """Returns the expected seconds of a batch; 0 before the first.
@@ -331,7 +341,7 @@ class PolicyServer:
                     contexts=[each.context for each in batch],
                 )
         except (SpecError, ValueError, TypeError, IndexError, RuntimeError) as error:
-            if any(word in str(error) for word in GPU_FAILURES):
+            if isinstance(error, RuntimeError) and any(word in str(error) for word in GPU_FAILURES):
                 raise
             if len(batch) > 1:  # one robot's observation fails no other robot
                 for each in batch:
