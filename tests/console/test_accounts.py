@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,9 +28,10 @@ from hal.pacing import TokenBucket
 from hal.state_database import STATE_FILE, AuditLog, read_audit_log
 from user_sys.commands.main import main
 from user_sys.console import access as access_module
+from user_sys.console import page as page_module
 from user_sys.console import server as server_module
 from user_sys.console.access import ACCOUNT_COOKIE, MAX_LIMITED, SIGN_INS_PER_MINUTE, AccountAccess
-from user_sys.console.accounts import SIGN_IN_S, AccountStore
+from user_sys.console.accounts import MAX_SIGN_INS, SIGN_IN_S, AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import MAX_ESTOP_SOCKETS_OF_PERSON, MAX_PAGES_OF_PERSON, ConsoleServer
 from user_sys.errors import AccountError, ConfigError
@@ -248,27 +251,75 @@ def test_sign_out_ends_each_socket_of_its_cookie_only(console: Console, path: st
         with pytest.raises(ConnectionClosed, match="the sign-in has ended"):
             while True:
                 page.recv()
-        other.send(json.dumps({"type": "ping", "sent_ms": 1}) if path == "/stop" else json.dumps({"type": "hello"}))
-        hear(other, "pong" if path == "/stop" else "welcome")
+        greet(other, path)
+
+
+@pytest.mark.parametrize("path", ["/ws", "/stop"])
+@pytest.mark.parametrize("name", ["accounts.json", "sign-ins.json"])
+def test_unreadable_file_of_accounts_leaves_sign_ins_as_they_were(
+    console: Console, path: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page_module, "SIGN_IN_PERIOD_S", 0.0)
+    file, cookie = console.run / "accounts" / name, console.cookie("otto")
+    content = file.read_bytes()
+    with console.socket(cookie, path) as page:
+        for damaged in (b"[{", content):
+            file.write_bytes(damaged)
+            for _ in range(8):  # more than a second of the checks
+                greet(page, path)
+                time.sleep(0.1)
+        assert caplog.text.count(f"{name}: ") == 1
+        with console.browser() as browser:
+            browser.post("/sign-out", headers={"origin": console.origin, "cookie": cookie})
+        with pytest.raises(ConnectionClosed, match="the sign-in has ended"):
+            while True:
+                page.recv()
 
 
 @pytest.mark.parametrize(
     ("path", "quota"), [("/ws", MAX_PAGES_OF_PERSON), ("/stop", MAX_ESTOP_SOCKETS_OF_PERSON)], ids=["pages", "e-stops"]
 )
-def test_one_person_takes_no_other_persons_connections(console: Console, path: str, quota: int) -> None:
+def test_silent_connection_makes_way_for_another_of_its_person(
+    console: Console, path: str, quota: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    otto = console.cookie("otto")
+    with contextlib.ExitStack() as stack:
+        pages = [stack.enter_context(console.socket(otto, path)) for _ in range(quota)]
+        for page in pages:
+            greet(page, path)
+        if path == "/ws":
+            assert ask(pages[0], type="order", robot="panda-0", order="take-over")["accepted"]
+            for page in pages[1:]:
+                greet(page, path)
+        monkeypatch.setattr(server_module, "SILENT_S", 0.0)
+        greet(stack.enter_context(console.socket(otto, path)), path)
+        with pytest.raises(ConnectionClosed, match="another page of the same person"):
+            while True:
+                pages[0].recv()
+        until(lambda: path == "/stop" or console.simulated.orders("release"))
+        greet(pages[1], path)
+
+
+def greet(page: Page, path: str) -> None:
+    page.send(json.dumps({"type": "ping", "sent_ms": 1} if path == "/stop" else {"type": "hello"}))
+    hear(page, "pong" if path == "/stop" else "welcome")
+
+
+@pytest.mark.parametrize(
+    ("path", "quota"), [("/ws", MAX_PAGES_OF_PERSON), ("/stop", MAX_ESTOP_SOCKETS_OF_PERSON)], ids=["pages", "e-stops"]
+)
+def test_one_person_takes_no_other_persons_connections(
+    console: Console, path: str, quota: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SILENT_S", math.inf)
     vera, ada = console.cookie("vera"), console.cookie("ada")
-    ask_for = {"/ws": ("hello", "welcome"), "/stop": ("ping", "pong")}[path]
-    message = json.dumps({"type": ask_for[0], **({"sent_ms": 1} if path == "/stop" else {})})
     with contextlib.ExitStack() as stack:
         for _ in range(quota):
-            page = stack.enter_context(console.socket(vera, path))
-            page.send(message)
-            hear(page, ask_for[1])
+            greet(stack.enter_context(console.socket(vera, path)), path)
         with console.socket(vera, path) as refused, pytest.raises(ConnectionClosed, match="open already"):
             refused.recv()
         with console.socket(ada, path) as admin:
-            admin.send(message)
-            hear(admin, ask_for[1])
+            greet(admin, path)
 
 
 def test_operator_drives_and_labels_under_the_accounts_name(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,6 +426,13 @@ def test_changed_account_ends_its_sign_ins_and_pages(console: Console, accounts:
         assert closed.value.rcvd is not None and "sign in again" in closed.value.rcvd.reason
 
 
+def test_frequent_sign_ins_of_a_person_end_no_others(accounts: AccountStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argon2.PasswordHasher.verify", lambda *args: True)  # a tenth of a second each
+    otto, *vera = [accounts.sign_in(name, PASSWORD) for name in ("otto", *["vera"] * 300)]
+    assert accounts.find(otto) is not None
+    assert [token for token in vera if accounts.find(token)] == vera[-MAX_SIGN_INS:]
+
+
 def test_sign_in_ends_after_twelve_hours(tmp_path: Path) -> None:
     now_s = [1e9]
     store = AccountStore(tmp_path, lambda: now_s[0])
@@ -454,7 +512,7 @@ def test_account_file_that_stays_locked_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_commands_add_list_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr("sys.stdin.readline", lambda: PASSWORD + "\n", raising=False)
+    monkeypatch.setattr("sys.stdin.readline", lambda: PASSWORD + "\n")
     assert main(["console", "user", "add", "ana", "--role", "operator", "--password-stdin"]) == 0
     assert main(["console", "user", "list"]) == 0
     assert "ana" in (output := capsys.readouterr().out) and "operator" in output

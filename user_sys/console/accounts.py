@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -38,12 +39,14 @@ Role = Literal["viewer", "operator", "admin"]
 AccountName = Annotated[str, msgspec.Meta(pattern=r"^[\w.@-]{1,32}\Z")]
 MIN_PASSWORD_CHARS, MAX_PASSWORD_CHARS = 10, 1024
 SIGN_IN_S = 12 * 3600.0
-MAX_SIGN_INS = 256
+MAX_SIGN_INS = 32  # of an account
 TOKEN_BYTES = 32
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 CERTIFICATE_DAYS = 825
 PRIVATE = 0o600
 CERTIFICATE = "certificate.pem"  # self-signed
+Content = TypeVar("Content")
+_log = logging.getLogger(__name__)
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -84,19 +87,23 @@ class AccountStore:
         """
         self.folder = machine_state_path().parent / "console" if folder is None else folder
         self._clock = clock
+        self._accounts: list[Account] | None = None  # as last read
+        self._found: dict[str, SignIn] = {}  # as last read
+        self._unreadable: set[str] = set()
 
     # Accounts
 
     def accounts(self) -> dict[str, Account]:
-        """All accounts by name. Raises AccountError: the file cannot be read."""
-        path = self.folder / "accounts.json"
-        try:
-            found = msgspec.json.decode(path.read_bytes(), type=list[Account])
-        except FileNotFoundError:
-            return {}
-        except (OSError, *DECODE_ERRORS) as error:
-            raise AccountError(f"{path} cannot be read: {error}; remove it and add the accounts again") from None
-        return {account.name: account for account in found}
+        """All accounts by name.
+
+        While the file cannot be read, such as with too many open files, they stay as they were: pages and their
+        e-stops go on.
+
+        Raises:
+            AccountError: the file could never be read.
+        """
+        self._accounts = self._read("accounts.json", list[Account], self._accounts, [])
+        return {account.name: account for account in self._accounts}
 
     def add(self, name: str, role: Role, password: str) -> None:
         """Adds an account, or replaces it and ends its sign-ins.
@@ -152,8 +159,10 @@ class AccountStore:
             until_s = self._clock() + SIGN_IN_S
             cookie = _digest(token)
             found[cookie] = SignIn(account.name, account.role, until_s, _digest(account.password), cookie)
-            newest = sorted(found.items(), key=lambda each: each[1].until_unix_s)[-MAX_SIGN_INS:]
-            self._write("sign-ins.json", msgspec.json.encode(dict(newest)))
+            own = [digest for digest, each in found.items() if each.name == account.name]
+            for oldest in own[:-MAX_SIGN_INS]:
+                del found[oldest]
+            self._write("sign-ins.json", msgspec.json.encode(found))
         return token
 
     def find(self, token: str) -> SignIn | None:
@@ -176,12 +185,26 @@ class AccountStore:
             self._write("sign-ins.json", msgspec.json.encode(left))
 
     def _sign_ins(self) -> dict[str, SignIn]:
-        """Those that are valid now. A damaged file means that all people sign in again."""
+        """Those that are valid now. While the file cannot be read, they stay as this process last read them."""
+        self._found = self._read("sign-ins.json", dict[str, SignIn], self._found, {})
+        return {digest: each for digest, each in self._found.items() if each.until_unix_s > self._clock()}
+
+    def _read(self, name: str, kind: type[Content], last: Content | None, absent: Content) -> Content:
+        """The content of a file; `last` while it cannot be read. Raises AccountError: so without a `last`."""
+        path = self.folder / name
         try:
-            found = msgspec.json.decode((self.folder / "sign-ins.json").read_bytes(), type=dict[str, SignIn])
-        except (OSError, *DECODE_ERRORS):
-            return {}
-        return {digest: each for digest, each in found.items() if each.until_unix_s > self._clock()}
+            content = msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            content = absent
+        except (OSError, *DECODE_ERRORS) as error:
+            if last is None:
+                raise AccountError(f"{path} cannot be read: {error}; remove it and add the accounts again") from None
+            if name not in self._unreadable:
+                self._unreadable.add(name)
+                _log.error("console.unreadable %s: %s; accounts and sign-ins stay as they were", path, error)
+            return last
+        self._unreadable.discard(name)
+        return content
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

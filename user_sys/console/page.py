@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Socket(ABC):
-    """One accepted WebSocket with its two tasks: one reads, one writes."""
+    """One accepted WebSocket: one task reads, one writes, and one waits until another connection takes its place."""
 
     def __init__(
         self, socket: WebSocket, hub: ConsoleHub, audit: AuditSink, is_valid: Callable[[SignIn], bool]
@@ -60,7 +60,8 @@ class _Socket(ABC):
         self._checked_s = time.monotonic()
         self._socket = socket
         self._hub = hub
-        self._wake = asyncio.Event()
+        self._wake, self._replaced = asyncio.Event(), asyncio.Event()
+        self._heard_s = time.monotonic()
         self._out: deque[protocol.ToPage] = deque(maxlen=MAX_QUEUED_MESSAGES)
 
     @property
@@ -72,6 +73,15 @@ class _Socket(ABC):
         """Checks for messages to send."""
         self._wake.set()
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the page's last message. A page that is not hidden sends several a second."""
+        return time.monotonic() - self._heard_s
+
+    def make_way(self) -> None:
+        """Closes the connection soon, for another one of the same person."""
+        self._replaced.set()
+
     def push(self, message: protocol.ToPage) -> None:
         """Queues `message`. A full queue drops its oldest message."""
         self._out.append(message)
@@ -79,14 +89,13 @@ class _Socket(ABC):
 
     async def run(self) -> None:
         """Serves the page until it closes, times out, reads too slowly, or sends too much or an invalid message."""
-        writing = asyncio.create_task(self._write())
-        reading = asyncio.create_task(self._read())
+        tasks = [asyncio.create_task(each) for each in (self._write(), self._read(), self._wait_until_replaced())]
         try:
-            await asyncio.wait((writing, reading), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (writing, reading):
+            for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(writing, reading, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         failures = [e for e in results if isinstance(e, Exception) and not isinstance(e, WebSocketDisconnect)]
         await self._report(failures)
 
@@ -118,12 +127,17 @@ class _Socket(ABC):
         while True:
             async with asyncio.timeout(RECEIVE_TIMEOUT_S):
                 frame = await self._socket.receive()
+            self._heard_s = time.monotonic()
             if frame["type"] == "websocket.disconnect":
                 return
             text = frame.get("text")
             if text is None:
                 raise WireError("the page sends text only")
             await self._on_message(text)
+
+    async def _wait_until_replaced(self) -> None:
+        await self._replaced.wait()
+        raise WireError("silent: another page of the same person takes its place")
 
     async def _write(self) -> None:
         while True:
@@ -199,6 +213,10 @@ class PageSocket(_Socket):
             await super().run()
         finally:
             self._release()
+
+    def make_way(self) -> None:
+        self._release()  # before another page drives under the same name
+        super().make_way()
 
     def _peer(self) -> str:
         return f"operator={self.operator!r}"

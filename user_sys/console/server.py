@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, WebSocket
@@ -59,6 +59,9 @@ MAX_PAGES = 16
 MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens a second one if the first does not respond
 MAX_PAGES_OF_PERSON = 4
 MAX_ESTOP_SOCKETS_OF_PERSON = 2 * MAX_PAGES_OF_PERSON
+SILENT_S = (
+    3.0  # a page that is not hidden sends several messages a second, and reconnects after so long without a reply
+)
 RECEIVE_BUFFER_BYTES = 8192  # bounds the time to decode one connection's data to a few milliseconds
 MAX_REPLIES = 256
 WATCH_PERIOD_S = 1.0
@@ -66,6 +69,7 @@ WATCH_AGAIN_S = 0.1  # after a page shows other cameras
 WATCH_TTL_S = 3.0
 TRY_AGAIN_LATER = 1013
 
+AnySocket = TypeVar("AnySocket", PageSocket, EstopSocket)
 _log = logging.getLogger(__name__)
 
 
@@ -231,14 +235,10 @@ class _Pages:
 
     async def serve(self, socket: WebSocket) -> None:
         await socket.accept()
-        if len(self._open) >= MAX_PAGES:
-            await socket.close(TRY_AGAIN_LATER, f"{MAX_PAGES} pages are open already; close one")
-            return
         page = PageSocket(socket, self._hub, self._claim_name, self._watch, self.is_valid, self._audit)
-        if page.person and sum(other.person == page.person for other in self._open) >= MAX_PAGES_OF_PERSON:
-            await socket.close(TRY_AGAIN_LATER, f"you have {MAX_PAGES_OF_PERSON} pages open already; close one")
+        if why := _admit(page, self._open, "pages", MAX_PAGES, MAX_PAGES_OF_PERSON):
+            await socket.close(TRY_AGAIN_LATER, why)
             return
-        self._open.add(page)
         try:
             await page.run()
         finally:
@@ -248,18 +248,11 @@ class _Pages:
 
     async def serve_estops(self, socket: WebSocket) -> None:
         await socket.accept()
-        if len(self._estop_sockets) >= MAX_ESTOP_SOCKETS:
-            await socket.close(
-                TRY_AGAIN_LATER, f"{MAX_ESTOP_SOCKETS} connections for e-stops are open already; close a page"
-            )
-            return
         estops = EstopSocket(socket, self._hub, self._audit, self.is_valid)
-        own = sum(other.person == estops.person for other in self._estop_sockets)
-        if estops.person and own >= MAX_ESTOP_SOCKETS_OF_PERSON:
-            reason = f"you have {MAX_ESTOP_SOCKETS_OF_PERSON} connections for e-stops open already; close a page"
-            await socket.close(TRY_AGAIN_LATER, reason)
+        what = "connections for e-stops"
+        if why := _admit(estops, self._estop_sockets, what, MAX_ESTOP_SOCKETS, MAX_ESTOP_SOCKETS_OF_PERSON):
+            await socket.close(TRY_AGAIN_LATER, why)
             return
-        self._estop_sockets.add(estops)
         try:
             await estops.run()
         finally:
@@ -318,6 +311,24 @@ class _Pages:
             self._hub.request_previews([page.shown for page in self._open if page.shown is not None], WATCH_TTL_S)
         except UserSysError as error:
             _log.warning("console.preview_request_failed pictures will stop: %s", error)
+
+
+def _admit(new: AnySocket, admitted: set[AnySocket], what: str, limit: int, limit_of_person: int) -> str:
+    """Adds `new` to `admitted`; returns why it is refused, or an empty text.
+
+    At a limit the longest-silent connection of the same person makes way, if it is silent for `SILENT_S`: after a
+    change of network it seems open for a minute.
+    """
+    own = [each for each in admitted if each.person == new.person]
+    if len(admitted) >= limit or (new.person and len(own) >= limit_of_person):
+        oldest = max(own, key=lambda each: each.silent_s, default=None)
+        if oldest is None or oldest.silent_s < SILENT_S:
+            count = f"{limit} {what} are" if len(admitted) >= limit else f"you have {limit_of_person} {what}"
+            return f"{count} open already; close a page"
+        admitted.discard(oldest)
+        oldest.make_way()
+    admitted.add(new)
+    return ""
 
 
 class _Server(uvicorn.Server):
