@@ -194,7 +194,7 @@ def label_by(store: Path, find: Callable[[StoredEpisode], EpisodeReward], passes
     with StoreReader.open(store) as reader:
         labeller = EpisodeLabeller(reader, GivenReward(find), "given")
         for _ in range(passes):
-            label_new(labeller, store)
+            label_new(labeller, store, [])
     add_labels(store, [])
 
 
@@ -415,7 +415,7 @@ def test_vision_language_model_judges_over_http(
     with StoreReader.open(store) as reader:
         labeller = EpisodeLabeller(reader, reward, "vlm")
         for _ in range(2):
-            label_new(labeller, store)
+            label_new(labeller, store, [])
     assert caplog.text.count("reward.waiting") == 2, "it tries again while the server is down"
     assert not queued_files(store)
 
@@ -514,6 +514,21 @@ def test_relabel_stores_what_it_found_before_the_server_failed(
     assert [each.success for each in episodes(store).values()] == [True] * 4 + [None]
 
 
+def test_relabel_leaves_out_an_episode_with_an_invalid_reward(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path / "store", [episode(name, None) for name in ("a", "b", "c")])
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        value = np.nan if asked.header.episode == "b" else 0.5
+        return EpisodeReward(True, np.full(asked.steps, value, np.float32))
+
+    monkeypatch.setattr(store_label, "load_reward", lambda config: GivenReward(find))
+    status, text = run("store", "relabel", store, "--reward", "vlm")
+    assert status == 0 and "2 episodes labelled" in text and "1 could not be evaluated" in text
+    assert {name: each.success for name, each in episodes(store).items()} == {"a": True, "b": None, "c": True}
+
+
 @pytest.mark.parametrize(("driver", "options"), [("ur", {"host": "127.0.0.1"}), ("gym", {"id": "Pendulum-v1"})])
 def test_task_without_a_rule_on_observations_is_refused(driver: str, options: dict[str, str], tmp_path: Path) -> None:
     config = tmp_path / "robots.yaml"
@@ -565,12 +580,12 @@ def test_episodes_are_labelled_as_they_end(model: Path, tmp_path: Path) -> None:
         writer.sync()
         with StoreReader.open(store) as reader:
             labeller = EpisodeLabeller(reader, reward, "classifier")
-            label_new(labeller, store)
+            label_new(labeller, store, [])
             assert len(queued_files(store)) == 1
             writer.append(episode("second", True, looks=True))
             writer.sync()
             for _ in range(2):
-                label_new(labeller, store)
+                label_new(labeller, store, [])
     assert len(queued_files(store)) == 2
     add_labels(store, [])
     assert {name: each.labelled_by for name, each in episodes(store).items()} == dict.fromkeys(

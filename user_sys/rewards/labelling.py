@@ -10,11 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from user_sys.episode import EpisodeSource
-from user_sys.errors import DataSetError, LinkDown, StoreError
+from user_sys.errors import DataSetError, LinkDown, StoreError, WireError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader
 from user_sys.rewards.reward import EpisodeReward, Reward
 from user_sys.store.index import PERSON, EpisodeSummary
-from user_sys.store.labels import REWARD_PREFIX, Label, RewardLabel, SuccessLabel, UndoLabel, effective_labels
+from user_sys.store.labels import (
+    REWARD_PREFIX,
+    Label,
+    RewardLabel,
+    SuccessLabel,
+    UndoLabel,
+    effective_labels,
+    encode_label,
+)
 from user_sys.store.store import StoreReader
 
 ONLINE = EpisodeFilter(sources=(EpisodeSource.ONLINE,))
@@ -27,7 +35,7 @@ class EpisodeLabeller:
     Of episodes whose success a person has judged, only a dense reward labels steps, all but the last.
 
     Attributes:
-        unusable: episodes that lack what the reward reads.
+        unusable: episodes that lack what the reward reads, or get an invalid reward.
     """
 
     def __init__(
@@ -42,7 +50,7 @@ class EpisodeLabeller:
         self.unusable = 0
         self._done: set[str] = set()
         self._failures: Counter[str] = Counter()  # of the server, by episode
-        self._chunks = 0  # of the store at the last pass
+        self._chunks = 0  # of the store at the last whole pass
 
     def new_labels(self) -> Iterator[tuple[EpisodeSummary, EpisodeReward, list[Label]]]:
         """Reads new records of the store, and yields the labels of each episode that has to be evaluated.
@@ -52,9 +60,9 @@ class EpisodeLabeller:
                 at which the server has failed less often.
         """
         self._store.refresh()
-        if len(self._store.index.chunks) == self._chunks:
+        chunks = len(self._store.index.chunks)
+        if chunks == self._chunks:
             return
-        self._chunks = len(self._store.index.chunks)
         waiting = [episode for episode in self._store.episodes() if self._is_due(episode)]
         waiting.sort(key=lambda episode: self._failures[episode.episode])
         reader = EpisodeReader(self._store) if waiting else None
@@ -69,17 +77,21 @@ class EpisodeLabeller:
                 continue
             except LinkDown:
                 self._failures[episode.episode] += 1
-                self.repeat(episode.episode)
+                self._done.discard(episode.episode)
                 raise
             if episode.reward_source == PERSON:
                 found = replace(found, success=None, rewards=None if found.rewards is None else found.rewards[:-1])
-            if labels := self._labels(episode, found):
+            labels = self._labels(episode, found)
+            try:
+                for label in labels:
+                    encode_label(label)
+            except WireError as error:
+                self.unusable += 1
+                log.warning("reward.unusable episode=%s %s", episode.episode, error)
+                continue
+            if labels:
                 yield episode, found, labels
-
-    def repeat(self, episode: str) -> None:
-        """The next call of `new_labels` evaluates the episode again."""
-        self._done.discard(episode)
-        self._chunks = 0
+        self._chunks = chunks
 
     def _is_due(self, episode: EpisodeSummary) -> bool:
         if episode.episode in self._done or episode.deleted or not self._selection.matches(episode):

@@ -17,7 +17,7 @@ from user_sys.logs import run_process
 from user_sys.plugins import load_reward
 from user_sys.rewards.labelling import EpisodeLabeller
 from user_sys.run.config import open_run_folder
-from user_sys.store.labels import queue_labels
+from user_sys.store.labels import Label, queue_labels
 from user_sys.store.store import StoreReader
 
 log = logging.getLogger(__name__)
@@ -38,31 +38,43 @@ def _label(run: Path, stop: threading.Event) -> None:
         selection = EpisodeFilter(sources=config.rewards.sources)
         labeller = EpisodeLabeller(store, reward, config.rewards.kind, selection)
         log.info("reward.started labeller=%s", labeller.labeller)
+        waiting = list[Label]()
         while not stop.wait(POLL_S):
-            label_new(labeller, folder.store)
-        label_new(labeller, folder.store)
+            label_new(labeller, folder.store, waiting)
+        label_new(labeller, folder.store, waiting)
 
 
-def label_new(labeller: EpisodeLabeller, store: Path) -> None:
+def label_new(labeller: EpisodeLabeller, store: Path, waiting: list[Label]) -> None:
     """Queues the labels of the episodes that have ended since the last call.
 
-    An episode whose labels are invalid stays as it is. After a full disk, the next call continues with this episode.
+    Args:
+        waiting: labels of an episode that a full disk has refused. They are queued first; no other episode is evaluated
+            before.
     """
+    if waiting and not _queue(store, waiting):
+        return
     try:
         for episode, found, labels in labeller.new_labels():
-            try:
-                queue_labels(store, labels)
-            except (StoreError, WireError) as error:
-                log.warning("reward.unusable episode=%s %s", episode.episode, error)
-                continue
-            except OSError as error:
-                labeller.repeat(episode.episode)
-                log.warning("reward.waiting %s", error)
+            waiting += labels
+            if not _queue(store, waiting):
                 return
             log.info("reward.labelled episode=%s success=%s probability=%s", episode.episode, found.success,
                      found.probability)  # fmt: skip
     except LinkDown as error:
         log.warning("reward.waiting %s", error)
+
+
+def _queue(store: Path, waiting: list[Label]) -> bool:
+    """Queues labels of one episode and clears the list; False after a full disk. Too many labels are left out."""
+    try:
+        queue_labels(store, waiting)
+    except (StoreError, WireError) as error:
+        log.warning("reward.unusable episode=%s %s", waiting[0].episode, error)
+    except OSError as error:
+        log.warning("reward.waiting %s", error)
+        return False
+    waiting.clear()
+    return True
 
 
 if __name__ == "__main__":
