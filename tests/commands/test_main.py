@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
 from hal.errors import LeaseHeld, install_hint
 from user_sys.commands import train
 from user_sys.commands.main import main
+from user_sys.commands.options import parse_size
+from user_sys.commands.output import size_text
 from user_sys.errors import RunError
 from user_sys.run.prepare import LaunchRequest
 
@@ -155,8 +158,11 @@ def test_interrupt_prints_how_to_resume(launch: Verb, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "user-sys: interrupted; continue with: user-sys train --resume runs/demo-1\n"
 
 
-def test_interrupt_before_the_run_exists(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
-    launch(_fail(KeyboardInterrupt()))
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), click.Abort()], ids=["Ctrl-C", "at a prompt"])
+def test_interrupt_before_the_run_exists(
+    interrupt: BaseException, launch: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(_fail(interrupt))
     assert main(["train", "demo.yaml"]) == 130
     assert capsys.readouterr().err == "user-sys: interrupted\n"
 
@@ -176,6 +182,18 @@ def test_bash_completes_verbs_and_options(words: str, found: str) -> None:
         ["bash", "-c", script], capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": path}
     )
     assert done.stdout.strip() == found, done.stderr
+
+
+def test_size_is_read_with_its_unit_and_refused_if_it_is_huge() -> None:
+    assert parse_size("1.5 GB") == 1_500_000_000
+    with pytest.raises(click.BadParameter, match="expected a size"):
+        parse_size("9" * 400)
+
+
+def test_size_is_shown_with_three_digits() -> None:
+    assert [size_text(size) for size in (999, 999.6, 999_400, 999_600, 1e12)] == [
+        "999 B", "1 kB", "999 kB", "1 MB", "1 TB"
+    ]  # fmt: skip
 
 
 def test_closed_output_is_not_an_error() -> None:

@@ -161,6 +161,25 @@ def test_mcap_of_several_robots_is_repeatable(tmp_path: Path, capsys: pytest.Cap
     assert not list(output.rglob("*unfinished*"))
 
 
+@pytest.mark.parametrize("damage", ["text", "cut", "offset"])
+def test_damaged_recording_is_written_again(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_store(tmp_path / "store", episode_chunks("a"), episode_chunks("b"))
+    path = export(tmp_path) / "panda-0" / "a.mcap"
+    good = path.read_bytes()
+    footer = len(good) - 8 - 4 - 16  # its two offsets, a CRC and the magic end the file
+    path.write_bytes(
+        {
+            "text": good.replace(b"episode", b"\xff" * 7),
+            "cut": good[: len(good) // 2],
+            "offset": good[:footer] + b"\xff" * 8 + good[footer + 8 :],
+        }[damage]
+    )
+    capsys.readouterr()
+    export(tmp_path)
+    assert "1 recordings written, 1 already existed" in capsys.readouterr().err
+    assert path.read_bytes() == good
+
+
 @pytest.mark.parametrize(
     ("driven", "names"),
     [

@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return ExitStatus.FAILED
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, click.Abort) as interrupt:  # Abort: at a prompt
         print(f"user-sys: interrupted{interrupt}", file=sys.stderr)
         return ExitStatus.INTERRUPTED
     except BrokenPipeError as error:

@@ -91,7 +91,7 @@ episode_filter_options = combined(
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as ``20GB``."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?", text.lower())
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?)b?", text.lower())
     if found is None:
         raise click.BadParameter(f"expected a size such as 20GB or 500MB, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2]])

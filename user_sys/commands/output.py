@@ -20,7 +20,7 @@ Advance = Callable[[int], object]
 def size_text(n_bytes: float) -> str:
     """Three digits and a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(n_bytes) < 1000:
+        if abs(n_bytes) < 999.5:  # else it rounds to 1e+03
             return f"{n_bytes:.3g} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:.3g} TB"

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from foxglove_schemas_protobuf.CompressedImage_pb2 import CompressedImage
-from mcap.exceptions import McapError
 from mcap.reader import make_reader
 from mcap.well_known import MessageEncoding, SchemaEncoding
 from mcap.writer import CompressionType, Writer
@@ -60,11 +59,11 @@ def export_mcap(
 
 
 def _steps_and_labels(path: Path) -> tuple[str, str] | None:
-    """From the metadata of a recording; None without one."""
+    """From the metadata of a recording; None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             found = {each.name: each.metadata for each in make_reader(file).iter_metadata()}.get("episode", {})
-    except (FileNotFoundError, McapError):
+    except Exception:  # of any kind: the library raises many for a damaged file
         return None
     return found.get("steps", ""), found.get("labels", "")
 
