@@ -130,6 +130,9 @@ def test_fourth_request_for_a_video_is_refused_at_once(tmp_path: Path) -> None:
         thread.start()
     try:
         assert refused.get(timeout=20) == "other videos are being encoded; try again"
+        encoded = folder / f"{hashlib.blake2b(b'panda-0-2', digest_size=16).hexdigest()}.mp4"
+        encoded.write_bytes(b"an encoded video needs no place")
+        assert videos.file("panda-0-2", 10.0) == encoded
     finally:
         part.open("rb").close()
         for thread in threads:

@@ -48,6 +48,9 @@ class EpisodeVideos:
             StoreError: it cannot be encoded, or other videos are being encoded for `WAIT_S`, or `MAX_WAITING` wait.
         """
         path = self._folder / f"{hashlib.blake2b(episode.encode(), digest_size=16).hexdigest()}.mp4"
+        with contextlib.suppress(OSError):  # it has to be encoded
+            os.utime(path)
+            return path
         if not self._places.acquire(blocking=False):  # waiting would take a thread of the pool from other requests
             raise StoreError("other videos are being encoded; try again")
         is_alone = False
