@@ -8,6 +8,7 @@ import math
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -161,6 +162,35 @@ def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3
     reason = {"filming": "the camera cannot", "writing": "the disk", "interrupted": "interrupted"}[broken]
     assert f"the films of left are incomplete: {reason}" in message.getvalue()
+
+
+@pytest.mark.parametrize("interrupted", ["films", "second", "first"])
+def test_interrupt_ends_the_evaluation_and_keeps_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    robot, asked = RobotConfig(name="left", driver="fake", task="reach"), list[str]()
+    report = EpisodeReport(
+        robot="left", episode="", source="evaluation", steps=10, success=False, intervention_steps=0, policy_version=1
+    )
+
+    def run_evaluation(
+        config: RunConfig, folder: RunFolder, total: int, console: Console, learner: str, robot: object, *failed: object
+    ) -> tuple[list[EpisodeReport], list[Frame], SimpleNamespace]:
+        asked.append("films" if failed else {LEARNER: "first", "learner-b": "second"}.get(learner, "third"))
+        if asked[-1] == interrupted:
+            raise KeyboardInterrupt
+        return [report] * 3, [], SimpleNamespace(version=1)
+
+    learners = {LEARNER: robot, "learner-b": robot, "learner-c": robot}
+    monkeypatch.setattr(user_sys.run.evaluate, "robots_to_evaluate", lambda config, folder: learners)
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", run_evaluation)
+    config, console = RunConfig(robots=(robot,)), Console(file=io.StringIO())
+    if interrupted == "first":
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console)
+        return
+    assert evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console).episodes == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3 and asked[-1] == interrupted
 
 
 def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:

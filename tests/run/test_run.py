@@ -42,6 +42,7 @@ from user_sys.run.config import (
     open_run_folder,
 )
 from user_sys.run.evaluate import exit_status
+from user_sys.run.pins import GUARD_FILE
 from user_sys.run.prepare import (
     LaunchRequest,
     free_endpoint,
@@ -127,6 +128,23 @@ def test_run_whose_creation_was_killed_can_be_created_again(tmp_path: Path, monk
     create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
     open_run_folder(tmp_path / "first")
+
+
+def test_killed_start_leaves_no_run_without_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = fleet(tmp_path / "runs")
+    request = LaunchRequest("cloud", None, None, False, False, tmp_path / "own", [])
+    home = config.runs / "first"
+    with monkeypatch.context() as killing:
+        killing.setattr(Path, "symlink_to", _raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _open(request, config, home)
+    assert not home.exists()
+    _open(request, config, home)
+    assert open_run_folder(home)[0].keys.resolve() == tmp_path / "own"
+
+
+def _raise_interrupt(*args: object, **settings: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_run_that_another_launcher_runs_is_refused(tmp_path: Path) -> None:
@@ -387,8 +405,11 @@ def test_unreadable_checkpoints_refuse_a_resume(config: Path) -> None:
 def test_restart_moves_unreadable_checkpoints_aside(config: Path) -> None:
     folder, _ = create_run_folder(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
     (folder.checkpoints / "000001-000000000700.checkpoint").mkdir(parents=True)
+    folder.weights.mkdir(parents=True, exist_ok=True)
+    (folder.weights / GUARD_FILE).write_bytes(b"the best version of the training that is lost")
     output = StringIO()
     report_unreadable_checkpoints(folder, Console(file=output, width=400))
+    assert not (folder.weights / GUARD_FILE).exists()
     kept = folder.checkpoints / "unreadable-1" / "000001-000000000700.checkpoint"
     assert (
         kept.is_dir()

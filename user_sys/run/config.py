@@ -293,8 +293,13 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
 
 
-def create_run_folder(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunMetadata]:
+def create_run_folder(
+    config: RunConfig, name: str, endpoint: str, keys: Path | None = None
+) -> tuple[RunFolder, RunMetadata]:
     """Creates a run folder with the resolved configuration. It gets its name when it is complete.
+
+    Args:
+        keys: an existing folder, so that the gateway has the same key in every run; None for keys of the run's own.
 
     Raises:
         RunError: a run of that name exists, or the folder cannot be written.
@@ -305,6 +310,8 @@ def create_run_folder(config: RunConfig, name: str, endpoint: str) -> tuple[RunF
     try:
         shutil.rmtree(unfinished.path, ignore_errors=True)  # of a killed process with this id
         (unfinished.path / "logs").mkdir(parents=True)
+        if keys is not None:
+            unfinished.keys.symlink_to(keys.resolve(), target_is_directory=True)
         gateway = replace(config.gateway, endpoint=endpoint)
         save(replace(config, name=name, gateway=gateway), unfinished.config)
         replace_durably(unfinished.path / METADATA_FILE, msgspec.json.encode(metadata))

@@ -237,11 +237,18 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
     for learner, robot in robots_to_evaluate(config, folder).items() if total > 0 else ():
         try:
             if learner == LEARNER:
-                summary = _evaluate_and_film(config, folder, counts, console, robot)
+                episodes, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot)
+                summary = _summary(counts, episodes, robot)
+                _film_failures(config, folder, console, robot, episodes, film)
             else:
                 _evaluate_other(config, folder, console, learner, robot)
         except (HalError, PolicyUnavailable) as error:  # the robot is lost, and the run is not
             console.print(f"{robot.name} is not evaluated: {error}", highlight=False, markup=False, soft_wrap=True)
+        except KeyboardInterrupt:  # the finished evaluation counts all the same
+            if summary is counts:
+                raise
+            console.print("interrupted: no further robot is evaluated", highlight=False)
+            break
     if config.evaluation.episodes > 0 and (real := [robot.name for robot in config.robots if not robot.simulated]):
         console.print(
             f"not evaluated without a person who stands by: {', '.join(real)}; "
@@ -265,12 +272,16 @@ def _evaluate_other(config: RunConfig, folder: RunFolder, console: Console, lear
     )
 
 
-def _evaluate_and_film(
-    config: RunConfig, folder: RunFolder, counts: RunSummary, console: Console, robot: RobotConfig
-) -> RunSummary:
-    """Evaluates the first learner on `robot`. Its first failures run again on the same starts, to be filmed."""
+def _film_failures(
+    config: RunConfig,
+    folder: RunFolder,
+    console: Console,
+    robot: RobotConfig,
+    episodes: Sequence[EpisodeReport],
+    film: list[Array],
+) -> None:
+    """Writes the film of the first learner's evaluation. Its first failures run again on the same starts, filmed."""
     total, fps = config.evaluation.episodes, robot_spec(robot).rate_hz
-    episodes, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot)
     failed = [number for number, episode in enumerate(episodes) if not episode.success]
     (folder.path / FAILURES).unlink(missing_ok=True)
     try:
@@ -283,7 +294,12 @@ def _evaluate_and_film(
     except (HalError, PolicyUnavailable, RunError, KeyboardInterrupt) as error:  # the evaluation counts all the same
         message = f"the films of {robot.name} are incomplete: {str(error) or 'interrupted'}"
         console.print(message, highlight=False, markup=False, soft_wrap=True)
-    control_s = sum(episode.steps for episode in episodes) / fps
+        if isinstance(error, KeyboardInterrupt):
+            raise
+
+
+def _summary(counts: RunSummary, episodes: Sequence[EpisodeReport], robot: RobotConfig) -> RunSummary:
+    control_s = sum(episode.steps for episode in episodes) / robot_spec(robot).rate_hz
     successes = sum(bool(episode.success) for episode in episodes)
     tasks = success_by_task(episodes)
     return replace(counts, successes=successes, episodes=len(episodes), control_s=control_s, tasks=tasks)

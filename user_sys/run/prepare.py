@@ -70,6 +70,7 @@ from user_sys.run.config import (
     open_run_folder,
     require_no_run,
 )
+from user_sys.run.pins import GUARD_FILE
 from user_sys.run.report import stored_episodes
 from user_sys.run.topology import CONSOLE, LOOPBACK
 from user_sys.store.store import StoreWriter
@@ -240,10 +241,9 @@ def open_or_create_folder(
     if request.resume:
         folder, _, metadata = open_run_folder(home)
     else:
-        folder, metadata = create_run_folder(config, home.name, free_endpoint(config.gateway.endpoint))
-        if request.keys:  # so that the gateway has the same key in every run
+        if request.keys:
             request.keys.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.keys.symlink_to(request.keys.resolve(), target_is_directory=True)
+        folder, metadata = create_run_folder(config, home.name, free_endpoint(config.gateway.endpoint), request.keys)
     lock = MachineLock(home / LOCK_FILE)
     try:
         lock.acquire()
@@ -270,6 +270,8 @@ def report_unreadable_checkpoints(folder: RunFolder, console: Console) -> None:
     """Prints unreadable checkpoints. If a learner has no readable one, its checkpoints are moved aside."""
     for path, found in _surveyed_checkpoints(folder):
         if found.unreadable:
+            if found.is_all_unreadable:  # a guard's best version is of the training that is given up
+                (folder.weights / path.relative_to(folder.checkpoints) / GUARD_FILE).unlink(missing_ok=True)
             outcome = (
                 f"{RESTART_FLAG}: training starts from the beginning; they are kept in {quarantine_checkpoints(path)}"
                 if found.is_all_unreadable
