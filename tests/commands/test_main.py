@@ -15,7 +15,7 @@ import pytest
 from hal.errors import LeaseHeld, install_hint
 from user_sys.commands import train
 from user_sys.commands.main import main
-from user_sys.commands.options import parse_size
+from user_sys.commands.options import parse_duration_s, parse_size
 from user_sys.commands.output import size_text
 from user_sys.errors import RunError
 from user_sys.run.prepare import LaunchRequest
@@ -184,10 +184,12 @@ def test_bash_completes_verbs_and_options(words: str, found: str) -> None:
     assert done.stdout.strip() == found, done.stderr
 
 
-def test_size_is_read_with_its_unit_and_refused_if_it_is_huge() -> None:
-    assert parse_size("1.5 GB") == 1_500_000_000
+def test_size_or_time_of_hundreds_of_digits_is_refused() -> None:
+    assert parse_size("1.5 GB") == 1_500_000_000 and parse_duration_s("7d") == 7 * 86400
     with pytest.raises(click.BadParameter, match="expected a size"):
         parse_size("9" * 400)
+    with pytest.raises(click.BadParameter, match="expected a time"):
+        parse_duration_s("9" * 400 + "d")
 
 
 def test_size_is_shown_with_three_digits() -> None:

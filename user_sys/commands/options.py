@@ -115,7 +115,7 @@ def parse_fingerprint(text: str) -> str:
 
 def parse_duration_s(text: str) -> float:
     """Seconds of a time such as ``24h``."""
-    found = re.fullmatch(r"(\d+)(s|min|h|d)", text)
+    found = re.fullmatch(r"(\d{1,9})(s|min|h|d)", text)
     if found is None:
         raise click.BadParameter(f"expected a time such as 30min, 24h or 7d, got {text!r}")
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[found[2]]
