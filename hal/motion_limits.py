@@ -291,6 +291,19 @@ def checked_indices(values: tuple[int, ...], size: int, name: str) -> Array:
     return np.array(values, dtype=np.intp)
 
 
+def commanded_speeds(spec: RobotSpec) -> Array:
+    """The action elements that are speeds by their unit and may be 0, e.g. of a mobile base."""
+    action = spec.action
+    return np.array(
+        [
+            i
+            for i, (unit, low, high) in enumerate(zip(action.units, action.low, action.high, strict=True))
+            if unit.endswith("/s") and low <= 0 <= high
+        ],
+        dtype=np.intp,
+    )
+
+
 class SafetyReason(enum.IntFlag):
     """Why the applied action differs from the proposed one; fits uint16. 0 if they are equal.
 
@@ -336,7 +349,7 @@ class ActionLimits:
             raise SpecError(f"{spec.model}: the action's bounds or rates are not in order")
         if ((self._neutral < self._low) | (self._neutral > self._high)).any():
             raise SpecError(f"{spec.model}: the neutral action exceeds the action's bounds")
-        self._speeds = _commanded_speeds(spec)
+        self._speeds = commanded_speeds(spec)
         self._axes = _AxisLimits(spec, rate)
         self._rate = rate.copy()
         self._rate[self._axes.elements] = np.inf  # the rate of an axis limits its motion instead
@@ -679,19 +692,6 @@ def _length(vector: Array) -> float:
 def _exceeds(value: Array, low: Array, high: Array, slack: float = 0.0) -> bool:
     """Whether an element is outside its interval by more than `slack`; a bound of NaN does not limit."""
     return bool(((value < low - slack) | (value > high + slack)).any())
-
-
-def _commanded_speeds(spec: RobotSpec) -> Array:
-    """The action elements that are speeds by their unit and may be 0, e.g. of a mobile base."""
-    action = spec.action
-    return np.array(
-        [
-            i
-            for i, (unit, low, high) in enumerate(zip(action.units, action.low, action.high, strict=True))
-            if unit.endswith("/s") and low <= 0 <= high
-        ],
-        dtype=np.intp,
-    )
 
 
 def _neutral_action(spec: RobotSpec) -> Array:

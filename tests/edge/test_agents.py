@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
-from hal.spec import STATE, Array
+from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from robots.fake import GRIPPER_M, STEP_M, FakeRobot, FakeTask
 from user_sys.compose import RobotConfig
 from user_sys.edge.agents import (
@@ -25,6 +25,7 @@ from user_sys.edge.agents import (
     OperatorCommandQueue,
     PolicyAgent,
     SharedControlAgent,
+    TravelledPath,
 )
 from user_sys.edge.control_authority import INPUT_TIMEOUT_S, ControlAuthority, ControlState
 from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TaskInfo, TimeStep
@@ -504,6 +505,28 @@ def test_operator_rewinds_along_the_path_and_then_corrects(session: Session) -> 
     assert session.act().phase is Phase.CORRECTION
     session.order("drive", (0.0,) * 4, rewind=True)
     assert session.act().action[1] > 0, "the correction is retraced too"
+
+
+def test_rewind_of_a_mobile_arm_leaves_its_base_standing() -> None:
+    rows = [("lift.pos", "rad", -3.0, 3.0), ("x.vel", "m/s", -0.3, 0.3)]
+    spec = RobotSpec(
+        model="lekiwi",
+        rate_hz=10.0,
+        observation=(ArraySpec.from_rows(STATE, rows),),
+        action=ArraySpec.from_rows(ACTION, rows),
+        limits=SafetyLimits(joint_position=(0,), joint_low=(-3.0,), joint_high=(3.0,)),
+        neutral=(0.0, 0.0),
+        joint_target=(0,),
+    )
+    path = TravelledPath(spec)
+    path.begin(np.zeros(2, np.float32))
+    for lift, speed in ((0.5, 0.3), (1.0, -0.3), (1.0, 0.0), (1.0, 0.3)):
+        path.advance(np.array([lift, speed], np.float32))
+    back = []
+    while (action := path.step_back()) is not None and len(back) < 10:
+        back.append(action.tolist())
+        path.retrace(action)
+    assert back == [[0.5, 0.0], [0.0, 0.0]]
 
 
 def test_hand_back_ends_the_episode_if_the_settings_say_so(make: Callable[..., Session]) -> None:

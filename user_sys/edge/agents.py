@@ -11,6 +11,7 @@ import numpy as np
 
 from hal.camera import CameraFrame, default_stale_after_s
 from hal.errors import SpecError
+from hal.motion_limits import commanded_speeds
 from hal.spec import Array, RobotSpec
 from user_sys.edge.chunk_executor import ActingPolicy, ChunkExecutor
 from user_sys.edge.control_authority import ControlAuthority, ControlState, OperatorLabel
@@ -510,8 +511,9 @@ class TravelledPath:
     A person who corrects a failing policy first moves the robot back to a state that the policy knows, and then shows
     what to do (RaC, Hu et al., 2025, "RaC: Robot learning for long-horizon tasks by scaling recovery and correction").
 
-    A point has the sum of the applied steps in the elements of `RobotSpec.tool_delta` and `joint_delta`. In the others,
-    joint targets and the gripper, it has the applied value.
+    A point has the sum of the applied steps in the elements of `RobotSpec.tool_delta` and `joint_delta`. In joint
+    targets and the gripper it has the applied value. A speed, such as that of a mobile base, is no place: it has the
+    neutral value, so that the base stands while the arm is moved back.
     """
 
     def __init__(self, spec: RobotSpec) -> None:
@@ -519,6 +521,7 @@ class TravelledPath:
         self._low, self._high = (np.array(bound, np.float64) for bound in (spec.action.low, spec.action.high))
         self._deltas = np.zeros(len(self._neutral), bool)
         self._deltas[[*spec.tool_delta, *spec.joint_delta]] = True
+        self._speeds = commanded_speeds(spec)
         self._tolerance = TOLERANCE * np.where(np.isfinite(self._high - self._low), self._high - self._low, 1.0)
         self._here: Array = self._neutral
         self._points: deque[Array] = deque(maxlen=MAX_POINTS)
@@ -557,3 +560,4 @@ class TravelledPath:
 
     def _move(self, applied: Array) -> None:
         self._here = np.where(self._deltas, self._here + applied - self._neutral, applied)
+        self._here[self._speeds] = self._neutral[self._speeds]
