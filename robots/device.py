@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from importlib import import_module
 from typing import Any, TypeVar
@@ -77,8 +77,11 @@ class DeviceThread:
         except Exception as error:  # of the device's library
             raise HardwareLost(f"{self._name}: {operation} failed: {type(error).__name__}: {error}") from error
 
-    def close(self) -> None:
-        """End the thread after its current call."""
+    def close(self, *last: Callable[[], object]) -> None:
+        """End the thread after its current call and the calls `last`, which also run after an abandoned call returns.
+        Their errors are ignored."""
+        for function in last:
+            self._calls.put((Future(), function))
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -88,6 +91,18 @@ class DeviceThread:
                 future.set_result(function())
             except BaseException as error:  # `call` raises it
                 future.set_exception(error)
+
+
+def run_all(steps: Sequence[Callable[[], object]]) -> None:
+    """Run every step, and then raise the first HardwareLost of them."""
+    errors: list[HardwareLost] = []
+    for step in steps:
+        try:
+            step()
+        except HardwareLost as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class DeviceClock:

@@ -5,17 +5,19 @@ calibration file and never writes it; it refuses an uncalibrated robot. Every pl
 robot is lost.
 
 Safe stop: the target is the measured position. With `torque_off` the safe stop also releases the motors, and an arm
-without brakes sinks. If the process dies, servos keep their last goal under torque.
+without brakes sinks. If the process dies, servos keep their last goal under torque, and wheels their last speed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -28,8 +30,9 @@ from hal.settings import Positive
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.teleoperator import Teleoperator, TeleopInput
 from robots.cameras import CameraConfig, camera_specs, make_cameras
+from robots.device import run_all
 from robots.homing import build_judged_task, clip_to_range, move_home, require_joints_in_range, validate_home
-from robots.lerobot_plugins import CONNECT_TIMEOUT_S, PluginDevice
+from robots.lerobot_plugins import CONNECT_TIMEOUT_S, PluginDevice, parts
 from robots.reach_task import ReachConfig, ReachRobotWrapper, add_reach_task, wants_reach
 
 _SI_UNITS = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
@@ -241,12 +244,12 @@ class LerobotRobot(Robot):
         """
         if self._plugin.is_connected:
             return
-        parts = _parts(self.device).values()
-        files = ", ".join(str(part.calibration_fpath) for part in parts if hasattr(part, "calibration_fpath"))
-        for part in parts:
-            if hasattr(part, "bus") and not part.calibration:
+        arms = parts(self.device).values()
+        files = ", ".join(str(arm.calibration_fpath) for arm in arms if hasattr(arm, "calibration_fpath"))
+        for arm in arms:
+            if hasattr(arm, "bus") and not arm.calibration:
                 raise HardwareLost(
-                    f"{self.config.type} is not calibrated: there is no {part.calibration_fpath}; run "
+                    f"{self.config.type} is not calibrated: there is no {arm.calibration_fpath}; run "
                     "lerobot-calibrate with the same id"
                 )
         try:
@@ -277,20 +280,15 @@ class LerobotRobot(Robot):
         return clip_to_range(self.spec, sent, joints, low, high)
 
     def stop(self, level: StopLevel) -> None:
-        """See `hal.robot.Robot`. Joints hold the position measured at the start of the stop, the gripper its goal;
-        other commanded elements become 0."""
-        if self._released:
-            if level is StopLevel.SAFE:
-                return
-            self._hold()
-        elif self._moving:
-            self._hold()
-        else:
-            self._send(self._goal)
-        if level is StopLevel.SAFE and self.config.torque_off:
-            buses = _buses(self.device)
-            self._call("releasing the motors", lambda: [bus.disable_torque() for bus in buses], CONNECT_TIMEOUT_S)
-            self._released = True
+        """See `hal.robot.Robot`. Joints hold the position measured at the start of the stop, or before it if the
+        reading fails, the gripper its goal; other commanded elements become 0.
+
+        A motor that fails keeps no other from being held and released.
+        """
+        if level is StopLevel.SAFE and self._released:
+            return
+        releases = level is StopLevel.SAFE and self.config.torque_off
+        run_all([self._stand, *([self._release] if releases else [])])
 
     def go_home(self) -> None:
         """See `robots.homing.SupportsHoming`. Other elements than joints, such as a gripper, keep their goal."""
@@ -321,7 +319,7 @@ class LerobotRobot(Robot):
     def _open(self) -> None:
         if self.device.is_connected:  # a failed attempt left it connected
             self.device.disconnect()
-        for part in _parts(self.device).values():
+        for part in parts(self.device).values():
             if hasattr(config := getattr(part, "config", None), TORQUE_SETTING):
                 setattr(config, TORQUE_SETTING, self.config.torque_off)
         try:
@@ -346,20 +344,57 @@ class LerobotRobot(Robot):
                 if bus.is_connected:
                     bus.disconnect(disable_torque=False)
 
+    def _stand(self) -> None:
+        if self._moving or self._released:
+            self._hold()
+        else:
+            self._send_to_each_part(self._goal)
+
+    def _release(self) -> None:
+        motors = [partial(bus.disable_torque, motor) for bus in _buses(self.device) for motor in bus.motors]
+        run_all([partial(self._call, "releasing a motor", motor, CONNECT_TIMEOUT_S) for motor in motors])
+        self._released = True
+
     def _hold(self) -> None:
-        """Make the measured pose the goal; enables the torque of released motors."""
-        measured = self._measured = self._state.to_vector(self._call("reading", self.device.get_observation))
+        """Make the measured pose the goal; enables the torque of released motors.
+
+        Raises:
+            HardwareLost: also if the reading fails. A moving robot then has its last measured pose as the goal.
+        """
+        try:
+            self._measured = self._state.to_vector(self._call("reading", self.device.get_observation))
+        except HardwareLost:
+            if self._moving:
+                with contextlib.suppress(HardwareLost):
+                    self._send_to_each_part(self._resting_goal())
+            raise
+        self._send_to_each_part(self._resting_goal())  # unclipped: clipping to a bound would make the joint jump
+        if self._released:
+            buses = _buses(self.device)
+            self._call("enabling the torque", lambda: [bus.enable_torque() for bus in buses], CONNECT_TIMEOUT_S)
+        self._moving = self._released = False
+
+    def _resting_goal(self) -> Array:
         goal = np.array(self.spec.neutral, np.float32)
         for index, name in enumerate(self._action.names):
             if self._moving and self.config.gripper and self.config.gripper in name:
                 goal[index] = self._goal[index]  # keeps its grip
             elif name.endswith(POSITION_SUFFIX) and name in self._state.names:
-                goal[index] = measured[self._state.index(name)]
-        self._send(goal)  # unclipped: clipping to a bound would make the joint jump
-        if self._released:
-            buses = _buses(self.device)
-            self._call("enabling the torque", lambda: [bus.enable_torque() for bus in buses], CONNECT_TIMEOUT_S)
-        self._moving = self._released = False
+                goal[index] = self._measured[self._state.index(name)]
+        return goal
+
+    def _send_to_each_part(self, goal: Array) -> None:
+        """Send to the whole, and if that fails to each arm of a bimanual robot: LeRobot gives up at the first arm."""
+        try:
+            self._send(goal)
+        except HardwareLost:
+            values = self._action.to_values(goal)
+            for prefix, arm in parts(self.device).items():
+                own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+                if prefix:
+                    with contextlib.suppress(HardwareLost):
+                        self._call("commanding", partial(arm.send_action, own))
+            raise
 
     def _send(self, action: Array) -> Array:
         values = self._action.to_values(action)
@@ -376,26 +411,13 @@ class LerobotRobot(Robot):
         self._moving = self._released = False
 
 
-def _parts(device: Any) -> dict[str, Any]:
-    """The device, and those of its attributes that have a motor bus, as the arms of a bimanual robot.
-
-    By the prefix of their features: ``left_`` for the attribute ``left_arm``.
-    """
-    found = {
-        name.removesuffix("arm"): part
-        for name, part in vars(device).items()
-        if hasattr(getattr(part, "bus", None), "motors")
-    }
-    return {"": device, **found}
-
-
 def _buses(device: Any) -> list[Any]:
-    return [part.bus for part in _parts(device).values() if hasattr(part, "bus")]
+    return [part.bus for part in parts(device).values() if hasattr(part, "bus")]
 
 
 def _motors(device: Any) -> Iterator[tuple[str, Any, str]]:
     """Of each motor: the name of its position's feature, its bus, and its name there."""
-    for prefix, part in _parts(device).items():
+    for prefix, part in parts(device).items():
         bus = getattr(part, "bus", None)
         for motor in getattr(bus, "motors", {}):
             yield f"{prefix}{motor}{POSITION_SUFFIX}", bus, motor
@@ -404,7 +426,9 @@ def _motors(device: Any) -> Iterator[tuple[str, Any, str]]:
 def _make_plugin(config: LerobotConfig) -> PluginDevice:
     plugin = PluginDevice("robot", config.type, config.settings)
     buses = _buses(plugin.device)
-    if config.torque_off and not (buses and all(hasattr(bus, "disable_torque") for bus in buses)):
+    if config.torque_off and not (
+        buses and all(hasattr(bus, "disable_torque") and hasattr(bus, "motors") for bus in buses)
+    ):
         raise SpecError(
             f"torque_off: LeRobot's {config.type} has no motor bus that can release the torque; remove the option"
         )

@@ -72,14 +72,17 @@ class PluginDevice:
         return self._thread.call(operation, partial(self._with_retries, function), timeout_s, check_stop)
 
     def disconnect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Disconnect each part, even if another fails. A call that hangs is followed by this once it returns."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        try:
-            thread.call("disconnecting", lambda: self.device.is_connected and self.device.disconnect(), timeout_s)
-        except HardwareLost as error:
-            log.warning("lerobot.disconnect %s", error)
-        thread.close()
+        steps = [partial(_disconnect, part) for part in parts(self.device).values()]
+        for step in steps:
+            try:
+                thread.call("disconnecting", step, timeout_s)
+            except HardwareLost as error:
+                log.warning("lerobot.disconnect %s", error)
+        thread.close(*steps)
         self._lock.release()
         self.device = self._make()
 
@@ -90,6 +93,24 @@ class PluginDevice:
             except ConnectionError as error:
                 log.info("lerobot.retry %s: %s", self.name, error)
         return function()
+
+
+def parts(device: Any) -> dict[str, Any]:
+    """The device, and those of its attributes that have a motor bus, as the arms of a bimanual robot.
+
+    By the prefix of their features: ``left_`` for the attribute ``left_arm``.
+    """
+    found = {
+        name.removesuffix("arm"): part
+        for name, part in vars(device).items()
+        if hasattr(getattr(part, "bus", None), "motors")
+    }
+    return {"": device, **found}
+
+
+def _disconnect(part: Any) -> None:
+    if getattr(part, "is_connected", False):
+        part.disconnect()
 
 
 def device_lock_names(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -159,7 +180,10 @@ def make_device(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any
         missing = f"; these failed to import: {_import_errors}" if _import_errors else ""
         raise SpecError(f"LeRobot has no {kind} {name!r}; {hint}{missing}")
     try:
-        return make(read_config(kind, name, settings))
+        config = read_config(kind, name, settings)
+        if hasattr(config, "cameras"):
+            config.cameras = {}  # our own cameras replace LeRobot's, of which LeKiwi has two by default
+        return make(config)
     except Exception as error:  # plugins raise any exception
         raise SpecError(f"LeRobot's {kind} {name!r} cannot be made: {type(error).__name__}: {error}") from error
 

@@ -28,7 +28,7 @@ from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array, CameraSpec
-from robots.device import DeviceLock, age_s, require_fresh
+from robots.device import DeviceLock, age_s, require_fresh, run_all
 from robots.homing import build_judged_task, clip_to_range, move_home, require_joints_in_range, validate_home
 from robots.reach_task import add_reach_task, wants_reach
 from robots.ros2_node import (
@@ -476,7 +476,7 @@ class Ros2Robot(Robot):
             self._stand()
             self._check_controllers()
             return
-        _run_all([self._stand, self._deactivate, self._call_stop_service])
+        run_all([self._stand, self._deactivate, self._call_stop_service])
         self._deactivated = True
 
     def go_home(self) -> None:
@@ -522,7 +522,7 @@ class Ros2Robot(Robot):
 
     def _send(self, action: Array) -> Array:
         targets = dict(zip(self.config.commanded_joints, action.tolist(), strict=True))
-        _run_all([partial(controller.send, targets) for controller in self._controllers])
+        run_all([partial(controller.send, targets) for controller in self._controllers])
         self._target = action
         return action.copy()
 
@@ -555,18 +555,6 @@ class Ros2Robot(Robot):
     def _require_alive(self, captured_ns: int) -> None:
         if (silent_s := age_s(captured_ns)) > max(self.config.lost_after_s, self.config.stale_s):
             raise HardwareLost(f"{self.config.model} has sent no joint state for {silent_s:.3f} s")
-
-
-def _run_all(steps: Sequence[Callable[[], None]]) -> None:
-    """Run every step, and then raise the first HardwareLost of them."""
-    errors: list[HardwareLost] = []
-    for step in steps:
-        try:
-            step()
-        except HardwareLost as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:

@@ -1,10 +1,10 @@
-"""A simulated bus of Feetech STS3215 servos on a pseudo-terminal: ``feetech_bus.py LINK``; LINK becomes the serial
-port.
+"""A simulated bus of Feetech STS3215 servos on a pseudo-terminal: ``feetech_bus.py LINK COUNT``; LINK becomes the
+serial port.
 
 It implements the maker's protocol 0 (ping, read, write, sync read, sync write) and simulates the servos' motion. It
 shares no code with the client. Commands on standard input: ``state`` (prints a line of JSON: registers by motor),
 ``leaps`` (likewise: the distance to the goal when each motor's torque came on), ``unplug``, ``poke ID ADDRESS
-BYTE...``, and ``lose COUNT``: that many packets get no response.
+BYTE...``, ``lose COUNT``: that many packets get no response, and ``mute ID``: that motor responds to none.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import time
 import tty
 from pathlib import Path
 
-MOTORS = range(1, 7)
 MODEL = (0x09, 0x03)  # 777, little-endian
 PING, READ, WRITE, SYNC_READ, SYNC_WRITE = 0x01, 0x02, 0x03, 0x82, 0x83
 BROADCAST = 0xFE
 STEPS_PER_S = 2000.0
-LOW, HIGH, TORQUE, GOAL, PRESENT = 9, 11, 40, 42, 56  # register addresses, two bytes each except torque
+LOW, HIGH, MODE, TORQUE, GOAL, PRESENT = 9, 11, 33, 40, 42, 56  # register addresses; mode and torque have one byte
 
 
 class Servo:
@@ -47,7 +46,7 @@ class Servo:
         self.registers[address : address + 2] = value.to_bytes(2, "little")
 
     def move(self, seconds: float) -> None:
-        if self.registers[TORQUE]:
+        if self.registers[TORQUE] and not self.registers[MODE]:  # not a wheel
             goal = min(max(self.word(GOAL), self.word(LOW)), self.word(HIGH))
             step = STEPS_PER_S * seconds
             self.position += min(max(goal - self.position, -step), step)
@@ -55,8 +54,9 @@ class Servo:
 
 
 class Bus:
-    def __init__(self) -> None:
-        self.servos = {number: Servo(number) for number in MOTORS}
+    def __init__(self, count: int) -> None:
+        self.servos = {number: Servo(number) for number in range(1, count + 1)}
+        self.mute = 0
         self.received = bytearray()
         self.moved_s = time.monotonic()
         self.to_lose = 0
@@ -105,14 +105,14 @@ class Bus:
         return self.status(number, 0, 0) if instruction == PING else b""
 
     def status(self, number: int, address: int, size: int) -> bytes:
-        if number not in self.servos:
+        if number not in self.servos or number == self.mute:
             return b""
         inner = bytes([number, size + 2, 0, *self.servos[number].registers[address : address + size]])
         return b"\xff\xff" + inner + bytes([~sum(inner) & 0xFF])
 
 
-def main(link: Path) -> None:
-    bus = Bus()
+def main(link: Path, count: int) -> None:
+    bus = Bus(count)
     master, slave = os.openpty()
     tty.setraw(slave)
     link.symlink_to(os.ttyname(slave))
@@ -140,6 +140,8 @@ def main(link: Path) -> None:
                 servo.position = servo.word(PRESENT)  # it can be turned by hand
             elif order[0] == b"lose":
                 bus.to_lose = int(order[1])
+            elif order[0] == b"mute":
+                bus.mute = int(order[1])
             elif order[0] == b"unplug":
                 link.unlink()
                 os.close(keep)
@@ -148,4 +150,4 @@ def main(link: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -119,6 +119,16 @@ def test_check_stop_abandons_the_device(let_go: threading.Event) -> None:
     thread.close()
 
 
+def test_last_calls_run_once_an_abandoned_call_returns(let_go: threading.Event) -> None:
+    thread, ended = DeviceThread("arm"), threading.Event()
+    with pytest.raises(HardwareLost, match="reading took longer"):
+        thread.call("reading", lambda: let_go.wait(DEADLINE_S), 0.01)
+    thread.close(lambda: 1 // 0, ended.set)
+    assert not ended.wait(0.1)
+    let_go.set()
+    assert ended.wait(DEADLINE_S)
+
+
 def test_call_returns_raises_or_times_out(let_go: threading.Event) -> None:
     thread = DeviceThread("arm")
     assert thread.call("connecting", lambda: let_go.wait(0.2), DEADLINE_S, lambda: None) is False

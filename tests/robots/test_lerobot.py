@@ -7,13 +7,15 @@ third-party plugins.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lerobot_kit import FeetechArmSimulator, allow_torchvision_import, feetech_arm_simulator
+from lerobot_kit import LEKIWI_MOTORS, FeetechArmSimulator, allow_torchvision_import, feetech_arm_simulator
+from peer_kit import eventually
 
 from hal.conformance import RobotConformance, TeleoperatorConformance
 from hal.driver import RobotSetupRequest
@@ -27,7 +29,7 @@ pytestmark = [
     pytest.mark.lerobot,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
-TORQUE, GOAL, LOW_LIMIT, PRESENT = 40, 42, 9, 56  # registers
+TORQUE, GOAL, LOW_LIMIT, PRESENT, SPEED = 40, 42, 9, 56, 46  # registers
 DEADLINE_S = 10.0
 DUMMY = LerobotConfig(
     type="dummy_follower", settings={"silent": True}, features={"*.pos": FeatureConfig("deg", -180, 180)}
@@ -294,6 +296,69 @@ def test_hold_keeps_the_grip_of_both_hands(two_arms: tuple[FeetechArmSimulator, 
             arm.poke("gripper", PRESENT, 2000)  # an object between the fingers
         robot.stop(StopLevel.HOLD)
         assert [arm.word("gripper", GOAL) for arm in two_arms] == [1024, 1024], "closed"
+
+
+@pytest.mark.parametrize("fault", ["mute", "unplug"])
+def test_torque_off_releases_the_other_motors_if_one_arm_fails(
+    two_arms: tuple[FeetechArmSimulator, FeetechArmSimulator], fault: str
+) -> None:
+    left, right = two_arms
+    robot = bimanual(left, right, torque_off=True, answer_within_s=DEADLINE_S)
+    device = robot.device
+    with robot:
+        action = robot.spec.rest_action(robot.observe().arrays)
+        action[robot.spec.action.labels.index("right_shoulder_pan.pos")] = 0.5
+        robot.command(action)
+        if fault == "mute":
+            left.mute("shoulder_pan")
+        else:
+            left.unplug()
+        with pytest.raises(HardwareLost, match="reading failed"):
+            robot.stop(StopLevel.SAFE)
+        assert abs(right.word("shoulder_pan", GOAL) - 2048) < 10, "the pose measured before the command"
+        limp = [right.registers("shoulder_lift")[TORQUE]]
+        if fault == "mute":
+            limp.append(left.registers("shoulder_lift")[TORQUE])
+        assert not any(limp)
+    assert not device.right_arm.bus.is_connected
+
+
+@pytest.fixture
+def lekiwi(tmp_path: Path) -> Iterator[tuple[LerobotRobot, FeetechArmSimulator]]:
+    """A mobile arm that drives forward at 0.2 m/s."""
+    speeds = {axis: FeatureConfig("m/s", -0.3, 0.3) for axis in ("x.vel", "y.vel")}
+    features = {**speeds, "theta.vel": FeatureConfig("deg/s", -60, 60)}
+    with feetech_arm_simulator(tmp_path, LEKIWI_MOTORS) as bus:
+        config = LerobotConfig("lekiwi", bus.settings, rate_hz=10.0, features=features, answer_within_s=2.0)
+        with LerobotRobot(config) as robot:
+            action = robot.spec.rest_action(robot.observe().arrays)
+            action[robot.spec.action.labels.index("x.vel")] = 0.2
+            robot.command(action)
+            assert wheel_speeds(bus) != {0}
+            yield robot, bus
+
+
+def wheel_speeds(bus: FeetechArmSimulator) -> set[int]:
+    return {bus.word(motor, SPEED) for motor in LEKIWI_MOTORS[-3:]}
+
+
+def test_wheels_stop_although_the_arm_cannot_be_read(lekiwi: tuple[LerobotRobot, FeetechArmSimulator]) -> None:
+    robot, bus = lekiwi
+    bus.mute("arm_elbow_flex")
+    with pytest.raises(HardwareLost, match="reading failed"):
+        robot.stop(StopLevel.HOLD)
+    assert wheel_speeds(bus) == {0}
+
+
+def test_wheels_stop_after_a_reading_that_took_too_long(lekiwi: tuple[LerobotRobot, FeetechArmSimulator]) -> None:
+    robot, bus = lekiwi
+    let_go, read = threading.Event(), robot.device.get_observation
+    robot.device.get_observation = lambda: let_go.wait(DEADLINE_S) and read()
+    with pytest.raises(HardwareLost, match="reading took longer"):
+        robot.observe()
+    robot.close()
+    let_go.set()
+    eventually(lambda: wheel_speeds(bus) == {0}, "the wheels turn after the robot is closed")
 
 
 def test_out_of_range_arm_holds_without_jump(
