@@ -134,17 +134,21 @@ def add_step(
 ) -> tuple[Array, Array]:
     """Return the next target and the step to it, which is shorter than `step` if the robot does not keep up.
 
+    The target of a robot that already lags by more, such as a servo that sags under its load, stays where it is.
+
     Args:
         target: the last commanded target; None starts at `measured`.
         measured: the measured position. Elements beyond the length of `step` keep their value.
-        max_lead: the greatest distance between target and measured position, for each element.
+        max_lead: the greatest distance to which a step may lead the target away from the measured position, for each
+            element.
         limiter: shortens a step that would lead the target out of the robot's limits.
     """
     n, base = len(step), measured if target is None else target
     allowed = step if limiter is None else limiter(base[:n], step)
     following: Array = base.copy()
-    following[:n] = np.clip(base[:n] + allowed, measured[:n] - max_lead, measured[:n] + max_lead)
-    return following, following[:n] - base[:n]
+    start, low, high = base[:n], measured[:n] - max_lead, measured[:n] + max_lead
+    following[:n] = np.clip(start + allowed, np.minimum(start, low), np.maximum(start, high))
+    return following, following[:n] - start
 
 
 def make_step_limiter(spec: RobotSpec) -> StepLimiter:

@@ -24,7 +24,7 @@ from robots.delta_actions import add_step
 
 HOMING_TIMEOUT_S = 60.0  # in addition to the duration of the path
 STANDSTILL_STEP_SHARE = 0.25  # share of a step; joints that moved less count as standing still
-HOME_TOLERANCE_SHARE = 0.5  # share of the greatest lead of a target; joints that end farther from home are blocked
+HOME_TOLERANCE_S = 0.06  # of motion at greatest speed; joints that end farther from home are blocked
 SETTLE_S = 0.2  # standing still for this long counts as settled
 STOP_CHECK_INTERVAL_S = 0.01
 # How far joints may be out of range: their path at greatest speed in this time, or in one period.
@@ -164,7 +164,8 @@ class _JointPath:
                 f"{len(self._joint_elements)} joints; there are {len(self._home)} and {len(fastest)}"
             )
         speed = np.array(fastest) * spec.limits.reduced_speed
-        self._max_step, self._lead = speed * spec.period_s, speed * MAX_TARGET_LEAD_S
+        self._max_step, self._tolerance = speed * spec.period_s, np.array(fastest) * HOME_TOLERANCE_S
+        self._lead = np.maximum(speed * MAX_TARGET_LEAD_S, 2 * self._tolerance)
         self._target: Array | None = None
         self._measured = self._still_at = np.full(len(self._home), np.inf)
         self._still_since_ns = 0
@@ -173,7 +174,7 @@ class _JointPath:
     def advance(self) -> bool:
         """Run one control period; True once target and robot are home, and the robot stands still.
 
-        Servos sag under their load: a joint is home within `HOME_TOLERANCE_SHARE` of the lead.
+        Servos sag under their load, at any speed: a joint is home within `HOME_TOLERANCE_S`.
         """
         try:
             seen = self._robot.observe()
@@ -184,7 +185,7 @@ class _JointPath:
         if not self.duration_s:
             self.duration_s = self._periods_for(self._home - self._measured) * self._robot.spec.period_s
         settled = self._is_settled(seen.t_capture_ns)
-        arrived = bool((np.abs(self._measured - self._home) <= HOME_TOLERANCE_SHARE * self._lead).all())
+        arrived = bool((np.abs(self._measured - self._home) <= self._tolerance).all())
         if arrived and settled and self._target is not None and self._is_near(self._target, self._home):
             return True
         verdict = self._kernel.filter(self._next_action(), seen)

@@ -19,6 +19,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.settings import Count, Positive
 from hal.spec import ENVIRONMENT_STATE, STATE, Array, ArraySpec, RobotSpec
 from hal.task import ExpertPolicy, Task, TaskOutcome
+from robots.delta_actions import add_step
 
 REACH_TASK = "reach"
 TOLERANCE_SHARE = 0.05  # of the range of goals
@@ -81,13 +82,14 @@ class ReachRobotWrapper(Robot):
         return replace(observed, arrays={**observed.arrays, ENVIRONMENT_STATE: goal})
 
     def command(self, action: Array) -> Array:
-        """See `hal.robot.Robot`. A step starts at the last target, as far as the robot keeps up with it."""
+        """See `hal.robot.Robot`. A step starts at the last target and is shorter if the robot does not keep up."""
         self.spec.action.validate(action)
         seen = (self._last_observation or self.robot.observe()).arrays[STATE]
-        measured, lead = seen[self._state_indices].astype(np.float64), MAX_LEAD_STEPS * self._step
-        base = measured if self._target is None else np.clip(self._target, measured - lead, measured + lead)
+        measured = seen[self._state_indices].astype(np.float64)
+        base = measured if self._target is None else self._target
+        steps = np.clip(action[self._elements], -self._step, self._step)
         wanted = action.copy()
-        wanted[self._elements] = base + np.clip(action[self._elements], -self._step, self._step)
+        wanted[self._elements], _ = add_step(base, measured, steps, MAX_LEAD_STEPS * self._step)
         applied = self.robot.command(wanted).copy()
         self._target = applied[self._elements].astype(np.float64)
         applied[self._elements] = np.clip(self._target - base, -self._step, self._step)

@@ -95,3 +95,9 @@ def test_out_of_range_target_may_only_return() -> None:
 def test_blocked_robot_limits_target_lead() -> None:
     target, step = add_step(np.array([0.4]), np.array([0.0]), np.array([0.3]), max_lead=0.5)
     assert (target.tolist(), step.tolist()) == ([0.5], pytest.approx([0.1]))
+
+
+@pytest.mark.parametrize(("step", "target"), [(0.0, 0.4), (0.1, 0.4), (-0.1, 0.3)])
+def test_target_of_a_sagging_joint_does_not_sink_by_itself(step: float, target: float) -> None:
+    following, made = add_step(np.array([0.4]), np.array([0.0]), np.array([step]), max_lead=0.2)
+    assert (following.tolist(), made.tolist()) == (pytest.approx([target]), pytest.approx([target - 0.4]))

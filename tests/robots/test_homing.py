@@ -25,7 +25,7 @@ STEP = SPEED * REDUCED / RATE_HZ
 class Arm(Robot):
     """Two joints and a gripper that reach their targets at once, unless `stuck`; records its commands.
 
-    `farthest`: joint a is blocked there.
+    `farthest`: joint a is blocked there. `sag`: joint b stays below its target by this.
     """
 
     def __init__(self, **limits: tuple[float, ...]) -> None:
@@ -52,7 +52,7 @@ class Arm(Robot):
         self.state: Array = np.array([*START, 0.04], np.float32)
         self.commanded: list[Array] = []
         self.stops: list[StopLevel] = []
-        self.stuck, self.farthest = False, np.inf
+        self.stuck, self.farthest, self.sag = False, np.inf, 0.0
         self.stale = 0
 
     def connect(self) -> None:
@@ -68,7 +68,7 @@ class Arm(Robot):
         self.spec.action.validate(action)
         self.commanded.append(action)
         if not self.stuck:
-            self.state = np.minimum(action, np.float32([self.farthest, np.inf, np.inf]))
+            self.state = np.minimum(action - np.float32([0, self.sag, 0]), np.float32([self.farthest, np.inf, np.inf]))
         return action.copy()
 
     def stop(self, level: StopLevel) -> None:
@@ -135,6 +135,7 @@ def test_blocked_arm_times_out_without_pushing(
     arm.stuck = True
     monkeypatch.setattr(robots.homing, "HOMING_TIMEOUT_S", 0.2)
     monkeypatch.setattr(robots.homing, "MAX_TARGET_LEAD_S", 0.02)
+    monkeypatch.setattr(robots.homing, "HOME_TOLERANCE_S", 0.002)
     driver = RobotEnvironment(arm, HumanJudgedTask("x", "x", 9), SafetyKernel(arm.spec))
     driver.connect()
     begun_s = time.monotonic()
@@ -152,14 +153,24 @@ def test_blocked_arm_times_out_without_pushing(
 def test_joint_blocked_just_before_home_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     arm = Arm()
     monkeypatch.setattr(robots.homing, "HOMING_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(robots.homing, "MAX_TARGET_LEAD_S", 0.02)
-    lead = SPEED * REDUCED * 0.02
-    arm.farthest = HOME[0] - 0.8 * lead
+    monkeypatch.setattr(robots.homing, "HOME_TOLERANCE_S", 0.0025)
+    arm.farthest = HOME[0] - 1.6 * SPEED * 0.0025
     with pytest.raises(EmergencyStopped, match=r"its joints are at \[0.22, -0.2\], not at \[0.3, -0.2\]"):
         arm.go_home()
     np.testing.assert_allclose(arm.commanded[-1][:2], HOME, atol=0.3 * STEP, err_msg="the lead does not show it")
-    arm.farthest = HOME[0] - 0.4 * lead
+    arm.farthest = HOME[0] - 0.8 * SPEED * 0.0025
     arm.go_home()
+
+
+@pytest.mark.parametrize("start", [-0.25, -0.15])
+def test_sagging_arm_gets_home_at_a_low_reduced_speed(monkeypatch: pytest.MonkeyPatch, start: float) -> None:
+    monkeypatch.setattr(robots.homing, "HOMING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(robots.homing, "HOME_TOLERANCE_S", 0.0025)
+    arm = Arm()
+    arm.spec = msgspec.structs.replace(arm.spec, limits=msgspec.structs.replace(arm.spec.limits, reduced_speed=0.005))
+    arm.state[:2], arm.sag = (HOME[0], start), 0.04
+    arm.go_home()
+    np.testing.assert_allclose(arm.commanded[-1][:2], HOME, atol=1e-3)
 
 
 def test_stale_readings_pause_homing() -> None:

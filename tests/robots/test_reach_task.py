@@ -45,6 +45,7 @@ class Arm(Robot):
         )
         self.state: Array = np.zeros(3, np.float32)
         self.stuck = self.open = False
+        self.sag = 0.0
         self.t_ns = 0
 
     def connect(self) -> None:
@@ -60,7 +61,7 @@ class Arm(Robot):
         self._require_open()
         applied = np.clip(action, np.float32(self.spec.action.low), np.float32(self.spec.action.high))
         if not self.stuck:
-            self.state[[2, 1, 0]] = applied
+            self.state[[2, 1, 0]] = applied - np.float32(self.sag)
         self.sent = applied
         return applied
 
@@ -114,12 +115,24 @@ def test_applied_step_excludes_clipped_part_and_blocked_joint_limits_lead() -> N
     arm.state[1] = 0.99
     robot.observe()
     assert robot.command(step(0.05, 0))[1] == pytest.approx(0.01, abs=1e-6)
+    robot.stop(StopLevel.HOLD)
     arm.state[1] = 0.0
     arm.stuck = True
     for _ in range(50):
         robot.observe()
         robot.command(step(0.05, 0))
     assert arm.sent[1] <= 4 * SPEED / 10 + 1e-6
+
+
+def test_sagging_arm_does_not_sink_by_itself() -> None:
+    arm, robot = reaching(step_max=0.01)
+    arm.sag = 0.035  # more than three steps
+    robot.observe()
+    robot.command(step(0, 0))
+    for _ in range(20):
+        robot.observe()
+        assert robot.command(step(0, 0)).tolist() == pytest.approx([0.1, 0, 0], abs=1e-6)
+    np.testing.assert_allclose(arm.sent, [0.1, 0, 0], atol=1e-6)
 
 
 def test_steps_start_at_measured_position_after_stop() -> None:
