@@ -294,11 +294,15 @@ class SpaceMouse(BoundInput):
         return device
 
     def _read(self, device: Any) -> TeleopInput:
-        state, before = device.read(), -1.0
-        for _ in range(_MAX_REPORTS_PER_READ):
-            if state.t == before:
-                break
-            before, state = state.t, device.read()
+        before = -1.0
+        try:
+            state = device.read()
+            for _ in range(_MAX_REPORTS_PER_READ):
+                if state.t == before:
+                    break
+                before, state = state.t, device.read()
+        except IndexError as error:
+            raise HardwareLost("the SpaceMouse sent a report that is too short; check the option `model`") from error
         if state.t != self._report_stamp:
             self._report_stamp, self._report_s = state.t, self._clock()
         twist = self._twist({name: getattr(state, name) for name in SPACEMOUSE_AXES}, self.config.dead_zone)

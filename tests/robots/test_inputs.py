@@ -36,7 +36,10 @@ class Puck:
 
     def report(self, number: int, *values: int) -> None:
         """A SpaceNavigator's report: three axes of 16 bits each."""
-        os.write(self._file, struct.pack("<B3h", number, *values))
+        self.send(struct.pack("<B3h", number, *values))
+
+    def send(self, report: bytes) -> None:
+        os.write(self._file, report)
 
     def pull_out(self) -> None:
         if self._file >= 0:
@@ -165,6 +168,17 @@ class TestSpaceMouse(TeleoperatorConformance):
 
     def make_teleoperator(self) -> Teleoperator:
         return space_mouse(self.puck)
+
+
+def test_space_mouse_with_short_report_is_lost(puck: Puck) -> None:
+    device = space_mouse(puck)
+    device.connect()
+    try:
+        puck.send(bytes([3]))
+        with pytest.raises(HardwareLost, match="the SpaceMouse sent a report that is too short; check .* `model`"):
+            device.read()
+    finally:
+        device.close()
 
 
 def test_released_cap_stops_the_robot(puck: Puck) -> None:
