@@ -203,10 +203,12 @@ class ToolLimits:
             raise SpecError(f"{spec.model}: a keep_out box is empty")
         if len(self._force) not in (0, 3) or (limits.tool_force_max is not None and len(self._force) != 3):
             raise SpecError(f"{spec.model}: tool_force_max needs three indices in tool_force")
+        if limits.tool_force_max is not None and axes not in (0, 3):
+            raise SpecError(f"{spec.model}: tool_force_max needs three elements in tool_delta, or none; it has {axes}")
         self._force_max = np.inf if limits.tool_force_max is None else limits.tool_force_max
         if not self._force_max > 0:
             raise SpecError(f"{spec.model}: tool_force_max is {limits.tool_force_max}; give a force above 0")
-        self._limits_force = axes > 0 and len(self._force) == axes and bool(np.isfinite(self._force_max))
+        self._limits_force = axes > 0 and bool(np.isfinite(self._force_max))
         self.needs_state = len(self._tool) > 0 or self._limits_force
 
     def step_interval(self, state: Array, desired: Array, motion: AxisMotion | None = None) -> tuple[Array, Array]:
@@ -461,6 +463,8 @@ class _AxisLimits:
 
     def _bound(self, spec: RobotSpec, rate: Array, angles: Array) -> None:
         limits, period_s, tools, joints = spec.limits, spec.period_s, self._tools.stop, len(angles)
+        _require_axes(spec, ("tool_speed_max", "tool_acceleration_max", "tool_jerk_max"), tools, "tool_delta")
+        _require_axes(spec, ("joint_acceleration_max", "joint_jerk_max"), joints, "joint_target or joint_delta")
         low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
         low, high, rate = (each.astype(np.float64)[self.elements] for each in (low, high, rate))
         speed = _axis_limits(None, tools, limits.joint_velocity_max, joints, "joint_velocity_max") * period_s
@@ -709,7 +713,14 @@ def _neutral_action(spec: RobotSpec) -> Array:
     return neutral
 
 
+def _require_axes(spec: RobotSpec, names: tuple[str, ...], axes: int, needed: str) -> None:
+    """Raises SpecError for a limit on motion that no element of the action commands."""
+    for name in names:
+        if getattr(spec.limits, name) not in (None, ()) and not axes:
+            raise SpecError(f"{spec.model}: {name} cannot be enforced without {needed}: remove it")
+
+
 def _axis_limits(tool: float | None, tools: int, each: tuple[float, ...], joints: int, name: str) -> Array:
-    """A limit of each axis; infinite without one. Limits of joints apply only if the action moves the joints."""
+    """A limit of each axis; infinite without one. `joint_velocity_max` may be of measured speeds only."""
     of_tool = np.full(tools, np.inf if tool is None else tool)
     return np.concatenate([of_tool, checked_vector((each if joints else ()) or (np.inf,) * joints, joints, name)])

@@ -42,7 +42,7 @@ LOCAL_OPERATOR = "a person at the robot"
 """The operator whose input comes from a device on the robot's own computer."""
 
 _log = logging.getLogger(__name__)
-TOOL_SPEED = 0.1  # m/s at the full share, of a robot whose spec limits no tool speed
+TOOL_SPEED = 0.1  # m/s at the full share
 
 
 class ControlState(enum.StrEnum):
@@ -447,7 +447,7 @@ class ToolDrive:
             _log.warning("tool_drive.unavailable %s", self.refusal)
             return
         self._full = _full_speeds(spec)
-        self.speed = spec.limits.tool_speed_max or TOOL_SPEED
+        self.speed = TOOL_SPEED
 
     def twist(self, twist: Array, tool: Array, joints: Array) -> Array:
         """A copy of `twist` (a,) whose joints' elements move the tool by the shares `tool` (3,), in that direction.
