@@ -5,7 +5,7 @@ Files are private to their user unless the environment variable `UMASK_VARIABLE`
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import re
 import secrets
@@ -66,8 +66,11 @@ def make_folder_durably(path: Path) -> None:
     for folder in missing:
         sync_folder(folder.parent)
     if not missing:
-        with contextlib.suppress(PermissionError):  # a process that may not read the parent did not create the folder
+        try:
             sync_folder(path.parent)
+        except OSError as error:  # a process that may not read the parent, or that cannot sync it, did not create it
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+                raise
 
 
 def remove_durably(path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hal import machine_folder
-from hal.durable import remove_durably, replace_durably
+from hal.durable import make_folder_durably, remove_durably, replace_durably
 from hal.errors import LeaseError, LeaseHeld, SpecError
 from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import Fence, MachineLock, driven_robots, driver_process_of, robot_lock
@@ -196,3 +196,7 @@ def test_new_file_is_synced_with_each_created_folder(tmp_path: Path, synced: lis
     assert synced[2:] == [str(path.parent)]
     remove_durably(path)
     assert synced[3:] == [str(path.parent)] and not path.exists()
+
+
+def test_existing_folder_whose_parent_cannot_be_synced_is_accepted() -> None:
+    make_folder_durably(Path("/proc/self"))
