@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 
-from hal.conformance import RobotConformance
-from hal.errors import HardwareLost
+from hal.conformance import RobotConformance, TaskConformance
+from hal.driver import RobotSetup
+from hal.errors import HalError, HardwareLost
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+from hal.task import Task, TaskOutcome
 
 POSE = np.array([0.5, -0.7], np.float32)
 BOUNDS = {"units": ("rad", "rad"), "low": (-2.0, -2.0), "high": (2.0, 2.0)}
@@ -82,3 +85,38 @@ def test_suite_with_large_steps_commands_beyond_bounds() -> None:
     suite = Suite()
     suite.allows_large_steps = True
     assert any((each == 2.0).any() for each in suite.run())
+
+
+class DeafTask(Task):
+    """Moves in five control periods; `deaf`: also after a stop."""
+
+    name, instruction, max_steps = "deaf", "move", 9
+
+    def __init__(self, *, deaf: bool) -> None:
+        self._deaf = deaf
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        for _ in range(5):
+            try:
+                robot.check_stop()
+            except HalError:
+                if not self._deaf:
+                    raise
+            robot.command(POSE[::-1].copy())
+
+    def evaluate(self, observation: Observation) -> TaskOutcome:
+        return TaskOutcome(0.0, terminated=False)
+
+
+class TaskSuite(TaskConformance):
+    def __init__(self, *, deaf: bool) -> None:
+        self._deaf = deaf
+
+    def make_setup(self) -> RobotSetup:
+        return RobotSetup("arm", Arm(), DeafTask(deaf=self._deaf))
+
+
+def test_suite_refuses_a_task_that_moves_on_after_a_stop() -> None:
+    TaskSuite(deaf=False).test_stop_during_a_reset_passes_through()
+    with pytest.raises(AssertionError, match="the reset goes on after `check_stop` raised"):
+        TaskSuite(deaf=True).test_stop_during_a_reset_passes_through()
