@@ -248,6 +248,20 @@ class TestRuleConformance(RewardConformance):
         return replace(plain, columns=columns, final=final)
 
 
+def test_rule_that_counts_control_periods_starts_anew_in_each_episode(tmp_path: Path) -> None:
+    (tmp_path / "sim.yaml").write_text("robots: [{name: example, driver: sim, task: follow}]")
+    reward = load_reward(RewardConfig(kind="rule", options={"config": str(tmp_path / "sim.yaml")}))
+    final = {  # the tool is at its target
+        each.name: np.zeros(each.shape, np.float32)
+        for each in robot_spec(RobotConfig(name="example", driver="sim", task="follow")).observation
+    }
+    for steps, success in ((20, False), (20, False), (30, True)):
+        columns = {name: np.zeros((steps, *value.shape), np.float32) for name, value in final.items()}
+        plain = example_episode(np.random.default_rng(0), steps, task="follow")
+        others = {name: column for name, column in plain.columns.items() if not name.startswith("observation")}
+        assert reward.evaluate(replace(plain, columns={**others, **columns}, final=final)).success is success
+
+
 def test_classifier_labels_what_it_sees(run: Run, model: Path, tmp_path: Path) -> None:
     """Also against the task's own rule; a person's label stays."""
     store = make_store(

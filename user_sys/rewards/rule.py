@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class RuleReward(Reward):
             raise ConfigError(f"{settings.config} names no task that observations decide; {how}")
 
     def evaluate(self, episode: StoredEpisode) -> EpisodeReward:
-        task = self._tasks.get((episode.header.robot, episode.header.task))
+        task = copy(self._tasks.get((episode.header.robot, episode.header.task)))  # a task may count control periods
         if task is None:
             return EpisodeReward(None)
         columns = {name: column for name, column in episode.columns.items() if name.startswith(OBSERVATION)}
