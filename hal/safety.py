@@ -253,8 +253,9 @@ class SafetyKernel:
             except (OSError, LeaseError) as error:  # the robot is stopped; only a restart would lose the latch
                 logger.error("estop.not_persisted path=%s error=%s", latch.path, error)
                 self._persist_again_ns = self._clock() + PERSIST_RETRY_S * _NS
-            else:
-                self._seen = latched if latch is self._shared else self._seen
+            else:  # another program's press stays new: the robot must stop for it, and it awaits an answer
+                is_known = latched == stopped or (self._seen is not None and latched.is_same_press(self._seen))
+                self._seen = latched if latch is self._shared and is_known else self._seen
 
     def rearm(self, person: str) -> None:
         """Clears the e-stop in the name of `person`; harmless if none is latched. A press by another program that this

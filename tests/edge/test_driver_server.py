@@ -19,7 +19,7 @@ from edge_kit import END_S, RIGHT, STILL, RecordingRobot, until
 from hal.camera import CameraFrame
 from hal.driver import RobotSetup
 from hal.errors import HalError, StaleObservation, StaleToken
-from hal.estop import EstopLatch, new_emergency_stop
+from hal.estop import EmergencyStop, EstopLatch, new_emergency_stop
 from hal.lease import Fence, robot_lock
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import WATCHDOG_LEAD_S, SafetyKernel, SafetyReason
@@ -359,6 +359,36 @@ def test_press_of_another_program_stops_the_robot_in_the_next_period(site: Site,
     site.robot.stops.clear()
     EstopLatch(shared).press(new_emergency_stop("ada", "while the session is silent"))
     assert set(site.pass_ns(2 * PERIOD_NS)) == {StopLevel.SAFE}
+
+
+def test_press_before_a_session_attaches_stops_the_robot_at_once(site: Site, tmp_path: Path) -> None:
+    shared = EstopLatch(tmp_path / "shared.json")
+    kernel = site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared.path)
+    kernel.has_new_press = lambda: False  # type: ignore[method-assign]  # no look at the file before the request
+    shared.press(new_emergency_stop("ada", "from another terminal"))
+    site.client.attach()
+    found = shared.read()
+    assert site.robot.stops == [StopLevel.SAFE] and found is not None and found.acknowledged
+
+
+def test_press_while_the_robot_is_re_armed_is_acknowledged(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = EstopLatch(tmp_path / "shared.json")
+    kernel = site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared.path)
+    site.anyone.emergency_stop("ada")
+    site.robot.stops.clear()
+    clear = EstopLatch.clear
+
+    def press_afterwards(self: EstopLatch, expected: EmergencyStop | None) -> bool:
+        done = clear(self, expected)
+        shared.press(new_emergency_stop("bob"))
+        return done
+
+    monkeypatch.setattr(EstopLatch, "clear", press_afterwards)
+    assert not site.client.rearm("ada") and kernel.latched_estop is not None
+    found = shared.read()
+    assert site.robot.stops[0] is StopLevel.SAFE and found is not None and found.acknowledged
 
 
 def test_other_requests_wait_for_the_end_of_the_control_period(site: Site) -> None:

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from wait_kit import ClockNs
 
 from hal.errors import SpecError
-from hal.estop import EstopLatch, new_emergency_stop
+from hal.estop import EmergencyStop, EstopLatch, new_emergency_stop
 from hal.robot import Observation, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE, Array, ArraySpec, RobotSpec, SafetyLimits
@@ -338,6 +338,30 @@ def test_press_while_another_is_acknowledged_is_a_new_one(tmp_path: Path, monkey
     kernel.load_latched_estop()
     kernel.acknowledge("pid 7")
     found = latch.read()
+    assert found is not None and (found.presses, found.acknowledged) == (2, "pid 7")
+
+
+def test_press_while_the_latch_is_written_again_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns, own, shared = [10**12], tmp_path / "full" / "e-stop.json", EstopLatch(tmp_path / "e-stop.json")
+    kernel = SafetyKernel(SPEC, lambda: now_ns[0], latch_path=own, shared_latch=shared.path)
+    press = EstopLatch.press
+
+    def fail_on_full_disk(self: EstopLatch, stop: EmergencyStop) -> EmergencyStop:
+        if self.path == own:
+            raise OSError("no space left on device")
+        return press(self, stop)
+
+    monkeypatch.setattr(EstopLatch, "press", fail_on_full_disk)
+    kernel.emergency_stop("alice")
+    kernel.acknowledge("pid 7")
+    assert not kernel.has_new_press()
+    shared.press(new_emergency_stop("bob"))
+    now_ns[0] += 10**10
+    kernel.retry_latch()
+    assert kernel.has_new_press()
+    kernel.load_latched_estop()
+    kernel.acknowledge("pid 7")
+    found = shared.read()
     assert found is not None and (found.presses, found.acknowledged) == (2, "pid 7")
 
 

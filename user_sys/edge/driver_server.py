@@ -288,7 +288,7 @@ class DriverServer:
         if request.order == "re-arm":
             return self._rearm(request), {}
         if request.order == "attach":
-            kernel.load_latched_estop()
+            self._environment.load_latch()
             log.info("session.attached robot=%s %s token=%d", self._setup.name, request.session, request.token)
             return self._description(), {}
         return self._step(request, arrays)
@@ -298,6 +298,7 @@ class DriverServer:
         if self._estops.may_rearm(request):
             self._environment.kernel.rearm(request.person)
             self._estops.note_rearm(request)
+            self._environment.load_latch()  # another program may have pressed meanwhile
         return DriverReply(stopped=self._environment.kernel.latched_estop is not None)
 
     def _description(self) -> DriverReply:

@@ -265,6 +265,17 @@ class RobotEnvironment:
                 self.kernel.load_latched_estop()
             self._acknowledge()
 
+    def load_latch(self) -> None:
+        """Stops the robot if an e-stop is latched in any of its files, and acknowledges the press.
+
+        Raises:
+            HardwareLost: the robot is lost; the e-stop is latched.
+        """
+        self.kernel.load_latched_estop()
+        if self.kernel.latched_estop is not None:
+            self.robot.stop(StopLevel.SAFE)
+            self._acknowledge()
+
     def _acknowledge(self) -> None:
         self.kernel.acknowledge(f"pid {os.getpid()}")
 
