@@ -174,7 +174,9 @@ class LerobotConfig:
     type: the robot's name in LeRobot, e.g. ``so101_follower``.
     settings: the plugin's settings, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
     features: units and bounds by feature name or pattern (``*.pos``); a LeRobot motor bus has its own.
-    gripper: the first action feature that contains this text is the gripper. A hold keeps the goal of all of them.
+    gripper: the first action feature that contains this text is the gripper. A hold keeps the goal of all of them. The
+    others are joints: their targets lead by half a second at `FeatureConfig.speed_max`, which limits the squeeze, and
+    after a hold start at the measured position.
     answer_within_s: timeout of a call, after which the robot is lost; default: two control periods.
     torque_off: a safe stop releases the motors, and so does closing; replaces LeRobot's `disable_torque_on_disconnect`.
     home: target of a reset: one position per joint without the gripper, in the order and units of the spec (rad for
