@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
@@ -310,6 +311,10 @@ def test_robot_outside_of_an_episode_awaits_the_person_who_has_it(session: Sessi
     assert waits("pause") and not waits("reset")
     session.begin()
     assert waits(), "the reset is done, and the robot holds still"
+    session.begin()
+    session.order("reset")
+    session.act()
+    assert waits(), "a reset from before an error"
 
 
 def test_weights_are_swapped_while_a_person_has_the_robot_outside_of_an_episode(session: Session) -> None:
@@ -612,3 +617,33 @@ def test_episode_waits_for_a_person_who_prepares_the_scene(make: Callable[..., S
     assert session.act().phase is Phase.POLICY
     session.begin()
     assert session.authority.awaits_reset, "before each episode"
+
+
+HOUR_NS = 3_600_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("operator", "at_s", "robot_ahead_s", "accepted"),
+    [
+        ("bob", 9.0, 0.0, True),
+        ("bob", 3.0, 0.0, False),  # the clocks may differ by that
+        ("bob", -1.0, 0.0, False),
+        ("ada", 3609.0, 0.0, True),
+        ("ada", 3599.0, 0.0, False),
+        ("bob", 9.0, -86_400.0, False),  # the robot's clock is no judge
+        ("bob", -1.0, -86_400.0, False),
+    ],
+)
+def test_rearm_of_another_person_is_accepted_after_an_e_stop_of_a_clock_that_is_ahead(
+    monkeypatch: pytest.MonkeyPatch, operator: str, at_s: float, robot_ahead_s: float, accepted: bool
+) -> None:
+    """Ada's clock is an hour ahead. The re-arm arrives 10 s after her e-stop; `at_s` is its console's time."""
+    now_s, now_ns, replies = [100.0], time.time_ns(), list[OperatorReply]()
+    commands = OperatorCommandQueue(lambda: now_s[0], replies.append)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns + round((robot_ahead_s + now_s[0] - 100.0) * 1e9))
+    stop = OperatorCommand(robot="r", operator="ada", order="e-stop", sequence=now_ns + HOUR_NS)
+    commands.note_estop(stop)
+    now_s[0] += 10.0
+    sequence = now_ns + round(at_s * 1e9)
+    commands.submit(OperatorCommand(robot="r", operator=operator, order="re-arm", sequence=sequence))
+    assert (commands.get_nowait() is not None) is accepted and bool(replies) is not accepted

@@ -283,22 +283,83 @@ def test_e_stop_reaches_a_driver_after_its_restart(site: Site) -> None:
     require_whole(site)
 
 
-def test_paused_robot_is_not_reset_after_an_error(site: Site) -> None:
-    site.gateway()
-    driver, session = site.driver(), site.session()
+def _pause(site: Site) -> TunnelClient:
+    """A console that has paused the robot."""
     console = site.client(CONSOLE)
     until(lambda: site.stored(), "experience arrives")
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="pause", sequence=1))
     until(lambda: _authority(console) == "hold", "the robot holds")
-    driver.end(signal.SIGKILL)
-    session.wait_for_log("driver.lost")
-    site.driver().wait_for_log("session.attached")
+    return console
+
+
+def _hand_back(site: Site, console: TunnelClient, session: NodeProcess) -> None:
+    """The status says that a person has the robot, which is not driven until the hand-back. Ends the run."""
     until(lambda: "holds until a person hands back" in _hold_note(console), "the status says why it holds")
     recorded = len(site.recorded())
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
     until(lambda: len(site.recorded()) >= recorded + 3, "the policy drives again")
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
+
+
+def test_paused_robot_is_not_reset_after_an_error(site: Site) -> None:
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console = _pause(site)
+    driver.end(signal.SIGKILL)
+    session.wait_for_log("driver.lost")
+    site.driver().wait_for_log("session.attached")
+    _hand_back(site, console, session)
+
+
+def test_paused_robot_is_not_reset_after_the_loss_of_lease_and_driver(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, gateway=GatewayConfig(lease_ttl_s=2.0))
+        gateway, driver, session = site.gateway(), site.driver(), site.session()
+        console = _pause(site)
+        gateway.end(signal.SIGKILL)
+        driver.wait_for_log("lease.expired")
+        driver.end(signal.SIGKILL)
+        session.wait_for_log("driver.lost")
+        site.driver(), site.gateway()
+        _hand_back(site, console, session)
+
+
+def test_paused_robot_is_not_reset_by_the_next_session(site: Site) -> None:
+    site.gateway(), site.driver()
+    first = site.session()
+    console = _pause(site)
+    first.end(signal.SIGKILL)
+    _hand_back(site, console, site.session())
+
+
+def test_hold_ends_with_its_run(site: Site) -> None:
+    site.gateway(), site.driver()
+    session = site.session()
+    console = _pause(site)
+    assert (site.state / "held").exists()
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(END_S) == 0
+    assert not (site.state / "held").exists(), "the next run drives the robot"
+
+
+def test_robot_outside_of_an_episode_takes_no_label_and_has_no_note_in_the_next(site: Site) -> None:
+    site.gateway()
+    driver = site.driver()
+    site.session()
+    console = _pause(site)
+    driver.end(signal.SIGKILL)
+    site.driver()
+    until(lambda: "holds until a person hands back" in _hold_note(console), "the status says why it holds")
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="success", sequence=2))
+    until(lambda: _refused(console, "no episode runs; label a recorded one"), "a label of no episode is refused")
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="reset", sequence=3))
+
+    def status() -> RobotStatus | None:
+        message = console.receive(1.0)
+        return message if isinstance(message, RobotStatus) else None
+
+    until(lambda: (found := status()) and found.authority == "hold" and not found.note, "the error is over")
 
 
 def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:

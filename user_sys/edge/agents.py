@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from user_sys.tunnel.flow_control import CoalescingQueue
 MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: bounds an episode that an operator left open
 GRIPPER_SETTLE_STEPS = 5  # steps that are recorded after an operator toggled the gripper
 MAX_PENDING_COMMANDS = 256
+CLOCK_TOLERANCE_NS = 5_000_000_000  # of clocks that agree
 MAX_HELD_PERIODS = 100
 MAX_POINTS = 20_000  # half an hour at 10 Hz; older points are forgotten
 TOLERANCE = 0.02  # share of the action's range within which a point counts as reached
@@ -234,17 +236,19 @@ class OperatorCommandQueue:
         self._clock, self.send_reply = clock, send_reply
         self._queue: CoalescingQueue[_PendingCommand] = CoalescingQueue(MAX_PENDING_COMMANDS)
         self._estop: OperatorCommand | None = None  # an e-stop that the control loop has not taken
-        self._newest_estop = 0  # the `sequence` of the newest e-stop
+        self._newest_estop: OperatorCommand | None = None  # with the greatest `sequence`
+        self._estop_s = 0.0  # when an e-stop arrived last
 
     def submit(self, command: OperatorCommand, estop_sequence: int = 0) -> None:
         """Queues a command. Rejects a re-arm that is older than the newest e-stop, which arrives on a faster channel.
 
-        The consoles' clocks decide between orders of different consoles.
+        The consoles' clocks decide between orders of different consoles. An e-stop of a clock that is ahead counts as
+        pressed at its arrival, for another person whose clock agrees with this computer's.
 
         Args:
             estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
         """
-        if command.order == "re-arm" and command.sequence < self._newest_estop:
+        if command.order == "re-arm" and self._is_older_than_estop(command):
             self.send_reply(command.reply(accepted=False, reason="the e-stop was pressed again since"))
             return
         key = ("drive", command.operator) if command.order == "drive" else None
@@ -253,8 +257,17 @@ class OperatorCommandQueue:
 
     def note_estop(self, command: OperatorCommand) -> None:
         """Notes an e-stop that is on its way to the driver. Never blocks and never rejects it."""
-        self._newest_estop = max(self._newest_estop, command.sequence)
-        self._estop = command
+        if self._newest_estop is None or command.sequence >= self._newest_estop.sequence:
+            self._newest_estop = command
+        self._estop, self._estop_s = command, self._clock()
+
+    def _is_older_than_estop(self, rearm: OperatorCommand) -> bool:
+        estop = self._newest_estop
+        if estop is None or rearm.sequence >= estop.sequence:
+            return False
+        latest_ns = time.time_ns() + CLOCK_TOLERANCE_NS
+        pressed_ns = latest_ns - round((self._clock() - self._estop_s) * 1e9)
+        return rearm.operator == estop.operator or not pressed_ns <= rearm.sequence <= latest_ns
 
     def take_estop(self) -> OperatorCommand | None:
         """The newest e-stop since the last call."""
@@ -388,8 +401,11 @@ class SharedControlAgent:
     def awaits_person(self, time_step: TimeStep) -> bool:
         """Applies what operators did since the last control period, in which the robot held outside of an episode.
 
-        False if the policy may drive or an operator requested a reset, so that an episode may begin.
+        False if the policy may drive or an operator requested a reset, so that an episode may begin. A reset that was
+        requested before the call is discarded: an error or an e-stop has come in between.
         """
+        self.authority.mark_no_episode()
+        self._reset = False
         self._update_authority(time_step)
         self._session.set_driver_mode(suspended=self.is_policy_suspended, policy_error=self.policy_error)
         if self.is_policy_suspended:

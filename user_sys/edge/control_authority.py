@@ -129,7 +129,7 @@ class ControlAuthority:
         self._sequence = 0
         self._input = _Input(np.zeros(spec.action.shape, np.float32))
         self._ignores_local_input = False
-        self._policy_acted = True
+        self._policy_acted = self._has_episode = True
         self._label: OperatorLabel | None = None
         self._reset = False
 
@@ -179,6 +179,15 @@ class ControlAuthority:
         """
         self._move(ControlState.REQUESTING, "", f"help: {reason}")
         self._help_request = _Request(reason, self.clock() + wait_s if wait_s else math.inf, for_reset)
+
+    @property
+    def is_held_by_person(self) -> bool:
+        """An operator drives, or the robot holds or is stopped until an operator hands back."""
+        return self.state not in (ControlState.POLICY, ControlState.REQUESTING)
+
+    def hold_after_restart(self) -> None:
+        """The robot holds until an operator acts, since an operator had it in the session before."""
+        self._hold("", "restart")
 
     def twist(self) -> Array:
         """The newest input, float32 (a,). Without valid input it is zero except for the gripper's element."""
@@ -234,8 +243,12 @@ class ControlAuthority:
 
     def begin_episode(self) -> None:
         """A new episode begins in the present state. Discards a label or reset request of the previous episode."""
-        self._policy_acted = self.state is ControlState.POLICY
+        self._policy_acted, self._has_episode = self.state is ControlState.POLICY, True
         self._label, self._reset = None, False
+
+    def mark_no_episode(self) -> None:
+        """No episode runs until the next `begin_episode`; labels are refused."""
+        self._has_episode = False
 
     def mark_policy_idle(self) -> None:
         """The policy has not acted in this episode, so an operator's steps are not corrections."""
@@ -326,6 +339,8 @@ class ControlAuthority:
                 self._require_armed()
                 self._reset = True
             case "success" | "failure":
+                if not self._has_episode:
+                    raise AuthorityError("no episode runs; label a recorded one")
                 self._label = OperatorLabel(command.order == "success", operator)
 
     def _take_over(self, command: OperatorCommand) -> None:

@@ -242,6 +242,9 @@ class ControlInbox:
 
     The session ends when the thread ends: without it no operator reaches the robot. `__exit__` raises the thread's
     error if the body raised none.
+
+    Attributes:
+        is_run_over: a `StopRun` message has arrived.
     """
 
     def __init__(
@@ -262,6 +265,7 @@ class ControlInbox:
         self._client, self._driver, self._lease, self._estops = client, driver, lease, estops
         self._commands, self._status, self._shutdown, self._on_poll = commands, status, shutdown, on_poll
         self._renewals = DriverClient(driver.robot)  # a socket for this thread
+        self.is_run_over = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
@@ -300,6 +304,7 @@ class ControlInbox:
                 self._status.previews.enable(message)
             case StopRun():
                 log.info("run.stopped %s", message.reason)
+                self.is_run_over = True
                 self._shutdown.set()
 
     def _renew_at_driver(self) -> None:

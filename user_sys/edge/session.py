@@ -68,6 +68,8 @@ DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
 URGENT_DRAIN_S, DRAIN_POLL_S = 2.0, 0.1  # after a signal
 DRIVER_RETRY_S = 1.0
+LEASE_EXPIRED = "holds: its lease has expired, and the gateway cannot be reached"
+HOLDS_FOR_PERSON = "the robot holds until a person hands back or resets, after: "
 LEASE_RETRY_S = 0.1
 EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
 
@@ -156,8 +158,8 @@ class RobotSession:
 
     It is the `agents.SessionControl` of its agent and the `status.StatusSource` of its status.
 
-    After an error of the driver it holds a robot that a person has, until the person hands back or requests a reset:
-    a reset may move the robot far.
+    After an error of the driver, an expired lease or the death of the session before it, it holds a robot that a
+    person has, until the person hands back or requests a reset: a reset may move the robot far.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class RobotSession:
         estops: EmergencyStopForwarder,
         lease: LeaseClient,
     ) -> None:
-        self._config, self._client, self._driver, self._lease = config, client, driver, lease
+        self._config, self._driver, self._lease = config, driver, lease
         self._shutdown, self._reporter = shutdown, reporter
         spec = driver.spec
         sessions = outbox.count_session()
@@ -213,7 +215,11 @@ class RobotSession:
 
         local = LocalLink(config.console, on_local_message, config.robot)
         self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime, local)
-        self._driver_error = self._logged_policy_error = ""
+        self._interruption = self._logged_policy_error = ""  # the first: why no episode runs
+        self._hold = HoldRecord(config.state / "held")
+        if self._hold.is_set:
+            authority.hold_after_restart()
+            self._interruption = "the session was restarted"
 
         def check_threads() -> None:
             self._policy.raise_failure()
@@ -233,15 +239,19 @@ class RobotSession:
         with self._inbox, self._policy, self._writer_thread, self._status:
             while not self._shutdown.is_set():
                 self._run_episode()
+        if self._inbox.is_run_over:
+            self._hold.set(False)
 
     def _run_episode(self) -> None:
         if self._lease.is_expired():  # the driver holds the robot and refuses a reset
+            self._interruption = self._interruption or LEASE_EXPIRED
             self._status.publish()
             self._shutdown.wait(LEASE_RETRY_S)
             return
         try:
-            if self._driver_error and self._hold_for_person():
+            if self._interruption and self._hold_for_person():
                 return
+            self._interruption = ""
             self._play_episode()
         except LeaseError:
             raise
@@ -259,26 +269,27 @@ class RobotSession:
             seed=seed,
             listeners=[LateCommandLog(self._config.robot), self._status.on_step],
         )
-        self._driver_error = ""
         self._status.send(report)
 
     def _hold_for_person(self) -> bool:
         """Holds the robot for one control period, without an episode. False if an episode may begin."""
         time_step = self._driver.hold()
         self._status.on_step(time_step, None)
-        return self._agent.awaits_person(time_step)
+        if not self._agent.awaits_person(time_step):
+            return False
+        self._interruption = HOLDS_FOR_PERSON + self._interruption.removeprefix(HOLDS_FOR_PERSON)
+        return True
 
     def _on_driver_error(self, error: HalError) -> None:
-        if self._lease.is_expired():  # since the last look at it; the driver is there
+        self._interruption = str(error)
+        if self._lease.is_expired() and not isinstance(error, HardwareLost):  # since the last look at it
             log.warning("lease.expired %s; the episode %s ends here", error, self._recorder.episode)
             return
         log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
-        self._driver_error = f"the robot is lost: {error}"
+        self._interruption = f"the robot is lost: {error}"
         self._status.faults += 1
         self._status.publish()
         self._attach_again()
-        if self._agent.is_policy_suspended:
-            self._driver_error = f"the robot holds until a person hands back or resets, after the error: {error}"
 
     def _attach_again(self) -> None:
         """Waits for the driver process, which may be restarting. Raises HardwareLost after `DRIVER_DEADLINE_S`."""
@@ -311,6 +322,7 @@ class RobotSession:
     def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
         self._driver.real_time = self._config.real_time or suspended or bool(policy_error)
         self._driver.reduced_speed = suspended
+        self._hold.set(self._agent.authority.is_held_by_person)
         if bool(policy_error) != bool(self._logged_policy_error):
             state = "unavailable" if policy_error else "available"
             log.info("session.policy_%s robot=%s %s", state, self._config.robot, policy_error)
@@ -336,13 +348,37 @@ class RobotSession:
     def status_note(self) -> str:
         if reason := self._outbox.paused_reason:
             return f"recording paused: {reason}"
-        if self._driver_error:
-            return self._driver_error
+        if self._interruption:
+            return self._interruption
         if self._lease.is_expired():
-            return "holds: its lease has expired, and the gateway cannot be reached"
+            return LEASE_EXPIRED
         if self._agent.policy_error or not (dropped := self._outbox.newly_dropped_episodes):
             return self._agent.policy_error
         return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
+
+
+class HoldRecord:
+    """Whether a person has the robot, as an empty file, for the session after a killed one. One thread uses it.
+
+    Attributes:
+        is_set: a person has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.is_set = path, path.exists()
+
+    def set(self, is_held: bool) -> None:
+        """Writes a change. A failed write is logged: the robot goes on."""
+        if is_held is self.is_set:
+            return
+        self.is_set = is_held
+        try:
+            if is_held:
+                self._path.touch()
+            else:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("session.hold_not_recorded %s: %s", self._path, error)
 
 
 class LateCommandLog:
