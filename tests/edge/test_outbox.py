@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -189,15 +190,47 @@ def test_refused_chunk_is_saved_aside(tmp_path: Path) -> None:
         outbox.set_aside(99, "never sent")
         outbox.acknowledge(1)
         assert indexes(outbox) == [2]
-    (kept,) = (tmp_path / "refused").iterdir()
+    (kept,) = tmp_path.glob("*.refused")
     assert kept.read_bytes() == packet(1)
+    with Outbox.open(tmp_path) as outbox:
+        outbox.acknowledge(2)
+    with Outbox.open(tmp_path) as outbox:
+        assert outbox.append(packet(3)) == 2, "above the number of the refused chunk"
 
 
-def test_refused_chunk_that_cannot_be_moved_stays_and_ends_the_session(tmp_path: Path) -> None:
+class FullFolder(Files):
+    """A disk without a free block: folders cannot be made."""
+
+    def make_folder(self, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_refused_chunk_on_a_full_disk_is_saved_aside(tmp_path: Path) -> None:
+    files = FullFolder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FullFolder, "make_folder", Files.make_folder)
+        outbox = Outbox.open(tmp_path, files=files)
+    with outbox:
+        outbox.append(packet(0))
+        outbox.set_aside(0, "another robot's name")
+        assert not len(outbox)
+
+
+def test_leftovers_of_an_earlier_release_are_deleted(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         outbox.append(packet(0))
-        (tmp_path / "refused").write_bytes(b"")  # no folder can be made there
-        with pytest.raises(LinkDown, match="cannot be moved"):
+    chunk = next(tmp_path.glob("*.chunk"))
+    chunk.rename(chunk.with_suffix(".acknowledged"))
+    Outbox.open(tmp_path).close()
+    assert not [*tmp_path.glob("*.acknowledged")]
+
+
+def test_refused_chunk_that_cannot_be_renamed_stays_and_ends_the_session(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        outbox.append(packet(0))
+        chunk = next(tmp_path.glob("*.chunk"))
+        chunk.with_suffix(".refused").mkdir()
+        with pytest.raises(LinkDown, match="cannot be renamed"):
             outbox.set_aside(0, "another robot's name")
         assert indexes(outbox) == [0]
 

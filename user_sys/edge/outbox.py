@@ -6,7 +6,8 @@
   recognises the chunks that are sent again.
 - **Sequence numbers** belong to a stream, and each opening begins a new one. So no number ever stands for two chunks,
   whatever a kill, a power cut or a dropped episode has left on the disk.
-- **A damaged chunk** is not sent. Its file stays, renamed to ``*.damaged``, for a person to inspect.
+- **A chunk that is damaged**, or that the gateway refuses for good, is not sent again. Its file stays, renamed to
+  ``*.damaged`` or ``*.refused``, for a person to inspect.
 - **A full outbox.** `append` raises, and the session pauses recording and reports it. An outbox that was opened with
   ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which this
   session has sent no chunk. The names of their files are durable before the first is deleted, so a kill leaves no part
@@ -49,7 +50,7 @@ RESERVE_BYTES = 16 << 20
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
-CHUNK_SUFFIX, DAMAGED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".damaged", ".seg"
+CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".damaged", ".refused", ".seg"
 BUSY_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of a read that may succeed later
 WhenFull = Literal["pause", "drop_oldest_autonomous"]
 
@@ -306,10 +307,10 @@ class Outbox(ClosedAtExit):
                 "the folder"
             )
         for name in names:
-            if name.endswith(".tmp"):
+            if name.endswith((".tmp", ".acknowledged")):  # the latter of an earlier release
                 self._files.unlink(self.path / name)
-        chunks, damaged = (_parse_names(names, suffix) for suffix in (CHUNK_SUFFIX, DAMAGED_SUFFIX))
-        return chunks, max((chunk.sequence for chunk in (*chunks, *damaged)), default=-1) + 1
+        chunks, *others = (_parse_names(names, each) for each in (CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX))
+        return chunks, max((chunk.sequence for found in (chunks, *others) for chunk in found), default=-1) + 1
 
     # For the recording thread
 
@@ -524,7 +525,7 @@ class Outbox(ClosedAtExit):
             logger.warning("outbox.acknowledge_failed path=%s: %s; a restart sends them again", self.path, error)
 
     def set_aside(self, sequence: int, reason: str) -> None:
-        """Moves a chunk that the gateway refuses for good to ``refused/``, for a person to inspect.
+        """Renames a chunk that the gateway refuses for good to ``*.refused``, which a full disk permits too.
 
         Raises:
             LinkDown: the disk failed. The chunk stays, so the next session sends it again.
@@ -532,12 +533,11 @@ class Outbox(ClosedAtExit):
         chunk = self._queue.find(sequence)
         if chunk is None:
             return
-        saved = self.path / "refused" / self._path(chunk).name
+        saved = self._path(chunk, REFUSED_SUFFIX)
         try:
-            self._files.make_folder(saved.parent)
             self._files.rename(self._path(chunk), saved)
         except OSError as error:
-            raise LinkDown(f"a refused chunk cannot be moved to {saved}: {error.strerror}") from error
+            raise LinkDown(f"a refused chunk cannot be renamed to {saved}: {error.strerror}") from error
         self._queue.remove(chunk)
         logger.error("outbox.refused sequence=%d saved=%s: %s", sequence, saved, reason)
 
