@@ -365,6 +365,7 @@ class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
     task: str = ""
 
 
+MAX_POSE_VALUES = 4096  # of `RobotStatus.state` and `promised` together
 LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 

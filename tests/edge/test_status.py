@@ -24,6 +24,7 @@ from user_sys.edge.recorder import SelectedAction
 from user_sys.edge.session import LateCommandLog
 from user_sys.edge.status import MAX_PROMISED, PreviewSender, StatusPublisher
 from user_sys.episode import Phase
+from user_sys.gateway.ingest import ReportValidator
 from user_sys.messages import (
     FOREIGN_RUN,
     ControlMessage,
@@ -209,6 +210,15 @@ def test_status_shows_the_version_that_acted_last(status: StatusPublisher, clien
     assert shown == [10, 10, 10, 5], "an operator's steps have no version, and another run's none of this run"
 
 
+def test_long_note_is_cut_to_what_the_gateway_accepts(
+    status: StatusPublisher, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSource, "status_note", lambda self: "the robot is lost: " + "x" * 2000)
+    status.publish()
+    last = client.sent[-1]
+    assert isinstance(last, RobotStatus) and ReportValidator().validate(last, "robot") is last
+
+
 def test_late_command_is_logged_with_its_times_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     late = replace(NO_INTERVENTION, t_capture_ns=90_000_000, t_command_ns=87_000_000, held_periods=1)
     action = SelectedAction(np.zeros(2, np.float32), Phase.POLICY, t_inference_ns=80_000_000)
@@ -232,3 +242,16 @@ def test_pose_and_promised_actions_are_sent_on_request(status: StatusPublisher, 
     assert first.state == first.promised == () and last.state == (0.5, 0.3333)
     assert last.promised == ((0.25,) * 4,) * MAX_PROMISED
     assert not status.previews.is_watched(time.monotonic())
+
+
+@pytest.mark.parametrize(("elements", "sent"), [(7, MAX_PROMISED), (63, 63), (256, 14)])
+def test_pose_of_a_robot_with_many_joints_is_one_that_the_gateway_accepts(
+    status: StatusPublisher, client: FakeClient, monkeypatch: pytest.MonkeyPatch, elements: int, sent: int
+) -> None:
+    monkeypatch.setattr(FakeSource, "promised", np.zeros((100, elements), np.float32))
+    status.previews.enable(PreviewRequest(robot="r", rate_hz=0.0, ttl_s=30.0, pose=True))
+    status.on_step(replace(NO_INTERVENTION, observation={STATE: np.zeros(elements, np.float32)}), None)
+    status.publish()
+    last = client.sent[-1]
+    assert isinstance(last, RobotStatus) and len(last.promised) == sent
+    assert ReportValidator().validate(last, "robot") is last

@@ -23,6 +23,7 @@ from user_sys.store.files import Files
 from user_sys.store.labels import NoteLabel, queue_labels
 from user_sys.store.maintenance import Retention, disk_bytes
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.verify import verify_log
 from user_sys.tunnel.server import Peer
 
 DEADLINE_S = 120.0
@@ -158,6 +159,32 @@ def test_chunks_wait_while_the_disk_is_full(tmp_path: Path) -> None:
         until(lambda: bench.acknowledged == [0, 1], "the chunk is acknowledged")
         bench.committer.close()
         assert bench.committer.failure is None
+
+
+def test_retention_tries_again_after_an_unreadable_footer(
+    bench: IngestBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.committer.start()
+    bench.deliver(0, 60)
+    hurt = sorted(bench.path.glob("*.seg"))[1]
+    pread = Files.pread
+
+    def read_unless_hurt(self: Files, fd: int, count: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == hurt.stat().st_ino and offset + count == hurt.stat().st_size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(self, fd, count, offset)
+
+    monkeypatch.setattr(Files, "pread", read_unless_hurt)
+    with pytest.raises(StoreError, match=f"cannot read {hurt}: Input/output error"):
+        verify_log(bench.path)
+    keeper = RetentionWorker(bench.path, bench.writer, Retention(max_bytes=100_000), interval_s=0.01)
+    keeper.start()
+    until(lambda: "retention.failed" in caplog.text or keeper.failure, "a round fails")
+    monkeypatch.setattr(Files, "pread", pread)
+    until(lambda: disk_bytes(bench.path) <= 100_000, "a later round deletes")
+    keeper.close()
+    bench.committer.close()
+    assert keeper.failure is None
 
 
 def test_store_stays_within_its_limit_while_written(bench: IngestBench) -> None:

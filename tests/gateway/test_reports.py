@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from user_sys.messages import (
     RobotStatus,
     WeightsApplied,
 )
+from user_sys.store.maintenance import newest_segment_unix_s
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.server import Peer
 
@@ -119,6 +121,22 @@ def test_clock_that_is_behind_the_store_refuses_no_chunk(tmp_path: Path) -> None
     for file in tmp_path.iterdir():
         os.utime(file, (time.time() + 1e6, time.time() + 1e6))
     assert refusals_of_chunk(tmp_path, 1e6) == []
+    assert refusals_of_chunk(tmp_path, 20 * 365 * 86_400.0), "no power cut lasts that long"
+
+
+def test_segment_replaced_during_the_look_at_the_clock_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StoreWriter.open(tmp_path).close()
+
+    def listing(*_: object) -> Iterator[Path]:
+        yield tmp_path / "0000000099.seg"  # which a compaction has just deleted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", listing)
+        assert newest_segment_unix_s(tmp_path) == 0.0
+    newest = max(file.stat().st_mtime for file in tmp_path.glob("*.seg"))
+    assert newest_segment_unix_s(tmp_path) == newest
 
 
 def refusals_of_chunk(store: Path, ahead_s: float) -> list[ChunkRefusal]:

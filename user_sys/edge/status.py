@@ -26,6 +26,7 @@ from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import SelectedAction, encode_jpeg
 from user_sys.episode import Phase
 from user_sys.messages import (
+    MAX_POSE_VALUES,
     NO_VERSION,
     ControlPeriod,
     EpisodeReport,
@@ -52,6 +53,7 @@ RATE_SMOOTHING = 0.6
 REPORT_PERIOD_S = 1.0
 MAX_PERIODS_PER_STATUS = 32
 MAX_HELP_CHARS = 300
+MAX_NOTE_CHARS = 1000  # of which the gateway refuses more
 
 SessionActivity = Literal[
     "waiting for its lease", "waiting for weights", "driving", "held without a lease", "delivering"
@@ -310,7 +312,7 @@ class StatusPublisher(StartedAtEntry):
                 dropped_episodes=self._outbox.dropped.episodes,
                 refused_realtime=self._refused_realtime,
                 faults=self.faults,
-                note=self._source.status_note(),
+                note=self._source.status_note()[:MAX_NOTE_CHARS],
                 requested_by=self._authority.requested_by,
                 help=self._authority.help_reason[:MAX_HELP_CHARS],
                 awaits_reset=self._authority.awaits_reset,
@@ -320,10 +322,15 @@ class StatusPublisher(StartedAtEntry):
                 task=self._source.task,
                 periods=self._periods.take(),
                 state=() if state is None else _rounded(state),
-                promised=() if state is None else tuple(map(_rounded, self._source.promised[:MAX_PROMISED])),
+                promised=() if state is None else self._promised(MAX_POSE_VALUES - len(state)),
             )
         )
         self._steps.newest_safety = SafetyReason(0)
+
+    def _promised(self, max_values: int) -> tuple[tuple[float, ...], ...]:
+        """The next predicted actions, at most `MAX_PROMISED`; the gateway counts each of them as a value too."""
+        actions = self._source.promised[:MAX_PROMISED]
+        return tuple(map(_rounded, actions[: max(0, max_values) // (1 + actions.shape[-1])]))
 
     def _sends_pose(self, now_s: float) -> bool:
         return self.previews.sends_pose(now_s) or self.local_previews.sends_pose(now_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import (
     FOREIGN_RUN,
     LATENCY_BOUNDS_S,
+    MAX_POSE_VALUES,
     NO_VERSION,
     ChunkAck,
     ChunkOffer,
@@ -48,7 +48,15 @@ from user_sys.messages import (
 )
 from user_sys.store.files import free_bytes
 from user_sys.store.labels import queue_labels, queued_files, read_queued_labels, remove_queued
-from user_sys.store.maintenance import DEAD_SHARE, Retention, deletion_labels, disk_bytes, plan_eviction, reclaim_space
+from user_sys.store.maintenance import (
+    DEAD_SHARE,
+    Retention,
+    deletion_labels,
+    disk_bytes,
+    newest_segment_unix_s,
+    plan_eviction,
+    reclaim_space,
+)
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.threads import ThreadedService
 from user_sys.trace import span
@@ -76,7 +84,6 @@ MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1000
 MAX_PERIODS = 64  # in one status
 MAX_PERIOD_VALUES = 256
-MAX_POSE_VALUES = 4096  # of `state` and `promised` together
 MAX_LIMITS = 64
 MAX_APPLY_S = 1e9  # from an offer to its use
 
@@ -90,6 +97,7 @@ _Key = tuple[str, str, str, int]  # robot, person, command, press of the e-stop
 
 FILE_CLOCK_TOLERANCE_S = 60.0  # a file server's clock may differ
 MAX_CLOCK_AHEAD_S = 86_400.0  # a chunk's times may be this far ahead of this computer's clock
+MAX_CLOCK_BEHIND_S = 366 * 86_400.0  # or this far ahead of the newest segment, while the clock is behind it
 INGEST_STOP_TIMEOUT_S = 30.0
 LABELS_POLL_S = 0.5
 LABELS_PER_FILE = 1000
@@ -495,23 +503,24 @@ class ChunkIngester(ThreadedService):
 def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
     """Raises WireError for a chunk from the future: a sampler that prefers new steps would draw no other step.
 
-    While this computer's clock is behind the files of the store, as after a power cut without a battery, it accepts
-    any time: the robot would never send a refused chunk again.
+    While this computer's clock is behind the segments of the store, as after a power cut without a battery, a chunk may
+    be a year newer than they are: the robot would never send a refused chunk again.
     """
     captured = chunk.column("t_capture_ns")
     newest_ns = chunk.header.started_unix_ns
     if captured is not None and len(captured):
         newest_ns = max(newest_ns, int(captured.max()) + chunk.header.unix_offset_ns)
     ahead_s = (newest_ns - time.time_ns()) / 1e9
-    if ahead_s > MAX_CLOCK_AHEAD_S and not _is_clock_behind(store):
+    if ahead_s > max(MAX_CLOCK_AHEAD_S, _clock_lag_s(store)):
         raise WireError(
             f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
         )
 
 
-def _is_clock_behind(store: Path) -> bool:
-    with os.scandir(store) as files:
-        return any(file.stat().st_mtime > time.time() + FILE_CLOCK_TOLERANCE_S for file in files)
+def _clock_lag_s(store: Path) -> float:
+    """How far this computer's clock may be behind, at most; 0 if no segment is newer than the clock."""
+    behind_s = newest_segment_unix_s(store) - time.time()
+    return behind_s + MAX_CLOCK_BEHIND_S if behind_s > FILE_CLOCK_TOLERANCE_S else 0.0
 
 
 @dataclass
@@ -550,7 +559,10 @@ class RetentionWorker(ThreadedService):
 
     def _work(self) -> None:
         while not self._stopping.wait(self._interval_s):
-            self._apply()
+            try:
+                self._apply()
+            except StoreError as error:  # a sector that cannot be read; the next round tries again
+                logger.error("retention.failed %s", error)
 
     def _apply(self) -> None:
         self.totals.store_bytes = size = disk_bytes(self._path)

@@ -233,10 +233,15 @@ class LogReader(ClosedAtExit):
         else:
             todo = chosen[-1:]
         for name, following in zip(todo, [*todo[1:], None], strict=True):
-            followed = self._segments.get(name.number)
-            if followed is None or followed.name != name:
-                self._start_segment(name, found)
-            self._scan_appended(self._segments[name.number], following, found)
+            try:
+                followed = self._segments.get(name.number)
+                if followed is None or followed.name != name:
+                    self._start_segment(name, found)
+                self._scan_appended(self._segments[name.number], following, found)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                raise StoreError(f"cannot read {self._path / str(name)}: {error.strerror}") from error
         self._current = chosen
 
     def _list_current(self) -> list[SegmentName]:

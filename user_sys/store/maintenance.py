@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import struct
 import time
 from collections import Counter
@@ -289,13 +290,20 @@ def deletion_labels(choice: EvictionPlan) -> list[Label]:
 
 def disk_bytes(path: Path) -> int:
     """Size of the store's segments on disk; segments replaced during the call count as gone."""
-    total = 0
+    return sum(status.st_size for status in _segment_statuses(path))
+
+
+def newest_segment_unix_s(path: Path) -> float:
+    """When a segment of the store was last written, by the clock of that time; 0 without segments."""
+    return max((status.st_mtime for status in _segment_statuses(path)), default=0.0)
+
+
+def _segment_statuses(path: Path) -> Iterator[os.stat_result]:
     for file in path.glob("*.seg"):
         try:
-            total += file.stat().st_size
+            yield file.stat()
         except FileNotFoundError:
             _logger.debug("store.segment_replaced %s", file)
-    return total
 
 
 class SegmentUsage(NamedTuple):
