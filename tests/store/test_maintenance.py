@@ -257,6 +257,20 @@ def test_repeated_merge_keeps_the_newest_label(tmp_path: Path) -> None:
     assert merge_stores([a], both).labels == 0
 
 
+def test_merge_keeps_the_order_of_labels_after_a_clock_was_set_back(tmp_path: Path) -> None:
+    a, both = tmp_path / "a", tmp_path / "both"
+    fill(a, range(1))
+    merge_stores([a], both)
+    add_labels(both, [success(2000, False), success(1500, True)])
+    for at_unix_ns in (1000, 1700, 1800):
+        add_labels(a, [success(at_unix_ns, False)])
+        merge_stores([a], both)
+        assert success_of(both) is True
+    with StoreReader.open(both) as reader:
+        reader.refresh()
+        assert len(reader.index.labels("e00")) == 2 + 3 + 3 * 2, "no label is repeated twice in one merge"
+
+
 def test_maintenance_never_creates_a_store(tmp_path: Path) -> None:
     for attempt in (
         compact_store,

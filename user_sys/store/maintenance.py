@@ -10,6 +10,8 @@ in between leaves a deleted episode that still takes space.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
 import os
@@ -479,11 +481,13 @@ def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter,
     episodes = source.index.episodes
     for row in np.flatnonzero(~episodes.deleted).tolist():
         name = episodes.ids.names[row]
-        existing = present.index.labels(name)
+        existing = list(dict.fromkeys(reversed(present.index.labels(name))))[::-1]  # the last of equal ones counts
         missing = [label for label in source.index.labels(name) if label not in existing]
-        # The last label in the log wins: labels of the target that are newer than an added one follow it again.
-        newer = [label for label in existing if missing and label.at_unix_ns > min(e.at_unix_ns for e in missing)]
-        for label in sorted([*missing, *newer], key=lambda e: e.at_unix_ns) if newer else missing:
+        # The last label in the log wins: those of the target from the first one that is newer than an added one on
+        # follow it again. Both keep their order, which counts if a clock was set back.
+        oldest_ns = min((label.at_unix_ns for label in missing), default=math.inf)
+        newer = itertools.dropwhile(lambda label: label.at_unix_ns <= oldest_ns, existing)  # noqa: B023
+        for label in heapq.merge(missing, newer, key=lambda label: label.at_unix_ns):
             writer.append_label(label)
         counts["labels"] += len(missing)
 
