@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from user_sys.commands.main import COMMAND
 from user_sys.errors import ConfigError, RunError
-from user_sys.tunnel.keys import KeyPair, Keyring, fingerprint, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.tunnel.keys import (
+    AuthorizedKey,
+    KeyPair,
+    Keyring,
+    fingerprint,
+    load_keypair,
+    load_public_key,
+    new_keypair,
+    save_keypair,
+)
 
 
 def run_keys(*argv: str) -> None:
@@ -156,6 +166,13 @@ def test_policy_server_shares_no_name_with_a_peer(tmp_path: Path) -> None:
     for name in ("panda", "arm"):
         with pytest.raises(ConfigError, match=f"'{name}' could act as '{name}-0'; rename"):
             ring.allow(new_keypair().public, name, "policy")
+    for entry in (AuthorizedKey(public=new_keypair().public, name="panda", role="policy"),):  # of an earlier release
+        (ring.folder / "panda.json").write_bytes(msgspec.json.encode(entry))
+        assert ring.allow(new_keypair().public, "panda", "policy", overlap_s=60).former == entry.public
+        ring.allow(new_keypair().public, "panda-0", "robot", overlap_s=60)
+        with pytest.raises(ConfigError, match="could act as"):
+            ring.allow(new_keypair().public, "panda-0", "relay", robots=("panda-1",))
+        ring.revoke("panda")
     server = ring.allow(new_keypair().public, "policy", "policy")
     with pytest.raises(ConfigError, match="'policy' could act as 'policy-0'; rename"):
         ring.allow(new_keypair().public, "policy-0", "robot")

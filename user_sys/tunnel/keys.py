@@ -221,12 +221,14 @@ class Keyring:
             role=role,
             robots=tuple(validate_name(robot) for robot in robots),
         )
-        for other in self.list():
+        others = self.list()
+        has_names = any((each.name, each.role) == (name, role) and {*robots} <= {*each.robots} for each in others)
+        for other in others:
             if other.name == name:
                 entry = self._replace(other, entry, overlap_s)
             elif public in (other.public, other.former):
                 raise ConfigError(f"this key already belongs to {other.name!r}; create one key for each peer")
-            else:
+            elif not has_names:  # a rotation of names that a release without this check has allowed
                 _require_no_overlap(entry, other)
                 _require_no_overlap(other, entry)
         encoded = msgspec.json.encode(entry) + b"\n"
