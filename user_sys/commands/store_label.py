@@ -66,7 +66,7 @@ _WORDS = {True: "success", False: "failure", None: "unknown"}
 @click.option("--steps", type=parse_steps, metavar="FIRST-LAST", help="steps from 0, such as 10-19 (default: all)")
 @click.option("--delete", is_flag=True, help="exclude the episodes; `compact` frees their space")
 @click.option("--restore", is_flag=True, help="revert a deletion before `compact`")
-@click.option("--undo", is_flag=True, help="revert the newest `label` command of each episode")
+@click.option("--undo", is_flag=True, help="revert each episode's newest label of a person, or else of a reward")
 @click.option("--note", default="", metavar="TEXT", help="a remark")
 @by_option
 def label(path: Path, episodes: Sequence[str], by: str | None, **given: Any) -> None:
