@@ -343,6 +343,20 @@ def test_hold_ends_with_its_run(site: Site) -> None:
     assert not (site.state / "held").exists(), "the next run drives the robot"
 
 
+def test_scripted_operator_leaves_no_hold_for_the_next_session(tmp_path: Path) -> None:
+    """It drives in episodes only, and would never hand back."""
+    operator = {"kind": "scripted", "after_steps": 2}
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(replace(ROBOT, teleoperators=(operator,)),))
+        site.gateway(), site.driver(), site.session()
+
+        def is_corrected() -> bool:
+            assert not (site.state / "held").exists()
+            return any((chunk.columns["phase"] == Phase.CORRECTION).any() for chunk in site.chunks())
+
+        until(is_corrected, "it drives")
+
+
 def test_robot_outside_of_an_episode_takes_no_label_and_has_no_note_in_the_next(site: Site) -> None:
     site.gateway()
     driver = site.driver()

@@ -26,7 +26,7 @@ from hal.task import drawn_task
 from user_sys.compose import PolicyConfig, RobotConfig, make_policy, policy_location
 from user_sys.config import load
 from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent
-from user_sys.edge.control_authority import ControlAuthority, ToolDrive
+from user_sys.edge.control_authority import LOCAL_OPERATOR, ControlAuthority, ToolDrive
 from user_sys.edge.control_channel import ControlInbox, EmergencyStopForwarder, LeaseClient
 from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.environment import TimeStep
@@ -322,7 +322,9 @@ class RobotSession:
     def set_driver_mode(self, *, suspended: bool, policy_error: str) -> None:
         self._driver.real_time = self._config.real_time or suspended or bool(policy_error)
         self._driver.reduced_speed = suspended
-        self._hold.set(self._agent.authority.is_held_by_person)
+        authority = self._agent.authority
+        is_scripted = authority.operator == LOCAL_OPERATOR and not self._config.real_time  # it hands nothing back
+        self._hold.set(authority.is_held_by_person and not is_scripted)
         if bool(policy_error) != bool(self._logged_policy_error):
             state = "unavailable" if policy_error else "available"
             log.info("session.policy_%s robot=%s %s", state, self._config.robot, policy_error)
