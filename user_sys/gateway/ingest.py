@@ -519,7 +519,7 @@ def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
 
 def _clock_lag_s(store: Path) -> float:
     """How far this computer's clock may be behind, at most; 0 if no segment is newer than the clock."""
-    behind_s = newest_segment_unix_s(store) - time.time()
+    behind_s = newest_segment_unix_s(store) - time.time_ns() / 1e9
     return behind_s + MAX_CLOCK_BEHIND_S if behind_s > FILE_CLOCK_TOLERANCE_S else 0.0
 
 
