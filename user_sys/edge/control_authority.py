@@ -129,7 +129,7 @@ class ControlAuthority:
         self._sequence = 0
         self._input = _Input(np.zeros(spec.action.shape, np.float32))
         self._ignores_local_input = False
-        self._policy_acted = self._has_episode = True
+        self._policy_acted: bool | None = True  # in the running episode; None if none runs
         self._label: OperatorLabel | None = None
         self._reset = False
 
@@ -243,12 +243,12 @@ class ControlAuthority:
 
     def begin_episode(self) -> None:
         """A new episode begins in the present state. Discards a label or reset request of the previous episode."""
-        self._policy_acted, self._has_episode = self.state is ControlState.POLICY, True
+        self._policy_acted = self.state is ControlState.POLICY
         self._label, self._reset = None, False
 
     def mark_no_episode(self) -> None:
         """No episode runs until the next `begin_episode`; labels are refused."""
-        self._has_episode = False
+        self._policy_acted = None
 
     def mark_policy_idle(self) -> None:
         """The policy has not acted in this episode, so an operator's steps are not corrections."""
@@ -339,7 +339,7 @@ class ControlAuthority:
                 self._require_armed()
                 self._reset = True
             case "success" | "failure":
-                if not self._has_episode:
+                if self._policy_acted is None:
                     raise AuthorityError("no episode runs; label a recorded one")
                 self._label = OperatorLabel(command.order == "success", operator)
 
@@ -373,7 +373,8 @@ class ControlAuthority:
         self._require_armed()
         if self.state is ControlState.POLICY:
             raise AuthorityError("the policy drives already")
-        self._policy_acted = True
+        if self._policy_acted is not None:
+            self._policy_acted = True
         self._move(ControlState.POLICY, operator, "hand-back")
 
     def _request_control(self, operator: str) -> None:
