@@ -59,9 +59,8 @@ MAX_PAGES = 16
 MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens a second one if the first does not respond
 MAX_PAGES_OF_PERSON = 4
 MAX_ESTOP_SOCKETS_OF_PERSON = 2 * MAX_PAGES_OF_PERSON
-SILENT_S = (
-    3.0  # a page that is not hidden sends several messages a second, and reconnects after so long without a reply
-)
+SILENT_S = 3.0
+"""A page that is not hidden sends several messages a second. It reconnects after so long without a reply."""
 RECEIVE_BUFFER_BYTES = 8192  # bounds the time to decode one connection's data to a few milliseconds
 MAX_REPLIES = 256
 WATCH_PERIOD_S = 1.0
