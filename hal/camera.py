@@ -5,10 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from hal.robot import no_op
 from hal.spec import Array, CameraSpec
 
+JPEG_QUALITY = 90
 CAPTURE_LATENCY_S = 0.1  # from capture to `Camera.read`: exposure, transfer, decoding
 
 
@@ -23,6 +27,13 @@ class CameraFrame:
 
     image: Array
     t_capture_ns: int
+
+    @cached_property
+    def jpeg(self) -> bytes:
+        """The image as a JPEG file. It is encoded once, for the store and for all who watch. Thread-safe."""
+        import simplejpeg  # a robot without cameras does not install it
+
+        return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(self.image), quality=JPEG_QUALITY, colorspace="RGB"))
 
 
 class Camera(ABC):

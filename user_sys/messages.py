@@ -377,13 +377,13 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetricsReport(Message, frozen=True, kw_only=True, tag="metrics"):
-    """Scalars of one node at a count: the updates of a learner, or the steps of a gateway.
+    """Scalars of one node; `count`: the updates of a learner.
 
     Only a gateway has `histograms`: delays of its robots, under ``<name>/<robot>``; see `user_sys.gateway.ingest`.
     """
 
     node: str
-    count: int
+    count: int = 0
     scalars: dict[str, float]
     histograms: dict[str, Histogram] = {}
 

@@ -247,6 +247,12 @@ class ConsoleHub:
             robots = tuple(self._robot_view(robot, now_s) for robot in self._robots.values())
             return self._progress.view(self._run, self._budget_s, robots, self._alarms(robots, now_s))
 
+    @property
+    def env_steps(self) -> int:
+        """Online steps of the run, see `RunView`."""
+        with self._lock:
+            return self._progress.env_steps
+
     def success_rate(self, episodes: int) -> float | None:
         """Share of successes among so many autonomous episodes of this launch; None while there are fewer."""
         with self._lock:

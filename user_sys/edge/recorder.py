@@ -38,7 +38,6 @@ from user_sys.episode import (
 from user_sys.errors import ConfigError
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
-JPEG_QUALITY = 90
 RESERVED_COLUMN_BYTES = 1 << 20  # of one step, for all columns except raw images
 MAX_DELAY = 65535
 MAX_QUEUED_TASKS = 50  # steps; a kill can lose them in addition to the open chunk
@@ -256,7 +255,7 @@ class Recorder:
             image: RecordedImage = None
             if frame is not None:
                 raw = camera.name in self._config.raw_cameras
-                image = frame.image.copy() if raw else encode_jpeg(frame.image)
+                image = frame.image.copy() if raw else frame.jpeg
                 self._captured_ns[camera.name] = frame.t_capture_ns
             samples[camera.name] = _CameraSample(image, self._captured_ns.get(camera.name, 0))
         return samples
@@ -280,13 +279,6 @@ def _check_raw_image_size(spec: RobotSpec, config: RecorderConfig) -> None:
             f"raw pictures of {', '.join(raw)} take {sum(raw.values())} bytes a step; a chunk of two "
             f"may have {MAX_CHUNK_BYTES}: take some out of recorder.raw_cameras"
         )
-
-
-def encode_jpeg(image: Array) -> bytes:
-    """`image`, uint8 (h, w, 3) RGB, as a JPEG file."""
-    import simplejpeg  # a robot without cameras does not install it
-
-    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality=JPEG_QUALITY, colorspace="RGB"))
 
 
 class WriterThread:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from hal.camera import CameraFrame
 from hal.context import StartedAtEntry
 from hal.decode_errors import DECODE_ERRORS
 from hal.machine_folder import runtime_folder
@@ -23,7 +24,7 @@ from user_sys.edge.control_authority import ControlAuthority, ControlState
 from user_sys.edge.environment import TimeStep
 from user_sys.edge.local_link import LocalLink
 from user_sys.edge.outbox import Outbox
-from user_sys.edge.recorder import SelectedAction, encode_jpeg
+from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import Phase
 from user_sys.messages import (
     MAX_POSE_VALUES,
@@ -71,7 +72,7 @@ class PreviewSender(StartedAtEntry):
     def __init__(self, robot: str, send: Callable[[Preview, bytes], object]) -> None:
         """`send` sends a JPEG image or drops it. It never blocks."""
         self._robot, self._send = robot, send
-        self._queue: CoalescingQueue[tuple[Preview, Array]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
+        self._queue: CoalescingQueue[tuple[Preview, CameraFrame]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
         self._enabled_until_s, self._period_s = 0.0, 1.0
         self._cameras: tuple[str, ...] = ()  # of which a console requested pictures; empty for all
         self._pose_until_s = 0.0
@@ -98,7 +99,7 @@ class PreviewSender(StartedAtEntry):
         return now_s < self._enabled_until_s
 
     def on_step(self, time_step: TimeStep, step: int, now_s: float) -> None:
-        """Queues copies of the images that are due. Raises an earlier error of the thread."""
+        """Queues the images that are due. Raises an earlier error of the thread."""
         if not time_step.frames or not self.is_watched(now_s):
             return
         if self._failure is not None:
@@ -108,15 +109,15 @@ class PreviewSender(StartedAtEntry):
             if (not self._cameras or camera in self._cameras) and now_s >= due_s:
                 # From when it was due: else 30 Hz would become 25 Hz in a control loop of 50 Hz.
                 self._next_s[camera] = max(due_s, now_s - MAX_EARLY * self._period_s) + self._period_s
-                self._queue.put((Preview(robot=self._robot, camera=camera, step=step), frame.image.copy()), key=camera)
+                self._queue.put((Preview(robot=self._robot, camera=camera, step=step), frame), key=camera)
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self._failure is None:
             if (found := self._queue.get(POLL_S)) is None:
                 continue
-            preview, image = found
+            preview, frame = found
             try:
-                self._send(preview, encode_jpeg(image))
+                self._send(preview, frame.jpeg)
             except Exception as error:  # of any kind: the next `on_step` raises it
                 self._failure = error
 
@@ -276,7 +277,7 @@ class StatusPublisher(StartedAtEntry):
             self.publish(real_time=selected is None or selected.phase is not Phase.POLICY)
         if now_s >= self._next_metrics_s:
             self._next_metrics_s = now_s + METRICS_PERIOD_S
-            self._client.send(MetricsReport(node=self._robot, count=self._steps.step, scalars=self._scalars()))
+            self._client.send(MetricsReport(node=self._robot, scalars=self._scalars()))
         self.previews.on_step(time_step, self._steps.step, now_s)
         self.local_previews.on_step(time_step, self._steps.step, now_s)
 

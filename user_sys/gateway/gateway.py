@@ -390,7 +390,6 @@ class Gateway:
         }
         return MetricsReport(
             node=GATEWAY_NAME,
-            count=self.store.steps,
             scalars={key: float(value) for key, value in scalars.items()},
             histograms=self.store.ingester.latencies.report(),
         )

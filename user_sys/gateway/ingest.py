@@ -335,7 +335,6 @@ class IngestTotals:
     """Counters since the start; `disk_full` while the disk has no space."""
 
     chunks: int = 0
-    steps: int = 0
     size_bytes: int = 0
     duplicates: int = 0
     rejected: int = 0
@@ -461,7 +460,6 @@ class ChunkIngester(ThreadedService):
             if self._retry_while_full(lambda: self._writer.append(pending.packet, chunk)):
                 group.stored.append(chunk)
                 totals.chunks += 1
-                totals.steps += chunk.header.steps
                 totals.size_bytes += len(pending.packet)
             else:
                 totals.duplicates += 1
@@ -623,7 +621,6 @@ class StoreService:
         self.ingester = ingester
         self._writer = writer
         self._retention = RetentionWorker(path, writer, config.retention, config.upkeep_s)
-        self._steps_at_start = writer.steps
 
     def start(self) -> None:
         self.ingester.start()
@@ -632,11 +629,6 @@ class StoreService:
     @property
     def failure(self) -> BaseException | None:
         return self.ingester.failure or self._retention.failure
-
-    @property
-    def steps(self) -> int:
-        """Steps in the store, including earlier starts of the gateway."""
-        return self._steps_at_start + self.ingester.totals.steps
 
     def scalars(self) -> dict[str, float]:
         totals, retention = self.ingester.totals, self._retention.totals

@@ -353,7 +353,7 @@ class Relay:
             **self.weights.router.scalars(),
             **self.server.scalars(),
         }
-        return MetricsReport(node=self._config.name, count=0, scalars=scalars)
+        return MetricsReport(node=self._config.name, scalars=scalars)
 
     # Methods of TunnelHandler, in the server's thread
 

@@ -287,7 +287,9 @@ class RunSupervisor:
                 case MetricsReport():
                     self._exporter.add_report(message)
                     self.status.on_report(message.node)
-                    self._logger.log(message.node, message.count, message.scalars)
+                    is_learner = message.node.startswith(LEARNER)
+                    count = message.count if is_learner else self._hub.env_steps
+                    self._logger.log(message.node, count, message.scalars)
                 case ResourceUpdate(record=record):
                     self._hub.update_resource(record)
                     is_available = record.health in (Health.READY, Health.LEASED)

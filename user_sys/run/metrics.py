@@ -182,9 +182,12 @@ class RunLogger(ClosedAtExit):
         self._failed = {"wandb"} if self._settings.mode == "disabled" else set[str]()
 
     def log(self, node: str, count: int, scalars: Mapping[str, float]) -> None:
-        """Records scalars of `node` at its own `count`, under the names ``<node>/<scalar>``.
+        """Records scalars of `node` under the names ``<node>/<scalar>``.
 
         The first call starts wandb, which takes a second or two; later calls return at once.
+
+        Args:
+            count: updates of a learner; online steps of the run for all other nodes, so that no curve goes back.
         """
         if node == RUN:
             self.run.write(count, scalars)

@@ -45,12 +45,12 @@ class IngestedChunks:
     """The (episode, index) of each stored chunk.
 
     Attributes:
-        chunks, steps: totals.
+        chunks: how many they are.
         deleted: episodes that a label deletes.
     """
 
     def __init__(self) -> None:
-        self.chunks = self.steps = 0
+        self.chunks = 0
         self.deleted: set[str] = set()
         self._indexes: dict[str, set[int]] = {}
         self._robots: dict[str, str] = {}
@@ -64,14 +64,13 @@ class IngestedChunks:
         """Robot of the episode's first stored chunk; None without one."""
         return self._robots.get(episode)
 
-    def add(self, episode: str, robot: str, index: int, steps: int) -> None:
+    def add(self, episode: str, robot: str, index: int) -> None:
         """Adds a chunk; a repeated one counts once."""
         indexes = self._indexes.setdefault(episode, set())
         self._robots.setdefault(episode, sys.intern(robot))
         if index not in indexes:
             indexes.add(index)
             self.chunks += 1
-            self.steps += steps
 
     def add_label(self, label: Label) -> None:
         """Applies deletions, and labels that revert them."""
@@ -84,10 +83,10 @@ class IngestedChunks:
     def add_blocks(self, blocks: Iterable[IndexBlock]) -> None:
         """Adds all chunks and labels of `blocks`."""
         for block in blocks:
-            columns = (block.chunks[name].tolist() for name in ("episode", "index", "steps"))
-            for code, index, steps in zip(*columns, strict=True):
+            columns = (block.chunks[name].tolist() for name in ("episode", "index"))
+            for code, index in zip(*columns, strict=True):
                 episode = block.episodes[code]
-                self.add(episode.episode, episode.robot, index, steps)
+                self.add(episode.episode, episode.robot, index)
             for label in block.labels:
                 self.add_label(label)
 
@@ -124,11 +123,6 @@ class StoreWriter(LogWriter):
         """Number of chunks, with unsynced ones."""
         return self._ingested.chunks
 
-    @property
-    def steps(self) -> int:
-        """Number of steps, with unsynced ones."""
-        return self._ingested.steps
-
     def append(self, packet: bytes | memoryview, parsed: PackedChunk | None = None) -> bool:
         """Adds an encoded chunk; returns False, at no cost, if it is not needed.
 
@@ -153,7 +147,7 @@ class StoreWriter(LogWriter):
         if ingested.has(header.episode, header.index) or (owner is None and header.episode in ingested.deleted):
             return False
         self.append_record(CHUNK_KIND, packet, schema=chunk.schema, parsed=chunk)
-        ingested.add(header.episode, header.robot, header.index, header.steps)
+        ingested.add(header.episode, header.robot, header.index)
         return True
 
     def append_label(self, label: Label) -> None:
