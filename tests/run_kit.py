@@ -92,6 +92,7 @@ def user_sys(
             stdin=subprocess.DEVNULL,
             env=variables,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         )
     launch = Launch(process, runtime, out, err)
     try:
