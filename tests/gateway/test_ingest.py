@@ -100,6 +100,44 @@ def test_groups_are_acknowledged_in_order(bench: IngestBench) -> None:
         assert len(reader.index.chunks) == 49 and len(reader.index.labels("online-0001")) == 1
 
 
+def note(bench: IngestBench) -> Path:
+    return queue_labels(bench.path, [NoteLabel(episode="online-0001", labeller="ada", at_unix_ns=1)])
+
+
+def test_unreadable_label_file_is_logged_once_and_ingestion_goes_on(
+    bench: IngestBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreadable = bench.path / "inbox" / f"{1:020d}-root.labels"
+    unreadable.mkdir(parents=True)  # as root may read every file
+    bench.committer.start()
+    for _ in range(2):
+        file = note(bench)
+        until(lambda: not file.exists(), "the label is stored")  # noqa: B023
+    bench.deliver(0, 3)
+    bench.committer.close()
+    assert bench.committer.failure is None and caplog.text.count("ingest.labels_damaged") == 1
+
+
+def test_label_file_that_cannot_be_deleted_is_stored_once(
+    bench: IngestBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("user_sys.gateway.ingest.remove_queued", refuse)
+    note(bench)
+    bench.committer.start()
+    until(lambda: "ingest.labels_not_removed" in caplog.text, "the error")
+    note(bench)
+    until(lambda: caplog.text.count("ingest.labels_not_removed") == 2, "the second error")
+    bench.deliver(0, 3)
+    bench.committer.close()
+    assert bench.committer.failure is None
+    with StoreReader.open(bench.path) as reader:
+        reader.refresh()
+        assert len(reader.index.labels("online-0001")) == 2
+
+
 def still_there(reader: StoreReader) -> bool:
     """Whether the store has a deleted or a new chunk."""
     rows, chunks = reader.refresh().rows, reader.index.chunks

@@ -371,7 +371,7 @@ class ChunkIngester(ThreadedService):
         self._config = config
         self._queue: deque[_PendingChunk] = deque()
         self._next_label_poll_s = 0.0
-        self._damaged_files: set[Path] = set()
+        self._skipped_files: set[Path] = set()  # of labels: unreadable ones, and stored ones that cannot be deleted
         self._changed = threading.Condition()
 
     def _wake(self) -> None:
@@ -432,14 +432,16 @@ class ChunkIngester(ThreadedService):
             return self._queue.popleft() if self._queue else None
 
     def _append_labels(self, group: _CommitGroup) -> None:
-        """Appends the labels of queued files. Raises OSError."""
+        """Appends the labels of queued files. Raises StoreError: the disk failed."""
         for file in queued_files(self._writer.path):
-            if file in self._damaged_files:
+            if file in self._skipped_files:
                 continue
             try:
                 labels = read_queued_labels(file)
+            except FileNotFoundError:  # a person has deleted it in the meantime
+                continue
             except StoreError as error:
-                self._damaged_files.add(file)
+                self._skipped_files.add(file)
                 logger.warning("ingest.labels_damaged %s", error)
                 continue
             for label in labels:
@@ -493,7 +495,11 @@ class ChunkIngester(ThreadedService):
             packets = [pending.packet for pending in group.chunks if pending.peer is peer]
             self._release(peer, len(packets), sum(map(len, packets)))
         for file in group.label_files:
-            remove_queued(file)
+            try:
+                remove_queued(file)
+            except OSError as error:
+                self._skipped_files.add(file)
+                logger.error("ingest.labels_not_removed %s: %s; its labels are stored, delete it", file, error.strerror)
         for chunk in group.stored:
             self.latencies.add_chunk(chunk, durable_unix_ns)
 

@@ -244,10 +244,22 @@ def queued_files(store: Path) -> list[Path]:
 
 
 def read_queued_labels(file: Path) -> tuple[Label, ...]:
-    """The labels in a queued file. Raises StoreError if it holds none."""
+    """The labels in a queued file.
+
+    Raises:
+        StoreError: it holds none, or cannot be read.
+        FileNotFoundError: it is gone.
+    """
     try:
         with file.open("rb") as stream:
             labels: tuple[Label, ...] = _QUEUE_DECODER.decode(stream.read(MAX_QUEUED_BYTES + 1))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"{file} cannot be read: {error.strerror}; give it to the gateway's user and restart the gateway, "
+            "or delete it"
+        ) from None
     except DECODE_ERRORS as error:
         raise StoreError(f"{file} holds no labels: {error}; delete it") from None
     return labels
