@@ -19,6 +19,7 @@ from user_sys.gateway.weights import (
     WeightsDistributor,
 )
 from user_sys.messages import (
+    BLOB_BYTES,
     NO_VERSION,
     BlobPart,
     BlobWant,
@@ -313,6 +314,32 @@ def test_versions_beyond_the_bound_of_the_cache_are_dropped(tmp_path: Path) -> N
         bench.publish(version, {"w": np.random.default_rng(version).normal(size=1000)})
     assert bench.distributor.version == 29
     assert bench.distributor.catalog.cache.size_bytes <= 100_000
+
+
+def test_parts_of_an_abandoned_version_leave_room_for_later_ones(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs, draws = 3, np.random.default_rng(0)
+    bench.cache_bytes = 3 * blobs * BLOB_BYTES + (1 << 20)  # two versions, and room for the next one
+    bench.restart_gateway()
+    bench.restart_learner()
+    new = lambda: {"w": draws.normal(size=blobs * BLOB_BYTES // 8)}  # noqa: E731
+    for version in (1, 2, 3):
+        bench.publish(version, new())
+    left = blobs * BLOB_BYTES - 1
+    send = bench.send_weights
+
+    def cut(message: AnyMessage, payload: Payload | None = None) -> bool:
+        nonlocal left
+        left -= len(payload or b"")
+        return left >= 0 and send(message, payload)
+
+    with monkeypatch.context() as dying:
+        dying.setattr(bench, "send_weights", cut)
+        bench.publish(4, new())
+    assert bench.distributor.version == 3 and left < BLOB_BYTES, "all but one part have arrived"
+    bench.restart_learner(epoch=2)
+    for version in (4, 5, 6):
+        bench.publish(version, new())
+    assert bench.distributor.version == 6
 
 
 def test_silent_robot_gets_few_offers_and_then_the_newest(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from blake3 import blake3
 from weights_kit import DirectTransfer, add_version, assert_equal_weights, manifest_of, other_signer, random_weights
 
+from user_sys.codec import Array
 from user_sys.errors import WireError
 from user_sys.messages import (
     BLOB_BYTES,
@@ -272,6 +274,27 @@ def test_full_cache_gives_one_line_and_the_policy_goes_on(tmp_path: Path, caplog
     assert transfer.planner.loaded_version == 1
     assert len([r for r in caplog.records if "the cache of weights is full" in r.getMessage()]) == 1
     transfer.push({"w": draws.normal(size=1_000)}, 3)
+    assert transfer.planner.loaded_version == 3
+
+
+@pytest.mark.parametrize("is_refused_by_policy", [False, True])
+def test_parts_of_a_refused_version_leave_room_for_later_ones(tmp_path: Path, is_refused_by_policy: bool) -> None:
+    """The refused version has seven blobs, which fit beside the loaded one, or eight, which do not."""
+    transfer = DirectTransfer(tmp_path, cache_bytes=10 * BLOB_BYTES + (1 << 16))
+    draws = np.random.default_rng(0)
+    new = lambda blobs: {"w": draws.normal(size=blobs * BLOB_BYTES // 8)}  # noqa: E731
+    load = transfer.load
+
+    def refuse(manifest: WeightsManifest, arrays: Mapping[str, Array], announced_s: float) -> None:
+        if manifest.version == 2:
+            raise WireError("these weights do not fit")
+        load(manifest, arrays, announced_s)
+
+    transfer.load = refuse  # type: ignore[method-assign]
+    transfer.push(new(3), 1)
+    transfer.push(new(7 if is_refused_by_policy else 8), 2)
+    assert transfer.planner.loaded_version == 1 and transfer.planner.rejected == 1
+    transfer.push(new(3), 3)
     assert transfer.planner.loaded_version == 3
 
 

@@ -289,7 +289,7 @@ class WeightsDistributor(ThreadedService):
         newest = newest_version(self.catalog)
         self._run = b"" if newest is None else newest.manifest.run
         self._pin = RunPin(store)
-        self._fetcher = VersionFetcher(self.catalog.cache, self._learner.send, clock=clock)
+        self._fetcher = VersionFetcher(self.catalog.cache, self._learner.send, clock=clock, make_room=self._prune)
         if newest is not None:
             self._fetcher.hold(newest)
         self._server = WeightsServer(self.catalog.cache, send, self._offer, clock)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -321,8 +322,8 @@ class TransferPlanner:
             self._positions |= {(precision, entry.name, index): digest for index, digest in enumerate(entry.blobs)}
 
     def needed_digests(self, candidates: Sequence[Candidate]) -> set[bytes]:
-        """The digests that must stay in the cache: bases, and those of `candidates`."""
-        found = set(self._positions.values())
+        """The digests of `candidates`, as far as their tables are known."""
+        found = set[bytes]()
         for candidate in candidates:
             found.add(candidate.manifest.digest)
             if (table := self._tables.get(candidate.manifest.digest)) is not None:
@@ -358,6 +359,7 @@ class VersionFetcher:
         send: sends a request; returns False if it cannot be sent now.
         limit: bytes/s that the governor allows; infinite without a governor.
         yield_cpu: called during bulk work.
+        make_room: called when `cache` is full; drops blobs, but not `needed_digests`.
 
     Attributes:
         rejected: number of versions that could not be completed; each is logged.
@@ -373,9 +375,10 @@ class VersionFetcher:
         clock: Callable[[], float] = time.monotonic,
         limit: Callable[[], float] = lambda: math.inf,
         yield_cpu: YieldHook = no_yield,
+        make_room: Callable[[], object] = lambda: None,
     ) -> None:
         self.rejected = self.abandoned = self.damaged = 0
-        self._cache, self._yield_cpu = cache, yield_cpu
+        self._cache, self._yield_cpu, self._make_room = cache, yield_cpu, make_room
         self._planner, self._requests = TransferPlanner(cache), RequestWindow(send, clock, limit)
         self._newest: tuple[Candidate, ...] = ()
         self._target: tuple[Candidate, ...] = ()
@@ -416,7 +419,7 @@ class VersionFetcher:
                 return
             for table in tables:
                 if blake3(table).digest() == candidate.manifest.digest:
-                    self._cache.put(candidate.manifest.digest, memoryview(table))
+                    self._with_room(partial(self._cache.put, candidate.manifest.digest, memoryview(table)))
         self._choose()
 
     def hold(self, version: StoredVersion) -> None:
@@ -425,7 +428,7 @@ class VersionFetcher:
         self._done = (version.id,)
 
     def abandon(self) -> None:
-        """Drops the version in transfer; received bytes stay."""
+        """Drops the version in transfer; received bytes stay while there is room."""
         self._target, self._missing = (), {}
 
     def reset_requests(self) -> None:
@@ -436,8 +439,9 @@ class VersionFetcher:
         self._choose()
 
     def needed_digests(self) -> set[bytes]:
-        """Returns the digests that must stay in the cache."""
-        return self._planner.needed_digests((*self._target, *self._newest))
+        """Returns the digests that must stay in the cache: of versions in transfer, and of completed ones that wait."""
+        queued = (version.digests for versions in self._completed for version in versions)
+        return self._planner.needed_digests((*self._target, *self._newest)).union(*queued)
 
     def on_blobs(self, message: WeightsBlobs, payload: memoryview) -> None:
         """Stores parts of blobs. Ignores those that are not needed."""
@@ -519,10 +523,18 @@ class VersionFetcher:
         self._choose()
 
     def _complete_blob(self, transfer: _Transfer) -> None:
-        self._planner.complete_blob(transfer)
+        self._with_room(partial(self._planner.complete_blob, transfer))
         self._missing.pop(transfer.digest, None)
         self._requests.listed.discard(transfer.digest)
         self._yield_cpu(transfer.size_bytes)
+
+    def _with_room(self, put: Callable[[], None]) -> None:
+        """Calls `put`, and once more with room if the cache is full. Raises BlobCacheFull."""
+        try:
+            put()
+        except BlobCacheFull:
+            self._make_room()
+            put()
 
     def _on_damaged(self, transfer: _Transfer, why: str) -> None:
         """Requests a blob whole that arrived damaged; the second time its version is given up."""

@@ -183,7 +183,9 @@ class UpdatePlanner:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
         self.cache = BlobCache(cache_bytes)
-        self.fetcher = VersionFetcher(self.cache, send, clock=clock, limit=limit, yield_cpu=yield_cpu)
+        self.fetcher = VersionFetcher(
+            self.cache, send, clock=clock, limit=limit, yield_cpu=yield_cpu, make_room=self._drop_unneeded
+        )
         self.loaded: StoredVersion | None = None
         self.run, self.newest_version = b"", NO_VERSION
         self.stage_seconds: Mapping[str, float] = {}
@@ -304,12 +306,17 @@ class UpdatePlanner:
             self._reject(f"version {version.manifest.version}: {error}")
             return
         self._announced_s = {number: at for number, at in self._announced_s.items() if at > announced_s}
-        self.cache.retain(version.digests | self.fetcher.needed_digests())
+        self._drop_unneeded()
         self.stage_seconds = {
             "fetch": started_s - announced_s,
             "decode": decoded_s - started_s,
             "load": loaded_s - decoded_s,
         }
+
+    def _drop_unneeded(self) -> None:
+        """Drops blobs of versions that were refused, abandoned or replaced."""
+        loaded = self.loaded.digests if self.loaded else frozenset[bytes]()
+        self.cache.retain(loaded | self.fetcher.needed_digests())
 
     def _load_version(self, version: StoredVersion, announced_s: float) -> tuple[float, float]:
         """Returns the times at which the arrays were there and the policy had loaded them."""
