@@ -135,6 +135,28 @@ def test_foreign_dataset_is_recognised_after_a_move(tmp_path: Path) -> None:
     assert bring_in(tmp_path / "moved", tmp_path / "store").already_stored == 2
 
 
+def film(root: Path, shown: int) -> Path:
+    """A dataset of pictures only: each shows ``picture("front", shown)``."""
+    info = json.loads((foreign(root) / "meta/info.json").read_text())
+    for name in ("observation.state", "observation.matrix", "action", "phase", "weather"):
+        del info["features"][name]
+    (root / "meta/info.json").write_text(json.dumps(info))
+    path = root / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    frames = pa.array([{"bytes": encode_png(picture("front", shown)), "path": "x.png"}] * len(table))
+    column = table.column_names.index("observation.images.top")
+    pq.write_table(table.set_column(column, "observation.images.top", frames), path)
+    return root
+
+
+def test_films_of_one_task_are_told_apart_by_their_pictures(tmp_path: Path) -> None:
+    for shown, expected in ((0, (2, 0)), (9, (2, 0)), (0, (0, 2))):
+        root = film(tmp_path / f"set-{len(list(tmp_path.iterdir()))}", shown)
+        done = bring_in(root, tmp_path / "store")
+        assert (done.episodes, done.already_stored) == expected
+    assert len(read_store(tmp_path / "store")) == 4
+
+
 def set_info(**changes: object) -> Callable[[Path], None]:
     def change(root: Path) -> None:
         info = json.loads((root / "meta/info.json").read_text())

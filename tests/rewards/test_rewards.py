@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from episode_kit import chunk_header
+from msgspec.structs import replace as replace_fields
 from wait_kit import until
 
 from user_sys.codec import Array
@@ -33,7 +34,7 @@ from user_sys.rewards.audit import AuditedEpisode, audit, rank_correlation
 from user_sys.rewards.conformance import TASK, RewardConformance, example_episode
 from user_sys.rewards.labelling import EpisodeLabeller
 from user_sys.rewards.networks import labelled_episodes
-from user_sys.rewards.reward import EpisodeReward, Reward, RewardConfig
+from user_sys.rewards.reward import EpisodeReward, Reward, RewardConfig, final_pictures
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.reward_process import label_new
 from user_sys.store.index import EpisodeSummary
@@ -541,6 +542,42 @@ def test_relabel_leaves_out_an_episode_with_an_invalid_reward(
     status, text = run("store", "relabel", store, "--reward", "vlm")
     assert status == 0 and "2 episodes labelled" in text and "1 could not be evaluated" in text
     assert {name: each.success for name, each in episodes(store).items()} == {"a": True, "b": None, "c": True}
+
+
+def malformed(name: str, **final: Array) -> list[bytes]:
+    """An episode that a store takes: its second chunk has a wider state, or it ends with this final observation."""
+    header = chunk_header(name, 2, end=EpisodeEnd(steps=2, success=None))
+    frames = frame_columns(FRONT, [np.zeros((4, 6, 3), np.uint8)] * 2, [1, 2])
+    if final:
+        return [Chunk(header, frames, {FRONT: final["picture"]}).encode()]
+    first = Chunk(replace_fields(header, end=None), {"observation.state": np.zeros((2, 3), np.float32)}, {})
+    second = replace_fields(header, index=1, first_step=2, end=EpisodeEnd(steps=4, success=None))
+    return [first.encode(), Chunk(second, {"observation.state": np.zeros((2, 4), np.float32)}, {}).encode()]
+
+
+def test_malformed_episode_is_logged_and_others_are_labelled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    several = malformed("several", picture=np.zeros((2, 4, 6, 3), np.uint8))
+    store = make_store(tmp_path / "store", [*malformed("widths"), *several, episode("e", None)])
+    label_by(store, lambda _: EpisodeReward(True))
+    assert {name: each.success for name, each in episodes(store).items()} == {
+        "widths": None,
+        "several": None,
+        "e": True,
+    }
+    assert "reward.unusable episode widths: its chunks have different columns" in caplog.text
+    assert "reward.unusable episode several: its final" in caplog.text
+
+
+def test_final_picture_with_a_leading_axis_is_a_picture(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", malformed("e", picture=np.full((1, 4, 6, 3), 9, np.uint8)))
+    shown = list[Array]()
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        shown.extend(final_pictures(asked, ["front"]).values())
+        return EpisodeReward(True)
+
+    label_by(store, find)
+    assert [each.shape for each in shown] == [(4, 6, 3)]
 
 
 @pytest.mark.parametrize(("driver", "options"), [("ur", {"host": "127.0.0.1"}), ("gym", {"id": "Pendulum-v1"})])

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from user_sys.episode import (
     CAPTURE_TIME_SUFFIX,
     FRAME_SUFFIXES,
     IMAGE_PREFIX,
+    Chunk,
     ChunkHeader,
     EpisodeSource,
 )
@@ -210,7 +212,8 @@ class EpisodeReader:
         """All of `episode` up to its first missing chunk, or what its trim keeps of that.
 
         Raises:
-            DataSetError: its first chunk is missing, or its chunks have different columns.
+            DataSetError: its first chunk is missing, its chunks have different columns, or its final picture has no
+                valid shape.
             StoreError: it can no longer be read.
         """
         rows = self._complete_chunks(episode)
@@ -219,14 +222,14 @@ class EpisodeReader:
         chunks = [self._store.read(row) for row in rows]
         names = [name for name in chunks[0].columns if not is_camera_column(name)]
         cameras = [name for name in chunks[0].columns if is_camera(name)]
-        if any(chunk.columns.keys() != chunks[0].columns.keys() for chunk in chunks):
+        if any(_column_types(chunk) != _column_types(chunks[0]) for chunk in chunks):
             raise DataSetError(f"episode {episode}: its chunks have different columns, which a dataset cannot store")
         columns = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
         whole = StoredEpisode(
             header=chunks[-1].header,
             chunk_steps=tuple(chunk.header.steps for chunk in chunks),
             columns=columns | self._labelled(rows, columns),
-            final=chunks[-1].final,
+            final=_final_observation(chunks[-1]),
             frames={name: [frame for chunk in chunks for frame in frames_of(chunk, name)] for name in cameras},
             captured_ns={
                 n: np.concatenate([chunk.columns[n + CAPTURE_TIME_SUFFIX] for chunk in chunks]) for n in cameras
@@ -255,6 +258,23 @@ class EpisodeReader:
         present = (chunks.index[rows] == np.arange(len(rows))) & ~chunks.gone[rows]
         prefix: Array = rows[np.logical_and.accumulate(present)]
         return prefix
+
+
+def _column_types(chunk: Chunk) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]] | None]:
+    """The dtype and the shape of a step of each column; None for a camera's, whose frames may differ."""
+    return {n: None if is_camera_column(n) else (column.dtype, column.shape[1:]) for n, column in chunk.columns.items()}
+
+
+def _final_observation(chunk: Chunk) -> dict[str, Array]:
+    """The final observation, its raw pictures uint8 (h, w, 3). Raises DataSetError for pictures of another shape."""
+    final = dict(chunk.final)
+    for name, value in final.items():
+        if not is_camera(name) or value.ndim == 1:
+            continue
+        if value.shape not in ((*value.shape[-3:-1], 3), (1, *value.shape[-3:-1], 3)) or not value.size:
+            raise DataSetError(f"episode {chunk.header.episode}: its final {name!r} has the shape {value.shape}")
+        final[name] = value.reshape(value.shape[-3:])
+    return final
 
 
 def is_camera_column(name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -409,7 +409,8 @@ class _Converter:
         texts = episode.texts if self._is_our_export else {}
         robot = _first(texts, "robot") or _name(options.robot or self._info.robot_type or "imported")
         return ChunkHeader(
-            episode=facts.get(USER_PREFIX + "episode") or f"{robot}-{episode.index:06d}-{_digest(episode)}",
+            episode=facts.get(USER_PREFIX + "episode")
+            or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras)}",
             index=0,
             first_step=0,
             steps=episode.steps,
@@ -559,12 +560,15 @@ def _camera_name(feature: str) -> str:
     return feature.removeprefix(IMAGE_PREFIX).removeprefix("observation.")
 
 
-def _digest(episode: LerobotEpisode) -> str:
-    """Digest of the episode's content, independent of its path and step numbers."""
+def _digest(episode: LerobotEpisode, cameras: Collection[str]) -> str:
+    """Digest of the episode's content, independent of its path and step numbers; of frames only without columns."""
     content = hashlib.blake2b(episode.sentence.encode(), digest_size=6)
-    for name, column in sorted(episode.columns.items()):
-        if name not in INDEX_FEATURES:
-            content.update(name.encode() + np.ascontiguousarray(column).tobytes())
+    columns = sorted(episode.columns.keys() - INDEX_FEATURES)
+    for name in columns:
+        content.update(name.encode() + np.ascontiguousarray(episode.columns[name]).tobytes())
+    for camera in () if columns else sorted(cameras):
+        for frame in episode.frames(camera):
+            content.update(frame if isinstance(frame, bytes) else np.ascontiguousarray(frame).data)
     return content.hexdigest()
 
 
