@@ -510,13 +510,14 @@ def scene(bench: LearnerBench) -> None:
 class RecordingTrainer(Trainer):
     """Records each batch, and the TD errors after its update."""
 
-    def update(self, number: int) -> None:
-        super().update(number)
+    def update(self, number: int) -> bool:
+        done = super().update(number)
         assert isinstance(self.algorithm, TdErrors)
         batch = self.batches.drawn
         errors = self.algorithm.td_errors().numpy()
         columns = (batch.row, batch.weight, batch.reward, batch.discount, batch.terminated, errors)
         self.recorded = [*getattr(self, "recorded", []), tuple(np.array(column) for column in columns)]
+        return done
 
 
 def record_batches(bench: LearnerBench, sampler: SamplerConfig, updates: int = 40) -> list[tuple[Array, ...]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_learner import STEPS, episode
@@ -17,7 +19,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch, TrainingData
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.codec import Array
-from user_sys.episode import EpisodeSource
+from user_sys.episode import EpisodeSource, parse_chunk
 from user_sys.errors import ConfigError
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.learner import Learner
@@ -214,6 +216,25 @@ def test_two_ranks_use_different_steps_of_the_newest_version(tmp_path: Path) -> 
     used = [start for _, algorithm, _ in made for start in algorithm.starts]
     assert len(set(used)) == len(used) == 6 * 6
     assert made[0][1].versions == made[1][1].versions == [{version} for version in range(1, 7)]
+
+
+def test_batch_without_a_readable_window_waits_for_more(tmp_path: Path) -> None:
+    def record(name: str, state: float) -> None:
+        chunk = parse_chunk(episode(name, EpisodeSource.ONLINE, 0)).unpack()
+        name = next(name for name in chunk.columns if name.startswith("observation."))
+        columns = {**chunk.columns, name: chunk.columns[name] + np.float32(state)}
+        writer.append(replace(chunk, columns=columns).encode())
+        writer.sync()
+
+    with StoreWriter.open(tmp_path / "store") as writer:
+        record("spoilt", math.nan)
+        trainer = Trainer(CONFIG, example_spec(), StoreReader.open(tmp_path / "store"))
+        trainer.refresh()
+        assert trainer.can_sample and not trainer.update(0) and not trainer.can_sample
+        record("sound", 0.0)
+        trainer.refresh()
+        assert trainer.can_sample and trainer.update(0)
+        trainer.close()
 
 
 def test_samplers_of_replayed_steps_are_refused(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 from replay_kit import STATE, Store, chunk
 
 from user_sys.codec import Array
+from user_sys.episode import Chunk, EpisodeSource
+from user_sys.errors import StoreCorrupt
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.once import OnceSelector
@@ -93,6 +96,34 @@ def test_window_whose_next_record_is_lost_is_left_out(store: Store) -> None:
         change = made.replay.index.apply([], [made.replay.index.chunks.sequence[1:2]])
         made.selector.update(made.replay.index, change)
         assert made.windows() == [(1, 0, 2), (1, 6, 2), (1, 8, 1)]
+
+
+def unreadable(episode: int, steps: int = 4) -> Chunk:
+    """An episode of one chunk; one value that is not finite makes all of it unusable."""
+    found = chunk(episode, 0, steps, end=True)
+    found.columns["observation.state"][1] = np.nan
+    return found
+
+
+def test_batch_without_a_readable_window_is_an_error(store: Store) -> None:
+    with drawing(store, batch_size=2) as made:
+        store.put(chunk(1, 0, 4, end=True, source=EpisodeSource.DEMO, version=-1), unreadable(2))
+        made.refresh()
+        with pytest.raises(StoreCorrupt, match="none of 2 windows can be read"):
+            made.sampler.sample()
+        assert not made.sampler.is_ready
+        store.put(chunk(3, 0, 4, end=True))
+        made.refresh()
+        assert made.windows() == [(3, 0, 2), (3, 2, 2)]
+
+
+def test_unreadable_windows_of_earlier_rounds_are_not_drawn_again(store: Store) -> None:
+    with drawing(store, batch_size=3) as made:
+        store.put(unreadable(1), chunk(2, 0, 2, end=True), unreadable(3, 2), chunk(4, 0, 2, end=True))
+        made.refresh()
+        batch = made.sampler.sample()
+        assert batch.observation["observation.state"][:, 0, 0].tolist() == [4, 4, 2]
+        assert made.sampler.redrawn == 2 + 1, "by the windows of 3 and 4, and then by a readable one"
 
 
 def test_any_version_counts_without_a_bound(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from user_sys.algorithms.algorithm import Algorithm, SentenceReader, TdErrors, T
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.codec import Array
 from user_sys.episode import IMAGE_PREFIX, EpisodeSource
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, StoreCorrupt
 from user_sys.learner.config import CPU, DEMO_FRACTION, LearnerConfig
 from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.policies.scaling import encoded_feature
@@ -25,6 +26,8 @@ from user_sys.replay.once import OnceSelector
 from user_sys.replay.sampler import Prefetcher, Sampler, SamplerConfig
 from user_sys.replay.selectors import DemoOnlineSelector, Selector, StepFilter
 from user_sys.store.store import StoreReader
+
+log = logging.getLogger(__name__)
 
 
 class BatchSource:
@@ -139,10 +142,16 @@ class BatchSource:
         """Returns the metrics of the sampler."""
         return {} if self.once is None else {"windows_used": self.once.used, "windows_stale": self.once.stale}
 
-    def next(self, number: int) -> TensorBatch:
-        """Draws the batch of update `number`."""
+    def next(self, number: int) -> TensorBatch | None:
+        """Draws the batch of update `number`; None if none of the windows of `once` can be read, which are dropped."""
         self._encode_pictures_from(number)
-        self.drawn = self._batches.next()
+        try:
+            self.drawn = self._batches.next()
+        except StoreCorrupt as error:
+            if self.once is None:
+                raise
+            log.warning("learner.batch_unreadable %s", error)
+            return None
         sentences = tuple(self.replay.index.episodes.sentences.names)
         return self._with_sentences(TensorBatch.of(self.drawn, sentences, self._device))
 

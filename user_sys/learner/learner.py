@@ -335,8 +335,7 @@ class Learner:
         if _Due.REFRESH in due:
             self._refresh()
         if _Due.UPDATE in due:
-            self._trainer.update(self._counters.updates)
-            self._counters.updates += 1
+            self._counters.updates += self._trainer.update(self._counters.updates)
         elif self._publisher is not None:  # the others wait for its next decision
             stop.wait(IDLE_WAIT_S)
         versions = self._versions if self._disk_full is None else None

@@ -58,7 +58,7 @@ class Trainer:
         group: the processes that train together.
         policy_kind: kind of the policy.
         is_pretrained: the initial weights are of another run or a checkpoint, so that robots may act with them.
-        can_sample: every process has steps to draw, as of the last `refresh`.
+        can_sample: every process has steps to draw, as of the last `refresh` or `update`.
     """
 
     def __init__(
@@ -136,15 +136,24 @@ class Trainer:
             self.batches.replay.refresh()
         self.can_sample = self.group.all_true(self.batches.is_ready)
 
-    def update(self, number: int) -> None:
-        """Makes update `number` of all processes together; each draws its part of the batch."""
+    def update(self, number: int) -> bool:
+        """Makes update `number` of all processes together; each draws its part of the batch.
+
+        Returns False, without an update, if a process has drawn only windows that cannot be read.
+        """
         for part in range(self._config.compute.parts):
             with span("sample"):
-                self.batch = self.batches.next(number)
+                batch = self.batches.next(number)
+            if self.batches.once is not None:
+                self.can_sample = self.group.all_true(batch is not None)
+            if batch is None or not self.can_sample:
+                return False
+            self.batch = batch
             with span("update"):
                 self._step.update(self.batch, number, part)
             self.batches.note_update()
         self._updates = number + 1
+        return True
 
     @property
     def policy(self) -> nn.Module:

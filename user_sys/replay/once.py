@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from user_sys.codec import Array
+from user_sys.errors import StoreCorrupt
 from user_sys.replay.selectors import AnyStepFilter, Selection, Selector, SelectorState, state_column
 from user_sys.store.index import Index, IndexChange, rows_of
 
@@ -89,15 +90,22 @@ class OnceSelector(Selector):
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
         """See `Selector.select`: the first `n` windows that are ready."""
-        self._newest, self._ready = self._ready[:n], self._ready[n:]
+        self._newest, self._ready = self._ready[:n].copy(), self._ready[n:]
         self.used += len(self._newest)
         return Selection.unweighted(self._newest)
 
     def select_again(self, places: Array, n: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.select_again`. If too few windows are ready, it repeats windows of the newest selection."""
+        """See `Selector.select_again`. If too few windows are ready, it repeats readable ones of the newest selection.
+
+        Raises StoreCorrupt: there is none.
+        """
         rows, self._ready = self._ready[: len(places)], self._ready[len(places) :]
         self.used += len(rows)
-        return Selection.unweighted(np.resize(np.concatenate([rows, np.delete(self._newest, places)]), len(places)))
+        found = np.concatenate([rows, np.delete(self._newest, places)])
+        if not len(found):
+            raise StoreCorrupt(f"none of {n} windows can be read; run `user-sys store verify`")
+        self._newest[places] = np.resize(found, len(places))
+        return Selection.unweighted(self._newest[places])
 
     def state_dict(self, index: Index) -> SelectorState:
         """See `Selector.state_dict`."""
