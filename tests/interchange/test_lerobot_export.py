@@ -158,7 +158,7 @@ def test_export_has_only_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
     whole, again = read_store(store)["a"], read_store(tmp_path / "again")
     assert set(again) == {"a-2-7", "c"}  # the trim of b is beyond its steps
     part = again["a-2-7"]
-    assert (part.steps, part.chunk_steps) == (5, (2, 3)) and part.columns["truncated"].tolist() == [False] * 4 + [True]
+    assert (part.steps, part.chunk_steps) == (5, (2, 3)) and part.columns["terminated"].tolist() == [False] * 4 + [True]
     for name, column in part.columns.items():
         if name not in ("truncated", "terminated"):
             np.testing.assert_array_equal(column, whole.columns[name][2:7], err_msg=name)

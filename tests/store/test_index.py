@@ -13,7 +13,16 @@ from user_sys.episode import Chunk, EpisodeEnd, Phase
 from user_sys.errors import WireError
 from user_sys.store.index import Index, summarise_episodes
 from user_sys.store.index_block import CHUNK_KIND, IndexBlock, IndexBlockBuilder, decode_block
-from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, UndoLabel, encode_label
+from user_sys.store.labels import (
+    DeleteLabel,
+    Label,
+    PhaseLabel,
+    RewardLabel,
+    SuccessLabel,
+    TrimLabel,
+    UndoLabel,
+    encode_label,
+)
 from user_sys.store.record_format import RecordRef
 
 LABEL = 2
@@ -195,6 +204,26 @@ def test_success_that_keeps_the_reward_terminates() -> None:
     index.apply([block(label(SuccessLabel, success=True, keep_reward=True))])
     assert index.steps.reward[5] == 5
     assert index.steps.terminated.tolist() == [False] * 5 + [True] and not index.steps.truncated.any()
+
+
+def test_trimmed_success_ends_with_the_last_kept_step() -> None:
+    index = indexed(block(chunk("a", 0), chunk("a", 1, last=True)))
+    index.apply([block(label_at(1, SuccessLabel, success=True), label_at(2, TrimLabel, first_step=1, steps=3))])
+    assert index.steps.alive.tolist() == [False, True, True, True, False, False]
+    assert index.steps.reward[:4].tolist() == [0, 1, 2, 1] and index.steps.reward.sum() == 0 + 1 + 2 + 3 + 4 + 1
+    assert index.steps.terminated[3] and not index.steps.truncated.any()
+    index.apply([block(label_at(3, TrimLabel, first_step=4, steps=2))])
+    assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 1], "the recorded last step is kept"
+    assert np.flatnonzero(index.steps.terminated).tolist() == [5]
+    index.apply([block(*(label_at(4 + at, UndoLabel, undone_at_unix_ns=at) for at in (1, 2, 3)))])
+    assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 5] and not index.steps.terminated.any()
+
+
+def test_trimmed_failure_is_truncated_at_the_last_kept_step() -> None:
+    index = indexed(block(chunk("a", 0), chunk("a", 1, last=True), label_at(1, SuccessLabel, success=False)))
+    index.apply([block(label_at(2, TrimLabel, first_step=0, steps=3))])
+    assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 0] and not index.steps.terminated.any()
+    assert np.flatnonzero(index.steps.truncated).tolist() == [2]
 
 
 def test_gone_chunk_has_no_predecessor_link() -> None:

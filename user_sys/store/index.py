@@ -481,8 +481,12 @@ class Index:
                     at = number - label.first_step
                     labelled["phase"][(at >= 0) & (at < label.steps)] = label.phase
         if (trim := newest_trim(labels)) is not None:
-            cut = (number == trim.first_step + trim.steps - 1) & ~last & ~labelled["terminated"]
-            labelled["truncated"][cut] = True
+            cut = (number == trim.first_step + trim.steps - 1) & ~last
+            if outcome[0] and last.any() and cut.any():
+                labelled["terminated"][cut] |= labelled["terminated"][last]
+                reward = labelled["reward"].copy()
+                labelled["reward"][cut], labelled["reward"][last] = reward[last], reward[cut]
+            labelled["truncated"][cut] = ~labelled["terminated"][cut]
         self._set_outcome(episode, *outcome)
         for name, column in labelled.items():
             getattr(self.steps, name)[steps] = column

@@ -80,8 +80,9 @@ class PhaseLabel(_Label, frozen=True, kw_only=True, tag="phase"):
 
 
 class TrimLabel(_Label, frozen=True, kw_only=True, tag="trim"):
-    """Excludes all but `steps` steps from `first_step` on from sampling. The last of them becomes truncated.
+    """Excludes all but `steps` steps from `first_step` on from sampling.
 
+    The last of them becomes truncated; of a success it takes the end and the reward of the recorded last step.
     The newest trim applies to the recorded episode, so that a wider one brings steps back.
     """
 
