@@ -342,6 +342,29 @@ def test_parts_of_an_abandoned_version_leave_room_for_later_ones(bench: Bench, m
     assert bench.distributor.version == 6
 
 
+def test_pinned_version_stays_when_a_learner_counts_again_from_an_older_checkpoint(bench: Bench) -> None:
+    bench.kept = 8
+    bench.restart_gateway()
+    bench.restart_learner()
+    bench.distributor.on_robot_opened("one")
+    for version in (1, 2, 3, 4):
+        bench.publish(version)
+    bench.pin(4, serial=5)
+    assert bench.offered("one") == 4
+    pinned = bench.offers("one")[-1].manifests
+    bench.restart_learner(epoch=2)
+    for version in (3, 4):
+        bench.publish(version, {"w": np.full(100, version + 6, np.float32)})
+        assert bench.publisher.progress.stored_version == version
+        bench.distributor.on_robot_opened("one")
+        assert bench.offered("one") == 4 and bench.offers("one")[-1].manifests == pinned
+    bench.restart_gateway()
+    bench.distributor.on_robot_opened("one")
+    assert bench.offered("one") == 4 and bench.offers("one")[-1].manifests == pinned
+    bench.pin(NO_VERSION, serial=6)
+    assert bench.offered("one") == 4 and bench.offers("one")[-1].manifests != pinned, "that of the newer course"
+
+
 def test_silent_robot_gets_few_offers_and_then_the_newest(bench: Bench) -> None:
     bench.distributor.on_robot_opened("one")
     for version in range(1, 11):

@@ -139,9 +139,9 @@ class SavedVersions:
         self._first_s = self._first_s if self.is_pending else self._last_s
         self.is_pending = True
 
-    def kept_numbers(self, numbers: Sequence[int]) -> list[int]:
-        """The versions among `numbers`, ascending, that stay on disk or are written next; the newest first."""
-        stored = [number for number in numbers if number in self._numbers or number == numbers[-1]]
+    def kept_numbers(self, numbers: Sequence[int], newest: int) -> list[int]:
+        """The versions among `numbers`, ascending, that stay on disk or are written next; the greatest first."""
+        stored = [number for number in numbers if number in self._numbers or number == newest]
         return thin_versions(stored, self._kept)[::-1]
 
     def write(self, versions: Sequence[StoredVersion], cache: BlobCache, signer: bytes) -> None:
@@ -422,11 +422,16 @@ class WeightsDistributor(ThreadedService):
             self._run = newest.run
             self._pin.begin_run(newest.run, self._pin.signer)
         # A learner that has lost its newest checkpoints begins the version numbers of its run again.
+        pinned = self._pin.version(self._run)
         self.catalog.versions = {
             id: version
             for id, version in self.catalog.versions.items()
             if version.manifest.run == newest.run
-            and (version.manifest.epoch == newest.epoch or version.manifest.version < newest.version)
+            and (
+                version.manifest.epoch == newest.epoch
+                or version.manifest.version < newest.version
+                or version.manifest.version == pinned
+            )
         }
         self._saved.on_received()
         self._announce()
@@ -435,8 +440,20 @@ class WeightsDistributor(ThreadedService):
 
     def _select(self) -> int:
         """The pinned version if it is complete, otherwise the newest."""
-        numbers, pinned = self.catalog.numbers(), self._pin.version(self._run)
-        return pinned if pinned in numbers else max(numbers, default=NO_VERSION)
+        pinned = self._pin.version(self._run)
+        return pinned if pinned in self.catalog.numbers() else self._newest()
+
+    def _newest(self) -> int:
+        """The number of the newest version; a pinned one of an earlier epoch may have a greater number."""
+        newest = newest_version(self.catalog)
+        return NO_VERSION if newest is None else newest.manifest.version
+
+    def _selected(self) -> list[StoredVersion]:
+        """The version to use in its precisions. If two epochs have its number, the earlier one stayed as pinned."""
+        found = self.catalog.of_number(self.version)
+        choose = min if self.version == self._pin.version(self._run) else max
+        epoch = choose((version.manifest.epoch for version in found), default=0)
+        return [version for version in found if version.manifest.epoch == epoch]
 
     def _announce(self) -> None:
         """Offers the version to use to all robots if it has changed."""
@@ -444,7 +461,7 @@ class WeightsDistributor(ThreadedService):
         pinned = self._pin.version(self._run)
         if pinned not in (NO_VERSION, self.version):
             self._pin.report_ignored()
-        state = self._ids(self.version), self._pin.pinned.serial
+        state = [version.id for version in self._selected()], self._pin.pinned.serial
         if state == self._announced:
             return
         self._announced = state
@@ -456,7 +473,7 @@ class WeightsDistributor(ThreadedService):
         pin = self._pin
         is_for_version = pin.pinned.run == self._run and pin.pinned.version in (NO_VERSION, self.version)
         return build_offer(
-            self.catalog.of_number(self.version),
+            self._selected(),
             self.catalog.cache,
             pin.signer,
             pin.signed if is_for_version else None,
@@ -471,13 +488,13 @@ class WeightsDistributor(ThreadedService):
 
     def _pinned_ids(self) -> list[bytes]:
         """The ids of the version to use, of the newest one, of the pinned one and of the one to keep."""
-        newest = max(self.catalog.numbers(), default=NO_VERSION)
-        numbers = {self.version, newest, self._pin.version(self._run), self._saved.kept_by_order}
+        numbers = {self.version, self._newest(), self._pin.version(self._run), self._saved.kept_by_order}
         return [id for number in sorted(numbers, reverse=True) for id in self._ids(number)]
 
     def _kept_ids(self) -> list[bytes]:
         """The ids of the versions that stay on disk, the newest first."""
-        kept = [id for number in self._saved.kept_numbers(self.catalog.numbers()) for id in self._ids(number)]
+        numbers = self._saved.kept_numbers(self.catalog.numbers(), self._newest())
+        kept = [id for number in numbers for id in self._ids(number)]
         return list(dict.fromkeys([*self._pinned_ids(), *kept]))
 
     def _prune(self) -> None:
@@ -493,7 +510,7 @@ class WeightsDistributor(ThreadedService):
         self._prune()
         versions = [self.catalog.versions[id] for id in self._kept_ids()]
         self._saved.write(versions, self.catalog.cache, self._pin.signer)
-        self._confirm(max((version.manifest.version for version in versions), default=NO_VERSION))
+        self._confirm(self._newest())
 
     def _confirm(self, version: int) -> None:
         """Confirms a stored version to the learner, also repeatedly: an earlier confirmation may be lost."""
