@@ -209,11 +209,11 @@ def test_retention_tries_again_after_an_unreadable_footer(
 
     def read_unless_hurt(self: Files, fd: int, count: int, offset: int) -> bytes:
         if os.fstat(fd).st_ino == hurt.stat().st_ino and offset + count == hurt.stat().st_size:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return pread(self, fd, count, offset)
 
     monkeypatch.setattr(Files, "pread", read_unless_hurt)
-    with pytest.raises(StoreError, match=f"cannot read {hurt}: Input/output error"):
+    with pytest.raises(StoreError, match=f"cannot read {hurt}: {os.strerror(errno.ESTALE)}"):
         verify_log(bench.path)
     keeper = RetentionWorker(bench.path, bench.writer, Retention(max_bytes=100_000), interval_s=0.01)
     keeper.start()

@@ -565,7 +565,7 @@ class RetentionWorker(ThreadedService):
         while not self._stopping.wait(self._interval_s):
             try:
                 self._apply()
-            except StoreError as error:  # a sector that cannot be read; the next round tries again
+            except StoreError as error:  # a file that cannot be read; the next round tries again
                 logger.error("retention.failed %s", error)
 
     def _apply(self) -> None:

@@ -33,7 +33,7 @@ from hal.durable import make_folder_durably, replace_durably, sync_folder
 from hal.errors import install_hint
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreVersionMismatch
 from user_sys.robot_records import ROBOTS_FOLDER, copy_robot_records, robot_records_of_store
-from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES
+from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, pread_readable
 from user_sys.store.labels import queued_files
 from user_sys.store.maintenance import require_store
 from user_sys.store.manifest import MANIFEST
@@ -330,7 +330,7 @@ class _Upload:
             is_sealed = read_sound_footer(OS_FILES, fd, name) is not None
             end = OS_FILES.size(fd) if is_sealed else _end_of_records(fd, name)
             sizes = range(0, end, PART_BYTES)
-            parts = (OS_FILES.pread(fd, min(PART_BYTES, end - offset), offset) for offset in sizes)
+            parts = (_read_part(fd, name, min(PART_BYTES, end - offset), offset) for offset in sizes)
             file = self._copy(str(name), parts, is_final=is_sealed)
             if is_sealed:
                 self._final[file.name] = file
@@ -349,7 +349,7 @@ class _Upload:
         Compares size, first part (with the time of creation) and last part (with the index of all records).
         """
         return known.size_bytes == OS_FILES.size(fd) and all(
-            hashlib.sha256(OS_FILES.pread(fd, PART_BYTES, PART_BYTES * at)).hexdigest() == known.parts[at]
+            hashlib.sha256(pread_readable(OS_FILES, fd, PART_BYTES, PART_BYTES * at)).hexdigest() == known.parts[at]
             for at in {0, len(known.parts) - 1}
         )
 
@@ -385,6 +385,21 @@ def _manifest_bytes(store: Path) -> bytes:
         return (store / MANIFEST).read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def _read_part(fd: int, name: SegmentName, count: int, offset: int) -> bytes:
+    try:
+        return OS_FILES.pread(fd, count, offset)
+    except OSError as error:
+        _logger.error(
+            "store.backup_unreadable segment=%s offset=%d bytes=%d: %s; the backup has zeros for what cannot be read: "
+            "run `user-sys store verify`",
+            name,
+            offset,
+            count,
+            error.strerror,
+        )
+        return pread_readable(OS_FILES, fd, count, offset)
 
 
 def _end_of_records(fd: int, name: SegmentName) -> int:

@@ -23,6 +23,8 @@ Buffer = bytes | memoryview
 CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
 MAX_BUFFERS = 1024  # IOV_MAX
 WRITE_BYTES = 256 << 10
+BLOCK_BYTES = 4096  # of a disk: what one bad sector makes unreadable
+MAX_BAD_BLOCKS = 64  # in one read
 
 # A write that fails with one of these can be retried.
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -116,6 +118,30 @@ class Files:
 
 
 OS_FILES = Files()
+
+
+def pread_readable(files: Files, fd: int, count: int, offset: int) -> bytes:
+    """As `Files.pread`, with zeros in place of blocks that the disk cannot read (EIO); checksums find these.
+
+    Raises OSError: more than `MAX_BAD_BLOCKS` cannot be read, as of a disk that has failed, or another error.
+    """
+    try:
+        return files.pread(fd, count, offset)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    end = max(offset, min(offset + count, files.size(fd)))
+    starts = [offset, *range(offset - offset % BLOCK_BYTES + BLOCK_BYTES, end, BLOCK_BYTES)]
+    blocks, bad = list[bytes](), 0
+    for at, stop in zip(starts, [*starts[1:], end], strict=True):
+        try:
+            blocks.append(files.pread(fd, stop - at, at))
+        except OSError as error:
+            bad += 1
+            if error.errno != errno.EIO or bad > MAX_BAD_BLOCKS:
+                raise
+            blocks.append(bytes(stop - at))
+    return b"".join(blocks)
 
 
 def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -71,7 +72,7 @@ class SegmentFileCache:
         """`count` bytes of the segment's file.
 
         Raises:
-            StoreCorrupt: it is shorter than that.
+            StoreCorrupt: it is shorter than that, or the disk cannot read this part (EIO).
             OSError: it cannot be opened or read.
         """
         with self._lock:
@@ -80,7 +81,14 @@ class SegmentFileCache:
             self._opened.move_to_end(name)
             if len(self._opened) > MAX_OPEN_SEGMENTS:
                 self._opened.popitem(last=False)
-        found = self._files.pread(opened.fd, count, offset)
+        try:
+            found = self._files.pread(opened.fd, count, offset)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise StoreCorrupt(
+                f"{self._path / str(name)}: {count} bytes at {offset} cannot be read: {error.strerror}"
+            ) from None
         if len(found) < count:
             raise StoreCorrupt(f"{self._path / str(name)} ends at byte {offset + len(found)}")
         return found
@@ -418,7 +426,7 @@ class LogReader(ClosedAtExit):
 
         Raises:
             StoreRecordGone: the record was dropped, or its segment's file is missing.
-            StoreCorrupt: the bytes changed.
+            StoreCorrupt: the bytes changed, or the disk cannot read them.
             StoreError: the file cannot be read.
         """
         return self._locate(ref, self._verified)

@@ -17,7 +17,7 @@ from crc32c import crc32c
 
 from hal.decode_errors import DECODE_ERRORS
 from user_sys.errors import StoreCorrupt
-from user_sys.store.files import Files, replace_file
+from user_sys.store.files import Files, pread_readable, replace_file
 from user_sys.store.record_format import (
     FORMAT_VERSION,
     Damage,
@@ -112,7 +112,7 @@ def load(files: Files, path: Path) -> LogManifest | None:
     """
     try:
         with files.opened(path / MANIFEST) as fd:
-            raw = files.pread(fd, min(files.size(fd), MAX_MANIFEST_BYTES), 0)
+            raw = pread_readable(files, fd, min(files.size(fd), MAX_MANIFEST_BYTES), 0)
     except (FileNotFoundError, NotADirectoryError):
         return None
     body = raw[:-_CRC_BYTES]

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from user_sys.errors import StoreCorrupt, StoreLocked, StoreVersionMismatch
-from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Buffer, Files
+from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Buffer, Files, pread_readable
 
 FORMAT_VERSION = 2
 SEGMENT_MAGIC = b"USERLOG\n"
@@ -210,14 +210,14 @@ def decode_record_header(
 
 
 class _Tail:
-    """The bytes of a file from `start` on, read at once.
+    """The bytes of a file from `start` on, read at once, with zeros for those that the disk cannot read.
 
     No mmap, because a recovering writer may truncate the file during a scan.
     """
 
     def __init__(self, files: Files, fd: int, start: int) -> None:
         self._start = start
-        self._raw = files.pread(fd, max(0, files.size(fd) - start), start)
+        self._raw = pread_readable(files, fd, max(0, files.size(fd) - start), start)
 
     def __len__(self) -> int:
         return len(self._raw)
@@ -371,7 +371,7 @@ def segment_numbers(path: Path, files: Files = OS_FILES) -> list[int]:
 
 
 def read_segment_header(files: Files, fd: int) -> SegmentHeader | None:
-    return decode_segment_header(files.pread(fd, SEGMENT_HEADER_BYTES, 0))
+    return decode_segment_header(pread_readable(files, fd, SEGMENT_HEADER_BYTES, 0))
 
 
 class WriterLock:
@@ -522,7 +522,7 @@ def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
         OSError: it cannot be read.
     """
     at = files.size(fd) - TRAILER_BYTES
-    raw = files.pread(fd, TRAILER_BYTES, at) if at >= SEGMENT_HEADER_BYTES else b""
+    raw = pread_readable(files, fd, TRAILER_BYTES, at) if at >= SEGMENT_HEADER_BYTES else b""
     if len(raw) < TRAILER_BYTES or raw[:8] != TRAILER_MAGIC:
         return None
     crc = positional_crc(raw[: _TRAILER.size], name.number, name.generation, at)
@@ -532,7 +532,7 @@ def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
     check_version(version, f"segment {name.number}")
     if not SEGMENT_HEADER_BYTES <= end <= summary_at <= at or size != at + TRAILER_BYTES:
         raise StoreCorrupt("the trailer does not fit the file")
-    block = memoryview(files.pread(fd, at - end, end))
+    block = memoryview(pread_readable(files, fd, at - end, end))
     records = decode_records(name.number, _unframed(name, INDEX_KIND, block, 0, end), count)
     summary = _unframed(name, SUMMARY_KIND, block, summary_at - end, end)
     return Footer(records, bytes(summary), end, first, following, size)

@@ -221,6 +221,7 @@ class _Recovery:
         size = self._files.size(fd)
         if size <= scan.end:
             return True
+        self._files.pread(fd, size - scan.end, scan.end)  # raises OSError: bytes that cannot be read may be a record
         place = f"path={self._path} segment={scan.number} offset={scan.end} bytes={size - scan.end}"
         if not scan.is_unfinished():
             _logger.warning("store.damaged %s: kept", place)

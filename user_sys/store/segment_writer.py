@@ -23,7 +23,16 @@ from crc32c import crc32c
 
 from user_sys.codec import checksum
 from user_sys.errors import StoreCorrupt, StoreError
-from user_sys.store.files import CREATE, NO_SPACE_ERRNOS, Buffer, Files, drop_written, next_buffers, write_all
+from user_sys.store.files import (
+    CREATE,
+    NO_SPACE_ERRNOS,
+    Buffer,
+    Files,
+    drop_written,
+    next_buffers,
+    pread_readable,
+    write_all,
+)
 from user_sys.store.index_block import IndexBlockBuilder
 from user_sys.store.manifest import LogManifest, ManifestFile, SegmentEntry
 from user_sys.store.record_format import (
@@ -235,7 +244,7 @@ class _SealedSource:
     def payload(self, ref: RecordRef) -> tuple[bytes, int] | None:
         """A record's payload and its CRC; None if it is damaged. Raises StoreCorrupt: the disk cannot read it."""
         try:
-            raw = self._files.pread(self._fd, RECORD_HEADER_BYTES + ref.length, ref.offset)
+            raw = pread_readable(self._files, self._fd, RECORD_HEADER_BYTES + ref.length, ref.offset)
         except OSError as error:
             raise StoreCorrupt(f"segment {self.name}: record {ref.sequence} cannot be read: {error.strerror}") from None
         decoded = decode_record_header(raw[:RECORD_HEADER_BYTES], self.name.number, self.name.generation, ref.offset)

@@ -16,7 +16,7 @@ from user_sys.codec import decode_packet_record, parse_packet
 from user_sys.episode import ChunkHeader
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreRecordGone, WireError
 from user_sys.store import manifest
-from user_sys.store.files import CREATE, NO_SPACE_ERRNOS, OS_FILES, Files, write_all
+from user_sys.store.files import CREATE, NO_SPACE_ERRNOS, OS_FILES, Files, pread_readable, write_all
 from user_sys.store.index import Index
 from user_sys.store.log_reader import LogReader
 from user_sys.store.manifest import LogManifest, QuarantinedRange, SegmentEntry
@@ -128,9 +128,8 @@ def _stored_indices(index: Index, episode: str) -> set[int]:
 
 def _chunk_by_its_header(file: Path, damage: Damage) -> LostChunk | None:
     """The chunk that a damaged record describes in its header, if that much can be decoded."""
-    with file.open("rb") as stream:
-        stream.seek(damage.offset)
-        raw = stream.read(damage.length)
+    with OS_FILES.opened(file) as fd:
+        raw = pread_readable(OS_FILES, fd, damage.length, damage.offset)
     found = decode_record_header(raw[:RECORD_HEADER_BYTES], damage.segment, damage.generation, damage.offset)
     if found is None:
         return None
@@ -300,11 +299,11 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
 
 
 def _copy(files: Files, source: Path, damage: Damage, folder: Path) -> Path:
-    """Copies the readable part of the range; a file that ends within it gives a shorter copy."""
+    """Copies the range, with zeros for unreadable blocks; a file that ends within it gives a shorter copy."""
     target = folder / f"{source.stem}-{damage.offset:012d}.bytes"
     with files.opened(source) as source_fd, files.opened(target, CREATE) as target_fd:
         for at in range(0, damage.length, COPY_BYTES):
-            block = files.pread(source_fd, min(COPY_BYTES, damage.length - at), damage.offset + at)
+            block = pread_readable(files, source_fd, min(COPY_BYTES, damage.length - at), damage.offset + at)
             write_all(files, target_fd, [block], at)
         files.fsync(target_fd)
     return target
