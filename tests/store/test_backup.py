@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def server() -> Iterator[str]:
     from moto.server import ThreadedMotoServer
 
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else requests are in the output of commands
     moto.start()
     host, port = moto.get_host_and_port()
     yield f"http://{host}:{port}"
