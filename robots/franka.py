@@ -32,12 +32,13 @@ from hal.settings import Positive
 from hal.spec import STATE, Array, RobotSpec
 from robots.cameras import make_cameras
 from robots.delta_actions import DeltaArm, DeltaArmConfig, DeltaTarget
-from robots.device import DeviceLock, DeviceThread, import_library, require_fresh
+from robots.device import DeviceLock, DeviceThread, age_s, import_library, require_fresh
 from robots.homing import build_judged_task
 
 JOINTS = 7
 CONNECT_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 3.0
+LOST_AFTER_S = 1.0  # without a new reading; the arm sends a thousand a second
 
 # Joint limits, rad: Franka's "Robot and interface specifications"
 JOINT_LOW = {
@@ -128,8 +129,12 @@ class FrankaRobot(Robot):
             raise
 
     def observe(self) -> Observation:
-        state = self._read()
-        require_fresh(self._name, self._captured_ns, self.spec.limits.stale_after_s)
+        state, stale_after_s = self._read(), self.spec.limits.stale_after_s
+        if (silent_s := age_s(self._captured_ns)) > max(
+            LOST_AFTER_S, stale_after_s
+        ):  # franky tells during a motion only
+            raise HardwareLost(f"{self._name}: no new reading for {silent_s:.1f} s")
+        require_fresh(self._name, self._captured_ns, stale_after_s)
         pose, force = state.O_T_EE, -state.O_F_ext_hat_K[:3]  # libfranka gives the tool's force on the environment
         numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], force)
         vector = np.concatenate([np.ravel(each) for each in numbers]).astype(np.float32)
