@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from images import parse
+
+from user_sys.config import load
+from user_sys.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -89,15 +94,52 @@ def test_no_image_runs_as_root_or_without_a_health_check() -> None:
         assert stage.name in ("base",) or {"USER", "HEALTHCHECK", "ENTRYPOINT"} <= words, stage.name
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_container_that_starts_again_has_its_options(has_run: bool, tmp_path: Path) -> None:
+    if has_run:
+        (tmp_path / "runs" / "latest").mkdir(parents=True)
+        (tmp_path / "runs" / "latest" / "run.json").touch()
+    (tmp_path / "user-sys").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "user-sys").chmod(0o755)
+    argv = [ROOT / "docker" / "resume-or-start", "cloud", "configs/cloud.yaml", "--ray.address=10.0.0.9:6379"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = subprocess.check_output(argv, cwd=tmp_path, env=environment, text=True)
+    run = "--resume runs/latest" if has_run else "configs/cloud.yaml"
+    assert said == f"cloud --any-result {run} --ray.address=10.0.0.9:6379\n"
+
+
+def manifest() -> dict[str, Any]:
+    """The objects of the Kubernetes manifest, by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all((ROOT / "docker" / "kuberay.yaml").read_text())}
+
+
+def test_run_on_kubernetes_requests_the_workers_gpu() -> None:
+    (head,) = manifest()["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    words = shlex.split(re.search(r"resume-or-start cloud (.*) &&", head["args"][0].replace("\\\n", ""))[1])  # type: ignore[index]
+    config = load(RunConfig, ROOT / words[0], [word.replace("$POD_IP", "10.0.0.2") for word in words[1:]])
+    assert config.ray.address == "10.0.0.2:6379" and [each.is_learner_gpu for each in config.resources] == [True]
+    assert "startupProbe" not in head and "6379" in str(head["readinessProbe"]), (
+        "the run waits for the worker, and the worker for a head that is ready"
+    )
+
+
 def test_kubernetes_accepts_the_manifest() -> None:
     """All but the fields of the RayCluster itself, whose pods are checked."""
     validate = pytest.importorskip("kubernetes_validate")
-    found = {each["kind"]: each for each in yaml.safe_load_all((ROOT / "docker" / "kuberay.yaml").read_text())}
+    found = manifest()
     cluster = found.pop("RayCluster")["spec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     pods = [{"apiVersion": "v1", "kind": "Pod", **group["template"]} for group in groups]
     for each in (*found.values(), *pods):
         validate.validate(each, validate.latest_version(), strict=True)
+
+
+def test_services_of_the_cloud_share_a_network_that_no_restart_replaces() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.cloud.yaml").read_text())["services"]
+    owner = services.pop("network")
+    assert owner["command"] == ["sleep", "infinity"] and "network_mode" not in owner
+    assert {service["network_mode"] for service in services.values()} == {"service:network"}
+    assert owner["ports"] and not any("ports" in service for service in services.values())
 
 
 def test_compose_files_build_stages_that_exist() -> None:
