@@ -9,6 +9,7 @@ outboxes.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -65,6 +66,7 @@ CONSOLE_FILE = "console.yaml"
 CONSOLE_PACKAGES = ("fastapi", "uvicorn", "websockets", "argon2")
 ROBOT_RETRY_S = 5.0
 SESSION_STOP_LEAD_S = 1.0
+END_WAIT_S = 60.0  # from the first robot that has heard of the run's end until those that cannot reach it are left
 DEMONSTRATION_COUNT_FILE = "demonstrations"  # the number of recorded ones
 PrintLine = Callable[[str], None]
 
@@ -337,8 +339,11 @@ def _run(
     print_line: PrintLine,
     status: EdgeStatusFile,
 ) -> None:
-    """Runs the robots' processes until the run is over for all of them or `stop` is set; then stops them."""
-    key_times = [path.stat().st_mtime_ns for path in keys]
+    """Runs the robots' processes until the run is over or `stop` is set; then stops them.
+
+    The run is over when all robots have heard so; or when one has, and the others still cannot work after `END_WAIT_S`.
+    """
+    key_times, over_s = [path.stat().st_mtime_ns for path in keys], math.inf
     try:
         for robot in robots:
             robot.start()
@@ -350,6 +355,10 @@ def _run(
                     key_times[index] = changed_ns
                     robot.restart_session("it has a new key")
             status.write(robots)
+            over_s = min(over_s, time.monotonic()) if any(robot.is_finished for robot in robots) else math.inf
+            is_late = time.monotonic() - over_s > END_WAIT_S
+            if is_late and all(robot.is_finished or robot.health.is_fault for robot in robots):
+                break
     finally:
         print_line("stopping: the robots are held, and recorded chunks are delivered")
         for robot in robots:

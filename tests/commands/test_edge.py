@@ -1,0 +1,71 @@
+"""When `user-sys edge` ends, with robots that other processes would drive."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import user_sys.commands.edge
+from user_sys.commands.edge import _run
+from user_sys.edge.robot_processes import RUN_FINISHED, UNREACHABLE, EdgeStatusFile, RobotHealth, RobotProcesses
+
+ROUNDS = 20
+FAULT, GOOD = RobotHealth(UNREACHABLE, "the gateway is unreachable"), RobotHealth("driving", "the run drives the robot")
+
+
+class Shown(RobotProcesses):
+    """A robot without processes, of a given health."""
+
+    def __init__(self, folder: Path, health: RobotHealth, stop: threading.Event) -> None:
+        super().__init__("arm", folder, folder, "tcp://desk:5555", lambda line: None)
+        self.given, self._end, self.polls, self.stopped = health, stop, 0, False
+
+    def start(self) -> None:
+        pass
+
+    def poll(self) -> None:
+        self.health, self.polls = self.given, self.polls + 1
+        if self.polls == ROUNDS:
+            self._end.set()
+
+    def request_stop(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs robots of these healths to the end; how often each was polled."""
+    for name in ("POLL_S", "SESSION_STOP_LEAD_S"):
+        monkeypatch.setattr(user_sys.commands.edge, name, 0.0)
+
+    def run(*healths: RobotHealth) -> int:
+        stop = threading.Event()
+        robots = [Shown(tmp_path, health, stop) for health in healths]
+        _run(robots, [tmp_path / "arm.key"] * len(robots), stop, lambda line: None, EdgeStatusFile(tmp_path))
+        assert all(robot.stopped for robot in robots)
+        return robots[0].polls
+
+    (tmp_path / "arm.key").write_text("")
+    return run
+
+
+def test_edge_ends_when_its_last_robots_cannot_reach_the_run_that_is_over(
+    polls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert polls(RUN_FINISHED, FAULT) == ROUNDS, "the others may still hear of the end"
+    monkeypatch.setattr(user_sys.commands.edge, "END_WAIT_S", 0.0)
+    assert polls(RUN_FINISHED, FAULT) < ROUNDS
+
+
+@pytest.mark.parametrize("healths", [(RUN_FINISHED, GOOD), (RUN_FINISHED, GOOD, FAULT), (FAULT, FAULT)])
+def test_edge_goes_on_while_a_robot_works_or_the_run_is_not_over(
+    healths: tuple[RobotHealth, ...], polls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_sys.commands.edge, "END_WAIT_S", 0.0, raising=False)
+    assert polls(*healths) == ROUNDS
