@@ -62,6 +62,7 @@ class Task(ABC):
         settings: the dataclass of its options; all fields have defaults.
         has_expert: whether `make_expert` gives a scripted expert.
         reads_observation: whether the observations of an episode decide what `evaluate` returns.
+        is_judged: whether a person decides on success, so that `evaluate` never does.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Task(ABC):
     settings: ClassVar[type[Any]] = NoTaskSettings
     has_expert: bool = False
     reads_observation: bool = True
+    is_judged: bool = False
 
     @classmethod
     def for_robot(cls, robot: Robot, settings: Any) -> Self:
@@ -146,6 +148,7 @@ class TaskMix(Task):
         """`paraphrased`: those of `tasks` whose instruction is drawn too."""
         self.tasks, self._paraphrased = tuple(tasks), tuple(paraphrased)
         self.has_expert = all(task.has_expert for task in self.tasks)
+        self.is_judged = any(task.is_judged for task in self.tasks)
         self._select(self.tasks[0], self.tasks[0].instruction)
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:

@@ -49,7 +49,7 @@ class HumanJudgedTask(Task):
     home pose.
     """
 
-    reads_observation = False
+    reads_observation, is_judged = False, True
 
     def __init__(self, name: str, instruction: str, max_steps: int) -> None:
         self.name, self.instruction, self.max_steps = name, instruction or name, max_steps

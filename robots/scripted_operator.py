@@ -80,6 +80,7 @@ class _OperatedTask(Task):
     def __init__(self, task: Task, operator: ScriptedOperator) -> None:
         self._task, self._operator = task, operator
         self.has_expert, self.reads_observation = task.has_expert, task.reads_observation
+        self.is_judged = task.is_judged
         self._describe()
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:

@@ -456,10 +456,11 @@ def draw_arm(source: str, spec: RobotSpec) -> ArmDrawing:
 
 
 class RobotDescription(NamedTuple):
-    """`has_expert`: each of the robot's tasks has a scripted expert."""
+    """`has_expert`: each of the robot's tasks has a scripted expert. `is_judged`: a person judges at least one."""
 
     spec: RobotSpec
     has_expert: bool
+    is_judged: bool
 
 
 _DESCRIPTIONS: dict[str, RobotDescription] = {}
@@ -470,7 +471,7 @@ def describe_robot(config: RobotConfig) -> RobotDescription:
     key = repr(config)
     if key not in _DESCRIPTIONS:
         setup = build_robot_setup(config, cameras=False)
-        _DESCRIPTIONS[key] = RobotDescription(setup.robot.spec, setup.task.has_expert)
+        _DESCRIPTIONS[key] = RobotDescription(setup.robot.spec, setup.task.has_expert, setup.task.is_judged)
     return _DESCRIPTIONS[key]
 
 

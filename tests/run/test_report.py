@@ -24,14 +24,14 @@ from hal.camera import CameraFrame as CameraFrame
 from hal.errors import HardwareLost
 from hal.spec import Array
 from user_sys.commands.main import main
-from user_sys.compose import RobotConfig
+from user_sys.compose import PolicyConfig, RobotConfig
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
-from user_sys.errors import RunError
+from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport
 from user_sys.robot_records import LEARNER
 from user_sys.run.compare import _band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
-from user_sys.run.evaluate import evaluate_and_report, success_by_task, video_listener
+from user_sys.run.evaluate import evaluate, evaluate_and_report, success_by_task, video_listener
 from user_sys.run.metrics import MetricsWriter
 from user_sys.run.report import (
     EpisodePoint,
@@ -191,6 +191,14 @@ def test_interrupt_ends_the_evaluation_and_keeps_what_is_finished(
         return
     assert evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console).episodes == 3
     assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3 and asked[-1] == interrupted
+
+
+def test_task_that_a_person_judges_needs_a_person() -> None:
+    """Nobody else can judge its episodes: all of them would count as failures."""
+    robot = RobotConfig(name="arm", driver="ur", task="tidy", options={"host": "192.0.2.1"})
+    for judged in (robot, replace(robot, task=("sort", "tidy"))):
+        with pytest.raises(ConfigError, match="^robot arm: a person judges its task: "):
+            next(evaluate(judged, PolicyConfig(), {}, EvaluationConfig(), lambda _: None))
 
 
 def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:

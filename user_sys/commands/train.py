@@ -118,7 +118,10 @@ def record(config: Path, output: Path, episodes: int, overrides: list[str]) -> i
 @click.option("--other-pictures", is_flag=True, help="show the pictures of the episode before: a control")
 @json_option
 def evaluate(run: Path, episodes: int, robot: str | None, other_pictures: bool, as_json: bool) -> int:
-    """Run the newest policy of RUN without a person and report its success with a 95% interval."""
+    """Run the newest policy of RUN without a person's help and report its success with a 95% interval.
+
+    If people judge the robot's task, it asks for the success of each episode.
+    """
     folder, config, _ = open_run_folder(run)
     if not config.robots:
         raise RunError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -198,6 +198,55 @@ class HoldingAgent(PolicyAgent):
             return None
         self._held_periods = 0
         return selected
+
+
+class Judge(Protocol):
+    """A person who judges episodes."""
+
+    def ask(self, text: str) -> None:
+        """Shows a question, and forgets what was answered before. Never blocks."""
+
+    def answer(self) -> str | None:
+        """The next answer; None if there is none yet. Never blocks."""
+
+
+class JudgedAgent:
+    """A policy's agent whose episodes a person judges.
+
+    The robot holds until the person has reset the scene, and after the task's last step until the answer. The answer
+    ends the episode at any time, with one step at rest.
+    """
+
+    def __init__(self, agent: PolicyAgent, spec: RobotSpec, judge: Judge) -> None:
+        self._agent, self._judge, self._applied = agent, judge, _AppliedAction(spec)
+        self._has_begun = self._is_late = False
+        self._success: bool | None = None
+
+    def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        self._agent.begin_episode(time_step, task)
+        self._applied.reset(time_step)
+        self._has_begun = self._is_late = False
+        self._success = None
+        self._judge.ask("reset the scene, then press Enter: the policy drives")
+
+    def select_action(self, time_step: TimeStep) -> SelectedAction | None:
+        """Raises PolicyUnavailable: there is no action now."""
+        self._applied.update(time_step)
+        answer = self._judge.answer()
+        if self._has_begun and answer in ("y", "n"):
+            self._success = answer == "y"
+            return SelectedAction(action=self._applied.rest_action(), phase=Phase.POLICY)
+        if answer is not None:
+            self._has_begun = True
+            self._judge.ask("success? type y or n, and Enter; then the robot moves to its start")
+        return self._agent.select_action(time_step) if self._has_begun and not self._is_late else None
+
+    def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
+        outcome = self._agent.evaluate_step(after, steps)
+        if self._success is not None:
+            return replace(outcome, terminated=True, truncated=False, success=self._success, source="person")
+        self._is_late |= outcome.truncated
+        return outcome if outcome.terminated else replace(outcome, truncated=False, success=None)
 
 
 class UpdatingPolicy(ActingPolicy, Protocol):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import select
+import sys
+import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,8 +17,16 @@ from rich.progress import track
 from hal.camera import Camera
 from hal.errors import HalError
 from hal.spec import IMAGES, Array
-from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, make_policy, robot_spec, select_cameras
-from user_sys.edge.agents import HoldingAgent, LoadedPolicy, PolicyAgent
+from user_sys.compose import (
+    PolicyConfig,
+    RobotConfig,
+    build_robot_setup,
+    describe_robot,
+    make_policy,
+    robot_spec,
+    select_cameras,
+)
+from user_sys.edge.agents import HoldingAgent, Judge, JudgedAgent, LoadedPolicy, PolicyAgent
 from user_sys.edge.chunk_executor import ActingPolicy
 from user_sys.edge.environment import TimeStep
 from user_sys.edge.local_environment import (
@@ -55,6 +66,7 @@ def evaluate(
     seed: int = 0,
     numbers: Sequence[int] = (),
     other_pictures: bool = False,
+    judge: Judge | None = None,
 ) -> Iterator[EpisodeReport]:
     """Runs `config.episodes` episodes on `robot` and yields each result.
 
@@ -67,13 +79,16 @@ def evaluate(
         check_stop: as in `open_local_environment`; also called in each control period.
         numbers: run only these of the episodes, and film all of them.
         other_pictures: see `OtherPictures`.
+        judge: judges each episode of a task that a person judges.
 
     Raises:
-        ConfigError: `other_pictures` of a policy that reads none.
+        ConfigError: a person judges the task, and there is no `judge`; or `other_pictures` of a policy that reads none.
         WireError: the weights do not fit the policy.
         HalError: the robot cannot be driven.
         PolicyUnavailable: the policy reads a camera that delivers no frames.
     """
+    if describe_robot(robot).is_judged and judge is None:
+        raise ConfigError(f"robot {robot.name}: a person judges its task: evaluate it with `user-sys evaluate`")
     reads_pictures = bool(select_cameras(policy, robot))
     if other_pictures and not reads_pictures:
         raise ConfigError(f"the policy {policy.kind} of robot {robot.name} reads no pictures: leave out other pictures")
@@ -90,7 +105,8 @@ def evaluate(
         acting = LoadedPolicy(trained, version)
         control = OtherPictures(acting) if other_pictures else None
         kind = PolicyAgent if policy.execution.mode == "wait" else HoldingAgent
-        agent = kind(control or acting, setup.robot.spec, policy.execution, deterministic=True)
+        alone = kind(control or acting, setup.robot.spec, policy.execution, deterministic=True)
+        agent = alone if judge is None else JudgedAgent(alone, setup.robot.spec, judge)
         with open_local_environment(setup, robot, check_stop=check_stop) as environment, ExitStack() as stack:
             listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
             if filmed:
@@ -105,6 +121,28 @@ def evaluate(
                 result = run_episode(environment, agent, None, source=source, seed=start, listeners=listeners)
                 if number in chosen:  # of the one before, only the pictures count
                     yield result
+
+
+class TerminalJudge:
+    """Asks the person at this program's terminal; see `user_sys.edge.agents.Judge`."""
+
+    def __init__(self, robot: str, console: Console) -> None:
+        """Raises RunError: there is no terminal."""
+        if not sys.stdin.isatty():
+            raise RunError(f"robot {robot}: a person judges its task: start the evaluation in a terminal")
+        self._console = console
+
+    def ask(self, text: str) -> None:
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def answer(self) -> str | None:
+        """A line without spaces around it, in small letters. Raises KeyboardInterrupt: the input has ended."""
+        if not select.select([sys.stdin], [], [], 0.0)[0]:
+            return None
+        if not (line := sys.stdin.readline()):
+            raise KeyboardInterrupt
+        return line.strip().lower()
 
 
 class OtherPictures:
@@ -169,14 +207,14 @@ def load_acting_weights(folder: RunFolder, learner: str = LEARNER) -> tuple[Weig
 
 
 def robots_to_evaluate(config: RunConfig, folder: RunFolder) -> dict[str, RobotConfig]:
-    """For each learner of the run, by name, the first simulated robot of its embodiment.
+    """For each learner of the run, by name, the first simulated robot of its embodiment whose task no person judges.
 
     Real robots are evaluated with `user-sys evaluate` only, by a person who stands by.
     """
     learners = learner_from_embodiment(read_robot_records(folder.robots))
     found: dict[str, RobotConfig] = {}
     for robot in config.robots:
-        if not robot.simulated:
+        if not robot.simulated or describe_robot(robot).is_judged:
             continue
         if (learner := learners.get(robot_spec(robot).embodiment)) is not None:
             found.setdefault(learner, robot)
@@ -196,17 +234,24 @@ def run_evaluation(
 ) -> tuple[list[EpisodeReport], list[Array], WeightsManifest]:
     """Evaluates the policy of `learner` on `robot` (default: the first) and shows progress.
 
+    A task that a person judges asks on the terminal.
+
     Args:
         numbers, other_pictures: as in `evaluate`.
 
     Returns:
         The results, pictures of the filmed episodes, and the version that acted.
+
+    Raises:
+        RunError: there is no policy, or a person judges the task and there is no terminal.
     """
+    robot = robot or config.robots[0]
+    judge = TerminalJudge(robot.name, console) if describe_robot(robot).is_judged else None
     manifest, weights = load_acting_weights(folder, learner)
     pictures: list[Array] = []
     with defer_signals() as check_stop:
         results = evaluate(
-            robot or config.robots[0],
+            robot,
             config.policy,
             weights,
             replace(config.evaluation, episodes=episodes),
@@ -216,10 +261,12 @@ def run_evaluation(
             check_stop=check_stop,
             numbers=numbers,
             other_pictures=other_pictures,
+            judge=judge,
         )
         label = f"{'filming failures of' if numbers else 'evaluating'} version {manifest.version}"
         total = len(numbers) or episodes
-        return list(track(results, label, total=total, console=console, transient=True)), pictures, manifest
+        shown = track(results, label, total=total, console=console, transient=True, disable=judge is not None)
+        return list(shown), pictures, manifest
 
 
 def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary, console: Console) -> RunSummary:

@@ -1,0 +1,120 @@
+"""An evaluation of a task that a person judges: it asks on the terminal, and the robot holds until the answers."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import user_sys.run.evaluate as module
+from robots.homing import HumanJudgedTask
+from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, describe_robot
+from user_sys.errors import RunError
+from user_sys.messages import EpisodeReport
+from user_sys.policies.policy import ActionChunk
+from user_sys.run.config import EvaluationConfig
+from user_sys.run.evaluate import TerminalJudge, evaluate
+
+MAX_STEPS = 5
+
+
+class Moving:
+    """A policy that counts its actions."""
+
+    cameras: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.actions = 0
+
+    def load(self, weights: Any) -> None:
+        pass
+
+    def act(self, *args: Any, **settings: Any) -> ActionChunk:
+        self.actions += 1
+        return ActionChunk(np.full((1, 4), 0.1, np.float32), np.zeros(1, np.float32))
+
+
+class Person:
+    """Types a line of `lines` at each call; None stands for nothing typed. Notes how far the policy then was."""
+
+    def __init__(self, policy: Moving, *lines: str | None) -> None:
+        self._policy, self._lines = policy, list(lines)
+        self.asked: list[tuple[str, int]] = []
+
+    def ask(self, text: str) -> None:
+        self.asked.append((text.split()[0], self._policy.actions))
+
+    def answer(self) -> str | None:
+        return self._lines.pop(0)
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Moving:
+    """The policy of evaluations, whose robot has a task that a person judges."""
+
+    def judged(config: RobotConfig, **options: Any) -> Any:
+        return replace(build_robot_setup(config, **options), task=HumanJudgedTask("tidy", "tidy up", MAX_STEPS))
+
+    policy = Moving()
+    monkeypatch.setattr(module, "build_robot_setup", judged)
+    monkeypatch.setattr(module, "describe_robot", lambda robot: describe_robot(robot)._replace(is_judged=True))
+    monkeypatch.setattr(module, "make_policy", lambda *args, **settings: policy)
+    return policy
+
+
+def run(person: Person, episodes: int) -> list[EpisodeReport]:
+    config = EvaluationConfig(episodes=episodes, video_episodes=0)
+    robot = RobotConfig(name="arm", driver="fake", task="reach")
+    return list(evaluate(robot, PolicyConfig(), {}, config, lambda _: None, judge=person))
+
+
+def test_policy_waits_for_the_scene_and_its_episode_ends_with_the_answer(policy: Moving) -> None:
+    person = Person(policy, None, None, "", None, None, "y", None, "", None, "n")
+    first, second = run(person, 2)
+    assert (first.success, second.success) == (True, False)
+    assert person.asked == [("reset", 0), ("success?", 0), ("reset", 3), ("success?", 3)]
+    assert (first.steps, second.steps) == (4, 3), "the last step of each is at rest"
+    assert (first.intervention_steps, policy.actions) == (0, 5)
+
+
+def test_robot_holds_after_the_last_step_until_a_valid_answer(policy: Moving) -> None:
+    person = Person(policy, "", *[None] * (MAX_STEPS + 4), "maybe", None, "y")
+    (report,) = run(person, 1)
+    assert report.success is True and report.steps == MAX_STEPS + 1 and policy.actions == MAX_STEPS
+    assert person.asked == [("reset", 0), ("success?", 0), ("success?", MAX_STEPS)]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The end of a person at a terminal, which is this program's input."""
+    person, program = os.openpty()
+    with os.fdopen(program) as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        yield person
+    os.close(person)
+
+
+def test_terminal_gives_each_line_once_and_none_from_before_a_question(terminal: int) -> None:
+    shown = io.StringIO()
+    judge = TerminalJudge("arm", Console(file=shown))
+    os.write(terminal, b"\n")
+    judge.ask("success?")
+    assert judge.answer() is None and shown.getvalue() == "success?\n"
+    os.write(terminal, b" Y \nn\n")
+    assert [judge.answer(), judge.answer(), judge.answer()] == ["y", "n", None]
+    os.write(terminal, b"\x04")  # Ctrl-D
+    with pytest.raises(KeyboardInterrupt):
+        judge.answer()
+
+
+def test_judged_evaluation_without_a_terminal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(RunError, match="robot arm: a person judges its task: start the evaluation in a terminal"):
+        TerminalJudge("arm", Console(file=io.StringIO()))
