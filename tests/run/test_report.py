@@ -29,7 +29,7 @@ from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport
 from user_sys.robot_records import LEARNER
-from user_sys.run.compare import _band
+from user_sys.run.compare import _band, _settings
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate, evaluate_and_report, success_by_task, video_listener
 from user_sys.run.metrics import MetricsWriter
@@ -316,6 +316,13 @@ def test_compare_groups_seeds_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(argv) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "3 of 3" in text and "0 of 1" in text and str(plot.name) in text
+
+
+def test_compare_groups_seeds_that_ran_side_by_side_with_robots_of_other_names() -> None:
+    robots = [(RobotConfig(name=f"panda-{n}"),) for n in range(4)]
+    seeds = [RunConfig(name=f"a-{n}", seed=n, robots=robots[n], remote_robots=robots[n + 2]) for n in range(2)]
+    assert _settings(seeds[0]) == _settings(seeds[1])
+    assert _settings(seeds[0]) != _settings(replace(seeds[0], robots=(RobotConfig(name="panda-0", task="reach"),)))
 
 
 def test_compare_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

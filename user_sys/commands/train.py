@@ -180,7 +180,7 @@ def _select_robot(config: RunConfig, folder: RunFolder, name: str | None) -> tup
 def compare(runs: tuple[Path, ...], reach: float, output: Path, as_json: bool) -> None:
     """Compare RUNs, also while they train: their evaluations, what they took to reach a success rate, and a plot.
 
-    Runs that differ in seed and name only are one row. A success rate is that of 50 autonomous training episodes.
+    Runs that differ in seed and names only are one row. A success rate is that of 50 autonomous training episodes.
     """
     variants = read_variants(runs)
     draw_comparison(output, variants)

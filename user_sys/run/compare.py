@@ -111,6 +111,8 @@ def read_variants(paths: Sequence[Path]) -> list[Variant]:
 
 def _settings(config: RunConfig) -> str:
     plain = {name: value for name, value in as_dict(config).items() if name not in OF_ONE_RUN}
+    for robot in (*plain["robots"], *plain["remote_robots"]):
+        del robot["name"]  # robots of runs side by side have different ones
     plain["gateway"] = {name: value for name, value in plain["gateway"].items() if name != "endpoint"}
     return json.dumps(plain, sort_keys=True, default=str)
 
