@@ -100,6 +100,11 @@ def test_overrides_are_separated_at_any_position(launch: Verb) -> None:
         (["store", "verfy"], "Did you mean 'verify'?"),
         (["evaluate", "runs/latest", "--episode", "3"], "'--episodes'"),
         (["train"], "CONFIG is missing"),
+        (
+            ["train", "configs/demo.yaml", "--resume", "runs/a"],
+            "takes the settings of RUN: leave out configs/demo.yaml",
+        ),
+        (["cloud", "--resume", "runs/a", "--keys=keys"], "runs/a/keys: leave out --keys"),
         (["train", "--resum", "runs/a"], "No such option '--resum'. Did you mean '--resume'?"),
         (["train", "configs/demo.yaml", "--target.success=1.1"], "--target.success: expected a number <= 1.0, got 1.1"),
         (["train", "configs/demo.yaml", "--name", "../../evil"], "--name: expected letters, digits"),
@@ -132,6 +137,15 @@ def test_error_prints_one_line(
     assert main(["train", "demo.yaml"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("user-sys: error: ") and err.endswith(f"{message}\n") and err.count("\n") == 1
+
+
+def test_keys_of_a_resumed_run_may_be_named(launch: Verb, tmp_path: Path) -> None:
+    """Containers start and resume with the same options."""
+    launch(lambda args: 7)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "keys").symlink_to(tmp_path / "keys")
+    assert main(["cloud", "--resume", str(tmp_path / "run"), f"--keys={tmp_path / 'keys'}"]) == 7
+    assert main(["cloud", "--resume", str(tmp_path / "run")]) == 7
 
 
 def test_verbose_raises_the_error(launch: Verb) -> None:

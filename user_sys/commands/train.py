@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import track
 
@@ -80,10 +81,23 @@ def _launch(verb: Literal["train", "cloud"], options: dict[str, Any]) -> int:
         raise click.UsageError("CONFIG is missing: give one, such as configs/demo.yaml, or --resume RUN")
     if request.restart_if_unreadable and request.resume is None:
         raise click.UsageError("--restart-if-unreadable needs --resume RUN")
+    if request.resume is not None and request.config is not None:
+        raise click.UsageError(
+            f"--resume takes the settings of RUN: leave out {request.config}, and set --section.key=value"
+        )
+    if request.resume is not None and request.keys is not None and _is_given("keys"):
+        own = RunFolder(request.resume).keys.resolve()
+        if request.keys.resolve() != own:
+            raise click.UsageError(f"--resume takes the keys of RUN, which are in {own}: leave out --keys")
     try:
         return launch_run(request)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(request.resume_hint()) from None
+
+
+def _is_given(name: str) -> bool:
+    """Whether the command line has this parameter of the running verb."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 @click.command(cls=ConfiguredVerb)
