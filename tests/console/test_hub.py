@@ -97,6 +97,15 @@ def test_silent_learner_is_a_warning(hub: ConsoleHub, clock: Clock) -> None:
     assert not hub.view().warning
 
 
+def test_learner_that_has_finished_is_not_missed(hub: ConsoleHub, clock: Clock) -> None:
+    hub.update(MetricsReport(node="learner", count=5, scalars={"finished": 1.0}))
+    clock.now_s += 61.0
+    assert not hub.view().warning
+    hub.update(MetricsReport(node="learner", count=5, scalars={"finished": 0.0}))  # it was started again elsewhere
+    clock.now_s += 61.0
+    assert hub.view().warning == "training stands still: no report from learner; read logs/learner.log"
+
+
 def test_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().robots[0].status is None and not hub.view().robots[0].lost
     hub.update(status(step=9))

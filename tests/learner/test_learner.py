@@ -296,6 +296,7 @@ def test_learner_ends_at_its_training_time(bench: LearnerBench) -> None:
     learner = bench.learner(config, clock=lambda: next(readings) / 100)
     learner.run(threading.Event())
     assert 0.2 <= learner.training_s < 0.3
+    assert [scalars["finished"] for _, scalars in bench.reported] == [0.0] * (len(bench.reported) - 1) + [1.0]
     assert bench.learner(CONFIG).training_s == learner.training_s
 
 

@@ -72,7 +72,8 @@ def page(tmp_path: Path) -> str:
         robots=(robot,), metrics=metrics, tasks={"lift": 0.75},
     )  # fmt: skip
     gateway = ProcessStatus(state=ProcessState.RUNNING, pid=os.getpid(), restarts=1, last_exit=-9)
-    status.write("training", run, {"gateway": gateway}, {})
+    done = ProcessStatus(state=ProcessState.STOPPED, last_exit=0)
+    status.write("training", run, {"gateway": gateway, "learner": done}, {})
     port = free_port("127.0.0.1")
     exporter = RunExporter(port, tmp_path, lambda: status.newest, is_local=True)
     try:
@@ -101,6 +102,8 @@ def test_robots_learners_and_processes_have_metrics(page: str) -> None:
         "user_sys_steps_total 900.0",
     ):
         assert line in page.splitlines(), line
+    up = re.findall("^user_sys_process_up.*", page, re.MULTILINE)
+    assert up == ['user_sys_process_up{process="gateway"} 1.0'], "the learner is done"
     (resident,) = re.findall(r'user_sys_process_resident_bytes{process="gateway"} (\S+)', page)
     assert float(resident) > 10e6
 

@@ -428,9 +428,13 @@ class RunProgress:
 
     @property
     def _silent_learners(self) -> str:
-        """The learners that have not reported for `LEARNER_SILENT_S`; they report each second, also while they wait."""
-        now_s = self._clock()
-        silent = [name for name, (_, at_s) in sorted(self._updates.items()) if now_s - at_s > LEARNER_SILENT_S]
+        """The learners that have not reported for `LEARNER_SILENT_S`; they report each second, also while they wait.
+
+        One that has finished need not report.
+        """
+        since_s = self._clock() - LEARNER_SILENT_S
+        learners = [name for name in sorted(self._updates) if not self.metrics[name].get("finished", 0)]
+        silent = [name for name in learners if self._updates[name][1] < since_s]
         logs = ", ".join(str(self._folder / "logs" / f"{name}.log") for name in silent)
         return f"training stands still: no report from {', '.join(silent)}; read {logs}" if silent else ""
 

@@ -323,7 +323,7 @@ class Learner:
                 pass
             self._save(wait=True)
             self._publish_if(self._versions is not None and not (stop_now and stop_now.is_set()))
-            self._report()
+            self._report(finished=True)
         finally:
             self.close()
         log.info("learner.stopped updates=%d training_s=%.1f", self.updates, self.training_s)
@@ -526,7 +526,7 @@ class Learner:
         if self._versions is not None:
             self._versions.version = version
 
-    def _report(self) -> None:
+    def _report(self, *, finished: bool = False) -> None:
         """Reports scalars. Raises NotFinite if a loss is not finite."""
         if self._publisher is None or self._versions is None:
             return
@@ -553,6 +553,7 @@ class Learner:
                 "checkpoints_unreadable": float(self._unreadable_checkpoints),
                 "disk_needed_bytes": float(full.needed_bytes if full else 0),
                 "disk_free_bytes": float(full.free_bytes if full else 0),
+                "finished": float(finished),
                 **self._publisher.scalars(),
             },
         )

@@ -122,7 +122,7 @@ class RunExporter(Collector):
         yield from families.values()
 
     def _process_metrics(self, status: RunStatus) -> Iterator[Metric]:
-        up = _gauge("process_up", "1 while the process runs", "process")
+        up = _gauge("process_up", "1 while the process runs; none once it is done", "process")
         restarts = _counter("process_restarts", "restarts of the process in this launch", "process")
         memory = _gauge("process_resident_bytes", "memory of the process", "process")
         files = _gauge("process_open_files", "open files of the process", "process")
@@ -130,7 +130,8 @@ class RunExporter(Collector):
         silent = _gauge("process_silent_seconds", "how long a running gateway or learner has not reported", "process")
         for process in status.processes:
             silent.add_metric([process.name], silent_s(process, status))
-            up.add_metric([process.name], float(process.state is ProcessState.RUNNING))
+            if process.state is not ProcessState.STOPPED or process.last_exit != 0:  # else it is done
+                up.add_metric([process.name], float(process.state is ProcessState.RUNNING))
             restarts.add_metric([process.name], process.restarts)
         usage = process_usage(status) if self._is_local else {}
         for name, (resident_bytes, open_files, thread_count) in usage.items():
