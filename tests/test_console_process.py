@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -21,7 +22,9 @@ from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.robot_processes import module_argv
+from user_sys.errors import RunError
 from user_sys.gateway.config import GatewayConfig
+from user_sys.run import console_process
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder, open_run_folder
 from user_sys.run.prepare import free_endpoint, gateway_client, prepare_run_folder
 from user_sys.run.topology import CONSOLE, topology
@@ -60,6 +63,19 @@ class Run:
             process.terminate()
         for process in self.processes.values():
             process.wait(DEADLINE_S)
+
+
+def test_console_whose_port_is_taken_leaves_the_address_of_the_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_process, "stop_on_signals", lambda stop: None)
+    config = RunConfig(runs=tmp_path, console=ConsoleConfig(enabled=False))
+    folder, metadata = create_run_folder(config, "run", free_endpoint(GatewayConfig().endpoint))
+    prepare_run_folder(config, folder, metadata)
+    folder.console_address.write_text("http://127.0.0.1:8088/?token=abc")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="is in use"):
+        console_process.serve_console(folder.path, taken.getsockname()[1], lambda address: None)
+    assert folder.console_address.read_text() == "http://127.0.0.1:8088/?token=abc"
 
 
 @pytest.fixture

@@ -48,8 +48,11 @@ class ConsoleProcess:
         address: of the page.
     """
 
-    def __init__(self, folder: RunFolder, config: RunConfig, metadata: RunMetadata) -> None:
+    def __init__(self, folder: RunFolder, config: RunConfig, metadata: RunMetadata, *, is_restart: bool = True) -> None:
         """Listens, and writes the address to the run's folder.
+
+        Args:
+            is_restart: keep the address in the folder, with its secret, if there is one.
 
         Raises:
             RunError: the port is in use, or a key is missing.
@@ -68,7 +71,9 @@ class ConsoleProcess:
             self._hub.add_robot(robot.name)
         self._read_robot_records()
         self._audit = AuditLog(folder.path / STATE_FILE)
-        console, token = as_before(config.console, folder.console_address)
+        console, token = config.console, ""
+        if is_restart:
+            console, token = as_before(config.console, folder.console_address)
         sources = {robot.name: drawing_source(robot) for robot in (*config.robots, *config.remote_robots)}
         self._server = ConsoleServer(
             self._hub, console, token, self._audit.write, folder.store, drawing_sources=sources
@@ -147,10 +152,9 @@ def serve_console(run: Path, port: int | None, on_address: Callable[[str], None]
         raise RunError(f"{run} has a console of its own, whose address it printed; start it with console.enabled=false")
     stop = threading.Event()
     stop_on_signals(stop)
-    folder.console_address.unlink(missing_ok=True)
     console = config.console if port is None else replace(config.console, port=port)
     with LogFile(folder.log(CONSOLE), run=metadata.name, process=CONSOLE):
-        process = ConsoleProcess(folder, replace(config, console=console), metadata)
+        process = ConsoleProcess(folder, replace(config, console=console), metadata, is_restart=False)
         on_address(process.address)
         process.serve(stop)
 
