@@ -31,6 +31,7 @@ from user_sys.gateway.relay import RelayConfig
 from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
 from user_sys.robot_records import read_robot_records
 from user_sys.run import config as config_module
+from user_sys.run import prepare
 from user_sys.run.config import (
     METADATA_FILE,
     EvaluationConfig,
@@ -39,6 +40,7 @@ from user_sys.run.config import (
     RunMetadata,
     TargetConfig,
     create_run_folder,
+    default_run_name,
     open_run_folder,
 )
 from user_sys.run.evaluate import exit_status
@@ -52,7 +54,7 @@ from user_sys.run.prepare import (
     report_unreadable_checkpoints,
 )
 from user_sys.run.report import RunSummary
-from user_sys.tunnel.keys import load_keypair
+from user_sys.tunnel.keys import Keyring, load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
 
@@ -108,6 +110,13 @@ def test_settings_of_a_run_are_synced(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "fsync", recorded)
     create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     assert any(Path(name).name.startswith(".config.yaml.") for name in synced), synced
+
+
+@pytest.mark.parametrize("file", ["my arm.yaml", "lift+place.yaml", "arm (2).yaml", ".arm.yaml", "+.yaml", "a" * 99])
+def test_default_name_of_any_file_is_one_that_the_run_accepts(file: str, tmp_path: Path) -> None:
+    folder, _ = create_run_folder(fleet(tmp_path), default_run_name(Path("configs") / file), ENDPOINT)
+    _, config, _ = open_run_folder(folder.path)
+    assert config.name == folder.path.name
 
 
 def test_existing_run_name_is_refused(tmp_path: Path) -> None:
@@ -209,6 +218,29 @@ def test_preparing_again_keeps_keys_and_allows_a_new_robot(tmp_path: Path) -> No
         allowed = "\n".join(p.read_text() for p in (folder.keys / "allowed").rglob("*") if p.is_file())
         assert (public in allowed) == (path.stem != "gateway")
     assert set(specs) == {"left", "right"}
+
+
+def test_reward_of_a_resumed_run_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "load_reward", lambda config: None)
+    folder, _ = create_run_folder(replace(fleet(tmp_path), console=ConsoleConfig(enabled=False)), "first", ENDPOINT)
+    overrides = ["--rewards.kind=classifier", "--rewards.options={model: reward.safetensors}"]
+    request = LaunchRequest("train", None, folder.path, False, False, None, overrides)
+    config, _ = load_run(request)
+    assert config.rewards.options["model"] == str(tmp_path / "reward.safetensors")
+
+
+def test_robot_with_the_name_of_a_remote_robot_does_not_replace_its_key(tmp_path: Path) -> None:
+    keys, remote = tmp_path / "keys", new_keypair()
+    save_keypair(new_keypair(), keys, "gateway")
+    Keyring(keys).allow(remote.public, "left", "robot")
+    config = fleet(tmp_path / "runs", "left")
+    folder, metadata = create_run_folder(config, "first", ENDPOINT, keys)
+    with pytest.raises(RunError, match="robots: left is the name of a robot on another computer, .*; choose another"):
+        prepare_run_folder(config, folder, metadata)
+    assert [(entry.name, entry.public) for entry in Keyring(keys).list() if entry.role == "robot"] == [
+        ("left", remote.public)
+    ]
 
 
 def test_prepared_files_are_read_by_the_processes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -387,6 +388,6 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
 
 
 def default_run_name(config_path: Path | None) -> str:
-    """A name made of the configuration's name and the time, such as ``demo-1121-0315-07``."""
-    stem = config_path.stem if config_path else "run"
-    return f"{stem}-{time.strftime('%m%d-%H%M-%S')}"
+    """A `RunName` made of the configuration's name and the time, such as ``demo-1121-0315-07``."""
+    stem = re.sub(r"[^\w.-]+", "-", config_path.stem if config_path else "").strip(".-")[:80]
+    return f"{stem or 'run'}-{time.strftime('%m%d-%H%M-%S')}"

@@ -20,7 +20,6 @@ from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.compose import (
-    PolicyConfig,
     RobotConfig,
     check_execution,
     check_pictures,
@@ -132,7 +131,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
             for path, found in _surveyed_checkpoints(folder):
                 if found.is_all_unreadable:
                     raise RunError(unreadable_message(path, found))
-        return config, folder.path
+        return _with_absolute_paths(config), folder.path
     config = load(RunConfig, request.config, request.overrides)
     if request.verb == "train" and not config.robots:
         raise RunError(
@@ -141,9 +140,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         )
     _require_console(config)
     check_plugins(config)
-    if config.rewards.kind:
-        config = replace(config, rewards=with_absolute_paths(config.rewards))
-    config = replace(config, policy=_with_absolute_paths(config.policy))
+    config = _with_absolute_paths(config)
     if config.learner.initial_policy:
         config = replace(config, learner=_with_initial_policy(config.learner))
     require_keys(config.gateway.endpoint, request.keys)
@@ -157,11 +154,18 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
     return config, home
 
 
-def _with_absolute_paths(policy: PolicyConfig) -> PolicyConfig:
-    """`policy` with absolute paths to the files that exist here, so that the run can be resumed in any folder."""
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """`config` with absolute paths to the files of reward and policy, so that the run can be resumed in any folder.
+
+    Of the policy, to those that exist here.
+    """
+    rewards, policy = config.rewards, config.policy
+    if rewards.kind:
+        rewards = with_absolute_paths(rewards)
     _, settings = load_policy(policy.kind, policy.options)
     paths = {name: value for name, value in vars(settings).items() if isinstance(value, Path) and value.exists()}
-    return replace(policy, options={**policy.options, **{name: str(path.resolve()) for name, path in paths.items()}})
+    policy = replace(policy, options={**policy.options, **{name: str(path.resolve()) for name, path in paths.items()}})
+    return replace(config, rewards=rewards, policy=policy)
 
 
 def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
@@ -432,8 +436,19 @@ def _create_keys(config: RunConfig, folder: RunFolder) -> None:
 
 
 def allow_process(folder: RunFolder, name: str, role: Role) -> None:
-    """Creates a process's key pair if it has none, and allows it at the gateway, whether or not that runs."""
-    Keyring(folder.keys).allow(_create_key(folder, name), name, role)
+    """Creates a process's key pair if it has none, and allows it at the gateway, whether or not that runs.
+
+    Raises:
+        RunError: a robot of that name on another computer has the private key.
+    """
+    ring = Keyring(folder.keys)
+    is_known = any((entry.name, entry.role) == (name, "robot") for entry in ring.list())
+    if is_known and not (folder.keys / f"{name}.key").exists():
+        raise RunError(
+            f"robots: {name} is the name of a robot on another computer, whose key is in {ring.folder}; choose another "
+            "name for the robot of this run"
+        )
+    ring.allow(_create_key(folder, name), name, role)
 
 
 def _create_key(folder: RunFolder, name: str) -> str:
