@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from hal.process_supervisor import ProcessStatus
+from hal.process_supervisor import ProcessStatus, exit_reason
 from hal.resource import Health
 from hal.signals import TerminationRequest, bounded_shutdown
 from hal.spec import RobotSpec
@@ -93,11 +93,12 @@ def _run(
     config = allocation.config
     request.folder = folder.path
     report_unreadable_checkpoints(folder, console)
-    specs = prepare_run_folder(config, folder, metadata, *allocation.robots_on_other_nodes())
+    on_other_nodes, address = allocation.robots_on_other_nodes()
+    specs = prepare_run_folder(config, folder, metadata, on_other_nodes, address)
     prepare_trace(folder.trace, wanted=request.profile)
     folder.console_address.unlink(missing_ok=True)  # each launch has a secret of its own
     link_latest(folder.path)
-    record_all_demonstrations(config, folder.store, console, allocation.locked_robots())
+    record_all_demonstrations(config, folder.store, console, allocation.locked_robots(), on_other_nodes)
     if request.verb == "cloud":
         print_join_instructions(folder, metadata, console)
     log_file = LogFile(folder.log("launcher"), run=metadata.name, process="launcher")
@@ -344,7 +345,7 @@ class RunSupervisor:
             driver = f"{robot.name}-driver"
             path, status = self._folder.log(driver), statuses[driver]
             message = last_log_message(path)
-            failed = status.restarts >= MAX_ROBOT_STARTS - 1 and (status.last_exit or 0) > 0
+            failed = status.restarts >= MAX_ROBOT_STARTS - 1 and status.last_exit not in (None, 0)
             if robot.name in self._seen:
                 self._missing.pop(robot.name, None)
             elif message.startswith(WAITING_LOG_PREFIX):
@@ -353,7 +354,8 @@ class RunSupervisor:
                     reason += f"; --robots.{number}.name=NAME simulates another robot, which need not wait"
                 self._reasons.print(robot.name, reason, display.print_line)
             elif failed and robot.name not in self._missing:
-                why = f"{message or 'its log is empty'}; see {path}"
+                ends = f"its driver ends {exit_reason(status.last_exit or 0)}"
+                why = f"{ends}: {message or 'its log is empty'}; see {path}"
                 self._missing[robot.name] = f"{robot.name} cannot be driven: {why}"
                 display.print_line(self._missing[robot.name])
         if self._missing and len(self._missing) == len(self._config.robots) and not self._active_remote_robots():

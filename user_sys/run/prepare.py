@@ -547,12 +547,27 @@ def record_demonstrations(
         )
 
 
-def record_all_demonstrations(config: RunConfig, store: Path, console: Console, locked: frozenset[str]) -> None:
+def record_all_demonstrations(
+    config: RunConfig, store: Path, console: Console, locked: frozenset[str], on_other_nodes: Collection[str]
+) -> None:
     """Records the demonstrations of each of the run's robots and prints their number.
 
     Args:
         locked: robots that the run has locked; its driver processes take these locks over later.
+        on_other_nodes: robots that other computers drive. This computer records for the simulated ones of them only.
+
+    Raises:
+        RunError: a real robot on another computer lacks demonstrations. No robot has moved.
     """
+    for robot in config.robots:
+        is_far = robot.name in on_other_nodes and not robot.simulated
+        if is_far and (missing := config.demonstrations.episodes - count_demonstrations(store, robot.name)) > 0:
+            raise RunError(
+                f"{robot.name} is on another computer, and {missing} of its demonstrations are missing: record them "
+                f"there with `user-sys record CONFIG --episodes {missing}`, copy runs/demonstrations here, "
+                f"`user-sys store merge runs/demonstrations --into {store}`, and `--resume {store.parent}`; "
+                "or set demonstrations.episodes to 0"
+            )
     with defer_signals() as check_stop:
         for robot in config.robots:
             recorded = record_demonstrations(

@@ -116,7 +116,7 @@ class RunProcesses:
         gpus: Sequence[str] = slot.gpus if slot else ()
         env = {**ENVIRONMENT, UMASK_VARIABLE: f"{umask_from_environment():o}", **visible_devices_env(gpus), **spec.env}
         env |= trace_environment(self._folder.trace.resolve(), spec.name)
-        robot = next((r.name for r in self._config.robots if spec.name.startswith(f"{r.name}-")), "")
+        robot = next((r.name for r in self._config.robots if spec.name.rpartition("-")[0] == r.name), "")
         env |= log_environment(run=self._metadata.name, process=spec.name, robot=robot)
         placement = slot.placement if slot else None
         self.cluster.start(
