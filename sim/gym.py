@@ -21,11 +21,12 @@ from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.settings import Count, Positive, suggest
-from hal.spec import ACTION, STATE, Array, ArraySpec, CameraSpec, RobotSpec
+from hal.spec import ACTION, STATE, Array, ArraySpec, CameraSpec, RobotSpec, SafetyLimits
 from hal.task import Task, TaskOutcome, TaskRequest
 
 DEFAULT_RATE_HZ = 10.0
 DEFAULT_MAX_STEPS = 1000
+HOLD_AFTER_S = 1.0  # a hold would end the episode, and the environment stands still without it
 UNBOUNDED = 1e9  # a bound beyond this is none
 MAX_ELEMENTS = 10_000  # of an observation's vectors together
 MIN_GREY_PIXELS = 16  # a uint8 matrix with shorter edges is a vector
@@ -68,7 +69,7 @@ class GymRobot(Robot):
 
     Attributes:
         max_steps: of an episode.
-        frames: the newest picture of each camera.
+        images: the newest picture of each camera, uint8 (height, width, 3).
     """
 
     def __init__(self, config: GymConfig) -> None:
@@ -94,7 +95,7 @@ class GymRobot(Robot):
         self._env: Any = None
         self._state: Array = np.empty(0)
         self._outcome = TaskOutcome(reward=0.0, terminated=False)
-        self.frames: dict[str, CameraFrame] = {}
+        self.images: dict[str, Array] = {}
 
     def connect(self) -> None:
         """See `hal.robot.Robot`. Raises HardwareLost if the environment cannot be made or reset."""
@@ -119,6 +120,7 @@ class GymRobot(Robot):
         if self._outcome.terminated or self._outcome.truncated:
             return applied
         wanted = applied.astype(self._space.dtype).reshape(self._space.shape)
+        np.clip(wanted, self._space.low, self._space.high, out=wanted)  # the spec's bounds are rounded to float32
         observation, outcome = self._call("a step", lambda: self._step(env, wanted))
         if not math.isfinite(outcome.reward):
             raise HardwareLost(f"{self._name}: its reward is {outcome.reward}")
@@ -186,6 +188,7 @@ class GymRobot(Robot):
                 for path, box in leaves
                 if _is_picture(box) and (shape := _rgb(np.zeros(box.shape, np.uint8), self.config.picture_size).shape)
             ),
+            limits=SafetyLimits(watchdog_periods=max(2, math.ceil(HOLD_AFTER_S * rate_hz))),
             neutral=tuple(np.clip(0.0, action_low, action_high).astype(np.float64).tolist()),
             safe_stop="the environment stands still",
         )
@@ -210,9 +213,7 @@ class GymRobot(Robot):
             wrong = int(np.flatnonzero(~np.isfinite(state))[0])
             label = self.spec.feature(STATE).labels[wrong]
             raise HardwareLost(f"{self._name}: its observation {label} is {state[wrong]}")
-        now_ns = time.monotonic_ns()
-        self._state = state
-        self.frames = {name: CameraFrame(image, now_ns) for name, image in images.items()}
+        self._state, self.images = state, images
 
     def _require_env(self) -> Any:
         if self._env is None:
@@ -228,7 +229,7 @@ class GymRobot(Robot):
 
 
 class GymCamera(Camera):
-    """A picture in the environment's observation. Its frames come with the robot's steps."""
+    """A picture in the environment's observation. It is of the present: between steps the environment stands still."""
 
     def __init__(self, robot: GymRobot, spec: CameraSpec) -> None:
         self.spec, self._robot = spec, robot
@@ -238,9 +239,9 @@ class GymCamera(Camera):
         self._connected = True
 
     def read(self) -> CameraFrame:
-        if not self._connected or self.spec.name not in self._robot.frames:
+        if not self._connected or self.spec.name not in self._robot.images:
             raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} is not connected")
-        return self._robot.frames[self.spec.name]
+        return CameraFrame(self._robot.images[self.spec.name], time.monotonic_ns())
 
     def close(self) -> None:
         self._connected = False

@@ -26,7 +26,7 @@ from hal.safety import SafetyKernel
 from hal.spec import STATE, RobotSpec
 from sim.gym import GymCamera, GymConfig, GymRobot, GymTask
 from user_sys.compose import RobotConfig, build_robot_setup
-from user_sys.edge.agents import task_outcome
+from user_sys.edge.agents import NewestFrames, task_outcome
 from user_sys.edge.environment import RobotEnvironment
 from user_sys.run.metrics import read_metrics
 from user_sys.store.store import StoreReader
@@ -164,8 +164,8 @@ def test_any_mappable_space_is_a_robot(observation: spaces.Space[Any], action: s
         robot.command(np.random.default_rng(seed).uniform(spec.action.low, spec.action.high).astype(np.float32))
         spec.validate(robot.observe().arrays)
         for camera in spec.cameras:
-            frame = robot.frames[camera.name]
-            assert frame.image.shape == camera.shape and frame.image.dtype == np.uint8
+            image = robot.images[camera.name]
+            assert image.shape == camera.shape and image.dtype == np.uint8
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,29 @@ def test_truncated_episode_is_not_terminated() -> None:
     environment.close()
 
 
+def test_picture_of_a_held_environment_is_of_the_present() -> None:
+    """A policy refuses an old picture, and only a step would bring a new one."""
+    setup = build_robot_setup(RobotConfig(name="gym-0", driver="gym", task="go", options={"id": "TestPoint-v0"}))
+    environment = RobotEnvironment(setup.robot, setup.task, SafetyKernel(setup.robot.spec), setup.cameras)
+    environment.connect()
+    frames = NewestFrames(setup.robot.spec)
+    frames.update(reset := environment.reset(0))
+    frames.update(environment.hold())
+    assert frames.newest["view_top"].t_capture_ns >= reset.t_capture_ns
+    environment.close()
+
+
+def test_greatest_action_of_a_float64_space_is_within_it() -> None:
+    with point(action=spaces.Box(-0.1, 0.1, (2,), np.float64)) as robot:
+        robot.command(np.array(robot.spec.action.high, np.float32))
+
+
+@pytest.mark.parametrize("rate_hz", [1.0, 125.0])
+def test_watchdog_gives_a_session_a_second_at_any_rate(rate_hz: float) -> None:
+    spec = GymRobot(GymConfig("TestPoint-v0", rate_hz=rate_hz)).spec
+    assert spec.limits.watchdog_periods * spec.period_s >= 1.0
+
+
 def test_gymnasiums_reacher_is_a_robot() -> None:
     with GymRobot(GymConfig("Reacher-v5")) as robot:
         assert robot.max_steps == 50 and len(robot.spec.feature(STATE).labels) == 10
@@ -265,8 +288,8 @@ def test_success_is_a_reward_and_bounds_are_given() -> None:
 
 def test_pictures_are_brought_to_a_size() -> None:
     with GymRobot(GymConfig("TestPoint-v0", picture_size=(4, 12))) as robot:
-        assert robot.spec.cameras[0].shape == robot.frames["view_top"].image.shape == (4, 12, 3)
-        assert (robot.frames["view_top"].image == 100).all()
+        assert robot.spec.cameras[0].shape == robot.images["view_top"].shape == (4, 12, 3)
+        assert (robot.images["view_top"] == 100).all()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -281,12 +304,12 @@ def test_packages_of_others_are_robots(
     rng, action = np.random.default_rng(0), robot.spec.action
     with robot:
         assert [camera.shape for camera in robot.spec.cameras] == ([] if picture is None else [picture])
-        first, frames = robot.observe().arrays[STATE], dict(robot.frames)
+        first, images = robot.observe().arrays[STATE], dict(robot.images)
         for _ in range(5):
             robot.command(rng.uniform(action.low, action.high).astype(np.float32))
             robot.spec.validate(robot.observe().arrays)
         assert np.abs(robot.observe().arrays[STATE] - first).max() > moved
-        assert all((robot.frames[camera].image != frames[camera].image).any() for camera in frames)
+        assert all((robot.images[camera] != images[camera]).any() for camera in images)
 
 
 def test_missing_environment_of_a_closed_robot_is_lost() -> None:
