@@ -191,6 +191,7 @@ class ControllerManager:
         elif self._asked.done():
             response, self._asked = self._asked.result(), None
             self._require_active(response)
+            return  # it did answer, however late it is looked at
         if now_s - self._asked_s > STATE_CHECK_INTERVAL_S + RESPONSE_TIMEOUT_S:
             raise HardwareLost(f"{self.name} has not answered for {now_s - self._asked_s:.1f} s")
 

@@ -16,7 +16,7 @@ from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservati
 from hal.robot import StopLevel, no_op
 from hal.spec import CameraSpec
 from robots import ros2
-from robots.ros2 import Ros2Robot, RosCamera
+from robots.ros2 import ControllerManager, Ros2Robot, RosCamera
 from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraConfig, WrenchConfig
 
 PLAIN: dict[str, Any] = {"joints": ("a",), "limits": {"a": JointLimits(-1, 1, 1)}, "velocities": False}
@@ -152,6 +152,26 @@ def test_stop_during_connect_activates_nothing(stopping: Stopping, silent: bool)
     with pytest.raises(EmergencyStopped):
         stopping.robot.connect()
     assert stopping.log == []
+
+
+def test_controller_manager_that_answered_is_not_lost_after_a_pause_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, answers = [100.0], [True]
+    active = SimpleNamespace(controller=[SimpleNamespace(name="arm", state="active")])
+    asked = SimpleNamespace(done=lambda: answers[0], result=lambda: active)
+    service = SimpleNamespace(is_ready=True, call_async=lambda _: asked)
+    monkeypatch.setattr(ros2, "RosServiceClient", lambda *_: service)
+    monkeypatch.setattr(ros2, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    manager = ControllerManager(Node(), "/manager", ["arm"], 1.0)  # type: ignore[arg-type]  # a stand-in
+    for _ in range(4):
+        now_s[0] += 5.0  # for example a reset that waits for its fixture
+        manager.check_active()
+    answers[0] = False
+    manager.check_active()
+    now_s[0] += 5.0
+    with pytest.raises(HardwareLost, match="has not answered for 5.0 s"):
+        manager.check_active()
 
 
 def test_force_sensor_beyond_an_unknown_joint_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
