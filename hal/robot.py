@@ -45,9 +45,9 @@ class Robot(ABC):
     Attributes:
         spec: known before `connect` and constant afterwards.
         check_stop: the driver process sets it. A motion that takes longer than a control period (homing at a reset)
-            calls it in each period, from the thread that called the motion; so does a `connect` that waits for its
-            device. It raises EmergencyStopped if the e-stop is pressed (it has stopped the robot by then), and HalError
-            if the driver process ends. Either error ends the motion.
+            calls it in each period, from the thread that called the motion; so does a `connect` or a `command` that
+            waits for its device, at last after the wait. It raises EmergencyStopped if the e-stop is pressed (it has
+            stopped the robot by then), and HalError if the driver process ends. Either error ends the motion.
     """
 
     spec: RobotSpec
@@ -79,7 +79,8 @@ class Robot(ABC):
 
         Raises:
             SpecError: the action does not fit the spec; nothing was commanded.
-            EmergencyStopped: the robot's own stop button is pressed; nothing was commanded, the e-stop latches.
+            EmergencyStopped: the robot's own stop button is pressed, or `check_stop` raised it; nothing was commanded,
+                the e-stop latches.
             HardwareLost: the connection broke.
         """
 

@@ -274,6 +274,7 @@ class LerobotRobot(Robot):
         self.spec.action.validate(action)
         if self._released:
             self._hold()
+            self.check_stop()  # enabling the torque takes seconds
         joints = self._measured[list(self.spec.limits.joint_position)]
         require_joints_in_range(self.spec, joints, self._low, self._high)
         self._moving = True

@@ -50,6 +50,7 @@ class ReachRobotWrapper(Robot):
     def __init__(self, robot: Robot, config: ReachConfig) -> None:
         """Raises SpecError if the robot has no joint targets, no range for goals, or a goal of its own."""
         self.robot, inner = robot, robot.spec
+        robot.check_stop = lambda: self.check_stop()  # the present one: it changes
         if not inner.joint_target:
             raise SpecError(f"reach: the action of {inner.model} has no joint targets")
         if any(feature.name == ENVIRONMENT_STATE for feature in inner.observation):
@@ -71,7 +72,6 @@ class ReachRobotWrapper(Robot):
         self.goal: Array = (self.goal_low + self.goal_high) / 2
 
     def connect(self) -> None:
-        self.robot.check_stop = self.check_stop
         self.robot.connect()
         self._target = None
 
@@ -105,7 +105,6 @@ class ReachRobotWrapper(Robot):
     def reset_with_task(self, task: Task, rng: np.random.Generator) -> None:
         """Reset the wrapped robot by its own task, see `Task.reset`. Steps start at the position after it."""
         self._target = None
-        self.robot.check_stop = self.check_stop
         task.reset(self.robot, rng)
 
 

@@ -447,8 +447,8 @@ class Ros2Robot(Robot):
         """See `hal.robot.Robot`. After a safe stop it first activates the controllers, which takes longer.
 
         Raises:
-            EmergencyStopped: a stop button of the cell is pressed, or was since the last command. Nothing was
-                commanded.
+            EmergencyStopped: a stop button of the cell is pressed, or was since the last command; or the e-stop was
+                pressed during the activation. Nothing was commanded.
         """
         self.spec.action.validate(action)
         self._require_link()
@@ -460,6 +460,8 @@ class Ros2Robot(Robot):
             if self._manager is not None:
                 self._manager.activate(self.config.instead_of)
             self._deactivated = False
+            self.check_stop()  # the activation takes seconds
+            self._require_button_released()
         self._check_controllers()
         self._moving = True
         joints = positions[: len(self.config.joints)]

@@ -86,7 +86,7 @@ class UrRobot(Robot):
         return Observation({STATE: state}, reading.t_capture_ns)
 
     def command(self, action: Array) -> Array:
-        """See `hal.robot.Robot`. After a safe stop it blocks until the program is uploaded again."""
+        """See `hal.robot.Robot`. After a safe stop it first uploads the program again, which blocks."""
         self.spec.action.validate(action)
         connection, joints = self._with_program(), self.config.moves_joints
         reading = connection.read()
@@ -139,7 +139,7 @@ class UrRobot(Robot):
     def _with_program(self) -> UrConnection:
         connection = self._connected
         if connection.is_program_stopped:
-            connection.restart_program()
+            connection.restart_program(self.check_stop)
         return connection
 
 

@@ -169,12 +169,7 @@ class UrConnection:
         import_library("rtde_control", "ur")
         self._require_dashboard()
         self._thread.start()
-        until_s = time.monotonic() + OPEN_TIMEOUT_S
-        while not (self._opened.wait(STOP_CHECK_INTERVAL_S) or self._lost):
-            check_stop()
-            if time.monotonic() >= until_s:
-                self._lost = f"connecting took longer than {OPEN_TIMEOUT_S:g} s"
-        self._require_open()
+        self._wait(self._opened, check_stop, f"connecting took longer than {OPEN_TIMEOUT_S:g} s")
 
     @property
     def is_program_stopped(self) -> bool:
@@ -229,13 +224,11 @@ class UrConnection:
         self._require_open()
         self._set_command(Rest.STOP_PROGRAM)
 
-    def restart_program(self) -> None:
-        """Upload the program again, after `stop_program`. Raises HardwareLost."""
+    def restart_program(self, check_stop: Callable[[], None] = no_op) -> None:
+        """Upload the program again, after `stop_program`. `check_stop`: as for `open`. Raises HardwareLost."""
         self._running.clear()
         self._set_command(Rest.HOLD)
-        if not self._running.wait(OPEN_TIMEOUT_S):
-            self._lost = self._lost or "the controller does not start the program"
-        self._require_open()
+        self._wait(self._running, check_stop, "the controller does not start the program")
 
     def close(self) -> None:
         """Stop the program and disconnect, within `CLOSE_TIMEOUT_S`. Sends nothing to a controller without new
@@ -253,6 +246,17 @@ class UrConnection:
                 log.warning("ur.not_closed host=%s: ur_rtde does not return", self.config.host)
                 # a thread that returns from C++ during Python's shutdown would abort the process
                 atexit.register(self._thread.join, EXIT_TIMEOUT_S)
+
+    def _wait(self, event: threading.Event, check_stop: Callable[[], None], otherwise: str) -> None:
+        """Block until `event`. Calls `check_stop` periodically and after it. Raises HardwareLost, for the reason
+        `otherwise` after `OPEN_TIMEOUT_S`."""
+        until_s = time.monotonic() + OPEN_TIMEOUT_S
+        while not (event.wait(STOP_CHECK_INTERVAL_S) or self._lost):
+            check_stop()
+            if time.monotonic() >= until_s:
+                self._lost = self._lost or otherwise
+        self._require_open()
+        check_stop()
 
     def _set_command(self, command: _Command) -> None:
         with self._lock:

@@ -450,5 +450,5 @@ def test_reset_accepts_renewals_and_ends_with_the_lease(site: Site) -> None:
     site.lease_ns = 200
     thread.join(END_S)
     (error,) = ended
-    assert isinstance(error, HalError) and "during the reset" in str(error)
+    assert isinstance(error, HalError) and "before the motion was over" in str(error)
     until(lambda: StopLevel.HOLD in site.pass_ns(2 * PERIOD_NS), "it is held")

@@ -19,7 +19,7 @@ from peer_kit import eventually
 
 from hal.conformance import RobotConformance, TeleoperatorConformance
 from hal.driver import RobotSetupRequest
-from hal.errors import HardwareLost, SpecError
+from hal.errors import EmergencyStopped, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from hal.teleoperator import Teleoperator
@@ -187,6 +187,21 @@ def test_torque_off_releases_motors_until_next_command(
         robot.command(np.array([0, 0, 0, 0, 0, 50], np.float32))
         assert arm.registers("elbow_flex")[TORQUE] == 1
     assert arm.registers("elbow_flex")[TORQUE] == 0
+
+
+def test_e_stop_while_the_torque_is_enabled_moves_nothing(arm: FeetechArmSimulator) -> None:
+    with follower(arm, torque_off=True) as robot:
+        robot.stop(StopLevel.SAFE)
+        goal = arm.word("gripper", GOAL)
+
+        def press() -> None:
+            robot.stop(StopLevel.SAFE)
+            raise EmergencyStopped("pressed by ada")
+
+        robot.check_stop = press
+        with pytest.raises(EmergencyStopped, match="ada"):
+            robot.command(np.array([0, 0, 0, 0, 0, 50], np.float32))
+        assert arm.registers("elbow_flex")[TORQUE] == 0 and abs(arm.word("gripper", GOAL) - goal) < 50
 
 
 @pytest.mark.parametrize("fate", ["kill", "freeze", "unplug"])

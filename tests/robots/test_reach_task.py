@@ -8,7 +8,7 @@ import pytest
 
 from hal.conformance import RobotConformance
 from hal.driver import RobotSetup
-from hal.errors import HardwareLost, SpecError
+from hal.errors import EmergencyStopped, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
@@ -90,6 +90,17 @@ def reaching(**config: object) -> tuple[Arm, ReachRobotWrapper]:
 
 def step(b: float, a: float, grip: float = 0.1) -> Array:
     return np.array([grip, b, a], np.float32)
+
+
+def test_wrapped_robot_calls_the_stop_check_that_was_set_last() -> None:
+    def press() -> None:
+        raise EmergencyStopped("pressed by ada")
+
+    robot = ReachRobotWrapper(Arm(), ReachConfig())
+    robot.connect()
+    robot.check_stop = press  # after the connection, by the driver process
+    with pytest.raises(EmergencyStopped):
+        robot.robot.check_stop()
 
 
 def test_stop_reaches_the_robot_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:

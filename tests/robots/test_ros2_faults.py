@@ -154,6 +154,24 @@ def test_stop_during_connect_activates_nothing(stopping: Stopping, silent: bool)
     assert stopping.log == []
 
 
+def test_e_stop_while_the_controllers_are_activated_again_moves_nothing(stopping: Stopping) -> None:
+    stopping.connect()
+    robot = stopping.robot
+    robot.stop(StopLevel.SAFE)
+    stopping.log.clear()
+
+    def press() -> None:
+        """As the driver process: it stops the robot first."""
+        stopping.log.append("press")
+        robot.stop(StopLevel.SAFE)
+        raise EmergencyStopped("pressed by ada")
+
+    robot.check_stop = press
+    with pytest.raises(EmergencyStopped, match="ada"):
+        robot.command(np.array([0.1, 0.05], np.float32))
+    assert stopping.log == ["activate", "press", "arm", "hand", "deactivate", "service"], "it holds, and ends active"
+
+
 def test_controller_manager_that_answered_is_not_lost_after_a_pause_of_its_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -134,6 +134,24 @@ def test_safe_stop_ends_program_until_next_command(controller: SimulatedControll
     assert not controller.state["program"]
 
 
+def test_e_stop_while_the_program_is_uploaded_again_moves_nothing(controller: SimulatedController) -> None:
+    with arm(controller, action="joint_delta", home=HOME) as robot:
+        robot.stop(StopLevel.SAFE)
+        eventually(lambda: not controller.state["program"], "the program did not end")
+        held, begun = state(robot)[:6], controller.begun(SERVOJ)
+
+        def press() -> None:
+            robot.stop(StopLevel.SAFE)
+            raise EmergencyStopped("pressed by ada")
+
+        robot.check_stop = press
+        for motion in (lambda: robot.command(last_joint(0.1)), lambda: robot.move_joints(np.array(HOME))):
+            with pytest.raises(EmergencyStopped, match="ada"):
+                motion()
+        eventually(lambda: not controller.state["program"], "the program did not end again")
+        assert controller.begun(SERVOJ) == begun and np.abs(state(robot)[:6] - held).max() < 1e-3
+
+
 def test_watchdog_fires_within_two_periods(controller: SimulatedController) -> None:
     with arm(controller, rate_hz=4.0, silence_s=None):
         assert controller.state["watchdog_hz"] == pytest.approx(1 / 0.48)

@@ -351,7 +351,7 @@ class DriverServer:
             self._answer_in_period(*request)
         self._environment.check_stop()
         if self._lease.is_expired():
-            raise LeaseError(f"the lease of {self._setup.name} expired during the reset")
+            raise LeaseError(f"the lease of {self._setup.name} expired before the motion was over")
         if self.stop.is_set():
             raise HalError(f"the driver of {self._setup.name} is stopping")
 
