@@ -15,9 +15,9 @@ Each proposed action is applied, changed to one within all limits, or answered b
 limited: motion starts from rest after it. A tool or a joint outside its range may come back and not go farther. The
 first gripper command after `reset` is free, since the gripper's position is unknown.
 
-Violations that no action can correct (a measured joint at its limit or too fast, a stale or invalid reading) lead to a
-stop: HOLD, and SAFE after ``safe_stop_after_s`` of holding. Applied values meet the limits up to one rounding to
-float32.
+Violations that no action can correct (a measured joint at its limit or too fast, a stale or invalid reading, and for an
+arm that moves by its joints a tool out of place or under too much force) lead to a stop: HOLD, and SAFE after
+``safe_stop_after_s`` of holding. Applied values meet the limits up to one rounding to float32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Move a robot with joint targets to its home pose at a reset, and the task that a person resets and judges.
 
 The path is a straight line in joint space, at reduced speed. Every target passes a separate safety kernel, so the
-limits of the robot's spec apply as for a policy. Targets wait for a robot that lags behind: a blocked robot does not
-push harder, and homing times out, also if the robot is blocked just before home.
+limits of the robot's spec apply as for a policy. If the tool is out of the workspace or in a forbidden box at the
+start, the limits of its place do not apply: with them, an arm that moves by its joints could never leave there. Targets
+wait for a robot that lags behind: a blocked robot does not push harder, and homing times out, also if the robot is
+blocked just before home.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 
 from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
-from hal.motion_limits import MAX_TARGET_LEAD_S
+from hal.motion_limits import MAX_TARGET_LEAD_S, SafetyReason, StateLimits
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
@@ -155,8 +158,7 @@ class _JointPath:
         spec = robot.spec
         self._robot, self._home, self._last_action = robot, np.array(home, np.float64), last_action
         self._joint_elements, self._state_indices = list(spec.joint_target), list(spec.limits.joint_position)
-        self._kernel = SafetyKernel(spec)
-        self._kernel.is_speed_reduced = True
+        self._kernel = _slow_kernel(spec)
         fastest = spec.limits.joint_velocity_max
         if len(fastest) != len(self._joint_elements) or len(self._home) != len(self._joint_elements):
             raise SpecError(
@@ -184,6 +186,8 @@ class _JointPath:
         self._measured = seen.arrays[STATE][self._state_indices].astype(np.float64)
         if not self.duration_s:
             self.duration_s = self._periods_for(self._home - self._measured) * self._robot.spec.period_s
+            if SafetyReason.WORKSPACE in StateLimits(self._robot.spec).check(seen.arrays[STATE]):
+                self._kernel = _slow_kernel(_without_place(self._robot.spec))
         settled = self._is_settled(seen.t_capture_ns)
         arrived = bool((np.abs(self._measured - self._home) <= self._tolerance).all())
         if arrived and settled and self._target is not None and self._is_near(self._target, self._home):
@@ -223,6 +227,17 @@ class _JointPath:
 
     def _is_near(self, one: Array, other: Array) -> bool:
         return bool((np.abs(one - other) <= STANDSTILL_STEP_SHARE * self._max_step).all())
+
+
+def _slow_kernel(spec: RobotSpec) -> SafetyKernel:
+    kernel = SafetyKernel(spec)
+    kernel.is_speed_reduced = True
+    return kernel
+
+
+def _without_place(spec: RobotSpec) -> RobotSpec:
+    """`spec` without the limits of the tool's place."""
+    return replace(spec, limits=replace(spec.limits, workspace_low=(), workspace_high=(), keep_out=()))
 
 
 def _wait_one_period(robot: Robot) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from hal.driver import RobotSetup
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
-from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
 from robots.homing import HumanJudgedTask, clip_to_range, move_home, require_joints_in_range, validate_home
 from robots.reach_task import ReachConfig, ReachRobotWrapper, add_reach_task
 from user_sys.edge.environment import RobotEnvironment
@@ -28,7 +29,7 @@ class Arm(Robot):
     `farthest`: joint a is blocked there. `sag`: joint b stays below its target by this.
     """
 
-    def __init__(self, **limits: tuple[float, ...]) -> None:
+    def __init__(self, **limits: Any) -> None:
         labels, units, low, high = ("a", "b", "grip"), ("rad", "rad", "m"), (-1.0, -1.0, 0.0), (1.0, 1.0, 0.1)
         shape = {"labels": labels, "units": units, "low": low, "high": high}
         self.spec = RobotSpec(
@@ -171,6 +172,25 @@ def test_sagging_arm_gets_home_at_a_low_reduced_speed(monkeypatch: pytest.Monkey
     arm.state[:2], arm.sag = (HOME[0], start), 0.04
     arm.go_home()
     np.testing.assert_allclose(arm.commanded[-1][:2], HOME, atol=1e-3)
+
+
+def test_arm_outside_of_its_workspace_gets_home() -> None:
+    arm = Arm(tool_position=(0, 1, 2), workspace_low=(-0.4, -1.0, -1.0), workspace_high=(1.0, 1.0, 1.0))
+    arm.go_home()
+    np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
+    assert arm.stops == []
+
+
+def test_homing_stops_in_a_forbidden_box_and_may_leave_it_after_a_person_has_looked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arm = Arm(tool_position=(0, 1, 2), keep_out=(Box((-0.2, -1.0, -1.0), (0.1, 1.0, 1.0)),))
+    with monkeypatch.context() as patch, pytest.raises(EmergencyStopped, match="the tool is at .*; a person must look"):
+        patch.setattr(robots.homing, "HOMING_TIMEOUT_S", 0.2)
+        arm.go_home()
+    assert arm.state[0] < -0.2 + 2 * STEP
+    arm.go_home()
+    np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
 
 
 def test_stale_readings_pause_homing() -> None:
