@@ -76,6 +76,18 @@ def test_episode_is_recorded_in_consecutive_chunks() -> None:
     assert (np.diff(column("t_capture_ns")) > 0).all()
 
 
+def test_refused_step_is_recorded_with_the_grip_as_it_was() -> None:
+    stage = Stage()
+    closed = STILL.copy()
+    closed[3] = 0.0
+    stage.act(2, closed, CUT)
+    stage.recorder.begin_episode(EpisodeSource.ONLINE, 1, stage.driver.episode_task)
+    before = stage.driver.hold()
+    stage.driver.emergency_stop("ada")
+    stage.recorder.record(before, SelectedAction(closed, Phase.POLICY), stage.driver.step(closed), CUT)
+    assert [chunk.columns[APPLIED_ACTION][:, 3].tolist() for chunk in stage.chunks] == [[0.0, 0.0], [0.0]]
+
+
 def test_images_are_recorded_as_jpeg() -> None:
     stage = Stage()
     ticks = stage.act(10, last=CUT)

@@ -165,6 +165,7 @@ class Recorder:
         self.episode = ""
         self._open: _OpenChunk
         self._captured_ns: dict[str, int] = {}  # by camera, of the newest image
+        self._last_applied: Array | None = None  # of any episode: a reset may leave the gripper closed
 
     def begin_episode(self, source: EpisodeSource, seed: int, task: TaskInfo) -> str:
         """Opens an episode of `task` and returns its identifier.
@@ -201,7 +202,8 @@ class Recorder:
         self._run_task(partial(self._record, before, selected, after, outcome))
 
     def _record(self, before: TimeStep, selected: SelectedAction, after: TimeStep, outcome: StepOutcome) -> None:
-        applied = after.applied if after.applied is not None else self._spec.rest_action(before.observation)
+        applied = self._rest_action(before) if after.applied is None else after.applied
+        self._last_applied = applied
         row: dict[str, ArrayLike] = {
             **{name: value for name, value in before.observation.items()},
             ACTION: selected.action,
@@ -230,6 +232,13 @@ class Recorder:
             self._flush(end, final)
         elif self._open.count == self._config.chunk_steps:
             self._flush(None, {})
+
+    def _rest_action(self, before: TimeStep) -> Array:
+        """The action of a step in which the robot was stopped. The gripper keeps its grip."""
+        rest, gripper = self._spec.rest_action(before.observation), self._spec.gripper
+        if gripper >= 0 and self._last_applied is not None:
+            rest[gripper] = self._last_applied[gripper]
+        return rest
 
     def _final_images(self, frames: Mapping[str, CameraFrame]) -> dict[str, Array]:
         """The images after the last step, as columns; a camera without a new one has no column."""
