@@ -31,11 +31,12 @@ from user_sys.edge.agents import (
 from user_sys.edge.control_authority import INPUT_TIMEOUT_S, ControlAuthority, ControlState
 from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TaskInfo, TimeStep
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
-from user_sys.edge.recorder import SelectedAction, StepOutcome
-from user_sys.episode import Phase
+from user_sys.edge.loop import run_episode
+from user_sys.edge.recorder import Recorder, SelectedAction, StepOutcome
+from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import PolicyUnavailable
 from user_sys.logs import JsonFormatter
-from user_sys.messages import OperatorCommand, OperatorReply
+from user_sys.messages import EpisodeReport, OperatorCommand, OperatorReply
 from user_sys.policies.policy import ActionChunk, PolicyQuery
 
 TASK = TaskInfo(name="reach", sentence="go", max_steps=50)
@@ -422,6 +423,31 @@ def test_re_arm_keeps_an_e_stop_pressed_after_it(session: Session) -> None:
     assert session.period() == (None, None) and session.authority.state is ControlState.STOPPED
     assert session.environment.kernel.latched_estop is not None
     assert not session.replies[-1].accepted and "pressed again" in session.replies[-1].reason
+
+
+def test_robot_that_an_e_stop_kept_from_its_reset_is_reset_by_the_hand_back(make: Callable[..., Session]) -> None:
+    """Until then a person may drive it, and nothing is recorded."""
+    session = make()
+    session.environment.task = FakeTask(radius_m=10.0)  # every step is a success
+    session.environment.kernel.emergency_stop("ada")
+    orders = iter(["", "re-arm", "take-over", "drive", "", "success", "hand-back"])
+    phases, packets = [], []
+    recorder = Recorder(session.robot.spec, "fake-0", packets.append)
+
+    def person(time_step: TimeStep, selected: SelectedAction | None) -> None:
+        phases.append(selected and selected.phase)
+        if order := next(orders, ""):
+            session.order(order, (1, 0, 0, 0) if order == "drive" else ())
+
+    def episode() -> EpisodeReport:
+        source = EpisodeSource.EVALUATION
+        return run_episode(session.environment, session.agent, recorder, source=source, seed=7, listeners=[person])
+
+    assert episode().episode == "" and packets == []
+    assert [reply.accepted for reply in session.replies] == [True, True, False, True]
+    assert Phase.TELEOP in phases and phases[-1] is Phase.POLICY and phases.count(Phase.POLICY) == 1
+    assert not session.robot.commands[-1][:3].any(), "the one step of the policy's turn moves nothing"
+    assert episode().success and packets
 
 
 def test_outdated_input_moves_nothing(session: Session) -> None:

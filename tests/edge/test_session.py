@@ -24,6 +24,7 @@ from hal.spec import STATE
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import PolicyConfig, RobotConfig, TaskConfig, robot_spec
 from user_sys.config import load, save
+from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.session import EpisodeStarts, SessionConfig
 from user_sys.edge.status import read_session_report
@@ -400,6 +401,23 @@ def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:
     assert driver.log.count("estop.latched by=ada") == 2
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
+
+
+def test_robot_whose_reset_an_e_stop_prevented_is_not_recorded_until_the_hand_back(site: Site) -> None:
+    site.gateway(), site.driver()
+    session, console = site.session(), site.client(CONSOLE)
+    until(lambda: site.stored(), "experience arrives")
+    with DriverClient("fake-0") as driver:
+        driver.emergency_stop("eve")  # as the robot's own button: the session learns of it by a refused step
+    until(lambda: "the e-stop prevented the reset" in _note(console), "the status says what was left out")
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="re-arm", sequence=1))
+    until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
+    recorded = len(site.recorded())
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
+    until(lambda: len(site.recorded()) >= recorded + 3 and not _note(console), "the policy drives again")
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(END_S) == 0
+    require_whole(site)
 
 
 def _confirmed(console: TunnelClient, press: OperatorCommand) -> bool:

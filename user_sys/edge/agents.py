@@ -388,6 +388,9 @@ class SharedControlAgent:
     and nothing is recorded. An operator's label ends the episode with one neutral step. An operator who rewinds moves
     the robot back along its path of the episode, at most to the start. So does the robot itself, before it requests
     help, if the settings say so.
+
+    An e-stop that is latched at a reset leaves the robot where it is. Then a person may drive it, the policy may not: a
+    hand-back leads to the next reset, as an order to reset does.
     """
 
     def __init__(
@@ -435,6 +438,8 @@ class SharedControlAgent:
         self.authority.begin_episode()
         if self._rules.reset_instructions and self.authority.state is ControlState.POLICY:
             self.authority.request_help(self._rules.reset_instructions, for_reset=True)
+        if time_step.stopped:
+            self.authority.mark_no_episode()
         self._applied.reset(time_step)
         self._path.begin(self._applied.rest_action())
         self._rules.begin_episode(task)
@@ -468,6 +473,8 @@ class SharedControlAgent:
         self._retraces = False
         self._policy_agent.frames.update(time_step)
         state = self._update_authority(time_step)
+        if state is ControlState.POLICY and not self.authority.runs_episode:
+            self._reset = True
         if self._label or self._reset or self._session.is_stopping():
             return SelectedAction(action=self._applied.rest_action(), phase=self.authority.phase)
         if not self._session.has_lease():
@@ -487,6 +494,8 @@ class SharedControlAgent:
             return StepOutcome(reward, terminated=True, truncated=False, success=self._label.success, source="person")
         if self._reset or self._session.is_stopping():
             return StepOutcome(after.outcome.reward, False, True, after.outcome.success, after.outcome.source)
+        if not self.authority.runs_episode:
+            return StepOutcome(0.0, False, False, None, after.outcome.source)
         return task_outcome(after, late=self._policy_steps >= self._max_steps or self._human_steps >= MAX_HUMAN_STEPS)
 
     def _update_authority(self, time_step: TimeStep) -> ControlState:

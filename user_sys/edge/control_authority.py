@@ -246,6 +246,10 @@ class ControlAuthority:
         self._policy_acted = self.state is ControlState.POLICY
         self._label, self._reset = None, False
 
+    @property
+    def runs_episode(self) -> bool:
+        return self._policy_acted is not None
+
     def mark_no_episode(self) -> None:
         """No episode runs until the next `begin_episode`; labels are refused."""
         self._policy_acted = None

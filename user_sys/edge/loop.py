@@ -48,10 +48,14 @@ def run_episode(
 ) -> EpisodeReport:
     """Runs one episode to its end. Without a recorder the report names neither episode nor robot.
 
+    If the e-stop is latched at the reset, nothing was reset, and nothing is recorded: the agent decides on the end.
+
     Raises:
         HalError: an error of the environment. The episode stays open and is never sampled past its last step.
     """
     time_step = environment.reset(seed)
+    if time_step.stopped:
+        recorder = None
     task = environment.episode_task
     agent.begin_episode(time_step, task)
     episode = recorder.begin_episode(source, seed, task) if recorder else ""

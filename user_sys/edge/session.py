@@ -70,6 +70,7 @@ URGENT_DRAIN_S, DRAIN_POLL_S = 2.0, 0.1  # after a signal
 DRIVER_RETRY_S = 1.0
 LEASE_EXPIRED = "holds: its lease has expired, and the gateway cannot be reached"
 HOLDS_FOR_PERSON = "the robot holds until a person hands back or resets, after: "
+NOT_RESET = "the e-stop prevented the reset: no step is recorded until a person hands back or resets"
 LEASE_RETRY_S = 0.1
 EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
 
@@ -269,7 +270,8 @@ class RobotSession:
             seed=seed,
             listeners=[LateCommandLog(self._config.robot), self._status.on_step],
         )
-        self._status.send(report)
+        if report.episode:
+            self._status.send(report)
 
     def _hold_for_person(self) -> bool:
         """Holds the robot for one control period, without an episode. False if an episode may begin."""
@@ -354,6 +356,8 @@ class RobotSession:
             return self._interruption
         if self._lease.is_expired():
             return LEASE_EXPIRED
+        if not self._agent.authority.runs_episode:
+            return NOT_RESET
         if self._agent.policy_error or not (dropped := self._outbox.newly_dropped_episodes):
             return self._agent.policy_error
         return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
