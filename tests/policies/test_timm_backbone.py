@@ -18,6 +18,7 @@ from user_sys.errors import ConfigError
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.policy import Policy
+from user_sys.run.config import RunConfig
 from user_sys.run.prepare import _with_absolute_paths
 
 torch.set_num_threads(1)
@@ -131,7 +132,8 @@ def test_file_is_found_when_the_run_goes_on_in_another_folder(tmp_path: Path, mo
     (tmp_path / "resnet18.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     options = {"backbone": "timm", "timm_model": "resnet18", "timm_file": "resnet18.safetensors"}
-    found = _with_absolute_paths(PolicyConfig(kind="cnn", options=options)).options
+    config = RunConfig(policy=PolicyConfig(kind="cnn", options=options))
+    found = _with_absolute_paths(config).policy.options
     assert found == {**options, "timm_file": str(tmp_path / "resnet18.safetensors")}
 
 
