@@ -284,6 +284,15 @@ def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:
     return thread, ended
 
 
+def test_long_reset_tells_its_caller_that_it_goes_on(site: Site) -> None:
+    waited = threading.Event()
+    site.client.on_reset_wait = waited.set
+    thread, _ = resetting(site)
+    assert waited.wait(END_S)
+    site.anyone.emergency_stop("ada")
+    thread.join(END_S)
+
+
 def test_e_stop_is_executed_during_a_reset(site: Site) -> None:
     thread, ended = resetting(site)
     site.anyone.emergency_stop("ada")

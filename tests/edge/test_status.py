@@ -17,6 +17,7 @@ from hal.safety import SafetyReason
 from hal.spec import STATE
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.control_authority import ControlAuthority
+from user_sys.edge.driver_client import LIVENESS_POLL_S
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import SelectedAction
@@ -216,6 +217,18 @@ def test_long_note_is_cut_to_what_the_gateway_accepts(
     status.publish()
     last = client.sent[-1]
     assert isinstance(last, RobotStatus) and ReportValidator().validate(last, "robot") is last
+
+
+def test_robot_that_resets_for_long_is_reported(
+    status: StatusPublisher, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    status.on_step(NO_INTERVENTION, None)
+    for _ in range(35):  # of 0.2 s
+        now_s += LIVENESS_POLL_S
+        status.on_reset_wait()
+    assert sum(isinstance(message, RobotStatus) for message in client.sent) >= 7
 
 
 def test_late_command_is_logged_with_its_times_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -181,6 +182,7 @@ class DriverClient(ClosedAtExit):
         reduced_speed: the safety kernel limits speeds to ``limits.reduced_speed``, as while a person drives or is near.
         max_gap_s: see `DriverRequest`.
         lease_until_ns: see `DriverRequest`. It stays as it is without a lease of a gateway.
+        on_reset_wait: called several times a second while `reset` waits for the driver, in the thread that calls it.
     """
 
     spec: RobotSpec
@@ -200,7 +202,7 @@ class DriverClient(ClosedAtExit):
         self.lease_until_ns, self.max_gap_s = NEVER_NS, 0.0
         self._socket: zmq.Socket[bytes] | None = None
         self._shutdown = shutdown or threading.Event()
-        self._address = driver_endpoint(robot)
+        self.on_reset_wait: Callable[[], object] = lambda: None
 
     def open(self) -> None:
         """Opens the socket. A process's first socket starts libzmq's threads, with the scheduling of the caller."""
@@ -286,7 +288,7 @@ class DriverClient(ClosedAtExit):
     def _connect(self) -> zmq.Socket[bytes]:
         if self._socket is None:
             self._socket = zmq.Context.instance().socket(zmq.REQ)
-            self._socket.connect(self._address)
+            self._socket.connect(driver_endpoint(self.robot))
         return self._socket
 
     def _request(
@@ -327,6 +329,8 @@ class DriverClient(ClosedAtExit):
         while not has_ended and (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIVENESS_POLL_S) * 1000)):
                 return
+            if order == "reset":
+                self.on_reset_wait()
             if order not in ("attach", "describe"):
                 has_ended = not driver_process_of(self.robot)
             elif self._shutdown.is_set():

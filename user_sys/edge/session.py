@@ -216,6 +216,7 @@ class RobotSession:
 
         local = LocalLink(config.console, on_local_message, config.robot)
         self._status = StatusPublisher(config.robot, client, outbox, authority, self, driver.refused_realtime, local)
+        driver.on_reset_wait = self._status.on_reset_wait
         self._interruption = self._logged_policy_error = ""  # the first: why no episode runs
         self._hold = HoldRecord(config.state / "held")
         if self._hold.is_set:

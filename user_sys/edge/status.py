@@ -281,6 +281,12 @@ class StatusPublisher(StartedAtEntry):
         self.previews.on_step(time_step, self._steps.step, now_s)
         self.local_previews.on_step(time_step, self._steps.step, now_s)
 
+    def on_reset_wait(self) -> None:
+        """The driver resets the robot, which may take long. A console shows a robot without a status as lost."""
+        if (now_s := time.monotonic()) >= self._next_status_s:
+            self._next_status_s = now_s + STATUS_PERIOD_S
+            self.publish()
+
     def send(self, message: RobotStatus | EpisodeReport | OperatorReply) -> None:
         """Sends a report to the gateway, and to a console on this computer."""
         self._client.send(message)
