@@ -28,7 +28,7 @@ from user_sys.edge.agents import (
     SharedControlAgent,
     TravelledPath,
 )
-from user_sys.edge.control_authority import INPUT_TIMEOUT_S, ControlAuthority, ControlState
+from user_sys.edge.control_authority import INPUT_TIMEOUT_S, MAX_ORDER_AGE_S, ControlAuthority, ControlState
 from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TaskInfo, TimeStep
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.loop import run_episode
@@ -318,6 +318,46 @@ def test_robot_outside_of_an_episode_awaits_the_person_who_has_it(session: Sessi
     assert waits(), "a reset from before an error"
 
 
+@pytest.mark.parametrize(("age_s", "accepted"), [(MAX_ORDER_AGE_S - 0.1, True), (MAX_ORDER_AGE_S + 0.1, False)])
+@pytest.mark.parametrize("order", ["hand-back", "reset", "re-arm"])
+def test_order_that_lets_the_robot_move_is_refused_if_it_waited_too_long(
+    session: Session, order: Any, age_s: float, accepted: bool
+) -> None:
+    before = ControlState.STOPPED if order == "re-arm" else ControlState.HOLD
+    session.order("e-stop" if order == "re-arm" else "pause")
+    session.agent.awaits_person(session.environment.hold())
+    session.order(order)
+    session.now_s += age_s
+    moves = not session.agent.awaits_person(session.environment.hold())
+    assert session.replies[-1].accepted is accepted
+    if not accepted:
+        assert not moves and session.authority.state is before
+        assert session.replies[-1].reason == "it waited too long; give it again if it still applies"
+
+
+@pytest.mark.parametrize("order", ["pause", "take-over"])
+def test_order_towards_a_hold_takes_effect_however_late(session: Session, order: Any) -> None:
+    session.act()
+    session.order(order)
+    session.now_s += 600.0  # of a reset
+    session.begin()
+    assert session.replies[-1].accepted and session.agent.is_policy_suspended
+
+
+def test_session_that_cannot_move_its_robot_answers_orders(session: Session) -> None:
+    session.order("pause")
+    session.agent.answer_orders("the robot is lost")
+    assert session.replies[-1].accepted and session.authority.state is ControlState.HOLD
+    for order in ("hand-back", "reset", "re-arm"):
+        session.order(order)
+        session.agent.answer_orders("the robot is lost")
+        assert not session.replies[-1].accepted and session.replies[-1].reason == "the robot is lost"
+    session.order("success")
+    session.agent.answer_orders("the robot is lost")
+    assert not session.replies[-1].accepted and "no episode runs" in session.replies[-1].reason
+    assert session.agent.awaits_person(session.environment.hold()), "it holds when it can be reached again"
+
+
 def test_weights_are_swapped_while_a_person_has_the_robot_outside_of_an_episode(session: Session) -> None:
     session.agent.awaits_person(session.environment.hold())
     assert session.policy.pauses == 0
@@ -375,6 +415,16 @@ def test_label_ends_the_episode_with_one_neutral_step(session: Session, order: A
     session.begin()
     session.order("drive", (1, 0, 0, 0))
     assert session.period()[1] is not None and not session.period()[1].is_last  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("order", ["success", "failure", "reset"])
+def test_label_that_was_given_during_a_reset_ends_no_episode(session: Session, order: Any) -> None:
+    session.act()
+    session.order(order)
+    session.begin()
+    assert session.replies[-1].accepted is (order == "reset")
+    _, outcome = session.period()
+    assert outcome is not None and not outcome.is_last
 
 
 def test_reset_truncates_the_episode_without_a_success(session: Session) -> None:
@@ -643,6 +693,9 @@ def test_episode_waits_for_a_person_who_prepares_the_scene(make: Callable[..., S
     assert session.act().phase is Phase.POLICY
     session.begin()
     assert session.authority.awaits_reset, "before each episode"
+    session.order("success")
+    assert session.period() == (None, None), "no episode has begun that could be a success"
+    assert session.replies[-1].reason == "no episode runs; label a recorded one on the Episodes page"
 
 
 HOUR_NS = 3_600_000_000_000

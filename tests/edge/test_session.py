@@ -309,6 +309,8 @@ def test_paused_robot_is_not_reset_after_an_error(site: Site) -> None:
     console = _pause(site)
     driver.end(signal.SIGKILL)
     session.wait_for_log("driver.lost")
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
+    until(lambda: "the robot is lost" in _refusal(console), "a hand-back is refused while there is no robot")
     site.driver().wait_for_log("session.attached")
     _hand_back(site, console, session)
 
@@ -367,7 +369,8 @@ def test_robot_outside_of_an_episode_takes_no_label_and_has_no_note_in_the_next(
     site.driver()
     until(lambda: "holds until a person hands back" in _hold_note(console), "the status says why it holds")
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="success", sequence=2))
-    until(lambda: _refused(console, "no episode runs; label a recorded one"), "a label of no episode is refused")
+    label = "no episode runs; label a recorded one on the Episodes page"
+    until(lambda: _refused(console, label), "a label of no episode is refused")
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="reset", sequence=3))
 
     def status() -> RobotStatus | None:
@@ -428,8 +431,12 @@ def _confirmed(console: TunnelClient, press: OperatorCommand) -> bool:
 
 
 def _refused(console: TunnelClient, reason: str) -> bool:
+    return _refusal(console) == reason
+
+
+def _refusal(console: TunnelClient) -> str:
     message = console.receive(1.0)
-    return isinstance(message, OperatorReply) and not message.accepted and message.reason == reason
+    return message.reason if isinstance(message, OperatorReply) and not message.accepted else ""
 
 
 def _hold_note(console: TunnelClient) -> str:

@@ -15,7 +15,7 @@ from hal.errors import SpecError
 from hal.motion_limits import commanded_speeds
 from hal.spec import Array, RobotSpec
 from user_sys.edge.chunk_executor import ActingPolicy, ChunkExecutor
-from user_sys.edge.control_authority import ControlAuthority, ControlState, OperatorLabel
+from user_sys.edge.control_authority import MOVING_ORDERS, ControlAuthority, ControlState, OperatorLabel
 from user_sys.edge.environment import TaskInfo, TimeStep
 from user_sys.edge.help_requests import InterventionConfig, InterventionRules
 from user_sys.edge.recorder import SelectedAction, StepOutcome
@@ -432,6 +432,8 @@ class SharedControlAgent:
         return "" if self.is_policy_suspended else self._unavailable
 
     def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
+        self.authority.mark_no_episode()  # labels that were given during the reset are refused
+        self._update_authority(time_step)
         self._max_steps = task.max_steps
         self._policy.begin_episode()
         self._policy_agent.begin_episode(time_step, task)
@@ -465,6 +467,17 @@ class SharedControlAgent:
         if self.is_policy_suspended:
             self._policy.pause()
         return self.is_policy_suspended and not self._reset
+
+    def answer_orders(self, refusal: str) -> None:
+        """Applies orders while no control period passes, as the robot cannot be reached or may not be moved.
+
+        Args:
+            refusal: why an order of `MOVING_ORDERS` is refused meanwhile.
+        """
+        self.authority.mark_no_episode()
+        self._apply_commands(refusal)
+        self.authority.update()
+        self._session.set_driver_mode(suspended=self.is_policy_suspended, policy_error=self.policy_error)
 
     def _select_action(self, time_step: TimeStep) -> SelectedAction | None:
         self._applied.update(time_step)
@@ -511,11 +524,15 @@ class SharedControlAgent:
         self._reset = self.authority.take_reset_request() or self._reset
         return state
 
-    def _apply_commands(self) -> None:
+    def _apply_commands(self, refusal: str = "") -> None:
+        """`refusal`: why an order of `MOVING_ORDERS` is refused; empty if it is not."""
         while (pending := self._commands.get_nowait()) is not None:
             command = pending.command
             order_id.set(f"{command.operator}/{command.sequence}")
-            reply = self.authority.apply(command, pending.received_s)
+            if refusal and command.order in MOVING_ORDERS:
+                reply = command.reply(accepted=False, reason=refusal)
+            else:
+                reply = self.authority.apply(command, pending.received_s)
             rearms = reply.accepted and command.order == "re-arm"
             if rearms and not self._session.rearm(command.operator, pending.estop_sequence):
                 self.authority.emergency_stop("the driver", "pressed again")

@@ -37,6 +37,8 @@ from user_sys.messages import OperatorCommand, OperatorReply
 
 INPUT_TIMEOUT_S = 0.2
 CONTROL_REQUEST_S = 30.0
+MOVING_ORDERS = ("hand-back", "reset", "re-arm")  # let the robot move, or end a stop
+MAX_ORDER_AGE_S = 1.5  # of a moving order; any other may wait for the end of a reset
 MAX_OPERATOR_CHARS = 64
 LOCAL_OPERATOR = "a person at the robot"
 """The operator whose input comes from a device on the robot's own computer."""
@@ -262,7 +264,8 @@ class ControlAuthority:
         """Executes a command, or refuses it with a reason. Never raises for an operator's message.
 
         Args:
-            received_s: time of arrival, by `clock`; None is now. An input that waited too long is refused.
+            received_s: time of arrival, by `clock`; None is now. An input and an order of `MOVING_ORDERS` that waited
+                too long are refused.
         """
         if command.order != "drive":  # a new input ends the silence, however long the caller was busy
             self.update()
@@ -325,6 +328,8 @@ class ControlAuthority:
         if command.order == "pause":
             return self._pause(operator)
         self._require_no_other_operator(operator)
+        if command.order in MOVING_ORDERS and self.clock() - received_s > MAX_ORDER_AGE_S:
+            raise AuthorityError("it waited too long; give it again if it still applies")
         match command.order:
             case "take-over":
                 self._take_over(command)
@@ -343,8 +348,8 @@ class ControlAuthority:
                 self._require_armed()
                 self._reset = True
             case "success" | "failure":
-                if self._policy_acted is None:
-                    raise AuthorityError("no episode runs; label a recorded one")
+                if self._policy_acted is None or self.awaits_reset:
+                    raise AuthorityError("no episode runs; label a recorded one on the Episodes page")
                 self._label = OperatorLabel(command.order == "success", operator)
 
     def _take_over(self, command: OperatorCommand) -> None:

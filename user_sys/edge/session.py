@@ -247,6 +247,7 @@ class RobotSession:
     def _run_episode(self) -> None:
         if self._lease.is_expired():  # the driver holds the robot and refuses a reset
             self._interruption = self._interruption or LEASE_EXPIRED
+            self._agent.answer_orders(LEASE_EXPIRED)
             self._status.publish()
             self._shutdown.wait(LEASE_RETRY_S)
             return
@@ -298,6 +299,7 @@ class RobotSession:
         """Waits for the driver process, which may be restarting. Raises HardwareLost after `DRIVER_DEADLINE_S`."""
         deadline = time.monotonic() + DRIVER_DEADLINE_S
         while not self._shutdown.wait(DRIVER_RETRY_S):
+            self._agent.answer_orders(self._interruption)
             try:
                 self._driver.attach(DRIVER_RETRY_S)
                 return
