@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+from hal.teleoperator import TeleopInput
 from robots.fake import GRIPPER_M, STEP_M, FakeRobot, FakeTask
 from user_sys.compose import RobotConfig
 from user_sys.edge.agents import (
@@ -622,6 +623,17 @@ def test_hand_back_ends_the_episode_if_the_settings_say_so(make: Callable[..., S
         assert outcome is not None and outcome.truncated is ends
 
 
+def test_hand_back_by_a_device_ends_the_episode_if_the_settings_say_so(make: Callable[..., Session]) -> None:
+    session, still = make(intervention=InterventionConfig(ends_episode=True)), np.zeros(4, np.float32)
+    session.act()
+    session.time_step = dataclass_replace(session.time_step, local_input=TeleopInput(still, True))
+    session.period()
+    assert session.authority.state is ControlState.HUMAN
+    session.time_step = dataclass_replace(session.time_step, local_input=TeleopInput(still, False, hands_back=True))
+    _, outcome = session.period()
+    assert session.authority.state is ControlState.POLICY and outcome is not None and outcome.truncated
+
+
 def test_policy_without_success_requests_help_and_goes_on_after_its_time(make: Callable[..., Session]) -> None:
     session = make(intervention=InterventionConfig(help=HelpConfig(after_steps=4, wait_s=10.0)))
     for _ in range(4):
@@ -696,6 +708,22 @@ def test_episode_waits_for_a_person_who_prepares_the_scene(make: Callable[..., S
     session.order("success")
     assert session.period() == (None, None), "no episode has begun that could be a success"
     assert session.replies[-1].reason == "no episode runs; label a recorded one on the Episodes page"
+
+
+def test_policy_acts_after_a_prepared_scene_though_a_hand_back_ends_the_episode(make: Callable[..., Session]) -> None:
+    session = make(intervention=InterventionConfig(ends_episode=True, reset_instructions="put the cube on the mark"))
+    session.period()
+    session.order("hand-back")
+    _, outcome = session.period()
+    assert outcome is not None and not outcome.is_last
+
+
+def test_person_who_drives_from_a_prepared_scene_on_teleoperates(make: Callable[..., Session]) -> None:
+    session = make(intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
+    session.period()
+    session.order("take-over")
+    session.order("drive", (1.0, 0.0, 0.0, 0.0))
+    assert session.act().phase is Phase.TELEOP
 
 
 HOUR_NS = 3_600_000_000_000

@@ -440,6 +440,7 @@ class SharedControlAgent:
         self.authority.begin_episode()
         if self._rules.reset_instructions and self.authority.state is ControlState.POLICY:
             self.authority.request_help(self._rules.reset_instructions, for_reset=True)
+            self.authority.mark_policy_idle()
         if time_step.stopped:
             self.authority.mark_no_episode()
         self._applied.reset(time_step)
@@ -518,8 +519,11 @@ class SharedControlAgent:
         if time_step.stopped and self.authority.state is not ControlState.STOPPED:
             self.authority.emergency_stop(time_step.stopped_by, "latched")
         self._apply_commands()  # after the e-stop: a queued re-arm is newer than the time step
+        was_held = self.authority.is_held_by_person
         self.authority.apply_local_input(time_step.local_input)
         state = self.authority.update()
+        if was_held and state is ControlState.POLICY and self._rules.ends_episode:  # a device handed back
+            self._reset = True
         self._label = self.authority.take_label() or self._label
         self._reset = self.authority.take_reset_request() or self._reset
         return state
@@ -529,6 +533,7 @@ class SharedControlAgent:
         while (pending := self._commands.get_nowait()) is not None:
             command = pending.command
             order_id.set(f"{command.operator}/{command.sequence}")
+            prepares_scene = self.authority.awaits_reset
             if refusal and command.order in MOVING_ORDERS:
                 reply = command.reply(accepted=False, reason=refusal)
             else:
@@ -537,7 +542,7 @@ class SharedControlAgent:
             if rearms and not self._session.rearm(command.operator, pending.estop_sequence):
                 self.authority.emergency_stop("the driver", "pressed again")
                 reply = command.reply(accepted=False, reason="the e-stop was pressed again since")
-            if reply.accepted and command.order == "hand-back" and self._rules.ends_episode:
+            if reply.accepted and command.order == "hand-back" and self._rules.ends_episode and not prepares_scene:
                 self._reset = True
             if command.order != "drive":
                 self._commands.send_reply(reply)
