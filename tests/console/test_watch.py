@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+import simplejpeg
 from console_kit import SimulatedRun
 from websockets.sync.client import connect
 
@@ -23,6 +25,7 @@ from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import ConsoleServer
 from user_sys.console.watch import PersonSignIn, watch_robot
 from user_sys.errors import RunError
+from user_sys.messages import Preview
 from user_sys.run.config import RunConfig, create_run_folder
 
 
@@ -70,6 +73,32 @@ def test_robot_without_pictures_is_watched_for_longer_than_a_silent_page(monkeyp
     try:
         watch_robot(server.start(), "panda-0", seen, seen.stop)
     finally:
+        server.stop()
+
+
+def test_robot_with_six_cameras_is_watched_at_their_full_rate() -> None:
+    simulated = SimulatedRun()
+    server, seen, jpeg = (
+        ConsoleServer(simulated.hub),
+        Seen({"nothing"}),
+        simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8)),
+    )
+
+    def film() -> None:
+        for step in range(150):  # at 30 Hz
+            for camera in "abcdef":
+                simulated.hub.update_preview(Preview(robot="panda-0", camera=camera, step=step), jpeg)
+            seen.stop.wait(1 / 30)
+        seen.stop.set()
+
+    filming = threading.Thread(target=film)
+    filming.start()
+    try:
+        watch_robot(server.start(), "panda-0", seen, seen.stop)
+        assert {f"panda-0/{camera}" for camera in "abcdef"} <= seen.newest.keys()
+    finally:
+        seen.stop.set()
+        filming.join()
         server.stop()
 
 

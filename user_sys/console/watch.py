@@ -23,6 +23,7 @@ from user_sys.interchange.viewers import named
 
 POLL_S = 0.5
 PING_PERIOD_S = 5.0
+SEEN_PERIOD_S = 0.02  # one acknowledgement for all pictures of this time: the console closes a flood of messages
 SIGN_IN_TIMEOUT_S = 30.0
 NAME = "view"
 
@@ -70,19 +71,24 @@ def watch_robot(
             for request in (hello, look, {"type": "trace", "robot": robot, "pose": True}):
                 socket.send(json.dumps(request))
             labels: dict[str, list[str]] = {}
-            pinged_s = time.monotonic()
+            seen: list[tuple[str, str]] = []
+            pinged_s = seen_s = time.monotonic()
             while not stop.is_set():
-                if time.monotonic() - pinged_s > PING_PERIOD_S:  # the console closes a silent page
-                    pinged_s = time.monotonic()
+                now_s = time.monotonic()
+                if now_s - pinged_s > PING_PERIOD_S:  # the console closes a silent page
+                    pinged_s = now_s
                     socket.send(json.dumps({"type": "ping", "sent_ms": 0.0}))
+                if seen and now_s - seen_s > SEEN_PERIOD_S:
+                    socket.send(json.dumps({"type": "seen", "pictures": seen}))
+                    seen, seen_s = [], now_s
                 try:
-                    message = socket.recv(POLL_S)
+                    message = socket.recv(SEEN_PERIOD_S if seen else POLL_S)
                 except TimeoutError:
                     continue
                 if isinstance(message, bytes):
                     length = struct.unpack_from("<I", message)[0]
                     header = json.loads(message[4 : 4 + length])
-                    socket.send(json.dumps({"type": "seen", "pictures": [[header["robot"], header["camera"]]]}))
+                    seen.append((header["robot"], header["camera"]))
                     if header["robot"] == robot:
                         into.show_picture(f"{robot}/{header['camera']}", message[4 + length :], time.time_ns())
                     continue
