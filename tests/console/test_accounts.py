@@ -30,7 +30,13 @@ from user_sys.commands.main import main
 from user_sys.console import access as access_module
 from user_sys.console import page as page_module
 from user_sys.console import server as server_module
-from user_sys.console.access import ACCOUNT_COOKIE, MAX_LIMITED, SIGN_INS_PER_MINUTE, AccountAccess
+from user_sys.console.access import (
+    ACCOUNT_COOKIE,
+    MAX_LIMITED,
+    SIGN_INS_PER_MINUTE,
+    AccessMiddleware,
+    AccountAccess,
+)
 from user_sys.console.accounts import MAX_SIGN_INS, SIGN_IN_S, AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import MAX_ESTOP_SOCKETS_OF_PERSON, MAX_PAGES_OF_PERSON, ConsoleServer
@@ -240,6 +246,23 @@ def test_address_of_a_person_is_the_one_that_a_local_proxy_appends(tmp_path: Pat
     ):
         access = AccountAccess(AccountStore(tmp_path), url)
         assert access.address({"client": (client, 1), "headers": headers}) == address
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_order_through_a_proxy_has_the_persons_address(accounts: AccountStore, kind: str) -> None:
+    cookie = f"{ACCOUNT_COOKIE}={accounts.sign_in('otto', PASSWORD)}"
+    headers = {"host": "lab.example", "origin": "https://lab.example", "cookie": cookie}
+    headers["x-forwarded-for"] = "forged, 192.0.2.7"
+    scope: dict[str, Any] = {"type": kind, "method": "GET", "path": "/ws", "client": ("127.0.0.1", 5)}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    seen: list[tuple[str, int]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"])
+
+    guarded = AccessMiddleware(app, AccountAccess(accounts, "https://lab.example"))
+    asyncio.run(guarded(scope, None, None))  # type: ignore[arg-type]
+    assert seen == [("192.0.2.7", 5)]
 
 
 @pytest.mark.parametrize("path", ["/ws", "/stop"])

@@ -76,6 +76,10 @@ class Access(ABC):
     def find(self, scope: AsgiScope, headers: dict[str, str]) -> SignIn | None:
         """The sender, whose name is empty if it is not known; None if the request has no valid secret."""
 
+    def address(self, scope: AsgiScope) -> str:
+        """The sender's address; empty if it is not known."""
+        return str((scope.get("client") or ("",))[0])
+
     def has_token(self, scope: AsgiScope) -> bool:
         """Whether the request proves that it is no foreign page's, without an origin."""
         return False
@@ -166,7 +170,7 @@ class AccountAccess(Access):
 
     def address(self, scope: AsgiScope) -> str:
         """The sender's address. A reverse proxy on this computer appends it to ``X-Forwarded-For``."""
-        client = str((scope.get("client") or ("",))[0])
+        client = super().address(scope)
         if not self._public_url or client not in LOOPBACK_HOSTS:
             return client
         return headers_of(scope).get("x-forwarded-for", "").rpartition(",")[2].strip()[:64] or client
@@ -201,6 +205,8 @@ class AccountAccess(Access):
 class AccessMiddleware:
     """Guards an application: refuses a request, or passes it on with strict headers and the sender in ``sign_in``.
 
+    ``client`` has the sender's address, also behind a reverse proxy.
+
     Args:
         app: the guarded application.
         audit: receives each refusal and its reason.
@@ -212,6 +218,7 @@ class AccessMiddleware:
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] not in ("http", "websocket"):
             return
+        scope["client"] = (self._access.address(scope), (scope.get("client") or ("", 0))[1])
         refusal = self._refusal(scope)
         if refusal is None and scope["type"] == "http" and scope["method"] == "POST":
             try:
@@ -226,9 +233,9 @@ class AccessMiddleware:
         if status == 303:
             await _send_redirect(self._with_headers(send), reason)
             return
-        client = scope.get("client") or ("?",)
-        self._audit(AuditEntry(event="refused", role="console", address=client[0], reason=reason))
-        _log.warning("console.refused client=%s path=%r: %s", client[0], scope["path"][:80], reason)
+        address = scope["client"][0]
+        self._audit(AuditEntry(event="refused", role="console", address=address, reason=reason))
+        _log.warning("console.refused client=%s path=%r: %s", address, scope["path"][:80], reason)
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accept: HTTP 403
         else:

@@ -33,7 +33,7 @@ def sign_in_routes(access: AccountAccess, audit: AuditSink, page: Path) -> APIRo
 
     @router.post(SIGN_IN_PATH)
     async def sign_in(request: Request) -> Response:
-        address = access.address(request.scope)
+        address = request.client.host if request.client else ""
         try:
             entered = msgspec.json.decode(await request.body(), type=SignInRequest)
         except DECODE_ERRORS:
