@@ -178,6 +178,34 @@ def test_fleet_of_eight_fits_and_a_robot_opens_alone(page: Any, simulated: Simul
     assert page.locator(".card:visible").count() == 8
 
 
+def test_second_robot_is_not_taken_over_while_the_page_drives_one(page: Any, simulated: SimulatedRun) -> None:
+    other = simulated.add("zeta-0")
+    page.get_by_label("Robot zeta-0").get_by_role("button", name="Take over").click()
+    page.wait_for_selector("[aria-label='Robot zeta-0'] .badge[data-state=you]")
+    page.keyboard.press("Escape")
+    page.get_by_label("Robot panda-0").get_by_role("button", name="Take over").click()
+    page.wait_for_selector("#events li:has-text('panda-0: hand back zeta-0 first')")
+    page.keyboard.press("h")
+    until(lambda: other.orders("hand-back"))
+    assert not simulated.orders("take-over") and not simulated.orders("hand-back")
+
+
+def test_label_from_the_episodes_page_names_the_person(page: Any, tmp_path: Path) -> None:
+    write_episode(tmp_path / "store", "panda-0-1")
+    page.fill("#operator", "ana")
+    page.keyboard.press("Enter")
+    until(lambda: page.evaluate("sessionStorage.getItem('operator')") == "ana")
+    with page.context.expect_page(timeout=TIMEOUT_MS) as opened:
+        page.get_by_role("link", name="Episodes").click()
+    opened.value.locator("tbody button").first.click()
+    opened.value.get_by_role("button", name="Failure").click()
+    until(lambda: queued_files(tmp_path / "store"))
+    (label,) = read_queued_labels(queued_files(tmp_path / "store")[0])
+    remove_queued(queued_files(tmp_path / "store")[0])
+    opened.value.wait_for_selector(".answer:text-is('The label is stored.')")
+    assert label.labeller == "ana"
+
+
 def test_episode_is_found_played_stepped_and_labelled(page: Any, tmp_path: Path) -> None:
     for number in range(3):
         write_episode(tmp_path / "store", f"panda-0-{number}", success=number != 1)
@@ -323,6 +351,13 @@ def test_gamepad_moves_toggles_the_gripper_and_rewinds(page: Any, simulated: Sim
     page.get_by_text("Input settings").click()
     page.select_option("#input-stick", "right")
     until(lambda: simulated.authority.twist()[0] > 0.5)
+    page.evaluate("window.pad.axes = [0, 0, 0, 0]; window.pad.buttons[0].pressed = false")
+    page.get_by_text("Pause, take out of use").click()
+    page.get_by_role("button", name="Pause", exact=True).click()
+    badge(page, "hold")
+    page.evaluate("window.pad.axes = [0, 0, 0, -1]")
+    badge(page, "you")
+    until(lambda: simulated.authority.twist()[0] > 0.5)
     page.evaluate("window.pad.connected = false")
     until(lambda: not simulated.authority.twist()[:3].any())
 
@@ -391,6 +426,32 @@ def test_headset_drives_while_its_grip_is_held(page: Any, simulated: SimulatedRu
     assert badge(page, "stopped") == "STOPPED"
     page.evaluate("document.getElementById('headset').click()")
     page.wait_for_selector("button:text-is('Drive with a headset')")
+
+
+def test_tool_makes_the_way_of_the_headsets_controller(page: Any, simulated: SimulatedRun) -> None:
+    page.add_init_script("""
+      window.way = [0, 0, 0];
+      window.sent_ms = 0;
+      const { send } = WebSocket.prototype;
+      WebSocket.prototype.send = function (text) {
+        const { type, move } = JSON.parse(text);
+        if (type === "drive") {
+          const now = performance.now();
+          const seconds = Math.min((now - window.sent_ms) / 1000, 0.1);  // as the headset counts them
+          window.sent_ms = now;
+          window.move_sent = move;
+          window.way = window.way.map((metres, i) => metres + move[i] * 0.2 * seconds);  // m/s of this robot
+        }
+        send.call(this, text);
+      };
+    """)
+    act = put_on(page)
+    page.keyboard.press("t")
+    badge(page, "you")
+    act("press('squeeze')")
+    act("move(0, 0, -0.1)")
+    until(lambda: page.evaluate("way[0] > 0.01 && Math.max(...move_sent) < 0.005"))
+    assert page.evaluate("way[0]") == pytest.approx(0.1, rel=0.1)
 
 
 def test_headset_that_is_taken_off_holds(page: Any, simulated: SimulatedRun) -> None:
@@ -499,6 +560,7 @@ def test_scene_is_prepared_over_the_start_picture(page: Any, simulated: Simulate
     assert badge(page, "requesting") == "RESET"
     page.wait_for_selector(".note:text-is('put the cube on the mark')")
     page.wait_for_selector("img[alt='start of an episode: front']")
+    assert page.get_by_role("button", name="Success").is_disabled()
     picture(page, "reset", after_ms=500)
     page.get_by_role("button", name="Reset done").click()
     badge(page, "policy")
@@ -569,6 +631,24 @@ def test_second_page_requests_control_and_gets_it(page: Any, browser: Any, url: 
     context.close()
 
 
+def test_resumed_robot_keeps_its_gripper(page: Any, simulated: SimulatedRun) -> None:
+    page.keyboard.press("t")
+    badge(page, "you")
+    for share in (-1, 1):  # closed, open
+        page.keyboard.press("g")
+        until(lambda share=share: simulated.authority.twist()[3] == share)
+    page.keyboard.press("h")
+    badge(page, "policy")  # which may grasp something
+    page.get_by_text("Pause, take out of use").click()
+    page.get_by_role("button", name="Pause", exact=True).click()
+    badge(page, "hold")
+    page.keyboard.press("t")
+    badge(page, "you")
+    inputs = len(simulated.orders("drive"))
+    until(lambda: len(simulated.orders("drive")) > inputs + 3)
+    assert simulated.orders("drive")[-1].twist[3] == 0
+
+
 def test_request_for_help_is_shown_and_answered(page: Any, simulated: SimulatedRun) -> None:
     simulated.authority.request_help("no success after 40 steps")
     assert badge(page, "requesting") == "HELP"
@@ -596,6 +676,20 @@ def test_e_stop_repeats_until_confirmed_across_a_reload(page: Any, simulated: Si
     page.wait_for_selector("#events li:has-text('e-stop confirmed by its driver')")
     page.wait_for_selector("#alarm", state="hidden")
     assert len({order.press for order in simulated.orders("e-stop")}) == 1
+
+
+def test_second_press_of_an_unconfirmed_e_stop_is_a_new_press(page: Any, simulated: SimulatedRun) -> None:
+    """Its confirmation may be lost, and another person may have re-armed the robot."""
+    simulated.away = True
+    page.keyboard.press("Space")
+    page.wait_for_selector(".badge:text-is('NOT CONFIRMED')")
+    ((_, first),) = json.loads(page.evaluate("sessionStorage.getItem('stops')"))
+    page.keyboard.press("Space")
+    ((_, second),) = json.loads(page.evaluate("sessionStorage.getItem('stops')"))
+    assert second["press"] > first["press"] and second["atMs"] == first["atMs"]
+    simulated.away = False
+    badge(page, "stopped")
+    assert {order.press for order in simulated.orders("e-stop")} == {second["press"]}
 
 
 def await_round_trip(page: Any, sent: list[str], received: list[str]) -> None:

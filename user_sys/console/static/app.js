@@ -45,7 +45,7 @@ const headset = new Headset(el("headset"), {
   hand: () => chosen && give(chosen.name, chosen.mine ? "hand-back" : "take-over"),
   stop: stopAll,
   show: (text) => (el("headset-hint").textContent = text),
-  toolSpeed: () => chosen?.robot?.tool_speed || TOOL_SPEED,
+  toolSpeed: () => (chosen?.robot?.tool_speed || TOOL_SPEED) * hand.scale,
   look: () => ({ pictures: chosen?.pictures ?? [], words: (link.fresh && chosen?.words) || "no reply from the run", warns: !link.fresh || !el("alarm").hidden }),
 });
 const reserved = new Set([...Object.keys(ORDER_KEYS), "Space", "Escape", "KeyJ"]);
@@ -194,7 +194,10 @@ function showLayout() {
 }
 
 function choose(card) {
-  if (chosen?.mine) return; // release one robot before you select the next
+  if (!chosen?.mine) select(card); // release one robot before you select the next
+}
+
+function select(card) {
   chosen?.node.classList.remove("chosen");
   chosen = card;
   card.node.classList.add("chosen");
@@ -218,11 +221,11 @@ function stepJoint(by) {
 }
 
 function followControl() {
-  const held = [...cards.values()].find((card) => card.mine);
+  const held = [...cards.values()].find((card) => card.mine && !card.robot.lost); // else a lost one would bar the others
   const now = held?.name ?? "";
   if (now && now !== driving) {
     hand.letGo();
-    choose(held);
+    select(held);
     open(held);
   }
   driving = now;
@@ -240,7 +243,8 @@ function give(robot, order) {
   if (order === "cancel-stop") return cancelStop(robot);
   if (card.button(order).disabled) return;
   if (order === "take-over" && card.others) order = "request-control";
-  if (order === "take-over" && !card.heldMine) hand.setGripper(0);
+  if (order === "take-over" && driving && driving !== robot) return say(`${robot}: hand back ${driving} first`, false);
+  if (order === "take-over") hand.setGripper(0); // it stays as another person or the policy left it
   if (!link.send({ type: "order", robot, order, server_s: serverS })) return say(`${robot}: ${order} not sent, no connection`, false);
   // The robot soon holds without input: do not wait for its reply.
   if (order === "take-over") granted = { robot, untilMs: performance.now() + GRANT_MS };
@@ -268,16 +272,16 @@ function showStops() {
 }
 
 function onFreshKey(code) {
-  if (!chosen) return;
+  if (!chosen || document.hidden) return;
   if (code === "KeyG" && chosen.mine) hand.toggleGripper();
   if (chosen.heldMine) give(chosen.name, "take-over");
 }
 
 function sendInput() {
+  hand.pad.read(); // also while the page drives no robot: a stick resumes a hold
   const robot = driving || (performance.now() < granted.untilMs ? granted.robot : "");
   if (!robot || document.hidden || headset.isAway || !link.fresh) return;
-  const move = hand.move(el("speed").value / 100); // reads the gamepad too
-  link.send({ type: "drive", robot, move, gripper: hand.gripper, rewind: hand.rewinds, joint: Number(el("joint").value) });
+  link.send({ type: "drive", robot, move: hand.move(), gripper: hand.gripper, rewind: hand.rewinds, joint: Number(el("joint").value) });
 }
 
 function showSpeed() {

@@ -144,7 +144,7 @@ export class Card {
     for (const order of ["accept", "decline"]) this.button(order).disabled = !answerable;
     set(this.slot("requester"), `${asked} requests control`);
     this.button("pause").disabled = !armed || state === "hold";
-    this.button("success").disabled = this.button("failure").disabled = !state || others;
+    this.button("success").disabled = this.button("failure").disabled = !state || others || this.status.awaits_reset;
     this.button("reset").disabled = !armed || others;
     this.button("re-arm").disabled = state !== "stopped";
     this.node.classList.toggle("stopped", state === "stopped");

@@ -26,7 +26,7 @@ export class Hand {
     this.down = new Set();
     this.slow = false;
     this.gripper = 0;
-    this.pad = new Pad(() => this.toggleGripper(), () => this.moved("gamepad"), stepJoint, () => this.settings.stick === "right");
+    this.pad = new Pad(() => this.moved("KeyG"), () => this.moved("gamepad"), stepJoint, () => this.settings.stick === "right");
     const el = (id) => document.getElementById(id);
     this.sticks = ["stick-plane", "stick-height"].map((id) => new Stick(el(id), moved));
     this.tilt = new Tilt(el("tilt"), () => Number(this.settings.tilt), moved);
@@ -146,14 +146,19 @@ export class Hand {
     return this.down.has("KeyB") || this.pad.rewinds || this.headset.rewinds;
   }
 
-  move(speed) {
-    const scale = speed * (this.slow ? SLOW : 1);
+  // Share of the full speed that an input at its end has.
+  get scale() {
+    return (Number(document.getElementById("speed").value) / 100) * (this.slow ? SLOW : 1);
+  }
+
+  // Call it once for each sent input.
+  move() {
     const headset = this.headset.read();
-    const total = this.pad.read().map((share, i) => share + headset[i]);
+    const total = this.pad.shares.map((share, i) => share + headset[i]);
     for (const code of this.down) (MOVES[code] ?? total.map(() => 0)).forEach((share, i) => (total[i] += share));
     const [plane, height] = this.sticks.map((stick) => stick.shares);
     const added = [plane[1] + this.tilt.shares[1], -plane[0] - this.tilt.shares[0], height[1]];
-    const shares = total.map((share, i) => Math.max(-1, Math.min(1, share + added[i])) * scale);
+    const shares = total.map((share, i) => Math.max(-1, Math.min(1, share + added[i])) * this.scale);
     return turned(shares, Number(this.settings.view));
   }
 }

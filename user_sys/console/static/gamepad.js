@@ -4,6 +4,7 @@ const DEAD_ZONE = 0.15; // share of a stick's range that counts as rest
 const BUTTONS = { a: 0, b: 1, left: 4, right: 5 };
 
 export class Pad {
+  // `shares` are forward, left and up: of the stick that moves, and of the other one's vertical axis.
   // `toggled()` is called when A is pressed, `moved()` when a stick leaves its rest, `stepped(by)` when a shoulder is pressed.
   // `swapped()`: the right stick moves, and the left one lifts.
   constructor(toggled, moved, stepped, swapped) {
@@ -12,6 +13,7 @@ export class Pad {
     this.presses = { a: toggled, left: () => stepped(-1), right: () => stepped(1) };
     this.down = new Set();
     this.rewinds = this.active = false;
+    this.shares = [0, 0, 0];
     for (const event of ["gamepadconnected", "gamepaddisconnected"]) window.addEventListener(event, () => this.show());
   }
 
@@ -23,12 +25,13 @@ export class Pad {
     document.getElementById("gamepad").textContent = this.device ? `gamepad: ${this.device.id}` : "";
   }
 
-  // Shares forward, left and up: of the stick that moves, and of the other one's vertical axis.
+  // Call it often: a press is seen from one call to the next.
   read() {
     const pad = this.device;
     if (!pad) {
       this.rewinds = this.active = false;
-      return [0, 0, 0];
+      this.shares = [0, 0, 0];
+      return;
     }
     for (const [name, act] of Object.entries(this.presses)) {
       const down = Boolean(pad.buttons[BUTTONS[name]]?.pressed);
@@ -38,11 +41,10 @@ export class Pad {
     const rewound = this.rewinds;
     this.rewinds = Boolean(pad.buttons[BUTTONS.b]?.pressed);
     const [x, y, height] = this.swapped() ? [2, 3, 1] : [0, 1, 3];
-    const move = [pad.axes[y], pad.axes[x], pad.axes[height]].map((axis) => rest(-(axis ?? 0)));
-    const active = this.rewinds || move.some(Boolean);
+    this.shares = [pad.axes[y], pad.axes[x], pad.axes[height]].map((axis) => rest(-(axis ?? 0)));
+    const active = this.rewinds || this.shares.some(Boolean);
     if (active && !(this.active || rewound)) this.moved();
     this.active = active;
-    return move;
   }
 }
 

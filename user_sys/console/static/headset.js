@@ -12,8 +12,8 @@ const JUMP_M = 0.2; // a longer motion in one frame is an error of the tracking
 const LEVEL = 0.2; // a view that is this near to the vertical has no direction
 
 export class Headset {
-  // `on` has moved(), toggleGripper(), hand() to take over or hand back, stop(), show(text); toolSpeed() in m/s at the full
-  // share; and look(), the canvases and the words for the panel.
+  // `on` has moved(), toggleGripper(), hand() to take over or hand back, stop(), show(text); toolSpeed() in m/s at a
+  // share of 1; and look(), the canvases and the words for the panel.
   constructor(button, on) {
     this.button = button;
     this.on = on;

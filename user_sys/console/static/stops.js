@@ -24,9 +24,8 @@ export class Stops {
 
   press(robots) {
     for (const robot of robots) {
-      if (this.pressed.has(robot)) continue;
       const press = Date.now() * 1000 + Math.floor(1000 * Math.random()); // unlike that of any other page
-      this.pressed.set(robot, { press, atMs: Date.now(), reason: "" });
+      this.pressed.set(robot, { atMs: Date.now(), reason: "", ...this.pressed.get(robot), press });
     }
     this.repeat();
     this.keep();
