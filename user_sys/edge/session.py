@@ -264,6 +264,7 @@ class RobotSession:
     def _play_episode(self) -> None:
         source, seed = next(self._starts)
         self._agent.chunks.deterministic = source is EpisodeSource.EVALUATION
+        self._agent.authority.begin_episode()  # a long reset has no note that no episode runs
         report = run_episode(
             self._driver,
             self._agent,
