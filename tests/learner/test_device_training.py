@@ -27,6 +27,8 @@ POLICIES = {
     "sac_flow": PolicyConfig(kind="gated_flow", options=FLOW),
 }
 MLP = PolicyConfig(options={"hidden": [16]})
+LORA = PolicyConfig(kind="flow", options={**FLOW, "train": {"mode": "lora", "targets": ["layers"], "rank": 2}})
+CASES = [pytest.param(name, POLICIES.get(name, MLP), id=name) for name in sorted(ALGORITHMS)]
 BATCH = 3
 
 
@@ -45,10 +47,11 @@ class RecordingRobot(RecordingPublisher):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-def test_algorithm_trains_resumes_and_acts(bench: LearnerBench, algorithm: str, device: str) -> None:
+@pytest.mark.parametrize(("algorithm", "policy"), [*CASES, pytest.param("bc", LORA, id="bc-lora")])
+def test_algorithm_trains_resumes_and_acts(
+    bench: LearnerBench, algorithm: str, policy: PolicyConfig, device: str
+) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
-    policy = POLICIES.get(algorithm, MLP)
     robot = RecordingRobot(bench.published, writer=bench.writer)
     config = replace(CONFIG, algorithm=algorithm, options={}, batch_size=BATCH)
     for updates, on in ((3, device), (5, device), (6, "cpu"), (7, device)):

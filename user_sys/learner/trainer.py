@@ -259,7 +259,7 @@ class _PolicySnapshots:
     def __init__(self, frozen: Mapping[str, Tensor], copier: HostCopier | None) -> None:
         """`copier`: None for a policy in host memory."""
         self.frozen, self._copier = frozen, copier
-        self._arrays: dict[str, Array] | None = None  # of `frozen`, read-only
+        self._arrays: dict[str, Array] | None = None  # of `frozen` in host memory, read-only; of none on a device
         self._trained: list[tuple[str, Tensor]] = []  # the other parameters
         self._buffers: list[tuple[str, nn.Module, str]] = []  # name, and the module that has it as what
         self._gathered: dict[str, Tensor] = {}  # of a divided policy
@@ -286,6 +286,8 @@ class _PolicySnapshots:
         self._trained = [(name, parameters[name]) for name in named if name in parameters and name not in self.frozen]
         parts = [(name, *name.rpartition(".")[::2]) for name in named if name not in parameters]
         self._buffers = [(name, policy.get_submodule(owner), leaf) for name, owner, leaf in parts]
+        if self._copier is not None:
+            return {}
         arrays = {name: as_array(self.frozen[name].detach()) for name in named if name in self.frozen}
         for array in arrays.values():
             array.flags.writeable = False
