@@ -34,6 +34,7 @@ from user_sys.weights.gpu_copy import DeviceSnapshot, HostCopier, on_stream
 CTAS = (1, 2, 4, 8, 16, 32)
 GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, max_ctas=CTAS[-1])
 STOP_S = 60.0
+LONGEST_PUSH_S = 30.0
 SETTLING = 4  # rounds that do not count, in which the governor finds its share
 
 
@@ -112,14 +113,17 @@ class Mode:
     ctas: int = CTAS[-1]
     governor: Governor | None = None
 
-    def push(self, weights: DeviceSnapshot, into: Mapping[str, Array]) -> None:
-        """Copies the weights to the host and reports to the governor, as the learner's publisher does."""
+    def push(self, weights: DeviceSnapshot, into: Mapping[str, Array], stop: threading.Event) -> None:
+        """Copies the weights to the host and reports to the governor, as the learner's publisher does.
+
+        After `stop` the rest of them is copied without a limit: a push within the budget may take a minute.
+        """
         weights.wait()
         if (governor := self.governor) is None:
             weights.fetch(into, GovernedBudget(GovernorConfig(enabled=False, max_ctas=self.ctas), lambda: 1.0))
             return
         governor.begin_push()
-        allowance = GovernedBudget(GOVERNED, lambda: governor.share)
+        allowance = GovernedBudget(GOVERNED, lambda: 1.0 if stop.is_set() else governor.share)
         weights.fetch(into, allowance)
         governor.end_push(allowance.worked_s)
 
@@ -133,7 +137,7 @@ def modes() -> Iterator[Mode]:
 
 @contextmanager
 def pushing(gpu: Gpu, mode: Mode, copies: HostCopier, into: Mapping[str, Array]) -> Iterator[list[float]]:
-    """Pushes without pause until the block ends; yields the seconds of each push as they come."""
+    """Pushes without pause until the block ends; yields the seconds of each whole push as they come."""
     times: list[float] = []
     stop, failures = threading.Event(), list[BaseException]()
 
@@ -142,8 +146,9 @@ def pushing(gpu: Gpu, mode: Mode, copies: HostCopier, into: Mapping[str, Array])
             with on_stream(gpu.pushing):
                 while not stop.is_set():
                     started = time.perf_counter()
-                    mode.push(copies.snapshot(gpu.masters), into)
-                    times.append(time.perf_counter() - started)
+                    mode.push(copies.snapshot(gpu.masters), into, stop)
+                    if not stop.is_set():
+                        times.append(time.perf_counter() - started)
         except Exception as error:  # of any kind: the measurement is to fail, and not to go on without pushes
             failures.append(error)
 
@@ -191,13 +196,21 @@ def rows(gpu: Gpu, mode: Mode) -> list[Row]:
         if number >= 0:
             pairs.append((idle, busy))
             pushes += times
-    size = sum(tensor.numel() * 2 for tensor in gpu.masters.values())
+    if not pushes:  # each is longer than a round
+        with pushing(gpu, mode, copies, into) as pushes:
+            end_s = time.perf_counter() + LONGEST_PUSH_S
+            while not pushes and time.perf_counter() < end_s:
+                observe(gpu.infer())
     found = [_row(gpu, mode, figure, pairs) for figure in ("p50", "p99", "step")]
-    seconds = float(np.median(pushes)) if pushes else float("nan")
-    return [
-        *found,
-        Row(11, f"{gpu.scale.title}, {mode.title}: a push of {size / 1e6:,.3g} MB", "ms", 1e3 * seconds),
-    ]
+    size = sum(tensor.numel() * 2 for tensor in gpu.masters.values())
+    name = f"{gpu.scale.title}, {mode.title}: a push of {size / 1e6:,.3g} MB"
+    longer = "" if pushes else f"longer than {LONGEST_PUSH_S:g} s"
+    found.append(Row(11, name, "ms", 1e3 * float(np.median(pushes)) if pushes else None, note=longer))
+    if mode.governor:
+        found.append(
+            Row(11, f"{gpu.scale.title}, {mode.title}: share of its thread's time", "%", 100 * mode.governor.share)
+        )
+    return found
 
 
 def _row(gpu: Gpu, mode: Mode, figure: str, pairs: list[tuple[Measured, Measured]]) -> Row:

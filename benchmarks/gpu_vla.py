@@ -2,11 +2,12 @@
 
 ``python -m benchmarks.gpu_vla`` needs a GPU and takes about four minutes. Without one it runs a tiny policy on the CPU
 through the same code, which measures nothing. The policies are `vla` with random weights and as many parameters as
-SmolVLA (450 million) and pi0 (3.3 billion), on two cameras of 224x224, in bfloat16 by autocast.
+SmolVLA (450 million) and pi0 (3.3 billion), on two cameras of 224x224.
 
-Training is behaviour cloning of adapters, of the action expert, or of everything. Inference draws chunks for one robot
-and for eight robots at once. In the end one thread trains and pushes adapters without pause, within the governor's
-budget, while another infers; it is compared with the same thread alone.
+Training is behaviour cloning of adapters, of the action expert, or of everything, in bfloat16 by autocast. Inference
+draws chunks for one robot and for eight robots at once, as a policy server does, pictures in host memory included. In
+the end one thread trains and pushes adapters without pause, within the governor's budget, while another infers; it is
+compared with the same thread alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import torch
 from benchmarks.gpu_learning import robot
 from benchmarks.harness import Row, report
 from hal.spec import STATE
-from user_sys.algorithms.algorithm import TensorBatch
+from user_sys.algorithms.algorithm import TensorBatch, policy_arrays
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import EXAMPLE_SENTENCES
+from user_sys.codec import Array
 from user_sys.learner.config import ComputeConfig, training_stream
 from user_sys.learner.trainer import TrainingStep
 from user_sys.policies.policy import SENTENCE
@@ -78,11 +80,11 @@ class Bench:
         self.algorithm = Bc(BcSettings(acting_rate=1.0), module, spec).to(device)
         self.step = TrainingStep(self.algorithm, ComputeConfig(precision="bf16", recompute=True), device)
         self.updates = 0
+        self._spec, self._settings = spec, settings
         self._batch = self._draw(size.batch)
-        self._views = {n: self._draw(n).observation for n in (1, ROBOTS)}
 
     def _draw(self, n: int) -> TensorBatch:
-        spec, device = robot(self.size.picture, STATE_SIZE, ACTION_SIZE), self.device
+        spec, device = self._spec, self.device
         words = self.module.encode_sentences(EXAMPLE_SENTENCES[:1] * n).to(device)
         observation = {STATE: torch.rand(n, STATE_SIZE, device=device), SENTENCE: words}
         for camera in spec.cameras:
@@ -97,12 +99,14 @@ class Bench:
         self.updates += 1
         self.wait()
 
-    def infer(self, robots: int = 1) -> None:
-        module, observation = self.module, dict(self._views[robots])
-        with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16):
-            context = module.encode(observation)
-            noise = torch.randn(robots, module.chunk_length, module.action_size, device=self.device)
-            module.sample(context, noise).cpu()
+    def server(self) -> Callable[[int], object]:
+        """Returns what draws a chunk for each of so many robots, as a policy server does."""
+        policy = VlaPolicy(self._spec, settings=self._settings, device=self.device.type)
+        policy.load(policy_arrays(self.module))
+        rng = np.random.default_rng(0)
+        view: dict[str, Array] = {STATE: rng.uniform(-1, 1, STATE_SIZE).astype(np.float32)}
+        view |= {each.feature: rng.integers(0, 256, each.shape, np.uint8) for each in self._spec.cameras}
+        return lambda n: policy.act_batch([view] * n, EXAMPLE_SENTENCES[:1] * n, deterministic=False)
 
     def wait(self) -> None:
         """Until the stream of this thread is empty."""
@@ -138,7 +142,7 @@ def pushes(bench: Bench, governor: Governor, stop: threading.Event) -> Iterator[
         yield sum(array.nbytes for array in into.values())
 
 
-def while_training_and_pushing(bench: Bench) -> tuple[list[float], int, int]:
+def while_training_and_pushing(bench: Bench, infer_once: Callable[[], object]) -> tuple[list[float], int, int]:
     """Seconds of each inference of this thread, and the updates and pushes of another one meanwhile."""
     governor, stop = Governor(BUDGET), threading.Event()
     failures, made = list[BaseException](), [0, 0]
@@ -157,7 +161,7 @@ def while_training_and_pushing(bench: Bench) -> tuple[list[float], int, int]:
 
     def infer() -> None:
         started_s = time.perf_counter()
-        bench.infer()
+        infer_once()
         governor.observe(time.perf_counter() - started_s)
 
     try:
@@ -197,9 +201,10 @@ def rows(size: Size, device: torch.device, trains: Mapping[str, TrainSettings] =
 
 
 def _inference(bench: Bench, row: Callable[..., Row]) -> Iterator[Row]:
-    alone = times_s(bench.infer, bench.size.seconds)
-    together = times_s(lambda: bench.infer(ROBOTS), bench.size.seconds)
-    busy, updates, made = while_training_and_pushing(bench)
+    infer = bench.server()
+    alone = times_s(lambda: infer(1), bench.size.seconds)
+    together = times_s(lambda: infer(ROBOTS), bench.size.seconds)
+    busy, updates, made = while_training_and_pushing(bench, lambda: infer(1))
     yield row("inference of one robot", "chunks/s", 1 / float(np.median(alone)))
     yield row(f"inference of {ROBOTS} robots at once", "chunks/s", ROBOTS / float(np.median(together)))
     p99 = [1e3 * float(np.quantile(each, 0.99)) for each in (busy, alone)]
