@@ -151,6 +151,7 @@ def test_only_critics_train_at_first() -> None:
         assert changes is (number == 2)
 
 
+@pytest.mark.slow
 def test_dsrl_improves_a_mediocre_flow() -> None:
     """The frozen flow moves the point to the origin or away from it, as the noise would have it."""
     torch.manual_seed(0)

@@ -68,6 +68,7 @@ def test_other_policies_are_refused() -> None:
         QChunkingSettings(behaviour_steps=0)
 
 
+@pytest.mark.slow
 def test_algorithm_learns_from_a_sparse_reward() -> None:
     torch.manual_seed(0)
     settings = replace(SMALL, distillation=0.1, learning_rate=2e-3, acting_rate=0.05)

@@ -113,6 +113,7 @@ def test_other_policies_are_refused() -> None:
         SacFlow(SMALL, torch.nn.Linear(1, 1), example_spec())
 
 
+@pytest.mark.slow
 def test_algorithm_learns_from_a_sparse_reward() -> None:
     torch.manual_seed(0)
     settings = GatedFlowSettings(flow_steps=2, hidden=(32, 32))

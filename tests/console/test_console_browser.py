@@ -277,6 +277,7 @@ def test_person_signs_in_over_https_and_out(browser: Any, simulated: SimulatedRu
         server.stop()
 
 
+@pytest.mark.slow  # a processor draws it
 def test_scene_shows_the_joints_to_signed_in_people_only(browser: Any, simulated: SimulatedRun, tmp_path: Path) -> None:
     pytest.importorskip("viser", reason="the extra `scene` is not installed")
     spec = robot_spec(RobotConfig())

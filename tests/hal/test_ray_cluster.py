@@ -174,8 +174,8 @@ def test_node_that_never_starts_is_an_error() -> None:
         init_ray(SlowRay(9), 2)
 
 
-@pytest.mark.long(15)
-@pytest.mark.parametrize("start", ["quick", pytest.param("repeated", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_end_to_end.py has actors in the default tests
+@pytest.mark.parametrize("start", ["quick", "repeated"])
 def test_process_survives_death_of_child_and_of_actor(start: str, tmp_path: Path) -> None:
     argv = [*_RUN, str(tmp_path), start]
     done = subprocess.run(argv, timeout=800, capture_output=True, text=True, check=False)
