@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +50,7 @@ PI = ("pi0", "pi05")
 FROM_0_5 = pytest.mark.skipif(not HAS_PI0, reason="0.5 on")
 KINDS = ["act", "diffusion", "smolvla", *(pytest.param(kind, marks=FROM_0_5) for kind in PI)]
 FRONT = {"cameras": ("front",)}
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +83,24 @@ def batch_of(algorithm: Algorithm, seed: int = 0, n: int = 8) -> TensorBatch:
     return example_batch_for(algorithm.data, np.random.default_rng(seed), n)
 
 
+def on_gpu(value: Any) -> Any:
+    """A batch, or a part of one."""
+    if isinstance(value, Tensor):
+        return value.to("cuda")
+    if isinstance(value, dict):
+        return {name: on_gpu(each) for name, each in value.items()}
+    if isinstance(value, TensorBatch):
+        return replace(value, **{each.name: on_gpu(getattr(value, each.name)) for each in fields(value)})
+    return value
+
+
 def loss_of(module: LeRobotNetwork, batch: TensorBatch) -> Tensor:
     assert batch.mask is not None
     return module.batch_loss(batch.observation, batch.instructions(), batch.action, batch.mask).detach()
 
 
 class TestAct(PolicyConformance):
-    kind = "act"
+    kind, device = "act", "cpu"
     folder: ClassVar[Path]
 
     @pytest.fixture(autouse=True)
@@ -99,7 +111,7 @@ class TestAct(PolicyConformance):
         return small_settings(self.kind, self.folder, **FRONT)
 
     def make(self, spec: RobotSpec) -> Policy:
-        return LeRobotPolicy(spec, settings=self.settings())
+        return LeRobotPolicy(spec, settings=self.settings(), device=self.device)
 
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
         return policy_arrays(module_of(self.settings(), seed))
@@ -111,6 +123,21 @@ class TestDiffusion(TestAct):
 
 class TestSmolVla(TestAct):
     kind = "smolvla"
+
+
+@ON_GPU
+class TestActOnGpu(TestAct):
+    device = "cuda"
+
+
+@ON_GPU
+class TestDiffusionOnGpu(TestDiffusion):
+    device = "cuda"
+
+
+@ON_GPU
+class TestSmolVlaOnGpu(TestSmolVla):
+    device = "cuda"
 
 
 @pytest.mark.parametrize("kind", [pytest.param("smolvla"), *(pytest.param(each, marks=FROM_0_5) for each in PI)])
@@ -187,6 +214,23 @@ def test_a_checkpoint_trains_and_resumes_bit_identically(kind: str, checkpoints:
     for name, value in save_state(resumed).items():
         np.testing.assert_array_equal(value, end[name], err_msg=name)
     assert np.isfinite(losses).all()
+
+
+@ON_GPU
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_trains_and_acts_on_a_gpu(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    algorithm = trainer_of(checkpoints[kind]).to("cuda")
+    for number in range(3):
+        algorithm.update(on_gpu(batch_of(algorithm, number)), number)
+    assert np.isfinite(algorithm.scalars()["imitation_loss"])
+    assert {each.device.type for each in algorithm.policy.state_dict().values()} == {"cuda"}
+    policy = LeRobotPolicy(SPEC, settings=checkpoints[kind], device="cuda")
+    policy.load(policy_arrays(algorithm.policy))
+    promise = ChunkContext(np.zeros((2, *SPEC.action.shape), np.float32), delay=1, method="rtc")
+    observation = example_observation(np.random.default_rng(0))
+    for context in (None, promise) if kind not in ("act", "diffusion") else (None,):
+        chunk = policy.act(observation, SENTENCE, deterministic=True, context=context)
+        assert np.isfinite(chunk.actions).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
