@@ -7,20 +7,23 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 import user_sys.run.evaluate as module
+from hal.errors import HardwareLost
 from robots.homing import HumanJudgedTask
 from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, describe_robot
 from user_sys.errors import RunError
 from user_sys.messages import EpisodeReport
 from user_sys.policies.policy import ActionChunk
-from user_sys.run.config import EvaluationConfig
-from user_sys.run.evaluate import TerminalJudge, evaluate
+from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
+from user_sys.run.evaluate import TerminalJudge, evaluate, run_evaluation
 
 MAX_STEPS = 5
 
@@ -118,3 +121,24 @@ def test_judged_evaluation_without_a_terminal_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(RunError, match="robot arm: a person judges its task: start the evaluation in a terminal"):
         TerminalJudge("arm", Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), HardwareLost("the cable is out")])
+def test_success_of_the_episodes_before_an_interruption_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    report = EpisodeReport(
+        robot="arm", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=7
+    )
+
+    def ending(*args: Any, **settings: Any) -> Iterator[EpisodeReport]:
+        yield report
+        yield structs.replace(report, success=False)
+        raise error
+
+    monkeypatch.setattr(module, "load_acting_weights", lambda *args: (SimpleNamespace(version=7), {}))
+    monkeypatch.setattr(module, "evaluate", ending)
+    shown, config = io.StringIO(), RunConfig(robots=(RobotConfig(name="arm", driver="fake", task="reach"),))
+    with pytest.raises(type(error)):
+        run_evaluation(config, RunFolder(tmp_path), 20, Console(file=shown, width=200))
+    assert "ended after 2 of 20 episodes of version 7: success 50.0% (95% interval " in shown.getvalue()

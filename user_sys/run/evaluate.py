@@ -234,7 +234,8 @@ def run_evaluation(
 ) -> tuple[list[EpisodeReport], list[Array], WeightsManifest]:
     """Evaluates the policy of `learner` on `robot` (default: the first) and shows progress.
 
-    A task that a person judges asks on the terminal.
+    A task that a person judges asks on the terminal. If an error or a signal ends it early, the success so far is
+    printed.
 
     Args:
         numbers, other_pictures: as in `evaluate`.
@@ -248,25 +249,32 @@ def run_evaluation(
     robot = robot or config.robots[0]
     judge = TerminalJudge(robot.name, console) if describe_robot(robot).is_judged else None
     manifest, weights = load_acting_weights(folder, learner)
-    pictures: list[Array] = []
-    with defer_signals() as check_stop:
-        results = evaluate(
-            robot,
-            config.policy,
-            weights,
-            replace(config.evaluation, episodes=episodes),
-            pictures.append,
-            version=manifest.version,
-            seed=config.seed,
-            check_stop=check_stop,
-            numbers=numbers,
-            other_pictures=other_pictures,
-            judge=judge,
-        )
-        label = f"{'filming failures of' if numbers else 'evaluating'} version {manifest.version}"
-        total = len(numbers) or episodes
-        shown = track(results, label, total=total, console=console, transient=True, disable=judge is not None)
-        return list(shown), pictures, manifest
+    pictures, finished, total = list[Array](), list[EpisodeReport](), len(numbers) or episodes
+    try:
+        with defer_signals() as check_stop:
+            results = evaluate(
+                robot,
+                config.policy,
+                weights,
+                replace(config.evaluation, episodes=episodes),
+                pictures.append,
+                version=manifest.version,
+                seed=config.seed,
+                check_stop=check_stop,
+                numbers=numbers,
+                other_pictures=other_pictures,
+                judge=judge,
+            )
+            label = f"{'filming failures of' if numbers else 'evaluating'} version {manifest.version}"
+            shown = track(results, label, total=total, console=console, transient=True, disable=judge is not None)
+            finished.extend(shown)
+    except BaseException:
+        if finished and not numbers:
+            share = success_text(sum(bool(each.success) for each in finished), len(finished))
+            text = f"ended after {len(finished)} of {total} episodes of version {manifest.version}: success {share}"
+            console.print(text, highlight=False)
+        raise
+    return finished, pictures, manifest
 
 
 def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary, console: Console) -> RunSummary:
