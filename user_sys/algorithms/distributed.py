@@ -34,6 +34,7 @@ from user_sys.errors import LinkDown, RunError
 COLLECTIVE_TIMEOUT_S = 300.0
 """Longer than rank 0 may wait for its disk, a batch and a slot of the publisher process in one step."""
 LOOPBACK_NET = "127."
+OWN_FAILURES = ("CUDA error", "ncclSystemError", "ncclInvalidUsage", "ncclUnhandledCudaError")  # in a message of torch
 DIVIDED_ELEMENTS = 1 << 16  # of the smallest weight that is divided: gathering a smaller one costs more than it saves
 
 
@@ -104,10 +105,23 @@ class TrainingGroup:
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """Raises LinkDown if a collective operation fails, which it does if a process has ended."""
+    """Translates the failure of a collective operation.
+
+    Raises:
+        LinkDown: another process has ended.
+        OutOfMemoryError: the GPU of this process has too little memory.
+        RunError: the GPU of this process failed, or NCCL cannot use it.
+    """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
+        if any(each in str(error) for each in OWN_FAILURES):
+            raise RunError(
+                f"the GPU of this process failed, or NCCL cannot use it: {' '.join(str(error).split())}; each process "
+                "needs a GPU of its own, and in a container a larger /dev/shm (docker run --shm-size=1g)"
+            ) from error
         reason = str(error).partition(". ")[0]
         raise LinkDown(f"another process of this learner has ended; see its log ({reason})") from error
 
