@@ -357,7 +357,9 @@ def policy_arrays(policy: nn.Module) -> dict[str, Array]:
     return {name: np.array(as_array(whole(tensor.detach()).cpu())) for name, tensor in policy.state_dict().items()}
 
 
-def save_state(algorithm: Algorithm, frozen: Mapping[str, Tensor] = NOTHING_FROZEN) -> dict[str, Array]:
+def save_state(
+    algorithm: Algorithm, frozen: Mapping[str, Tensor] = NOTHING_FROZEN, *, generators_only: bool = False
+) -> dict[str, Array]:
     """Returns copies of all state that determines later updates: networks, optimizers, and torch's generators.
 
     A tensor that has several names is saved under the first of them. bfloat16 becomes float32, without loss. Tensors of
@@ -365,11 +367,16 @@ def save_state(algorithm: Algorithm, frozen: Mapping[str, Tensor] = NOTHING_FROZ
 
     Args:
         frozen: parameters of the policy that are not saved, because they never change.
+        generators_only: returns only the generators; networks and optimizers are gathered for other processes.
     """
     tensors = {NETWORK + name: tensor for name, tensor in _own_tensors(algorithm, frozen).items()}
     for name, optimizer in algorithm.optimizers.items():
         for index, values in optimizer.state_dict()["state"].items():
             tensors |= {f"{OPTIMIZER}{name}.{index}.{key}": torch.as_tensor(value) for key, value in values.items()}
+    if generators_only:
+        for tensor in tensors.values():
+            whole(tensor.detach())
+        tensors = {}
     tensors[GENERATOR + "cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors[GENERATOR + "cuda"] = torch.cuda.get_rng_state()

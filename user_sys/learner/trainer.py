@@ -191,7 +191,7 @@ class Trainer:
         All processes call it together.
         """
         if self._config.compute.divide and self.group.broadcast(int(wanted)):
-            self._snapshots.gather(self.algorithm.policy)
+            self._snapshots.gather(self.algorithm.policy, keep=self.group.rank == 0)
 
     def policy_snapshot(self) -> PolicySnapshot:
         """Returns the current weights for publishing, without blocking; of a divided policy those of `gather`.
@@ -217,9 +217,10 @@ class Trainer:
     def state_dict(self) -> dict[str, Array]:
         """Returns copies of the state that determines later updates and is not in the store. All processes call it.
 
-        It holds the networks once, without `frozen`, and the generators and the sampler of each process.
+        That of rank 0 holds the networks and optimizers, without `frozen`. Each holds the generators and the sampler of
+        all processes.
         """
-        state = save_state(self.algorithm, self.frozen)
+        state = save_state(self.algorithm, self.frozen, generators_only=self.group.rank != 0)
         state |= {SAMPLER_PREFIX + name: value for name, value in self.batches.state_dict().items()}
         own = {name: value for name, value in state.items() if name.startswith(OWN_PREFIXES)}
         for rank, arrays in enumerate(self.group.gather(own)):
@@ -262,22 +263,27 @@ class _PolicySnapshots:
         self._arrays: dict[str, Array] | None = None  # of `frozen` in host memory, read-only; of none on a device
         self._trained: list[tuple[str, Tensor]] = []  # the other parameters
         self._buffers: list[tuple[str, nn.Module, str]] = []  # name, and the module that has it as what
-        self._gathered: dict[str, Tensor] = {}  # of a divided policy
+        self._gathered: dict[str, Tensor] = {}  # of a divided policy, for the next `take`
 
     def take(self, policy: nn.Module) -> PolicySnapshot:
         """See `Trainer.policy_snapshot`. Frozen parameters are the same read-only arrays each time."""
         if self._arrays is None:
             self._arrays = self._frozen_arrays(policy)
-        tensors = {name: self._gathered.get(name, each).detach() for name, each in self._trained}
+        gathered, self._gathered = self._gathered, {}
+        tensors = {name: gathered.get(name, each).detach() for name, each in self._trained}
         tensors |= {name: getattr(owner, leaf).detach() for name, owner, leaf in self._buffers}
         if self._copier is not None:
-            return self._copier.snapshot({**self.frozen, **tensors}, self.frozen.keys())
+            return self._copier.snapshot({**self.frozen, **tensors}, self.frozen.keys(), gathered.keys())
         return {**self._arrays, **{name: as_array(tensor) for name, tensor in tensors.items()}}
 
-    def gather(self, policy: nn.Module) -> None:
-        """Gathers the divided parameters. All processes call it."""
-        named = policy.named_parameters(remove_duplicate=False)
-        self._gathered = {name: whole(each.detach()) for name, each in named if is_divided(each)}
+    def gather(self, policy: nn.Module, *, keep: bool) -> None:
+        """Gathers the divided parameters, and keeps them until `take` in the process that wants them. All call it."""
+        self._gathered = {}
+        for name, each in policy.named_parameters(remove_duplicate=False):
+            if is_divided(each):
+                gathered = whole(each.detach())
+                if keep:
+                    self._gathered[name] = gathered
 
     def _frozen_arrays(self, policy: nn.Module) -> dict[str, Array]:
         """Finds the tensors once: to list those of a large policy takes longer than to copy what trains."""

@@ -71,15 +71,18 @@ class HostCopier:
         if pack == "bf16":
             _check_packing(device)
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor], frozen: Collection[str] = ()) -> DeviceSnapshot:
+    def snapshot(
+        self, tensors: Mapping[str, torch.Tensor], frozen: Collection[str] = (), owned: Collection[str] = ()
+    ) -> DeviceSnapshot:
         """Copies `tensors` on their device and returns at once, ordered before later work on the caller's stream.
 
-        Those that are `frozen` never change, and are not copied on the device.
+        Those that are `frozen` never change, and nobody else has those that are `owned`: both are not copied on the
+        device.
         """
         with torch.no_grad():
             copies = {
                 name: tensor.detach()
-                if name in frozen
+                if name in frozen or name in owned
                 else tensor.detach().clone(memory_format=torch.contiguous_format)
                 for name, tensor in tensors.items()
             }
