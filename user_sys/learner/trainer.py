@@ -45,7 +45,7 @@ SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
 OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process to process
 RANK_PREFIX = "rank."  # prefix of other ranks' arrays, before their number
 ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY = "algorithm", "policy", "processes"  # scalars of a checkpoint
-TRAINED_COPIES = 5  # what trains: parameters, gradients, two moments of Adam, and a slow copy or a snapshot
+TRAINED_COPIES = 5  # of what trains: parameters, gradients, two moments of Adam, and a slow copy or a snapshot
 HOST_COPIES = 1  # of all parameters on the CPU: the memory that the publisher process shares
 
 
@@ -98,15 +98,15 @@ class Trainer:
         kind, settings = load_policy(policy.kind, policy.options)
         make_module = partial(kind.make_module, spec, settings=settings, features=policy.features)
         planned = None if kind.reads_files(settings) else planned_module(make_module, settings)
-        processes = group.world if config.compute.divide else 1
+        processes, copies = group.world if config.compute.divide else 1, _copies(config, on)
         if planned is not None:
-            require_memory(planned, on, processes)
+            require_memory(planned, on, processes, copies)
         module = make_module()
         starts_from_another = initial_state is not None or bool(config.initial_policy)  # also when it resumes
         self.is_pretrained = starts_from_another or bool(getattr(module, "is_pretrained", False))
         _prepare_policy(module, settings, initial_state)
         if planned is None:
-            require_memory(module, on, processes)
+            require_memory(module, on, processes, copies)
         self._snapshots = _PolicySnapshots(frozen_parameters(module), make_host_copier(device, config.publish))
         if config.compute.divide:
             divide(module.to(on), device)
@@ -349,13 +349,9 @@ class TrainingStep:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def update(self, batch: Any, number: int, part: int) -> None:
-        """Makes update `number` with a part of its batch; the optimizers step with the last part.
-
-        Raises:
-            RunError: the GPU has too little memory.
-        """
+        """Makes update `number` with a part of its batch; the optimizers step with the last part."""
         self._part = part
-        with memory_errors(), self._autocast():
+        with self._autocast():
             self._algorithm.update(batch, number)
 
     def not_finite(self) -> list[str]:
@@ -402,13 +398,13 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Translates the lack of memory of a GPU. Raises RunError."""
+    """Translates the lack of memory of a GPU, in all that a learner does there. Raises RunError."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise RunError(
-            f"the GPU of {local_node()} has too little memory for an update: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
+            f"the GPU of {local_node()} has too little memory for training: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
             "are free; raise learner.compute.parts, set learner.compute.recompute, or train less "
             "(policy.options.train)"
         ) from error
@@ -423,13 +419,21 @@ def planned_module(make_module: Callable[[], nn.Module], settings: Any) -> nn.Mo
         return None
 
 
-def require_memory(module: nn.Module, device: torch.device, processes: int = 1) -> None:
+def _copies(config: LearnerConfig, device: torch.device) -> int:
+    """Returns how many copies of what trains the device holds; an algorithm with an acting rate may keep a slow one."""
+    _, settings = load_algorithm(config.algorithm, config.options)
+    has_both = device.type != CPU and getattr(settings, "acting_rate", 1.0) != 1.0  # a slow copy, and a snapshot
+    return TRAINED_COPIES + has_both + (config.publish.kl > 0)
+
+
+def require_memory(module: nn.Module, device: torch.device, processes: int = 1, copies: int = TRAINED_COPIES) -> None:
     """Checks that a policy and what trains it have room; activations are not part of the estimate.
 
     Args:
         module: on the meta device, or in host memory.
         device: on which it will train.
         processes: that divide what trains; each begins with the whole policy.
+        copies: of what trains.
 
     Raises:
         RunError: there is too little memory.
@@ -437,8 +441,8 @@ def require_memory(module: nn.Module, device: torch.device, processes: int = 1) 
     frozen = sum(each.nbytes for each in frozen_parameters(module).values())
     held = sum(each.nbytes for each in module.parameters() if each.device.type == device.type)
     trained = sum(each.nbytes for each in module.parameters()) - frozen
-    copies = trained + (TRAINED_COPIES - 1) * trained // processes
-    needed = frozen + copies + (HOST_COPIES * (frozen + trained) if device.type == CPU else 0)
+    shared = HOST_COPIES * (frozen + trained) if device.type == CPU else 0
+    needed = frozen + trained + (copies - 1) * trained // processes + shared
     available = held + (free_memory_bytes() if device.type == CPU else torch.cuda.mem_get_info(device)[0])
     if needed > available:
         raise RunError(

@@ -34,7 +34,7 @@ from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_path, load_frozen
 from user_sys.learner.learner import Learner
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.publisher_protocol import PublisherSettings
-from user_sys.learner.trainer import Trainer
+from user_sys.learner.trainer import Trainer, memory_errors
 from user_sys.logs import configure_logging
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.robot_records import (
@@ -149,7 +149,7 @@ def _train(
     """`settings` is None in other processes than that of rank 0."""
     stop, stop_now = stops
     checkpoints = learner_folder(folder.checkpoints, name)
-    with ExitStack() as stack:
+    with memory_errors(), ExitStack() as stack:
         reader = stack.enter_context(StoreReader.open(folder.store, wait_s=STORE_TIMEOUT_S))
         group, device = stack.enter_context(_group(config, place))
         metrics = publisher = None
