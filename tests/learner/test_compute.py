@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,14 +24,18 @@ from user_sys.algorithms.conformance import (
 from user_sys.algorithms.distributed import TrainingGroup, clip_gradients, divide
 from user_sys.algorithms.sac import Sac, SacSettings
 from user_sys.codec import Array
+from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.learner import trainer
 from user_sys.learner.config import ComputeConfig, LearnerConfig
-from user_sys.learner.trainer import TrainingStep, blocks_of, planned_module, require_memory
+from user_sys.learner.trainer import Trainer, TrainingStep, blocks_of, planned_module, require_memory
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.policy import Policy
 from user_sys.policies.trainable import apply_train_settings
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.weights.gpu_copy import DeviceSnapshot, HostCopier
+from user_sys.weights.publisher import PublishConfig
 
 torch.set_num_threads(1)
 HOST = torch.device("cpu")
@@ -168,6 +174,52 @@ def test_too_little_memory_ends_before_the_policy_is_built(monkeypatch: pytest.M
         require_memory(planned(), HOST)
     _, settings = load_policy("vla", VLA)
     require_memory(planned(), HOST)
+
+
+@pytest.mark.parametrize(
+    ("options", "kl", "copies"), [({"acting_rate": 1.0}, 0.0, 5), ({}, 0.0, 6), ({"acting_rate": 1.0}, 0.1, 6)]
+)
+def test_estimate_for_a_gpu_counts_the_copies_of_publishing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], kl: float, copies: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (16_000_000_000, 80_000_000_000))
+    large = PolicyConfig("vla", {"width": 2048, "heads": 16, "prefix_layers": 18, "expert_layers": 18})
+    config = LearnerConfig(algorithm="bc", options=options, publish=PublishConfig(kl=kl))
+    needed = f"needs about {copies * 6.326:.1f} GB"
+    with (
+        StoreWriter.open(tmp_path / "store"),
+        StoreReader.open(tmp_path / "store") as reader,
+        pytest.raises(RunError, match=needed),
+    ):
+        Trainer(config, example_spec(), reader, policy=large, device="cuda")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gathered_policy_is_held_once_and_until_it_is_published(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    module, gathered = torch.nn.Linear(300, 300), list[weakref.ref[torch.Tensor]]()
+    monkeypatch.setattr(trainer, "is_divided", lambda tensor: tensor.ndim == 2)
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        gathered.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(trainer, "whole", whole)
+    snapshots = trainer._PolicySnapshots({}, HostCopier(HOST))
+
+    def held() -> list[int]:
+        return [copy.data_ptr() for each in gathered for copy in (each(),) if copy is not None]
+
+    for _ in range(2):
+        snapshots.gather(module, keep=is_first)
+        assert len(held()) == is_first
+    if is_first:
+        place, taken = held(), snapshots.take(module)
+        assert isinstance(taken, DeviceSnapshot) and taken.tensors["weight"].data_ptr() == place[0]
+        assert taken.tensors["bias"].data_ptr() != module.bias.data_ptr()
+        assert held() == [], "the snapshot alone holds it"
 
 
 def test_parts_must_divide_the_batch() -> None:

@@ -165,6 +165,27 @@ def test_governor_limits_a_fetch_in_progress(site: PublisherSite) -> None:
         assert learner.scalars()["governor/ctas"] <= 5
 
 
+def test_end_of_training_gives_a_fetch_in_progress_the_full_share(site: PublisherSite) -> None:
+    governor = GovernorConfig(update_interval_s=0.01, max_ctas=10)
+    settings, paused = replace(site.settings(), publish=PublishConfig(governor=governor)), PausedWeights(weights(1))
+    with PublisherClient(settings, site.stops.append) as learner:
+        for _ in range(32):
+            learner.observe(0.01)
+        learner.publish(paused, 1, updates=1)
+        assert paused.begun.wait(DEADLINE_S)
+
+        def slowed_down() -> bool:
+            learner.observe(0.1)
+            return learner.scalars().get("governor/share", 1.0) <= 0.5
+
+        until(slowed_down, "the share falls")
+        learner.end_training()
+        until(lambda: learner.scalars()["governor/share"] == 1.0, "the publisher process has no limits either")
+        paused.go.set()
+        assert learner.wait_until_stored(DEADLINE_S)
+    assert paused.allowed == (10, 32 << 20)
+
+
 def test_rounding_on_the_device_is_published(site: PublisherSite) -> None:
     settings = replace(site.settings(), publish=PublishConfig(precisions=("bf16",)))
     expected = quantize(weights(1), "bf16")

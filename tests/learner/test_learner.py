@@ -117,6 +117,7 @@ class RecordingPublisher:
     versions_ahead: int = 0
     pinned_version: int = -1
     is_busy: bool = False
+    before_end: list[int] = field(default_factory=list)
 
     def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
         if not isinstance(weights, Mapping):
@@ -128,6 +129,9 @@ class RecordingPublisher:
 
     def observe(self, seconds: float) -> None:
         assert seconds > 0
+
+    def end_training(self) -> None:
+        self.before_end = [each.version for each in self.versions]
 
     def scalars(self) -> dict[str, float]:
         return {}
@@ -481,8 +485,18 @@ class LaggingPublisher:
     def observe(self, seconds: float) -> None:
         self.updated_at.append(self.asked)
 
+    def end_training(self) -> None:
+        return
+
     def scalars(self) -> dict[str, float]:
         return {}
+
+
+def test_last_version_follows_the_end_of_training(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    sink, publish = RecordingPublisher(bench.published), PublishConfig(every_s=0.0, every_updates=2)
+    bench.learner(replace(CONFIG, publish=publish, max_updates=5), sink=sink).run(threading.Event())
+    assert sink.before_end == [1, 2] and [each.version for each in sink.versions] == [1, 2, 3]
 
 
 def test_learner_waits_for_slow_robots(bench: LearnerBench) -> None:

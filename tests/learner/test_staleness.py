@@ -93,6 +93,9 @@ class Robots:
     def observe(self, seconds: float) -> None:
         return
 
+    def end_training(self) -> None:
+        return
+
     def scalars(self) -> dict[str, float]:
         return {}
 

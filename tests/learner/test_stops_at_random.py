@@ -66,6 +66,9 @@ class NoPublisher:
     def observe(self, seconds: float) -> None:
         return
 
+    def end_training(self) -> None:
+        return
+
     def scalars(self) -> dict[str, float]:
         return {}
 

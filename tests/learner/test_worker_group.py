@@ -10,19 +10,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_learner import CONFIG, POLICY, PRIORITIZED, SPEC, STEPS, LearnerBench, RecordingPublisher, bench
 
-from user_sys.algorithms.algorithm import NETWORK
+from user_sys.algorithms.algorithm import NETWORK, OPTIMIZER
 from user_sys.algorithms.algorithm import POLICY as POLICY_PREFIX
-from user_sys.algorithms.distributed import training_group
+from user_sys.algorithms.distributed import TrainingGroup, training_group, whole
+from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
 from user_sys.config import load
 from user_sys.episode import EpisodeSource
@@ -33,6 +36,7 @@ from user_sys.learner.learner import Learner, ReportScalars
 from user_sys.learner.trainer import Trainer
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.robot_records import EXIT_ORPHANED, save_robot_record
+from user_sys.run import learner_process
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
 from user_sys.run.learner_process import RankEnvironment
 from user_sys.store.store import StoreReader
@@ -223,6 +227,116 @@ def test_killed_first_process_ends_the_second(bench: LearnerBench) -> None:
         first.send_signal(signal.SIGKILL)
         first.communicate(timeout=END_S)
         assert second.wait(END_S) == EXIT_ORPHANED
+
+
+class DividedTensor:
+    """A divided tensor that cannot be gathered."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self.error = error
+
+    def full_tensor(self) -> torch.Tensor:
+        raise self.error
+
+
+SHARED_MEMORY = """NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details)
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-xyz (size 9637888)"""
+FAILURES = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), torch.OutOfMemoryError),
+    "shared memory": (RuntimeError(SHARED_MEMORY), RunError),
+    "memory access": (RuntimeError("CUDA error: an illegal memory access was encountered"), RunError),
+    "two on one GPU": (RuntimeError("ncclInvalidUsage: Duplicate GPU detected"), RunError),
+    "remote": (RuntimeError("ncclRemoteError: A call failed possibly due to a network error"), LinkDown),
+    "gloo": (RuntimeError("Connection closed by peer [127.0.0.1]:1234"), LinkDown),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failed_gathering_tells_own_failures_from_the_end_of_another(failure: str) -> None:
+    error, expected = FAILURES[failure]
+    with pytest.raises(expected) as caught:
+        whole(DividedTensor(error))
+    assert type(caught.value) is expected
+    assert expected is torch.OutOfMemoryError or "\n" not in str(caught.value)
+
+
+class OtherRank(TrainingGroup):
+    """The process of rank 1, as if that of rank 0 had the same arrays."""
+
+    def all_true(self, value: bool) -> bool:
+        return value
+
+    def gather(self, arrays: Mapping[str, Array]) -> list[Mapping[str, Array]]:
+        return [arrays, arrays]
+
+
+def test_other_process_copies_no_networks_for_a_checkpoint(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    with StoreReader.open(bench.folder / "store") as reader:
+        trainer = Trainer(TWO, SPEC, reader, policy=POLICY, group=OtherRank(1, 2))
+        state = trainer.state_dict()
+        trainer.close()
+    assert "rank.1.generator.cpu" in state
+    assert [name for name in state if name.startswith((NETWORK, OPTIMIZER))] == []
+
+
+class Deliveries(RecordingPublisher):
+    """A gateway that has the last version when it is asked for the third time."""
+
+    version, size_bytes, asked = 1, 0, 0
+
+    def __enter__(self) -> Deliveries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def report(self, updates: int, scalars: dict[str, float]) -> None:
+        return
+
+    def wait_until_stored(self, timeout_s: float) -> bool:
+        self.asked += 1
+        return self.asked >= 3
+
+
+def train_in_process(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch, publisher: Deliveries) -> None:
+    """Trains as the learner's process does, with a stand-in of the publisher."""
+    bench.fill(EpisodeSource.DEMO, 3)
+    config = replace(CONFIG, max_updates=2)
+    folder = run_folder(bench, config, "a")
+    monkeypatch.setattr(learner_process, "PublisherClient", lambda *_: publisher)
+    settings: Any = SimpleNamespace(hello=SimpleNamespace(name="learner"))
+    run, stops = RunConfig(learner=config, policy=POLICY), (threading.Event(), threading.Event())
+    learner_process._train(folder, run, SPEC, "learner", settings, RankEnvironment(), stops)
+
+
+@pytest.mark.parametrize(("size_bytes", "delivered"), [(0, False), (10**9, True)])
+def test_last_version_may_take_the_time_that_its_size_needs(
+    bench: LearnerBench,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    size_bytes: int,
+    delivered: bool,
+) -> None:
+    monkeypatch.setattr(learner_process, "DELIVERY_TIMEOUT_S", 0.0)
+    publisher = Deliveries(bench.published)
+    publisher.size_bytes = size_bytes
+    train_in_process(bench, monkeypatch, publisher)
+    assert ("weights.not_delivered version=1" in caplog.text) is not delivered
+
+
+def test_too_little_memory_of_a_gpu_is_an_error_of_the_run(
+    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Trainer, "policy_snapshot", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (10**9, 8 * 10**9))
+    with pytest.raises(RunError, match=r"too little memory for training: 1\.0 of 8\.0 GB are free"):
+        train_in_process(bench, monkeypatch, Deliveries(bench.published))
 
 
 def test_unreachable_first_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

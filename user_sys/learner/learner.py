@@ -322,6 +322,8 @@ class Learner:
             while not self._iterate(stop):
                 pass
             self._save(wait=True)
+            if self._publisher is not None:
+                self._publisher.end_training()
             self._publish_if(self._versions is not None and not (stop_now and stop_now.is_set()))
             self._report(finished=True)
         finally:

@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
+from msgspec.structs import replace
+
 from hal.context import StartedAtEntry
 from user_sys.codec import Array
 from user_sys.errors import LinkDown, RunError, UserSysError, WireError
@@ -31,6 +33,7 @@ from user_sys.learner.publisher_protocol import (
     ShutdownRequest,
     SnapshotReady,
     StepTimes,
+    TrainingEnded,
 )
 from user_sys.messages import NO_VERSION, MetricsReport
 from user_sys.trace import child_environment
@@ -43,7 +46,7 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 STEP_REPORT_INTERVAL_S, MAX_PENDING_STEPS = 0.1, 256
-MEMORY_TIMEOUT_S = 60.0
+MEMORY_TIMEOUT_S, ENCODED_BYTES_PER_S = 60.0, 100e6  # of the version before: base, and the least rate to encode it
 FLUSH_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
@@ -60,6 +63,11 @@ class SharedSnapshot:
         self._frozen: dict[str, Array | None] = {}  # of all versions, and the read-only arrays of those in host memory
         self._snapshot: SnapshotReady | None = None  # in the memory
         self._is_delivered = self._is_memory_sent = False
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the tensors; 0 without any."""
+        return 0 if self._memory is None else self._memory.info.tensor_bytes
 
     def memory_for(self, weights: PolicySnapshot, version: int) -> SharedTensors:
         """The memory for `weights`. Raises WireError if they have another layout than those before."""
@@ -264,8 +272,9 @@ class PublisherClient(StartedAtEntry):
             RunError: the process crashes repeatedly or does not read, or earlier weights could not be fetched.
         """
         with self._changed:
-            if not self._wait_for(lambda: self._status.progress.ready_version >= self.version, MEMORY_TIMEOUT_S):
-                raise RunError(f"version {self.version} was not published within {MEMORY_TIMEOUT_S:.0f} s; see the log")
+            timeout_s = MEMORY_TIMEOUT_S + self.size_bytes / ENCODED_BYTES_PER_S
+            if not self._wait_for(lambda: self._status.progress.ready_version >= self.version, timeout_s):
+                raise RunError(f"version {self.version} was not published within {timeout_s:.0f} s; see the log")
             self._steps.send(time.monotonic(), self._channel)  # these steps ran before this push
             memory = self._shared.memory_for(weights, version)
             self.version = version
@@ -284,6 +293,13 @@ class PublisherClient(StartedAtEntry):
             self._shared.deliver(self._channel)
             self._steps.add(time.monotonic(), seconds, self._channel)
 
+    def end_training(self) -> None:
+        """Later pushes, and what is left of one in progress, have the full share: no step follows."""
+        with self._changed:
+            self._steps.send(time.monotonic(), self._channel)
+            self._channel.send(TrainingEnded(), KILL_TIMEOUT_S)
+            self._status = replace(self._status, share=1.0)  # a new process would not send it
+
     def report(self, updates: int, scalars: dict[str, float]) -> None:
         """Sends scalars to the gateway; drops them if the process does not keep up."""
         with self._changed:
@@ -294,6 +310,11 @@ class PublisherClient(StartedAtEntry):
         """Waits until the gateway has stored the last version; False after `timeout_s`. Raises as `publish` does."""
         with self._changed:
             return self._wait_for(lambda: self._stored_version >= self.version, timeout_s)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of a version; 0 before the first."""
+        return self._shared.size_bytes
 
     @property
     def pid(self) -> int | None:

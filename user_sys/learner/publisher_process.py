@@ -31,6 +31,7 @@ from user_sys.learner.publisher_protocol import (
     ShutdownRequest,
     SnapshotReady,
     StepTimes,
+    TrainingEnded,
 )
 from user_sys.logs import configure_logging
 from user_sys.messages import NO_VERSION, DevicesReport, StopRun
@@ -107,6 +108,8 @@ class _PublisherServer:
             case StepTimes(steps=steps):
                 for ended_s, seconds in steps:
                     self.publisher.governor.observe(seconds, ended_s)
+            case TrainingEnded():
+                self.publisher.governor.share = 1.0
             case SharedMemoryInfo() if descriptor is not None:
                 self._memory = SharedTensors(descriptor, message)
             case DeviceCopyStarted() if not self._is_device_copying:

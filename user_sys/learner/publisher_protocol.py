@@ -77,6 +77,10 @@ class StepTimes(msgspec.Struct, frozen=True, tag=True):
     steps: tuple[tuple[float, float], ...]
 
 
+class TrainingEnded(msgspec.Struct, frozen=True, tag=True):
+    """No step follows, so that the governor has nothing to protect."""
+
+
 class ScalarReport(msgspec.Struct, frozen=True, tag=True):
     report: MetricsReport
 
@@ -123,6 +127,7 @@ PublisherMessage: TypeAlias = (
     | DeviceCopyStarted
     | SnapshotReady
     | StepTimes
+    | TrainingEnded
     | ScalarReport
     | ShutdownRequest
     | PublisherStatus

@@ -54,7 +54,8 @@ from user_sys.weights.signing import run_id_of
 log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 60.0
-DELIVERY_TIMEOUT_S, DELIVERY_POLL_S = 10.0, 0.1
+DELIVERY_TIMEOUT_S, DELIVERY_POLL_S = 10.0, 0.1  # of the last version, beside what its size takes
+DELIVERED_BYTES_PER_S = 2e6  # the least rate: a slow link
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,11 @@ def _train(
             raise ConfigError(f"recorder.cameras is false, and {config.learner.algorithm} needs pictures: remove it")
         learner = Learner(config.learner, trainer, publisher=publisher, report=report, checkpoint_dir=checkpoints)
         learner.run(stop, stop_now)
-        if publisher is not None:
-            _wait_for_delivery(publisher, stop_now)
-        group.barrier()  # the others are still there if rank 0 has to start again
+        size_bytes = 0 if publisher is None else publisher.size_bytes
+        deadline_s = time.monotonic() + DELIVERY_TIMEOUT_S + size_bytes / DELIVERED_BYTES_PER_S
+        # The others are still there if rank 0 has to start again. Each call has a deadline of its own.
+        while not group.all_true(publisher is None or _is_delivery_over(publisher, deadline_s, stop_now)):
+            pass
 
 
 def _initial_state(config: RunConfig, name: str, checkpoints: Path) -> Mapping[str, Array | torch.Tensor] | None:
@@ -212,12 +215,14 @@ def _group(config: RunConfig, place: RankEnvironment) -> Iterator[tuple[Training
         yield group, device
 
 
-def _wait_for_delivery(publisher: PublisherClient, stop_now: threading.Event) -> None:
-    deadline_s = time.monotonic() + DELIVERY_TIMEOUT_S
-    while not publisher.wait_until_stored(DELIVERY_POLL_S):
-        if stop_now.is_set() or time.monotonic() > deadline_s:
-            log.warning("weights.not_delivered version=%d", publisher.version)
-            break
+def _is_delivery_over(publisher: PublisherClient, deadline_s: float, stop_now: threading.Event) -> bool:
+    """Waits for a moment. Returns whether the gateway has the last version, or is no longer waited for."""
+    if publisher.wait_until_stored(DELIVERY_POLL_S):
+        return True
+    is_over = stop_now.is_set() or time.monotonic() > deadline_s
+    if is_over:
+        log.warning("weights.not_delivered version=%d", publisher.version)
+    return is_over
 
 
 def _wait_for_spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:
