@@ -164,6 +164,30 @@ def test_ranks_share_the_episodes(store: Store) -> None:
     assert len(together) == 12 == len(np.unique(together, axis=0)) and len(drawn[0]) == len(drawn[1])
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_gets_windows_if_each_nth_episode_is_an_evaluation(store: Store, world: int) -> None:
+    for number in range(1, 20 * world + 1):
+        is_evaluation = number % world == 0
+        source = EpisodeSource.EVALUATION if is_evaluation else EpisodeSource.ONLINE
+        store.put(chunk(number, 0, 4, end=True, source=source))
+    ready = []
+    for rank in range(world):
+        with drawing(store, rank=rank, world=world) as made:
+            made.refresh()
+            ready.append(len(made.sampler))
+    assert sum(ready) == 2 * 20 * (world - 1) and min(ready) > 0.5 * max(ready)
+
+
+def test_each_rank_gets_windows_of_one_long_episode(store: Store) -> None:
+    with drawing(store, rank=0, world=2) as first, drawing(store, rank=1, world=2) as second:
+        store.put(*(chunk(1, 10 * index, 10, index=index) for index in range(5)))
+        for made in (first, second):
+            made.refresh()
+        windows = [made.windows() for made in (first, second)]
+    assert sorted(len(each) for each in windows) == [12, 12]
+    assert sorted(windows[0] + windows[1]) == [(1, step, 2) for step in range(0, 48, 2)]
+
+
 def test_another_number_of_ranks_repeats_nothing(store: Store) -> None:
     store.put(chunk(1, 0, 4, end=True))
     with drawing(store) as made:

@@ -8,6 +8,7 @@ exploration before the first weights, and of another run's weights.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Mapping
 
@@ -22,7 +23,7 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 class OnceSelector(Selector):
-    """See the module. Among data-parallel learners, each takes the windows of its own episodes.
+    """See the module. Data-parallel learners take the windows of an episode in turn, so that none waits for long.
 
     Attributes:
         used, stale: windows that were selected, and that were dropped; of this process, over all resumptions.
@@ -70,13 +71,22 @@ class OnceSelector(Selector):
         if len(rows):
             low = int(rows[0])
             begins = self._filter.matches(index, low)[rows - low] & (index.steps.policy_version[rows] >= 0)
-            begins &= (index.step_of(rows) % self._length == 0) & (index.episode_of(rows) % self._world == self._rank)
-            self._waiting = np.concatenate([self._waiting, rows[begins]])
+            begins &= index.step_of(rows) % self._length == 0
+            self._waiting = np.concatenate([self._waiting, self._own(index, rows[begins])])
         rows = np.sort(np.concatenate([self._waiting, self._ready]))
         rows = rows[index.steps.alive[rows]]
         complete = _is_complete(index, rows, self._length)
         self._waiting, self._ready = rows[~complete], rows[complete]
         self._drop_stale(index)
+
+    def _own(self, index: Index, rows: Array) -> Array:
+        """Those of the windows from `rows` on that are this process's. The episode's id says whose its first one is."""
+        if self._world == 1:
+            return rows
+        episodes, which = np.unique(index.episode_of(rows), return_inverse=True)
+        first = np.array([zlib.crc32(index.episodes.ids.names[each].encode()) for each in episodes.tolist()], np.int64)
+        own: Array = rows[(first[which] + index.step_of(rows) // self._length) % self._world == self._rank]
+        return own
 
     def _drop_stale(self, index: Index) -> None:
         if not self._versions:  # any version counts, or none is published yet
