@@ -28,7 +28,7 @@ from user_sys.config import load
 from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
-from user_sys.learner.config import LearnerConfig
+from user_sys.learner.config import ComputeConfig, LearnerConfig
 from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner
 from user_sys.learner.trainer import Trainer
 from user_sys.plugins import ALGORITHMS, POLICIES
@@ -445,6 +445,17 @@ def test_checkpoint_of_another_algorithm_or_store_is_refused(
         (tmp_path / "other" / "a").symlink_to(tmp_path / "a")
         with pytest.raises(ConfigError, match="another store"):
             other.learner(CONFIG)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    "change", [{"compute": ComputeConfig(parts=2)}, {"batch_size": 8}], ids=["parts", "batch_size"]
+)
+def test_run_resumes_with_smaller_batches(bench: LearnerBench, change: dict[str, Any], ahead: int) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    config = replace(CONFIG, max_updates=5, batches_ahead=ahead)
+    bench.train(config)
+    assert bench.train(replace(config, max_updates=9, **change)).updates == 9
 
 
 def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> None:

@@ -68,11 +68,25 @@ def test_state_of_another_sampler_is_refused(store: Store) -> None:
         for name in ("generator", "ahead.step", "selector.0.powers"):
             with pytest.raises(WireError):
                 prioritized(replay).load_state_dict({key: value for key, value in saved.items() if key != name})
-        with Prefetcher(sampler, 2) as batches:
-            batches.next()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_state_of_another_batch_size_restores_all_but_the_pending_draws(
+    store: Store, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(store)
+    with store.replay() as replay:
+        sampler = prioritized(replay)
+        with Prefetcher(sampler, depth) as batches:
+            train(batches, sampler, 5)
             saved = batches.state_dict()
-        with pytest.raises(WireError, match="batch size"):
-            Sampler(replay, UniformSelector(), BatchSpec(), 7).load_state_dict(saved)
+        smaller = prioritized(replay, seed=77)
+        smaller.batch_size = 8
+        assert smaller.load_state_dict(saved) == []
+        for name in ("generator", "selector.0.powers", "selector.0.rewards"):
+            np.testing.assert_array_equal(smaller.state_dict()[name], saved[name])
+        assert len(smaller.sample()) == 8
+    assert ("replay.pending_draws_dropped count=2" in caplog.text) == bool(depth)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -19,7 +19,7 @@ import numpy as np
 
 from hal.context import ClosedAtExit
 from user_sys.codec import Array
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError, WireError
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError
 from user_sys.replay.batches import Allocate, Batch, BatchSpec, ReadPlan
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.selectors import (
@@ -195,15 +195,17 @@ class Sampler:
     def load_state_dict(self, state: Mapping[str, Array]) -> list[PendingBatch]:
         """Restores a state; the replay buffer must have been refreshed.
 
-        Later draws are bit-identical if the store's content is unchanged. Returns the pending draws, to be filled. A
-        draw with a row that is no longer stored is left out, with all draws after it.
+        Later draws are bit-identical if the store's content and the batch size are unchanged. Returns the pending
+        draws, to be filled. A draw with a row that is no longer stored is left out, with all draws after it, and each
+        draw of another batch size.
 
         Raises:
             WireError: it is the state of another sampler.
         """
         columns = [state_column(state, f"ahead.{name}") for name in ("sequence", "step", "weight", "group")]
-        if columns[0].shape[1:] != (self.batch_size,):
-            raise WireError(f"the sampler's state has another batch size than {self.batch_size}")
+        if columns[0].size and columns[0].shape[1] != self.batch_size:  # e.g. lowered to fit the GPU's memory
+            _logger.warning("replay.pending_draws_dropped count=%d: of another batch size", len(columns[0]))
+            columns = [column[:0] for column in columns]
         self._bits.state = json.loads(state_column(state, "generator").tobytes())
         inner = {n.removeprefix(SELECTOR_PREFIX): v for n, v in state.items() if n.startswith(SELECTOR_PREFIX)}
         self._selector.load_state_dict(inner, self._replay.index)
