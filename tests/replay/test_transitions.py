@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 import threading
 from dataclasses import replace
@@ -13,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_kit import CAMERA, PICTURES, STATE, Store, chunk, grey, odd, raw, seen
 
-from user_sys.errors import ConfigError, StoreCorrupt
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError
 from user_sys.replay.batches import Batch, BatchSpec, ObservationFeatures, ReadPlan
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.sampler import Sampler
 from user_sys.replay.selectors import PrioritizedConfig, PrioritizedSelector, UniformSelector
 from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, UndoLabel
+from user_sys.store.log_reader import SegmentFileCache
 from user_sys.store.maintenance import add_labels, compact_store
+from user_sys.store.record_format import SegmentName
 from user_sys.store.store import StoreWriter
 
 
@@ -207,6 +211,32 @@ def test_bit_rot_is_redrawn_and_counted(store: Store) -> None:
                 np.testing.assert_array_equal(picture, np.broadcast_to(picture[:, :1, :1, :1], picture.shape))
             seen(batch)
         assert replay.report().damaged >= 1 and drawing.redrawn >= 1
+
+
+def test_chunk_is_read_again_after_an_error_of_the_file_server(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(chunk(1, 0, 2, frames={0: grey(10)}), chunk(1, 2, 2, index=1, end=True, frames={}))
+    read = SegmentFileCache.read
+    with store.replay(PICTURES) as replay:
+        out = PICTURES.observations((4,), np.zeros)
+        plan, unreadable = ReadPlan(np.arange(4), out, {}), replay.index.record_ref(0).offset
+
+        def read_or_fail(cache: SegmentFileCache, name: SegmentName, offset: int, count: int) -> bytes:
+            if offset == unreadable:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return read(cache, name, offset, count)
+
+        monkeypatch.setattr(SegmentFileCache, "read", read_or_fail)
+        assert replay.read([plan])[0].tolist() == [0, 1, 2, 3], "the second chunk repeats a frame"
+        monkeypatch.setattr(SegmentFileCache, "read", read)
+        assert replay.read([plan])[0].tolist() == []
+        assert (abs(out[CAMERA].astype(int) - 10) <= 2).all()
+
+
+def test_redraws_of_a_slow_disk_end_at_the_deadline(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(chunk(1, 0, 3))  # no camera at all
+    monkeypatch.setattr("user_sys.replay.sampler.FILL_DEADLINE_S", -1.0)
+    with store.replay(PICTURES) as replay, pytest.raises(StoreError, match="the disk took longer"):
+        sampler(replay, 4).sample()
 
 
 def test_labels_take_effect_at_next_refresh(store: Store) -> None:

@@ -32,7 +32,7 @@ from user_sys.episode import (
     Chunk,
     PackedChunk,
 )
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError, WireError
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.replay.batches import EncodedColumn, ObservationFeatures, ReadPlan
 from user_sys.store.index import Index, IndexChange
@@ -42,9 +42,10 @@ FRAME_DTYPE = np.dtype([("chunk", "i4"), ("start", "u4"), ("bytes", "i4"), ("crc
 """Location of a frame: row of its chunk, first byte in the chunk's record, number of bytes (negative for raw pixels, 0
 for no usable frame), CRC-32C. Chunk -1: the frame of the last step before this chunk is still valid."""
 EARLIER = -1
-UNREAD, READ, BAD = 0, 1, 2  # states of a chunk
+UNREAD, READ, BAD = 0, 1, 2  # states of a chunk; after an error that may pass it stays as it was
 MAX_RUN = 256  # frames per read
 UNUSABLE_ERRORS = (StoreError, WireError)
+LASTING_ERRORS = (StoreCorrupt, StoreRecordGone, WireError)  # others may pass, as of a file server
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _logger = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ class DiskReader:
         """The float32 columns of a chunk's observations; those of a step are zero at the final observation.
 
         Raises:
-            StoreError, WireError: the chunk is unusable: damaged, dropped, without a feature, or not finite.
+            StoreError, WireError: the chunk is unusable: damaged, dropped, without a feature, or not finite. Of these,
+                a plain StoreError may pass: the file cannot be read now.
         """
         if chunk < 0:
             raise StoreError("an observation is not stored")
@@ -109,7 +111,8 @@ class DiskReader:
             cameras = {} if self._states[chunk] == READ else self._features.cameras
             frames = locate_frames(packed, chunk, cameras)
         except UNUSABLE_ERRORS as error:
-            self._states[chunk] = BAD
+            if isinstance(error, LASTING_ERRORS):
+                self._states[chunk] = BAD
             self._count_damage(f"chunk {chunk}", error)
             raise
         span = self._index.observation_range(chunk)
@@ -166,6 +169,8 @@ class DiskReader:
                 break
             if self._states[before[0]] == UNREAD:
                 self._try_read(int(before[0]))
+                if self._states[before[0]] == UNREAD:  # it may be readable later
+                    return np.zeros((), FRAME_DTYPE)
             number = self._index.observation_range(int(before[0])).stop - 1
         with self._lock:
             self._frames[camera][passed] = found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -125,6 +126,7 @@ class Sampler:
         Raises:
             ValueError: there are too few eligible rows (see `is_ready`).
             StoreCorrupt: no selected row can be read.
+            StoreError: to replace those that cannot be read takes longer than `FILL_DEADLINE_S`.
         """
         draw = self.draw(self.empty_batch() if out is None else out)
         self.fill(draw)
@@ -153,11 +155,14 @@ class Sampler:
         draw.unreadable = np.unique(np.concatenate(samples))
 
     def finish(self, draw: PendingBatch) -> Batch:
-        """Replaces unreadable samples; returns the batch. Raises StoreCorrupt as `sample`."""
+        """Replaces unreadable samples; returns the batch. Raises as `sample`."""
+        deadline_s = time.monotonic() + FILL_DEADLINE_S
         for _ in range(MAX_REDRAWS):
             if not len(draw.unreadable):
                 _mask_missing_actions(draw.batch)
                 return draw.batch
+            if time.monotonic() > deadline_s:
+                raise _too_slow()
             self._redraw(draw, draw.unreadable)
         raise StoreCorrupt(f"of {MAX_REDRAWS} consecutive draws, none is readable; run `user-sys store verify`")
 
@@ -219,6 +224,10 @@ class Sampler:
         return draws
 
 
+def _too_slow() -> StoreError:
+    return StoreError(f"the disk took longer than {FILL_DEADLINE_S:.0f} s to fill a batch")
+
+
 def _mask_missing_actions(batch: Batch) -> None:
     """Of steps without an action, e.g. of films: `mask` is False and the action 0; `weight` is 0 if it is the first."""
     missing = np.asarray(np.isnan(batch.action).any(-1)).reshape(batch.mask.shape)
@@ -276,7 +285,7 @@ class Prefetcher(ClosedAtExit):
             try:
                 filled.result(FILL_DEADLINE_S)
             except TimeoutError:
-                raise StoreError(f"the disk took longer than {FILL_DEADLINE_S:.0f} s to fill a batch") from None
+                raise _too_slow() from None
         self._returned = self.sampler.finish(draw)
         return self._returned
 
