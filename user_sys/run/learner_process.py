@@ -171,7 +171,7 @@ def _train(
             seed=config.seed,
             device=device,
             group=group,
-            initial_state=_initial_state(config, name, checkpoints),
+            initial_state=initial_state(config, name, checkpoints),
         )
         if trainer.batches.replay.features.cameras and not config.recorder.cameras:
             raise ConfigError(f"recorder.cameras is false, and {config.learner.algorithm} needs pictures: remove it")
@@ -184,12 +184,19 @@ def _train(
             pass
 
 
-def _initial_state(config: RunConfig, name: str, checkpoints: Path) -> Mapping[str, Array | torch.Tensor] | None:
-    """The state of `learner.initial_policy`; None without this setting, and for a learner that resumes."""
+def initial_state(config: RunConfig, name: str, checkpoints: Path) -> Mapping[str, Array | torch.Tensor] | None:
+    """The state of `learner.initial_policy`; None without this setting, and for a learner that resumes.
+
+    If the other run had no robot of this embodiment, it is that of its first learner. Raises RunError if it has none.
+    """
     if not config.learner.initial_policy or scan_checkpoints(checkpoints).readable is not None:
         return None
-    others = learner_folder(RunFolder(Path(config.learner.initial_policy)).checkpoints, name)
-    if (found := load_latest_checkpoint(others)) is None:
+    first = RunFolder(Path(config.learner.initial_policy)).checkpoints
+    others = learner_folder(first, name)
+    if (found := load_latest_checkpoint(others)) is None and others != first:
+        log.warning("learner.initial_policy %s has no checkpoint: %s starts from %s", others, name, first)
+        others, found = first, load_latest_checkpoint(first)
+    if found is None:
         raise RunError(f"learner.initial_policy: {others} has no checkpoint; give the folder of a run that has trained")
     if not (digest := str(found.scalars.get(FROZEN_KEY, ""))):
         return found.arrays
