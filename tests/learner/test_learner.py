@@ -38,6 +38,7 @@ from user_sys.replay.batches import BatchSpec
 from user_sys.replay.sampler import SamplerConfig, SelectorKind
 from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
+from user_sys.store.backup import back_up, restore
 from user_sys.store.labels import column_labels
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.weights.governor import GovernedBudget, GovernorConfig
@@ -456,6 +457,27 @@ def test_run_resumes_with_smaller_batches(bench: LearnerBench, change: dict[str,
     config = replace(CONFIG, max_updates=5, batches_ahead=ahead)
     bench.train(config)
     assert bench.train(replace(config, max_updates=9, **change)).updates == 9
+
+
+def test_checkpoint_newer_than_a_restored_backup_continues(
+    bench: LearnerBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    back_up(tmp_path / "store", str(tmp_path / "backup"))
+    bench.writer.append(episode("later", EpisodeSource.DEMO, 7))
+    bench.writer.sync()
+    bench.train(replace(CONFIG, max_updates=5, batches_ahead=2))
+    other = tmp_path / "other"
+    other.mkdir()
+    restore(str(tmp_path / "backup"), other / "store")
+    (other / "a").symlink_to(tmp_path / "a")
+    with StoreWriter.open(other / "store") as writer:
+        restored = LearnerBench(other, writer)
+        learner = restored.train(replace(CONFIG, max_updates=9, batches_ahead=2))
+        assert learner.updates == 9 and "learner.store_is_older" in caplog.text
+        assert restored.published[-1].version > bench.published[-1].version
+        caplog.clear()
+        assert restored.learner(CONFIG).updates == 9 and "store_is_older" not in caplog.text
 
 
 def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> None:

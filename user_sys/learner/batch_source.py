@@ -62,7 +62,7 @@ class BatchSource:
             ConfigError: the settings do not fit the robot or the algorithm.
         """
         _require_suitable(config, algorithm.data)
-        self._config, self._algorithm, self._device = config, algorithm, device
+        self._config, self._algorithm, self._device, self._reader = config, algorithm, device, reader
         self._embodiment = spec.embodiment
         self._sentences = torch.empty(0)  # what the policy reads of each sentence in the store
         data = algorithm.data
@@ -211,6 +211,10 @@ class BatchSource:
                 step = int(index.step_of(row)[0]) + (int(at[0, 1]) if self.drawn.mask.shape[1] > 1 else 0)
                 episode = index.episodes.ids.names[int(index.episode_of(row)[0])]
                 yield f"{name!r} of {episode} is {column[tuple(at[0])]} at step {step}"
+
+    def log_id(self) -> str:
+        """Returns what is equal in the store and its backups, after a refresh."""
+        return self._reader.log_id
 
     def state_dict(self) -> dict[str, Array]:
         """Returns copies of the sampler's state."""

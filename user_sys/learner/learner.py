@@ -44,7 +44,7 @@ from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, l
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_frozen, save_frozen
 from user_sys.learner.publisher_client import PublisherClient
-from user_sys.learner.trainer import ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY, Trainer
+from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, Trainer
 from user_sys.messages import NO_VERSION
 from user_sys.policies.trainable import shared_copy
 from user_sys.store.files import free_bytes
@@ -433,6 +433,7 @@ class Learner:
             PROCESS_COUNT_KEY: self._trainer.group.world,
             FROZEN_KEY: self._frozen_digest,
             "position": self._batches.position(),
+            LOG_ID_KEY: self._batches.log_id(),
             "online_steps": counters.online_steps,
             "online_seen": counters.online_seen,
             "version": self._versions.version,
@@ -489,8 +490,8 @@ class Learner:
         restore_frozen(self._folder, self._trainer.frozen, self._frozen_digest)
         # The sampler's state may lack this version, and drops the windows of versions that it lacks.
         self._add_version(int(checkpoint.scalars.get("published", NO_VERSION)))
-        if not self._trainer.load_checkpoint(checkpoint):
-            before, now = checkpoint.scalars.get(PROCESS_COUNT_KEY, 1), self._trainer.group.world
+        before, now = checkpoint.scalars.get(PROCESS_COUNT_KEY, 1), self._trainer.group.world
+        if not self._trainer.load_checkpoint(checkpoint) and before != now:
             log.warning("learner.process_count_changed before=%s now=%d: the sampler starts from its seed", before, now)
         self._steps.report(self._counters)  # later rates are of this process
         log.info("learner.resumed updates=%d training_s=%.1f", self.updates, self.training_s)
@@ -518,12 +519,13 @@ class Learner:
                     f"{where} is of the {what} {saved}, and {setting} is {own}: resume with --{setting}={saved}, or "
                     "start a new run"
                 )
-        if position > self._batches.position():
-            raise ConfigError(
-                f"{where} has read record {position} of its store, but this store ends at record "
-                f"{self._batches.position()}: it is another store, or has lost its newest records. Restore the right "
-                "store, or move this checkpoint out of the folder to resume from the one before it"
-            )
+        if position > (end := self._batches.position()):
+            if scalars.get(LOG_ID_KEY) != self._batches.log_id():
+                raise ConfigError(
+                    f"{where} has read record {position} of its store, but this store ends at record {end}: it is "
+                    "another store. Restore the right one, or move the checkpoints out of the folder to train anew"
+                )
+            log.warning("learner.store_is_older read=%d end=%d: the sampler starts from its seed", position, end)
         counters.updates = checkpoint.updates
         if self._versions is not None:
             self._versions.version = version

@@ -45,6 +45,7 @@ SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
 OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process to process
 RANK_PREFIX = "rank."  # prefix of other ranks' arrays, before their number
 ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY = "algorithm", "policy", "processes"  # scalars of a checkpoint
+LOG_ID_KEY = "log_id"  # another one: of the store
 TRAINED_COPIES = 5  # of what trains: parameters, gradients, two moments of Adam, and a slow copy or a snapshot
 HOST_COPIES = 1  # of all parameters on the CPU: the memory that the publisher process shares
 
@@ -230,14 +231,15 @@ class Trainer:
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Continues from `checkpoint`, after a `refresh`. All processes call it.
 
-        Returns False if another number of processes wrote it: networks and optimizers are loaded, and sampler and
-        generators start from their seeds.
+        Returns False if another number of processes wrote it, or if it has read records that the store lacks: networks
+        and optimizers are loaded, and sampler and generators start from their seeds.
 
         Raises:
             WireError: the checkpoint is of other settings or another robot.
         """
         load_state(self.algorithm, checkpoint.arrays, self.frozen)
-        if checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
+        is_newer = int(checkpoint.scalars["position"]) > self.batches.position()
+        if is_newer or checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
             self._seed_draws(checkpoint.updates)
             if self.batches.once is not None:
                 self.batches.once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)

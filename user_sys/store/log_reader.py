@@ -158,6 +158,7 @@ class LogReader(ClosedAtExit):
     Attributes:
         damaged: damage that `refresh` found and that is not quarantined. Appends in progress, and appends that a crash
             interrupted at the log's end, are not damage.
+        log_id: see `SegmentHeader`; empty before the first `refresh`.
     """
 
     def __init__(self, path: Path, files: Files) -> None:
@@ -167,7 +168,7 @@ class LogReader(ClosedAtExit):
         self._found: list[RecordBatch] = []  # not returned yet
         self._segments: dict[int, _FollowedSegment] = {}
         self._manifest: LogManifest | None = None
-        self._log_id = b""
+        self.log_id = b""
         self._sequence = 0
         self._lock = threading.Lock()
         self._locations: dict[int, _SegmentLocation] = {}
@@ -327,10 +328,10 @@ class LogReader(ClosedAtExit):
         if header is None:
             self._report(whole)
             return True
-        self._log_id = self._manifest.log_id if self._manifest else (self._log_id or header.log_id)
-        if header.belongs_to(name, self._log_id):
+        self.log_id = self._manifest.log_id if self._manifest else (self.log_id or header.log_id)
+        if header.belongs_to(name, self.log_id):
             return True
-        other = "another log" if header.log_id != self._log_id else f"segment {header.number}"
+        other = "another log" if header.log_id != self.log_id else f"segment {header.number}"
         self._report(Damage(name.number, 0, 0, f"the file belongs to {other}", -1, name.generation))
         return False
 

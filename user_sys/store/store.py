@@ -176,6 +176,11 @@ class StoreReader(ClosedAtExit):
         self._damaged: list[Damage] = []
         self.index = Index()
 
+    @property
+    def log_id(self) -> str:
+        """Equal in a store and its backups, in hex; empty before the first `refresh`."""
+        return self._log.log_id.hex()
+
     @classmethod
     def open(cls, path: Path, *, wait_s: float = 0.0, files: Files = OS_FILES) -> Self:
         """A reader that has read nothing yet; waits at most `wait_s` seconds for a writer to create the store.
