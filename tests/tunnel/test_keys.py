@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from user_sys.commands.main import COMMAND
-from user_sys.errors import ConfigError, RunError
+from user_sys.errors import ConfigError, RunError, UserSysError
 from user_sys.tunnel.keys import (
     AuthorizedKey,
     KeyPair,
@@ -203,6 +204,31 @@ def test_key_rotation_across_two_computers(tmp_path: Path, capsys: pytest.Captur
         run_keys("rotate", "panda-0", "--finish", "--folder", str(robot))
     with pytest.raises(ConfigError, match="neither a key nor a keyring entry"):
         run_keys("rotate", "panda-7", "--folder", str(desk))
+
+
+@pytest.mark.parametrize("words", [("rotate", "gateway"), ("rotate", "gateway", "--finish"), ("new", "gateway")])
+def test_rotation_of_the_gateways_key_is_refused(tmp_path: Path, words: Sequence[str]) -> None:
+    run_keys("new", "gateway", "--folder", str(tmp_path))
+    before = load_keypair(tmp_path / "gateway.key")
+    with pytest.raises(UserSysError, match="copy gateway.pub to all robots and relays"):
+        run_keys(*words, "--folder", str(tmp_path))
+    assert load_keypair(tmp_path / "gateway.key") == before and not (tmp_path / "gateway.next.key").exists()
+
+
+def test_rotation_of_a_relays_key_says_that_its_robots_need_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud, relay = str(tmp_path / "cloud"), str(tmp_path / "relay")
+    run_keys("new", "lab", "--folder", relay)
+    run_keys("allow", "panda-0", "--role", "robot", f"--public={new_keypair().public}", "--folder", relay)
+    public = load_public_key(tmp_path / "relay" / "lab.pub")
+    run_keys("allow", "lab", "--role", "relay", "--robots", "panda-0", f"--public={public}", "--folder", cloud)
+    run_keys("rotate", "lab", "--folder", relay)
+    capsys.readouterr()
+    run_keys("rotate", "lab", f"--public={new_keypair().public}", "--folder", cloud)
+    assert "need its new lab.pub" in capsys.readouterr().out
+    run_keys("rotate", "lab", "--finish", "--folder", relay)
+    assert "need its new lab.pub" in capsys.readouterr().out
 
 
 def test_rotation_of_an_unknown_name_is_refused(tmp_path: Path) -> None:

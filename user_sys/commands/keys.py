@@ -14,6 +14,7 @@ from user_sys.commands.options import PATH, json_option, parse_duration_s
 from user_sys.commands.output import print_json, print_line, print_table
 from user_sys.errors import ConfigError, RunError
 from user_sys.tunnel.keys import (
+    GATEWAY_NAME,
     Keyring,
     Role,
     fingerprint,
@@ -36,7 +37,7 @@ def new(name: str, folder: Path) -> None:
     """Create the key pair FOLDER/NAME.key and FOLDER/NAME.pub."""
     private = folder / f"{validate_name(name)}.key"
     if private.exists():
-        raise RunError(f"{private} exists; `user-sys keys rotate {name} --folder {folder}` replaces it")
+        raise RunError(f"{private} exists; {_way_to_replace(name, folder)}")
     keys = new_keypair()
     save_keypair(keys, folder, name)
     print_line(f"{private}\npublic key: '{keys.public}'\nfingerprint: {fingerprint(keys.public)}")
@@ -76,10 +77,15 @@ def rotate(name: str, public: str | None, finish: bool, overlap: float, folder: 
 
     FOLDER has the key and the keyring, only the private key, or only the keyring.
     """
-    if finish:
-        print_line(f"{name} now uses the key {fingerprint(promote_keypair(folder, name).public)}")
-        return
+    if name == GATEWAY_NAME:
+        raise ConfigError(f"peers accept one key of the gateway only; {_way_to_replace(name, folder)}")
     ring, has_key = Keyring(folder), (folder / f"{name}.key").exists()
+    robots_need = f"\nRobots that connect to {name} need its new {name}.pub when it starts again"
+    if finish:
+        is_server = bool(ring.list())
+        public = promote_keypair(folder, name).public
+        print_line(f"{name} now uses the key {fingerprint(public)}{robots_need if is_server else ''}")
+        return
     former = next((entry for entry in ring.list() if entry.name == name), None)
     if former is None and public:
         raise ConfigError(f"{name!r} is not in the keyring of {folder}; add it with `user-sys keys allow`")
@@ -100,7 +106,17 @@ def rotate(name: str, public: str | None, finish: bool, overlap: float, folder: 
     ring.allow(key, name, former.role, robots=former.robots, overlap_s=overlap)
     if not public:
         promote_keypair(folder, name)
-    print_line(f"{name} is allowed by its new key {fingerprint(key)}, and by the old one for {overlap:g} s")
+    for_robots = robots_need if former.role in ("relay", "policy") else ""
+    print_line(f"{name} is allowed by its new key {fingerprint(key)}, and by the old one for {overlap:g} s{for_robots}")
+
+
+def _way_to_replace(name: str, folder: Path) -> str:
+    if name != GATEWAY_NAME:
+        return f"`user-sys keys rotate {name} --folder {folder}` replaces it"
+    return (
+        f"to replace it, stop the run, move {folder / name}.key away, run "
+        f"`user-sys keys new {name} --folder {folder}`, and copy {name}.pub to all robots and relays"
+    )
 
 
 @click.command()
