@@ -123,6 +123,13 @@ def test_run_on_kubernetes_requests_the_workers_gpu() -> None:
     )
 
 
+def test_kubernetes_keeps_the_modes_of_private_keys() -> None:
+    """At each mount kubelet may let the group read all files, and USER refuses such a private key."""
+    cluster = manifest()["RayCluster"]["spec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["spec"]["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
 def test_kubernetes_accepts_the_manifest() -> None:
     """All but the fields of the RayCluster itself, whose pods are checked."""
     validate = pytest.importorskip("kubernetes_validate")
