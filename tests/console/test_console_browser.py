@@ -206,6 +206,24 @@ def test_label_from_the_episodes_page_names_the_person(page: Any, tmp_path: Path
     assert label.labeller == "ana"
 
 
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Pago_Pago"])  # 14 hours ahead of UTC, and 11 behind
+def test_date_finds_the_episodes_that_the_list_shows_with_it(browser: Any, url: str, tmp_path: Path, zone: str) -> None:
+    write_episode(tmp_path / "store", "panda-0-1")
+    context = browser.new_context(viewport=DESKTOP, timezone_id=zone)
+    page = context.new_page()
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(url)
+    page.goto(f"{page.url}episodes")
+    shown = page.locator("tbody button").first.inner_text()
+    page.fill("input[name=date]", shown[:10])
+    page.wait_for_selector("#count:text-is('1 episodes')")
+    page.fill("input[name=date]", "1999-01-01")
+    page.wait_for_selector("#count:text-is('0 episodes')")
+    page.fill("input[name=date]", shown[:10])
+    page.wait_for_selector("#count:text-is('1 episodes')")
+    context.close()
+
+
 def test_episode_is_found_played_stepped_and_labelled(page: Any, tmp_path: Path) -> None:
     for number in range(3):
         write_episode(tmp_path / "store", f"panda-0-{number}", success=number != 1)

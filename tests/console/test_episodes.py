@@ -50,7 +50,7 @@ class Site:
     run: Path
     origin: str
 
-    def get(self, path: str, **query: str) -> Any:
+    def get(self, path: str, **query: Any) -> Any:
         return self.browser.get(path, params=query)
 
     def post(self, path: str, **content: Any) -> Any:
@@ -163,13 +163,16 @@ def test_episodes_are_listed_newest_first_and_filtered(site: Site) -> None:
     found = site.get("/api/episodes").json()
     assert [each["episode"] for each in found["episodes"]] == ["b", "a"]
     assert (found["matching"], found["robots"], found["tasks"]) == (2, ["panda-0"], ["lift", "reach"])
+    now_ms = time.time_ns() // 10**6
     for query, expected in (
         ({"success": "yes"}, ["a"]),
         ({"task": "reach"}, ["b"]),
         ({"phase": "policy"}, []),
         ({"phase": "person", "robot": "panda-0", "version": "7"}, ["b", "a"]),
         ({"version": "8"}, []),
-        ({"date": "1999-01-01"}, []),
+        ({"from_unix_ms": now_ms - 60_000, "until_unix_ms": now_ms + 60_000}, ["b", "a"]),
+        ({"from_unix_ms": now_ms + 60_000}, []),
+        ({"until_unix_ms": now_ms - 60_000}, []),
     ):
         assert [each["episode"] for each in site.get("/api/episodes", **query).json()["episodes"]] == expected, query
 

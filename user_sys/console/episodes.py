@@ -57,7 +57,7 @@ Note = Annotated[str, msgspec.Meta(max_length=500)]
 
 
 class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which episodes to list; an empty text does not restrict. `date` is a local day, such as 2026-11-23."""
+    """Which episodes to list; an empty text and 0 do not restrict. Those that began in [from, until)."""
 
     robot: str = ""
     task: str = ""
@@ -65,7 +65,8 @@ class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     success: Literal["", "yes", "no", "unknown"] = ""
     phase: Literal["", "policy", "person"] = ""
     version: str = ""
-    date: str = ""
+    from_unix_ms: int = 0
+    until_unix_ms: int = 0
 
 
 class EpisodeList(msgspec.Struct, frozen=True):
@@ -318,12 +319,9 @@ def _matches(episode: EpisodeSummary, query: EpisodeQuery) -> bool:
         and (not query.success or episode.success is SUCCESS[query.success])
         and (not query.phase or bool(episode.intervention_steps) is (query.phase == "person"))
         and (not query.version or (query.version.isdecimal() and low <= int(query.version) <= high))
-        and (not query.date or _day(episode) == query.date)
+        and query.from_unix_ms * 10**6 <= episode.started_unix_ns
+        and (not query.until_unix_ms or episode.started_unix_ns < query.until_unix_ms * 10**6)
     )
-
-
-def _day(episode: EpisodeSummary) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(episode.started_unix_ns / 1e9))
 
 
 def _captured_steps(stored: StoredEpisode, camera: str) -> list[int]:
@@ -423,7 +421,7 @@ def _refusal(error: UserSysError) -> Response:
 
 def _converted(values: dict[str, str], kind: type[Any]) -> Any:
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, kind, strict=False)  # numbers are texts
     except DECODE_ERRORS as error:
         raise WireError(str(error)) from None
 

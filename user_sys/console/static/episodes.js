@@ -10,7 +10,8 @@ let newest = 0; // of the list's requests: an older answer that comes later is d
 
 async function refresh() {
   const number = ++newest;
-  const values = [...new FormData(form)].filter(([, value]) => value);
+  const given = [...new FormData(form)].filter(([, value]) => value);
+  const values = given.flatMap(([name, value]) => (name === "date" ? day(value) : [[name, value]]));
   const response = await fetch(`/api/episodes?${new URLSearchParams(values)}`).catch(() => null);
   if (number !== newest) return;
   if (!response?.ok) return problem(response ? await response.text() : "no reply from the run");
@@ -22,6 +23,14 @@ async function refresh() {
   const shown = found.episodes.length;
   el("count").textContent = `${found.matching} episodes${shown < found.matching ? `, the newest ${shown} shown` : ""}`;
   el("list").replaceChildren(...found.episodes.map(row));
+}
+
+// The day's begin and end, as this browser's clock shows the starts of episodes.
+function day(date) {
+  const end = new Date(`${date}T00:00`);
+  const begin = end.getTime();
+  end.setDate(end.getDate() + 1);
+  return [["from_unix_ms", begin], ["until_unix_ms", end.getTime()]];
 }
 
 function choices(name, values) {
