@@ -34,6 +34,16 @@ export class Stick {
   }
 }
 
+// `beta` and `gamma` of a device (W3C Device Orientation) as they would be if its natural orientation were that of the screen,
+// which is turned by `angle`. All in degrees.
+export function screenTilt(beta, gamma, angle) {
+  const [b, g, a] = [beta, gamma, angle].map((degrees) => (degrees * Math.PI) / 180);
+  const [x, y, z] = [-Math.cos(b) * Math.sin(g), Math.sin(b), Math.cos(b) * Math.cos(g)]; // the vertical, in the device's axes
+  const right = x * Math.cos(a) - y * Math.sin(a);
+  const up = x * Math.sin(a) + y * Math.cos(a);
+  return [Math.atan2(up, Math.sign(z) * Math.hypot(right, z)), Math.atan(-right / z)].map((rad) => (rad * 180) / Math.PI);
+}
+
 // The tilt of the device since its button was pressed. `shares` are right and up: aside and away from the person.
 export class Tilt {
   // `fullDegrees()` is the tilt for the full share.
@@ -41,23 +51,26 @@ export class Tilt {
     this.fullDegrees = fullDegrees;
     this.shares = [0, 0];
     this.held = false;
-    button.addEventListener("pointerdown", async (event) => {
+    button.addEventListener("pointerdown", (event) => {
       event.preventDefault();
       button.setPointerCapture(event.pointerId);
       this.held = true;
       this.from = null;
       moved("tilt");
-      await DeviceOrientationEvent.requestPermission?.(); // of some phones
     });
+    // Some phones ask the person for permission, when a finger is lifted; the next press then has an effect.
+    button.addEventListener("pointerup", () => window.DeviceOrientationEvent?.requestPermission?.().catch(() => {}));
     for (const end of ["pointerup", "pointercancel", "lostpointercapture"]) button.addEventListener(end, () => this.letGo());
     button.addEventListener("contextmenu", (event) => event.preventDefault());
-    window.addEventListener("deviceorientation", (event) => this.turn(event.beta, event.gamma));
+    window.addEventListener("deviceorientation", (event) => this.turn(event.beta, event.gamma, screen.orientation?.angle ?? 0));
   }
 
-  turn(beta, gamma) {
+  turn(beta, gamma, angle) {
     if (!this.held || beta === null || gamma === null) return;
-    this.from ??= [beta, gamma];
-    const [ahead, aside] = [this.from[0] - beta, gamma - this.from[1]].map((degrees) => degrees / this.fullDegrees());
+    const now = [...screenTilt(beta, gamma, angle), angle];
+    this.from ??= now;
+    if (angle !== this.from[2]) return this.letGo(); // the picture turned
+    const [ahead, aside] = [this.from[0] - now[0], now[1] - this.from[1]].map((degrees) => degrees / this.fullDegrees());
     this.shares = [aside, ahead].map((share) => Math.max(-1, Math.min(1, share)));
   }
 
