@@ -20,6 +20,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from console_kit import SimulatedRun, until, write_episode
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
@@ -37,8 +43,9 @@ from user_sys.console.access import (
     AccessMiddleware,
     AccountAccess,
 )
-from user_sys.console.accounts import MAX_SIGN_INS, SIGN_IN_S, AccountStore
+from user_sys.console.accounts import MAX_SIGN_INS, SIGN_IN_S, AccountStore, self_signed_certificate
 from user_sys.console.config import ConsoleConfig
+from user_sys.console.hub import ConsoleHub
 from user_sys.console.server import MAX_ESTOP_SOCKETS_OF_PERSON, MAX_PAGES_OF_PERSON, ConsoleServer
 from user_sys.errors import AccountError, ConfigError
 from user_sys.store.labels import queued_files
@@ -547,7 +554,6 @@ def test_commands_add_list_and_remove(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "settings",
     [
-        {"certificate": "missing.pem", "certificate_key": "missing.key", "host": "0.0.0.0"},
         {"certificate": "missing.pem", "host": "0.0.0.0"},
         {"public_url": "http://lab.example"},
         {"public_url": "https://lab.example/console"},
@@ -556,3 +562,23 @@ def test_commands_add_list_and_remove(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="console"):
         ConsoleConfig(**settings)
+
+
+@pytest.mark.parametrize("damage", ["missing", "of another key", "encrypted", "no certificate"])
+def test_unusable_certificate_is_refused_at_once(tmp_path: Path, damage: str) -> None:
+    certificate, key = self_signed_certificate(tmp_path / "one", "127.0.0.1")
+    if damage == "missing":
+        key.unlink()
+    elif damage == "of another key":
+        _, key = self_signed_certificate(tmp_path / "other", "127.0.0.1")
+    elif damage == "encrypted":
+        private = load_pem_private_key(key.read_bytes(), None)
+        locked = BestAvailableEncryption(PASSWORD.encode())
+        key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, locked))
+    else:
+        certificate.write_text("x")
+    accounts = AccountStore(tmp_path)
+    accounts.add("ada", "admin", PASSWORD)
+    config = ConsoleConfig(host="0.0.0.0", port=0, certificate=str(certificate), certificate_key=str(key))
+    with pytest.raises(ConfigError, match=f"console: .*{certificate} .*{key}"):
+        ConsoleServer(ConsoleHub("run", lambda message: True), config, accounts=accounts).start()

@@ -23,6 +23,7 @@ from run_kit import user_sys
 from user_sys.commands.main import main
 from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
+from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
@@ -228,6 +229,31 @@ def test_reward_of_a_resumed_run_is_found_from_any_folder(tmp_path: Path, monkey
     request = LaunchRequest("train", None, folder.path, False, False, None, overrides)
     config, _ = load_run(request)
     assert config.rewards.options["model"] == str(tmp_path / "reward.safetensors")
+
+
+def test_files_of_a_resumed_run_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, _ = create_run_folder(replace(fleet(tmp_path), console=ConsoleConfig(enabled=False)), "first", ENDPOINT)
+    overrides = [
+        "--intervention.help.progress=progress.safetensors",
+        "--console={enabled: false, host: 0.0.0.0, certificate: lab.pem, certificate_key: lab.key}",
+    ]
+    request = LaunchRequest("train", None, folder.path, False, False, None, overrides)
+    with pytest.raises(ConfigError, match="intervention.help.progress: progress.safetensors is no file; train one"):
+        load_run(request)
+    (tmp_path / "progress.safetensors").touch()
+    config, _ = load_run(request)
+    found = config.intervention.help.progress, config.console.certificate, config.console.certificate_key
+    assert found == tuple(str(tmp_path / name) for name in ("progress.safetensors", "lab.pem", "lab.key"))
+
+
+def test_unusable_certificate_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    AccountStore().add("ada", "admin", "correct horse battery")
+    folder, _ = create_run_folder(replace(fleet(tmp_path), console=ConsoleConfig(enabled=False)), "first", ENDPOINT)
+    wrong = "--console={host: 0.0.0.0, port: 0, certificate: /lab.pem, certificate_key: /lab.key}"
+    with pytest.raises(ConfigError, match="console: /lab.pem and /lab.key"):
+        load_run(LaunchRequest("train", None, folder.path, False, False, None, [wrong]))
 
 
 def test_robot_with_the_name_of_a_remote_robot_does_not_replace_its_key(tmp_path: Path) -> None:

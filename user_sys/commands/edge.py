@@ -40,13 +40,13 @@ from user_sys.compose import (
     require_unique_names,
 )
 from user_sys.config import as_dict, build, load, read_yaml, save
-from user_sys.console.config import ConsoleConfig
+from user_sys.console.config import ConsoleConfig, require_certificate
 from user_sys.edge.demonstrations import (
     DemonstrationConfig,
     check_demonstrable,
     generate_demonstrations,
 )
-from user_sys.edge.help_requests import InterventionConfig
+from user_sys.edge.help_requests import InterventionConfig, require_progress_model
 from user_sys.edge.local_link import local_console_endpoint
 from user_sys.edge.outbox import Outbox, OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
@@ -194,6 +194,7 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
             )
     load_public_key(keys / f"{GATEWAY_NAME}.pub")
     check_execution(config.policy)
+    require_progress_model(config.intervention.help)
     if policy_location(config.policy) == "server":
         check_server_swaps(config.weights)
         load_public_key(keys / f"{POLICY_NODE}.pub")
@@ -227,9 +228,10 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
 
 
 def _write_console_config(config: EdgeConfig, folder: Path) -> EdgeConsoleConfig:
-    """Raises ConfigError: the extra `console` is not installed."""
+    """Raises ConfigError: the extra `console` is not installed, or the certificate cannot be used."""
     if missing := [name for name in CONSOLE_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"--console needs the package {missing[0]}: pip install 'user-sys[console]'")
+    require_certificate(config.console)
     make_folder_durably(folder)
     settings = EdgeConsoleConfig(
         robots=tuple(robot.name for robot in config.robots),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -39,9 +40,6 @@ class ConsoleConfig:
             raise ConfigError(
                 f"console.certificate is for HTTPS, but console.host {self.host} is loopback; set the host"
             )
-        for path in filter(None, (self.certificate, self.certificate_key)):
-            if not Path(path).is_file():
-                raise ConfigError(f"console: {path} is no file")
         parts = urlsplit(self.public_url)
         if self.public_url and (parts.scheme != "https" or not parts.netloc or parts.path.strip("/")):
             raise ConfigError(
@@ -57,6 +55,20 @@ class ConsoleConfig:
     def has_accounts(self) -> bool:
         """Whether people sign in; else the address has a secret."""
         return not self.is_loopback or bool(self.public_url)
+
+
+def require_certificate(config: ConsoleConfig) -> None:
+    """Raises ConfigError: the certificate or its key cannot be read, is encrypted, or is of another one."""
+    if not config.certificate:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.certificate, config.certificate_key, password="")  # an empty one: never asks
+    except OSError as error:
+        raise ConfigError(
+            f"console: {config.certificate} and {config.certificate_key} cannot be used ({error.strerror}): give a "
+            "certificate and its key as PEM files that this user can read, without a password"
+        ) from None
 
 
 def as_before(config: ConsoleConfig, address: Path) -> tuple[ConsoleConfig, str]:

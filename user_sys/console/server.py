@@ -36,7 +36,7 @@ from user_sys.console.accounts import (
     require_accounts,
     self_signed_certificate,
 )
-from user_sys.console.config import ConsoleConfig
+from user_sys.console.config import ConsoleConfig, require_certificate
 from user_sys.console.connections import (
     HANDSHAKE_TIMEOUT_S,
     MAX_CONNECTIONS,
@@ -85,7 +85,7 @@ class ConsoleServer:
         drawing_sources: by robot, see `user_sys.compose.drawing_source`.
 
     Raises:
-        ConfigError: the console needs accounts, and there is none.
+        ConfigError: the console needs accounts, and there is none; or its certificate cannot be used.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class ConsoleServer:
         self._accounts = accounts or AccountStore()
         if config.has_accounts:
             require_accounts(config, self._accounts)
+        require_certificate(config)
         self._token, self._audit, self._store = token or secrets.token_urlsafe(TOKEN_BYTES), audit, store
         self._pages = _Pages(hub, audit)
         self._views = SceneViews(hub, drawing_sources or {}, lambda sign_in: self._pages.is_valid(sign_in))

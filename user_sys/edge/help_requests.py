@@ -144,6 +144,13 @@ class InterventionRules:
         return ""
 
 
+def require_progress_model(config: HelpConfig) -> None:
+    """Raises ConfigError: there is no file of the progress model."""
+    if config.progress and not Path(config.progress).is_file():
+        how = f"user-sys reward train RUN --kind progress --output {config.progress}"
+        raise ConfigError(f"intervention.help.progress: {config.progress} is no file; train one: {how}")
+
+
 def _progress_watch(config: HelpConfig, spec: RobotSpec) -> ProgressWatch:
     try:
         from user_sys.rewards.progress import ProgressWatch

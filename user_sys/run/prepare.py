@@ -29,11 +29,13 @@ from user_sys.compose import (
     select_cameras,
 )
 from user_sys.config import load, save
+from user_sys.console.config import require_certificate
 from user_sys.edge.demonstrations import (
     DemonstrationConfig,
     check_demonstrable,
     generate_demonstrations,
 )
+from user_sys.edge.help_requests import require_progress_model
 from user_sys.edge.local_environment import StopCheck, defer_signals, never_stop
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import write_process_configs
@@ -155,17 +157,23 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """`config` with absolute paths to the files of reward and policy, so that the run can be resumed in any folder.
+    """`config` with absolute paths to the files of its settings, so that the run can be resumed in any folder.
 
-    Of the policy, to those that exist here.
+    Of the policy and of requests for help, to those that exist here.
     """
-    rewards, policy = config.rewards, config.policy
+    rewards, policy, console, help_ = config.rewards, config.policy, config.console, config.intervention.help
     if rewards.kind:
         rewards = with_absolute_paths(rewards)
     _, settings = load_policy(policy.kind, policy.options)
     paths = {name: value for name, value in vars(settings).items() if isinstance(value, Path) and value.exists()}
     policy = replace(policy, options={**policy.options, **{name: str(path.resolve()) for name, path in paths.items()}})
-    return replace(config, rewards=rewards, policy=policy)
+    if console.certificate:
+        files = [str(Path(each).resolve()) for each in (console.certificate, console.certificate_key)]
+        console = replace(console, certificate=files[0], certificate_key=files[1])
+    if Path(help_.progress).is_file():
+        help_ = replace(help_, progress=str(Path(help_.progress).resolve()))
+    intervention = replace(config.intervention, help=help_)
+    return replace(config, rewards=rewards, policy=policy, console=console, intervention=intervention)
 
 
 def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
@@ -181,7 +189,7 @@ def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
 
 def check_plugins(config: RunConfig) -> None:
     """Raises ConfigError if algorithm, policy or reward cannot be imported, or has no such options, location or
-    execution, or if a robot lacks the pictures that the policy reads."""
+    execution, or if a robot lacks the pictures that the policy reads, or the model that requests help."""
     load_policy(config.policy.kind, config.policy.options)
     policy_location(config.policy)
     check_execution(config.policy)
@@ -191,6 +199,8 @@ def check_plugins(config: RunConfig) -> None:
         load_algorithm(config.learner.algorithm, config.learner.options)
     if config.rewards.kind:
         load_reward(config.rewards)
+    if config.robots and not config.ray.address:  # in a cluster the robots may be on other computers
+        require_progress_model(config.intervention.help)
 
 
 def _require_picture_sizes(config: RunConfig, folder: RunFolder) -> None:
@@ -305,7 +315,7 @@ def _require_console(config: RunConfig) -> None:
 
     Raises:
         RunError: its port is taken.
-        ConfigError: it needs accounts, and there is none.
+        ConfigError: it needs accounts, and there is none; or its certificate cannot be used.
     """
     if not config.console.enabled:
         return
@@ -313,6 +323,7 @@ def _require_console(config: RunConfig) -> None:
         from user_sys.console.accounts import AccountStore, require_accounts  # imports argon2
 
         require_accounts(config.console, AccountStore())
+    require_certificate(config.console)
     try:
         host = config.console.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
