@@ -579,7 +579,7 @@ def record_batches(bench: LearnerBench, sampler: SamplerConfig, updates: int = 4
 ONLY: list[tuple[SamplerConfig, set[int]]] = [  # tests/replay has each filter by itself
     (SamplerConfig(kind="prioritized", only=StepFilter(tasks=("u", "unheard-of"))), OTHER_DEMO),
     (SamplerConfig(kind="uniform", only=StepFilter(sources=(EpisodeSource.EVALUATION,))), EVALUATION),
-    (SamplerConfig(only=StepFilter(max_age_versions=3)), DEMO | OTHER_DEMO | PERSONS | NEWEST),
+    (SamplerConfig(only=StepFilter(max_age_versions=0)), DEMO | OTHER_DEMO | PERSONS | NEWEST),
     (
         SamplerConfig(mixture=(MixturePartConfig(("interventions",)), MixturePartConfig(tasks=("u",)))),
         PERSONS | OTHER_DEMO,

@@ -35,7 +35,7 @@ POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
         ),
         (StepFilter(tasks=("stack",)), {4}),
         (StepFilter(success=False), {2}),
-        (StepFilter(max_age_s=5.0), {3, 4}),
+        (StepFilter(max_age_s=5.0), {2, 3, 4}),
         (StepFilter(max_age_versions=1), {2, 4}),
         (StepFilter(embodiments=("e2",), max_age_versions=1), {3}),
         (StepFilter(embodiments=("e1",), max_age_versions=100), {2, 4}),
@@ -56,6 +56,41 @@ def test_filters_by_episode_age_and_version(store: Store, where: AnyStepFilter, 
         replay.subscribe(eligible.update)
         found = replay.index.episode_of(eligible.rows.astype(np.int64)) + 1
         assert set(found.tolist()) == episodes and len(found) == 2 * len(episodes)
+
+
+def test_version_numbers_with_which_no_policy_acted_add_no_age(store: Store) -> None:
+    eligible = [EligibleSteps(StepFilter(max_age_versions=each, embodiments=("e1",))) for each in (0, 1)]
+    with store.replay() as replay:
+        for each in eligible:
+            replay.subscribe(each.update)
+        store.put(
+            chunk(1, 0, 4, end=True, version=8),
+            chunk(2, 0, 4, end=True, version=9),
+            chunk(3, 0, 4, end=True, version=2009),  # a resumed learner skips numbers
+            chunk(4, 0, 4, end=True, version=2009, embodiment="e2"),
+            chunk(5, 0, 4, end=True, version=2010, embodiment="e2"),
+        )
+        replay.refresh()
+        assert [each.rows.tolist() for each in eligible] == [[*range(8, 12)], [*range(4, 12)]]
+
+
+def test_age_counts_from_the_newest_living_step_of_the_same_robot(store: Store) -> None:
+    eligible = EligibleSteps(StepFilter(max_age_s=60.0))
+    with store.replay() as replay:
+        replay.subscribe(eligible.update)
+        store.put(
+            chunk(1, 0, 4, end=True, at_s=100.0),
+            chunk(2, 0, 4, end=True, at_s=7300.0, robot="ahead"),
+            chunk(3, 0, 4, end=True, at_s=7300.0),  # before the robot's clock was set right
+        )
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(4, 12)]
+        store.put(DeleteLabel(episode="ep-3", labeller="ana", at_unix_ns=1))
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(8)]
+        store.put(DeleteLabel(episode="ep-3", labeller="ana", at_unix_ns=2, deleted=False))
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(4, 12)]
 
 
 def test_phase_filter_uses_labels(store: Store) -> None:
@@ -108,7 +143,15 @@ def _blocks(plan: list[Record]) -> list[IndexBlockBuilder]:
         if what < 4:
             steps = what + 1
             payload = chunk(
-                episode, first, steps, index=index, end=end, version=number, at_s=float(number), phase=what % 2
+                episode,
+                first,
+                steps,
+                index=index,
+                end=end,
+                version=number,
+                at_s=float(number),
+                phase=what % 2,
+                robot=f"r{robot % 2}",
             ).encode()
             at[robot] = (episode + 5, 0, 0) if end else (episode, first + steps, index + 1)
         else:

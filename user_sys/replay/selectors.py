@@ -41,9 +41,9 @@ class StepFilter:
         robots, embodiments, tasks, sources, success: of the episode, with labels applied.
         finished: of episodes that have ended and are completely stored.
         phases: of the step, with labels applied.
-        max_age_s: captured at most so long before the newest stored step.
-        max_age_versions: acted by a policy at most so many versions older than the newest that acted in `embodiments`.
-            Steps that no policy acted do not match.
+        max_age_s: captured at most so long before the newest step of the same robot, by its clock.
+        max_age_versions: acted by the newest version in `embodiments`, or one of so many before it. Versions that never
+            acted do not count. Steps that no policy acted do not match.
     """
 
     robots: tuple[str, ...] = ()
@@ -82,15 +82,22 @@ class StepFilter:
         if self.phases:
             met &= np.isin(steps.phase[low:], [Phase[name.upper()] for name in self.phases])
         if self.max_age_s is not None:
-            met &= steps.time_unix_ns[low:] >= steps.time_unix_ns.max() - round(self.max_age_s * 1e9)
+            newest_ns = _newest_ns(index)[index.episodes.robot[chunks.episode[chunk]]]
+            met &= steps.time_unix_ns[low:] >= newest_ns - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
-            met &= steps.policy_version[low:] >= max(self._newest_version(index) - self.max_age_versions, 0)
+            met &= steps.policy_version[low:] >= self._oldest_version(index, self.max_age_versions)
         return met
 
-    def _newest_version(self, index: Index) -> int:
-        """The newest version of these embodiments; each learner numbers its own versions."""
+    def _oldest_version(self, index: Index, age: int) -> int:
+        """The version `age` places before the newest, of those that acted in these embodiments, or the first of them.
+
+        Each learner numbers its own versions, and skips numbers when it resumes.
+        """
+        versions = index.steps.policy_version
+        rows = np.append(index.chunks.first_row, 1 + np.flatnonzero(versions[1:] != versions[:-1]))
         kin = StepFilter(embodiments=self.embodiments)._episodes(index.episodes)
-        return int(index.steps.policy_version.max(where=kin[index.chunks.episode][index.steps.chunk], initial=-1))
+        acted = np.unique(versions[rows[kin[index.episode_of(rows)]]])
+        return int(acted[acted >= 0][-1 - age :].min(initial=MAX_AGE_VERSIONS))
 
     def _episodes(self, episodes: EpisodeTable) -> Array:
         met = np.ones(len(episodes), bool)
@@ -129,6 +136,15 @@ class StepFilterUnion:
         """As `StepFilter.matches`."""
         met: Array = np.any([np.all([f.matches(index, low) for f in group], axis=0) for group in self.groups], axis=0)
         return met
+
+
+def _newest_ns(index: Index) -> Array:
+    """When the newest living step of each robot was captured, int64, by the robot's code; 0 if there is none."""
+    steps, chunks = index.steps, index.chunks
+    newest = np.zeros(len(index.episodes.robots), np.int64)
+    of_chunk = np.maximum.reduceat(steps.time_unix_ns * steps.alive, chunks.first_row)
+    np.maximum.at(newest, index.episodes.robot[chunks.episode], of_chunk)
+    return newest
 
 
 AnyStepFilter = StepFilter | StepFilterUnion
@@ -190,8 +206,10 @@ class EligibleSteps:
             lows += self.rows[index.observation_after(self.rows) < 0][:1].tolist()
         if self.step_filter.depends_on_end and len(change.ended):
             lows.append(int(change.ended.min()))
-        if self.step_filter.has_age_limit and self._count and len(change.rows):
-            lows.append(int(self._rows[0]))  # older rows never match again
+        if self.step_filter.has_age_limit and len(change.dropped):
+            lows.append(0)  # the newest step may be gone, so that older ones match again
+        elif self.step_filter.has_age_limit and self._count and (len(change.rows) or len(change.revived)):
+            lows.append(int(self._rows[0]))  # older rows do not match again
         return min(lows)
 
     def _replace(self, low: int, rows: Array) -> None:
