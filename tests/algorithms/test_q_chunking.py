@@ -53,10 +53,23 @@ def test_chunks_that_are_cut_off_do_not_train_the_critics() -> None:
     after = save_state(algorithm)
     critics = [name for name in before if name.startswith("network.critics.")]
     assert critics and all(np.array_equal(before[name], after[name]) for name in critics)
+    assert algorithm.td_errors().isnan().all(), "a sampler ignores them"
     batch.terminated[:] = True
     algorithm.update(batch, 1)
     assert algorithm.scalars()["target"] == pytest.approx(float(batch.reward.mean()))
     assert not all(np.array_equal(before[name], save_state(algorithm)[name]) for name in critics)
+
+
+def test_error_of_a_cut_chunk_is_the_mean_of_those_that_train() -> None:
+    algorithm, batch = small(example_spec()), example_windows(np.random.default_rng(0), 3)
+    assert batch.mask is not None
+    batch.mask[:] = True
+    batch.mask[:8, 1:], batch.terminated[:8] = False, False
+    batch.reward[:8] = 30.0
+    algorithm.update(batch, 0)
+    errors = algorithm.td_errors()
+    assert errors[8:].std() > 0
+    torch.testing.assert_close(errors[:8], errors[8:].mean().expand(8))
 
 
 def test_other_policies_are_refused() -> None:

@@ -135,6 +135,10 @@ def test_batch_gives_the_discount_and_gets_each_samples_error() -> None:
     batch.reward[7] = 30.0
     algorithm.update(batch, 200)
     assert algorithm.td_errors().argmax() == 7 and algorithm.td_errors()[7].item() == pytest.approx(30.0, abs=1.5)
+    batch.weight[7] = 0.0  # such as a step of a film
+    algorithm.update(batch, 201)
+    errors = algorithm.td_errors()
+    assert errors[7].item() == pytest.approx(float(errors[batch.weight > 0].mean()))
 
 
 def test_policy_divergence_is_zero_at_first_and_grows() -> None:

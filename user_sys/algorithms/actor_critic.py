@@ -56,6 +56,16 @@ def critic_input(policy: Any, context: Tensor, action: Tensor | None = None) -> 
     return summary if action is None else torch.cat([summary, action], -1)
 
 
+def mean_errors(q: Tensor, target: Tensor, used: Tensor) -> Tensor:
+    """Returns |y - Q_i|, (n,), averaged over the critics: of `q` (critics, n) and y, `target` (n,).
+
+    A sample that trains no critic, with `used` (n,) of 0, gets the mean of the others: a sampler neither prefers it nor
+    loses it, as the rest of its chunk may arrive. NaN if none trains.
+    """
+    errors, trains = (q - target).abs().mean(0), used > 0
+    return torch.where(trains, errors, (errors * trains).sum() / trains.sum())
+
+
 def value_network(inputs: int, hidden: Sequence[int], outputs: int = 1) -> nn.Sequential:
     """Returns V: linear layers with layer norm and relu between them; its outputs start near 0."""
     widths = (inputs, *hidden)

@@ -175,7 +175,7 @@ class TdErrors(Protocol):
     """An algorithm whose TD errors guide the sampler; prioritized and task-balanced samplers need it."""
 
     def td_errors(self) -> Tensor:
-        """Returns the absolute TD error of each sample before the newest update, float32 (n,)."""
+        """Returns the absolute TD error of each sample before the newest update, float32 (n,); samplers ignore NaN."""
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow
+from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
 from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, TensorBatch, TrainingData, refuse_delay_training
 from user_sys.errors import ConfigError
 from user_sys.policies.trainable import shared_copy, trained_pairs
@@ -118,6 +118,7 @@ class QChunking(Algorithm):
             "policy": trained_pairs(self.policy, self.actor),
         }
         self._newest: dict[str, Tensor] = {}
+        self._used = torch.empty(0)
 
     @property
     def data(self) -> TrainingData:
@@ -152,6 +153,7 @@ class QChunking(Algorithm):
         self._step("critics", loss.sum())  # the critics share no parameters, so a sum trains each on its own
         follow(*self._followers["targets"], self._settings.target_rate)
         self._newest |= {"critic_loss": loss.detach(), "q": q.detach(), "target": target}
+        self._used = used
 
     def _update_actor(self, x: Tensor) -> None:
         noise = torch.randn(len(x), *self._shape, device=x.device)
@@ -182,5 +184,5 @@ class QChunking(Algorithm):
         return {name: float(value.mean()) for name, value in self._newest.items()}
 
     def td_errors(self) -> Tensor:
-        """See `TdErrors`: |y - Q_i(s, a)|, averaged over i. Raises KeyError before the first update."""
-        return (self._newest["q"] - self._newest["target"]).abs().mean(0)
+        """See `TdErrors`: `mean_errors`. Raises KeyError before the first update."""
+        return mean_errors(self._newest["q"], self._newest["target"], self._used)

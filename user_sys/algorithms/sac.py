@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hal.settings import Amount, Limit
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow
+from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
 from user_sys.algorithms.algorithm import Algorithm, GaussianPolicy, TensorBatch, TrainingData, imitation_loss
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError
@@ -129,7 +129,7 @@ class Sac(Algorithm):
             "policy": trained_pairs(self.policy, self.actor),
         }
         self._newest: dict[str, Tensor] = {}
-        self._unknown_errors = torch.empty(0)
+        self._unknown_errors = self._used = torch.empty(0)
 
     def _require(self, policy: nn.Module) -> int:
         """Returns the number of elements of an action. Raises ConfigError if it cannot train `policy`."""
@@ -191,6 +191,7 @@ class Sac(Algorithm):
         self._step("critics", loss.sum())  # the critics share no parameters, so a sum trains each on its own
         follow(*self._followers["targets"], self._settings.target_rate)
         self._newest |= {"critic_loss": loss.detach(), "q": q.detach(), "target": target}
+        self._used = weight
 
     def _update_actor(self, x: Tensor, batch: TensorBatch) -> Tensor:
         """Returns log pi of the drawn actions, shape (n,), without gradient."""
@@ -224,10 +225,10 @@ class Sac(Algorithm):
         return means | {"temperature": float(self.log_alpha.detach().exp())} if means else {}
 
     def td_errors(self) -> Tensor:
-        """See `TdErrors`: |y - Q_i(s, a)|, averaged over i; NaN while updates clone."""
+        """See `TdErrors`: `mean_errors`; NaN while updates clone."""
         if "q" not in self._newest:
             return self._unknown_errors
-        return (self._newest["q"] - self._newest["target"]).abs().mean(0)
+        return mean_errors(self._newest["q"], self._newest["target"], self._used)
 
     @torch.no_grad()
     def policy_kl(self, reference: nn.Module, batch: TensorBatch) -> float:
