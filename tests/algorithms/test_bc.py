@@ -92,6 +92,13 @@ def test_settings_select_what_is_imitated() -> None:
     assert taken_over.filters[0].phases == ("teleop", "correction")
 
 
+def test_way_back_is_imitated_only_if_the_settings_name_it() -> None:
+    module, spec = MlpPolicy.make_module(example_spec(), settings=MLP), example_spec()
+    assert set(Bc(BcSettings(), module, spec).data.phases) == {"policy", "teleop", "correction"}
+    assert set(HgDagger(HgDaggerSettings(), module, spec).data.phases) == {"policy", "teleop", "correction"}
+    assert "recovery" in HgDagger(HgDaggerSettings(phases=("correction", "recovery")), module, spec).data.phases
+
+
 def test_invalid_settings_are_refused() -> None:
     for wrong in ({"steps": ()}, {"acting_rate": 0.0}, {"learning_rate": 0.0}, {"action_noise": -1.0}):
         with pytest.raises(ConfigError):

@@ -39,7 +39,7 @@ from user_sys.replay.sampler import SamplerConfig, SelectorKind
 from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
 from user_sys.store.backup import back_up, restore
-from user_sys.store.labels import column_labels
+from user_sys.store.labels import PhaseLabel, column_labels
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.weights.governor import GovernedBudget, GovernorConfig
 from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot
@@ -68,6 +68,7 @@ def episode(
     version: int = 0,
     at_s: int = 0,
     without: str = "",
+    ends: bool = True,
 ) -> bytes:
     """`spoil` is added to each reward; a person had the robot in the steps `persons`."""
     rng = np.random.default_rng(seed)
@@ -96,11 +97,12 @@ def episode(
         source=source,
         seed=seed,
         started_unix_ns=0,
-        end=EpisodeEnd(steps=STEPS, success=True),
+        end=EpisodeEnd(steps=STEPS, success=True) if ends else None,
         unix_offset_ns=at_s * 10**9,
     )
     columns.pop(without, None)
-    return Chunk(header, columns, {name: batch.next_observation[name][-1:].numpy() for name in VECTORS}).encode()
+    final = {name: batch.next_observation[name][-1:].numpy() for name in VECTORS if ends}
+    return Chunk(header, columns, final).encode()
 
 
 @dataclass(frozen=True)
@@ -638,6 +640,41 @@ def test_filter_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest
     learner.run(stop)
     assert learner.updates == 0 and bench.reported[-1][1]["online_steps"] == 2 * STEPS
     assert caplog.text.count("learner.nothing_to_sample") == 1
+
+
+def test_part_of_a_mixture_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
+    scene(bench)
+    mixture = (MixturePartConfig(tasks=("t",)), MixturePartConfig(("demonstrations",), ("lift_read",)))
+    bench.train(replace(CONFIG, sampler=SamplerConfig(mixture=mixture), max_updates=3))
+    (logged,) = [each.getMessage() for each in caplog.records if "learner.mixture_part_empty" in each.getMessage()]
+    assert "part=2" in logged and "['lift_read']" in logged and "['demonstrations']" in logged
+
+
+MIXTURES = [(), (MixturePartConfig(tasks=("t",)),)]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=["its own", "of the settings"])
+def test_mixture_of_bc_has_no_way_back(bench: LearnerBench, mixture: tuple[MixturePartConfig, ...]) -> None:
+    bench.fill(EpisodeSource.ONLINE, 1)
+    bench.writer.append_label(
+        PhaseLabel(episode="online-0", labeller="ana", at_unix_ns=1, first_step=0, steps=STEPS, phase=Phase.RECOVERY)
+    )
+    bench.writer.sync()
+    config = replace(CONFIG, algorithm="bc", options={"steps": ["successes"]}, sampler=SamplerConfig(mixture=mixture))
+    bench.learner(config).close()
+    assert len(bench.trainer.batches.demo_online.online) == STEPS and not bench.trainer.can_sample
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=["its own", "of the settings"])
+def test_mixture_of_recap_has_only_finished_episodes(
+    bench: LearnerBench, mixture: tuple[MixturePartConfig, ...]
+) -> None:
+    bench.writer.append(episode("runs", EpisodeSource.ONLINE, 0, ends=False))
+    bench.writer.sync()
+    config = replace(CONFIG, algorithm="recap", options={}, sampler=SamplerConfig(mixture=mixture))
+    policy = PolicyConfig(kind="flow", options={"hidden": [8], "conditions": 2, "condition": 1})
+    bench.learner(config, policy=policy).close()
+    assert len(bench.trainer.batches.demo_online.online) == STEPS - 1 and not bench.trainer.can_sample
 
 
 SAMPLER_ERRORS = {

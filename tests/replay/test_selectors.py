@@ -63,20 +63,59 @@ def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: St
         assert len(mix.demo) == 5 and len(mix.online) == 4
         batch = drawing.sample()
         assert seen(part(batch, 0, 50)) == {(1, 0), (1, 1), (1, 2), (1, 3), (2, 1)}
-        assert seen(part(batch, 50, 101)) == {(2, step) for step in range(4)}
+        assert seen(part(batch, 50, 100)) == {(2, step) for step in range(4)}
 
 
-@pytest.mark.parametrize(("shares", "counts"), [((0.3, 0.3, 0.4), [30, 30, 41]), ((1.0, 0.0, 0.0), [101, 0, 0])])
-def test_shares_are_exact_and_remainder_goes_to_last(
-    store: Store, shares: tuple[float, ...], counts: list[int]
+@pytest.mark.parametrize(
+    ("shares", "n"),
+    [
+        ((0.3, 0.3, 0.4), 101),
+        ((0.3, 0.3, 0.4), 100),
+        ((1.0, 0.0, 0.0), 101),
+        ((0.5, 0.5), 1),
+        ((1 / 3,) * 3, 2),
+        ((0.1,) * 10, 8),
+        ((0.1, 0.9), 8),
+    ],
+)
+def test_shares_hold_on_average_and_in_each_batch_up_to_one_sample(
+    store: Store, shares: tuple[float, ...], n: int
 ) -> None:
     store.put(chunk(1, 0, 3, end=True))
     with store.replay() as replay:
-        mix = MixtureSelector([(UniformSelector(), share) for share in shares])
-        drawn = sampler(replay, mix).sample().group
-        assert np.bincount(drawn, minlength=3).tolist() == counts == mix.counts(101)
+        mix, rng = MixtureSelector([(UniformSelector(), share) for share in shares]), np.random.default_rng(0)
+        replay.subscribe(mix.update)
+        drawn = [np.bincount(mix.select(n, rng).groups, minlength=len(shares)) for _ in range(1000)]
+        exact = n * np.array(shares)
+        assert (np.abs(drawn - exact) < 1 - 1e-6).all() and (np.sum(drawn, axis=1) == n).all()
+        np.testing.assert_allclose(np.mean(drawn, axis=0), exact, atol=0.06)
+
+
+def test_shares_that_do_not_add_up_to_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="add up"):
         MixtureSelector([(UniformSelector(), 0.5)])
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        (SamplerConfig(), {1, 3}),
+        (SamplerConfig(mixture=(MixturePartConfig(tasks=("lift",)),)), {1, 3}),
+        (SamplerConfig(kind="uniform"), {1, 3}),
+        (SamplerConfig(kind="prioritized"), {1, 3}),
+        (SamplerConfig(kind="tasks"), {1, 3}),
+        (SamplerConfig(kind="uniform", only=StepFilter(phases=("recovery",))), {0, 2}),
+    ],
+)
+@pytest.mark.parametrize("mixture", [(), (MixturePart((StepFilter(),)),)])
+def test_what_an_algorithm_trains_on_applies_to_each_kind_of_sampler(
+    store: Store, config: SamplerConfig, mixture: tuple[MixturePart, ...], numbers: set[int]
+) -> None:
+    phases = [Phase.RECOVERY, POLICY, Phase.RECOVERY, TELEOP]
+    store.put(chunk(1, 0, 4, end=True, phase=phases, success=True), chunk(2, 0, 4))  # 2 is not finished
+    selector = config.make_selector("e1", 0.5, mixture, finished=True, phases=("policy", "teleop"))
+    with store.replay() as replay:
+        assert seen(sampler(replay, selector).sample()) == {(1, step) for step in numbers}
 
 
 class TestPrioritized:

@@ -17,7 +17,7 @@ from user_sys.algorithms.distributed import divided_like, own_part, whole
 from user_sys.errors import ConfigError, WireError
 from user_sys.policies.policy import SENTENCE
 from user_sys.replay.batches import Batch, BatchSpec
-from user_sys.replay.selectors import MixturePart
+from user_sys.replay.selectors import MixturePart, PhaseName
 from user_sys.weights.gpu_copy import as_array
 
 NETWORK, OPTIMIZER, GENERATOR = "network.", "optimizer.", "generator."  # prefixes of the arrays of a state
@@ -116,6 +116,8 @@ class TrainingData:
         samplers: kinds of `learner.sampler` that suit it; empty for all.
         mixture: what the sampler `mixed` draws, in parts; empty for demonstrations and online steps, in shares by
             `learner.demo_fraction`.
+        finished: steps only of episodes that have ended and are completely stored.
+        phases: of its steps, unless `learner.sampler.only` names phases; empty for all.
         once: its batches hold each online step once, in order, as far as `learner.staleness` allows, and its weights
             are published after each update (`user_sys.replay.once`). A batch has `batch_size` windows of
             `BatchSpec.chunk_length` steps, or steps without chunks.
@@ -127,6 +129,8 @@ class TrainingData:
     extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     samplers: frozenset[str] = frozenset()
     mixture: tuple[MixturePart, ...] = ()
+    finished: bool = False
+    phases: tuple[PhaseName, ...] = ()
     once: bool = False
 
 

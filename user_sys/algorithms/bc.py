@@ -8,7 +8,7 @@ The policy defines the loss l(phi; s, a) of an action or a chunk of actions, sca
     l      = |v(x_t, t, s) - (a - x_0)|^2,   x_0 ~ N(0, 1), t ~ U(0, 1), x_t = (1 - t) x_0 + t a    flow matching
 
 A chunk ends with the episode, and where the source of control changes. The setting `steps` selects the imitated steps;
-"successes" is filtered behaviour cloning.
+"successes" is filtered behaviour cloning. A way back along the path (phase RECOVERY) is no example of the task.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from user_sys.algorithms.distributed import clip_gradients, is_divided
 from user_sys.errors import ConfigError
 from user_sys.policies.trainable import shared_copy, trained_pairs
 from user_sys.replay.batches import BatchSpec
-from user_sys.replay.selectors import ROLES, MixturePart
+from user_sys.replay.selectors import INTERVENTION_PHASES, ROLES, MixturePart, PhaseName
 
 ImitatedSteps = Literal["demonstrations", "interventions", "successes"]
+IMITATED_PHASES: tuple[PhaseName, ...] = ("policy", *INTERVENTION_PHASES)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Bc(Algorithm):
             self.actor.features,
             self.actor.cameras,
             mixture=self.mixture(),
+            phases=IMITATED_PHASES,
         )
 
     def mixture(self) -> tuple[MixturePart, ...]:

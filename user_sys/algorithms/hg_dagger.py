@@ -14,8 +14,9 @@ a fixed share of them, as in intervention weighted regression (Mandlekar et al. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from user_sys.algorithms.algorithm import TrainingData
 from user_sys.algorithms.bc import Bc, BcSettings, ImitatedSteps
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
@@ -51,6 +52,12 @@ class HgDagger(Bc):
 
     settings = HgDaggerSettings
     _settings: HgDaggerSettings
+
+    @property
+    def data(self) -> TrainingData:
+        """See `Algorithm.data`."""
+        data = super().data
+        return replace(data, phases=(*data.phases, *self._settings.phases))
 
     def mixture(self) -> tuple[MixturePart, ...]:
         """See `TrainingData.mixture`."""

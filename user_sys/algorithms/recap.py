@@ -25,7 +25,7 @@ needed, labels are never older than the network, and a resumption needs no more 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,7 +130,8 @@ class Recap(Algorithm):
             lambda n_step: chunks,
             self.actor.features,
             self.actor.cameras,
-            mixture=tuple(MixturePart((replace(ROLES[each], finished=True),), 1 / len(DRAWN)) for each in DRAWN),
+            mixture=tuple(MixturePart((ROLES[each],), 1 / len(DRAWN)) for each in DRAWN),
+            finished=True,
         )
 
     def update(self, batch: TensorBatch, number: int) -> None:

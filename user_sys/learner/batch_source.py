@@ -24,7 +24,7 @@ from user_sys.replay.batches import EncodedColumn, ObservationFeatures
 from user_sys.replay.buffer import UNUSABLE_ERRORS, ReplayBuffer
 from user_sys.replay.once import OnceSelector
 from user_sys.replay.sampler import Prefetcher, Sampler, SamplerConfig
-from user_sys.replay.selectors import DemoOnlineSelector, Selector, StepFilter
+from user_sys.replay.selectors import DemoOnlineSelector, MixtureSelector, Selector, StepFilter
 from user_sys.store.store import StoreReader
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,11 @@ class BatchSource:
             only = replace(config.sampler.only, embodiments=(spec.embodiment,), sources=(EpisodeSource.ONLINE,))
             length = max(1, batches.chunk_length)
             selector = self.once = OnceSelector(only, config.staleness, length, group.rank, group.world)
-        elif not config.sampler.is_unfiltered_mixture or data.mixture:
-            selector = config.sampler.make_selector(spec.embodiment, config.demo_fraction, data.mixture)
+        elif not config.sampler.is_unfiltered_mixture or data.mixture or data.finished or data.phases:
+            selector = config.sampler.make_selector(
+                spec.embodiment, config.demo_fraction, data.mixture, finished=data.finished, phases=data.phases
+            )
+        self._selector, self._logged_parts = selector, set[int]()
         if selector is not self.demo_online:
             self.replay.subscribe(self.demo_online.update)
         sampler = Sampler(
@@ -145,6 +148,7 @@ class BatchSource:
     def next(self, number: int) -> TensorBatch | None:
         """Draws the batch of update `number`; None if none of the windows of `once` can be read, which are dropped."""
         self._encode_pictures_from(number)
+        self._log_empty_parts()
         try:
             self.drawn = self._batches.next()
         except StoreCorrupt as error:
@@ -154,6 +158,20 @@ class BatchSource:
             return None
         sentences = tuple(self.replay.index.episodes.sentences.names)
         return self._with_sentences(TensorBatch.of(self.drawn, sentences, self._device))
+
+    def _log_empty_parts(self) -> None:
+        """Logs each part of the settings' mixture that has no steps, once."""
+        mixture = self._config.sampler.mixture
+        empty = self._selector.empty_parts if mixture and isinstance(self._selector, MixtureSelector) else []
+        for place in {*empty} - self._logged_parts:
+            self._logged_parts.add(place)
+            log.warning(
+                "learner.mixture_part_empty part=%d roles=%s tasks=%s: no stored step matches, so the other parts of "
+                "learner.sampler.mixture replace it; check its names, or merge a store that has its steps",
+                place + 1,
+                list(mixture[place].roles),
+                list(mixture[place].tasks),
+            )
 
     def note_update(self) -> None:
         """The algorithm was updated with the newest batch; a prioritized sampler gets its TD errors."""

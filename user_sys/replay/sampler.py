@@ -29,6 +29,7 @@ from user_sys.replay.selectors import (
     MixturePart,
     MixturePartConfig,
     MixtureSelector,
+    PhaseName,
     PrioritizedConfig,
     PrioritizedSelector,
     Selection,
@@ -362,16 +363,30 @@ class SamplerConfig:
         """Whether it is what the algorithm trains on, without a filter."""
         return self.kind == "mixed" and self.only == StepFilter() and not self.mixture
 
-    def make_selector(self, embodiment: str, demo_fraction: float, mixture: Sequence[MixturePart] = ()) -> Selector:
+    def make_selector(
+        self,
+        embodiment: str,
+        demo_fraction: float,
+        mixture: Sequence[MixturePart] = (),
+        *,
+        finished: bool = False,
+        phases: tuple[PhaseName, ...] = (),
+    ) -> Selector:
         """The selector of a learner. Raises ConfigError: the selector refuses the settings.
 
         Args:
             mixture: what `mixed` draws without a mixture of its own; empty for demonstrations and online steps by
                 `demo_fraction`.
+            finished, phases: of the steps that any kind draws, in addition to `only`; its phases replace `phases`.
         """
         total = sum(part.share for part in self.mixture)
         mixture = [part.to_part(total) for part in self.mixture] or mixture
-        only = replace(self.only, embodiments=(embodiment,))
+        only = replace(
+            self.only,
+            embodiments=(embodiment,),
+            finished=self.only.finished or finished,
+            phases=self.only.phases or phases,
+        )
         if self.kind == "mixed" and mixture:
             unions = [StepFilterUnion(tuple((only, each) for each in part.filters)) for part in mixture]
             shares = [part.share for part in mixture]
@@ -379,7 +394,7 @@ class SamplerConfig:
                 [(UniformSelector(union), share) for union, share in zip(unions, shares, strict=True)]
             )
         if self.kind == "mixed":
-            return DemoOnlineSelector(embodiment, demo_fraction, self.only)
+            return DemoOnlineSelector(embodiment, demo_fraction, only)
         if self.kind == "tasks":
             return TaskBalancedSelector(only, self.tasks)
         only = replace(only, sources=only.sources or SOURCES)

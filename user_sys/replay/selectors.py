@@ -273,7 +273,7 @@ class Selector(ABC):
         """`n` rows, with replacement unless the selector says otherwise; `is_ready(n)` is true."""
 
     def select_again(self, places: Array, n: int, rng: np.random.Generator) -> Selection:
-        """Replacements for those at `places` of the newest selection of `n` rows, from the same parts of a mixture."""
+        """Replacements for those at `places` of a selection of `n` rows, from about the same parts of a mixture."""
         return Selection(*(column[places] for column in self.select(n, rng)))
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:  # noqa: B027  # most have no use for it
@@ -315,8 +315,9 @@ def state_column(state: Mapping[str, Array], name: str) -> Array:
 class MixtureSelector(Selector):
     """Fixed shares of each batch from several selectors, e.g. RLPD's half and half (Ball et al. 2023, section 4.1).
 
-    The shares are exact in every batch; the remainder goes to the last part. If a part is empty, the others replace it
-    in proportion to their shares. The parts are contiguous in a batch.
+    The shares are exact in every batch up to one sample a part, and on average: the remainder is drawn (systematic
+    sampling). If a part is empty, the others replace it in proportion to their shares. The parts are contiguous in a
+    batch.
     """
 
     def __init__(self, parts: Sequence[tuple[Selector, float]]) -> None:
@@ -335,20 +336,25 @@ class MixtureSelector(Selector):
         for selector in self._selectors:
             selector.update(index, change)
 
-    def counts(self, n: int) -> list[int]:
-        """Current number of samples per part out of `n`."""
+    @property
+    def empty_parts(self) -> list[int]:
+        """Places of the parts without a step."""
+        return [part for part, selector in enumerate(self._selectors) if not len(selector)]
+
+    def _counts(self, n: int, rng: np.random.Generator) -> list[int]:
+        """Number of samples per part out of `n`."""
         nonempty = np.array([len(selector) > 0 for selector in self._selectors])
         shares = np.where(nonempty, self._shares, 0.0)
         if shares.sum() == 0.0:  # all nonempty parts have share 0
             shares = nonempty.astype(float)
-        counts = (n * shares / shares.sum() + 1e-9).astype(np.int64)
-        counts[np.flatnonzero(shares)[-1]] += n - counts.sum()
-        return [int(count) for count in counts]
+        ends = (n * shares.cumsum() / shares.sum()).round(9)  # whole numbers stay whole
+        counts: list[int] = np.diff(np.floor(ends + rng.random()), prepend=0).astype(int).tolist()
+        return counts
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
         """See `Selector.select`."""
         selections = []
-        for part, (selector, count) in enumerate(zip(self._selectors, self.counts(n), strict=True)):
+        for part, (selector, count) in enumerate(zip(self._selectors, self._counts(n, rng), strict=True)):
             if count:
                 selected = selector.select(count, rng)
                 selections.append(selected._replace(groups=selected.groups * len(self._selectors) + part))
