@@ -634,7 +634,7 @@ class StateLimits:
         measured = limits.joint_velocity_max if limits.joint_velocity else ()
         self._fastest = checked_vector(measured, len(self._velocity), "joint_velocity_max")
         self._tool_limits = (
-            None if spec.tool_delta or not limits.tool_position + limits.tool_force else _ToolStateLimits(spec)
+            None if spec.tool_delta or not limits.tool_position + limits.tool_force else ToolStateLimits(spec)
         )
         self.needs_state = bool(limits.joint_position or limits.joint_velocity or self._tool_limits)
 
@@ -667,7 +667,7 @@ class StateLimits:
         )
 
 
-class _ToolStateLimits:
+class ToolStateLimits:
     """The tool's place and force in the last reading, for a robot whose action does not determine the tool's motion."""
 
     def __init__(self, spec: RobotSpec) -> None:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
-from hal.motion_limits import MAX_TARGET_LEAD_S, SafetyReason, StateLimits
+from hal.motion_limits import MAX_TARGET_LEAD_S, SafetyReason, StateLimits, ToolStateLimits
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
@@ -133,7 +133,8 @@ def move_home(robot: Robot, home: Sequence[float], last_action: Array) -> None:
 
     Raises:
         EmergencyStopped: the robot did not arrive within the expected duration plus `HOMING_TIMEOUT_S`; the message has
-            the reason. A person must look at it, because another attempt would be blocked too.
+            the reason. A person must look at it, because another attempt would be blocked too. Or the tool is out of
+            its place at home, see `require_tool_in_place`.
         SpecError: the joints have no speed limit, which the path needs.
     """
     path = _JointPath(robot, home, last_action)
@@ -144,6 +145,21 @@ def move_home(robot: Robot, home: Sequence[float], last_action: Array) -> None:
                 f"{robot.spec.model} did not get home within {late_s:.3g} s: {path.problem}; a person must look at it"
             )
         _wait_one_period(robot)
+    require_tool_in_place(robot)
+
+
+def require_tool_in_place(robot: Robot) -> None:
+    """Raises EmergencyStopped if the tool of a robot at home is out of its workspace or in a forbidden box.
+
+    An episode from there could leave it in the wrong direction only, e.g. through the robot's own base.
+    """
+    spec, state = robot.spec, robot.observe().arrays[STATE]
+    if SafetyReason.WORKSPACE in ToolStateLimits(spec).check(state):
+        tool = [round(float(state[index]), 3) for index in spec.limits.tool_position]
+        raise EmergencyStopped(
+            f"{spec.model}: at home the tool is at {tool} m, outside the workspace or in a forbidden box: correct "
+            "`home` or these boxes in the config"
+        )
 
 
 class _JointPath:

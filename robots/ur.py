@@ -23,7 +23,7 @@ from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from robots.cameras import make_cameras
 from robots.delta_actions import DeltaArm, DeltaTarget
 from robots.device import DeviceLock, require_fresh
-from robots.homing import build_judged_task, move_home, validate_home
+from robots.homing import build_judged_task, move_home, require_tool_in_place, validate_home
 from robots.robotiq import RobotiqGripper
 from robots.ur_connection import JOINT_RANGE_RAD, JOINTS, UrConfig, UrConnection
 
@@ -121,6 +121,7 @@ class UrRobot(Robot):
                 move_home(self._homing, self.config.home, np.zeros(6))
             finally:
                 self.stop(StopLevel.HOLD)
+            require_tool_in_place(self)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

@@ -193,6 +193,25 @@ def test_homing_stops_in_a_forbidden_box_and_may_leave_it_after_a_person_has_loo
     np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"workspace_low": (-1.0, -1.0, -1.0), "workspace_high": (0.0, 1.0, 1.0)},
+        {"keep_out": (Box((0.2, -1.0, -1.0), (0.4, 1.0, 1.0)),)},
+    ],
+)
+def test_tool_out_of_its_place_at_home_latches_the_estop(limits: dict[str, Any]) -> None:
+    arm = Arm(tool_position=(0, 1, 2), **limits)
+    arm.state[:2] = HOME
+    driver = RobotEnvironment(arm, HumanJudgedTask("x", "x", 9), SafetyKernel(arm.spec))
+    driver.connect()
+    for _ in range(2):
+        assert driver.reset(0).stopped and (latched := driver.kernel.latched_estop) is not None
+        assert "at home the tool is at [0.3, -0.2, 0.04] m, outside the workspace or in a forbidden box" in latched.why
+        assert arm.stops[-1] is StopLevel.SAFE
+        driver.kernel.rearm("ada")
+
+
 def test_stale_readings_pause_homing() -> None:
     arm = Arm()
     arm.stale = 3
