@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hal.robot import no_op
 from hal.spec import Array
 
 
@@ -28,11 +30,17 @@ class TeleopInput:
 
 
 class Teleoperator(ABC):
-    """One input device. One thread calls it."""
+    """One input device. One thread calls it.
+
+    Attributes:
+        check_stop: a `connect` that waits calls it repeatedly; an error that it raises ends the wait.
+    """
+
+    check_stop: Callable[[], None] = staticmethod(no_op)
 
     @abstractmethod
     def connect(self) -> None:
-        """Opens the device. Raises HardwareLost if it does not answer."""
+        """Opens the device, also again after a loss and `close`. Raises HardwareLost if it does not answer."""
 
     @abstractmethod
     def read(self) -> TeleopInput:

@@ -512,10 +512,10 @@ class LerobotLeader(Teleoperator):
             return
         self._patience_s = CONNECT_TIMEOUT_S
         try:
-            if not self._plugin.connect(lambda: self._plugin.device.connect(calibrate=False)):
+            if not self._plugin.connect(lambda: self._plugin.device.connect(calibrate=False), self.check_stop):
                 raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
             self._resting: Array = self._pose()
-        except HardwareLost:
+        except BaseException:
             self.close()
             raise
         self._moved_s = -np.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -344,6 +345,58 @@ class UnpluggedDevice(FakeTeleoperator):
 
     def close(self) -> None:
         raise HardwareLost("the leader has hung since reading")
+
+
+class LooseDevice(FakeTeleoperator):
+    """A device whose cable may be out; its dead-man switch is pressed while `held`."""
+
+    is_plugged, held = True, True
+
+    def __init__(self) -> None:
+        super().__init__([TeleopInput(STILL, engaged=True)])
+
+    def connect(self) -> None:
+        self.check_stop()
+        if not self.is_plugged:
+            raise HardwareLost("no gamepad 0")
+        super().connect()
+
+    def read(self) -> TeleopInput:
+        if not self.is_plugged:
+            raise HardwareLost("the gamepad 0 was disconnected")
+        return replace(super().read(), engaged=self.held)
+
+
+@pytest.mark.parametrize("is_plugged_at_start", [True, False])
+def test_input_device_that_returns_drives_after_a_reset_and_one_release(is_plugged_at_start: bool) -> None:
+    robot, pad = RecordingRobot(), LooseDevice()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[pad])
+    pad.is_plugged = is_plugged_at_start
+    driver.connect()
+    assert (driver.hold().local_input is not None) is is_plugged_at_start
+    pad.is_plugged = False
+    assert driver.hold().local_input is None and driver.reset(0).local_input is None
+    pad.is_plugged = True
+    assert driver.hold().local_input is None, "it is connected at a reset, while the robot stands still"
+    assert driver.reset(1).local_input is None and driver.step(STILL).local_input is None, "a hand is still on it"
+    pad.held = False
+    assert driver.hold().local_input is None
+    pad.held = True
+    assert driver.hold().local_input is not None
+    driver.close()
+
+
+def test_estop_while_an_input_device_is_connected_again_latches() -> None:
+    def press() -> None:
+        raise EmergencyStopped("the e-stop was pressed by ada")
+
+    robot, pad = RecordingRobot(), LooseDevice()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[pad])
+    pad.is_plugged = False
+    driver.connect()
+    pad.is_plugged, robot.check_stop = True, press
+    assert driver.reset(0).stopped and robot.stops[-1] is StopLevel.SAFE
+    driver.close()
 
 
 def test_lost_input_device_is_removed() -> None:

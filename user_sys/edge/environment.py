@@ -130,7 +130,9 @@ class RobotEnvironment:
         self.wait_for_period_end: Callable[[], None] = lambda: None
         self.wait_for_command: Callable[[], None] = lambda: None
         self.on_robot_connected: Callable[[], None] = lambda: None
-        self._teleoperators = list(teleoperators)
+        self._teleoperators = tuple(teleoperators)
+        self._lost_teleoperators: list[Teleoperator] = []
+        self._unreleased: list[Teleoperator] = []  # connected again, and not seen released since
         self._connected = False
         self._frame_stride = frame_stride
         self._periods = 0
@@ -147,8 +149,8 @@ class RobotEnvironment:
         return TaskInfo.of(self.task)
 
     def connect(self) -> None:
-        """Connects the robot, then its cameras and input devices. A missing input device is left out until the next
-        start. Under a latched e-stop the robot is stopped first.
+        """Connects the robot, then its cameras and input devices. A missing input device is left out until a
+        reset finds it. Under a latched e-stop the robot is stopped first.
 
         `Robot.check_stop` is called while robot and cameras connect; its errors pass through.
 
@@ -172,7 +174,7 @@ class RobotEnvironment:
             self.robot.check_stop()
             camera.check_stop = self.robot.check_stop
             camera.connect()
-        for device in list(self._teleoperators):
+        for device in self._teleoperators:
             self._try(device, device.connect)
         self.kernel.reset()
         self._newest = self.robot.observe()
@@ -181,17 +183,22 @@ class RobotEnvironment:
         """Closes the robot first, then every device, even if one fails; then raises the error of the failed one."""
         with contextlib.ExitStack() as last_in_first_out:
             for device in self._teleoperators:
-                last_in_first_out.callback(device.close)
+                if device not in self._lost_teleoperators:
+                    last_in_first_out.callback(device.close)
             for camera in self.cameras:
                 last_in_first_out.callback(camera.close)
             last_in_first_out.callback(self.robot.close)
 
     def reset(self, seed: int) -> TimeStep:
-        """Moves robot and scene to an initial state. An e-stop, latched or new, leaves them in place."""
+        """Moves robot and scene to an initial state, then connects lost input devices that have returned.
+
+        An e-stop, latched or new, leaves robot and scene in place.
+        """
         self.stop_if_latched()
         if self.kernel.latched_estop is None:
             try:
                 self.task.reset(self.robot, np.random.default_rng(seed))
+                self._connect_lost_teleoperators()
             except EmergencyStopped as error:
                 self._stop_for(error)
         self.kernel.reset()
@@ -343,20 +350,39 @@ class RobotEnvironment:
         return outcome
 
     def _local_input(self) -> TeleopInput | None:
-        """The input of the first device that is engaged or hands back."""
-        for device in list(self._teleoperators):
-            reading = self._try(device, device.read)
-            if reading is not None and (reading.engaged or reading.hands_back):
+        """The input of the first device that is engaged or hands back.
+
+        A device that has returned has no effect until it was released once: a hand that is on it moves no robot.
+        """
+        for device in self._teleoperators:
+            if device in self._lost_teleoperators or (reading := self._try(device, device.read)) is None:
+                continue
+            if not (reading.engaged or reading.hands_back):
+                self._unreleased = [each for each in self._unreleased if each is not device]
+            elif device not in self._unreleased:
                 return reading
         return None
 
+    def _connect_lost_teleoperators(self) -> None:
+        """Call it while the robot stands still: connecting may block. Raises as `Robot.check_stop`."""
+        for device in list(self._lost_teleoperators):
+            device.check_stop = self.robot.check_stop
+            try:
+                device.connect()
+            except HardwareLost as error:
+                log.debug("teleoperator.still_lost %s", error)
+                continue
+            log.warning("teleoperator.returned %s: release it once, then it drives", type(device).__name__)
+            self._lost_teleoperators.remove(device)
+            self._unreleased.append(device)
+
     def _try(self, device: Teleoperator, call: Callable[[], T]) -> T | None:
-        """Calls a device. A lost input device is removed; the robot continues without it."""
+        """Calls a device. The robot continues without a lost one until a reset finds it."""
         try:
             return call()
         except HardwareLost as error:
             log.warning("teleoperator.lost %s", error)
-        self._teleoperators.remove(device)
+        self._lost_teleoperators.append(device)
         try:
             device.close()
         except (HalError, OSError) as error:
