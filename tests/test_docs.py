@@ -193,6 +193,12 @@ def test_page_is_short(page: Path) -> None:
     assert len(page.read_text().split()) <= 1200
 
 
+def test_documented_service_may_write_its_home() -> None:
+    lines = (ROOT / "docs" / "user-sys-edge.service").read_text().splitlines()
+    unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    assert unit["Environment"].removeprefix("HOME=") in unit["ReadWritePaths"].split(), "LeRobot and ROS 2 write there"
+
+
 def test_all_of_docs_is_short() -> None:
     pages = [each for each in PAGES[1:] if each.name not in GENERATED]
     assert sum(len(each.read_text().split()) for each in pages) <= 15_000
