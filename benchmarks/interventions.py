@@ -207,7 +207,7 @@ class Corrected:
 
     def moving(self, assisted: bool) -> tuple[list[float], list[float]]:
         """Seconds of driving; the share of episodes with help, or else of successes alone, of the newest `WINDOW`."""
-        flags = [e.assisted if assisted else e.success and not e.assisted for e in self.episodes]
+        flags = [e.assisted if assisted else bool(e.success) and not e.assisted for e in self.episodes]
         shares = [float(np.mean(flags[max(0, n - WINDOW + 1) : n + 1])) for n in range(len(flags))]
         return [60 * at for at in self.minutes[LEAST - 1 :]], shares[LEAST - 1 :]
 

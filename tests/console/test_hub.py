@@ -133,9 +133,9 @@ def test_success_counts_episodes_without_help(hub: ConsoleHub, clock: Clock) -> 
         hub.update(report)
     view = hub.view()
     assert (view.episodes, view.env_steps, view.interventions) == (4, 160, 1)
-    assert (view.success, view.helped) == (1 / 3, 0.25), "an episode with help is neither a success nor a failure"
+    assert (view.success, view.helped) == (0.5, 0.25), "neither with help nor without a label is a success or a failure"
     success, helped = (next(c for c in hub.curves() if c.name == name) for name in ("success", "helped"))
-    assert success.x == (10.0, 20.0, 40.0) and success.y == (1.0, 0.5, 1 / 3)
+    assert success.x == (10.0, 20.0) and success.y == (1.0, 0.5)
     assert helped.x == (10.0, 20.0, 30.0, 40.0) and helped.y == (0.0, 0.0, 1 / 3, 0.25)
 
 
@@ -153,7 +153,7 @@ def test_resumed_run_continues_its_counts(hub: ConsoleHub, clock: Clock) -> None
 def test_success_rate_is_of_so_many_autonomous_episodes(hub: ConsoleHub) -> None:
     for report in (episode(True), episode(False), episode(None), episode(True, touched=3), episode(True)):
         hub.update(report)
-    assert [hub.success_rate(count) for count in (4, 2, 5)] == [0.5, 0.5, None]
+    assert [hub.success_rate(count) for count in (3, 2, 4)] == [2 / 3, 0.5, None]
 
 
 def test_rates_follow_the_reports(hub: ConsoleHub, clock: Clock) -> None:

@@ -8,11 +8,11 @@ from edge_kit import STILL, RecordingRobot
 
 from hal.errors import HardwareLost, SpecError
 from hal.robot import StopLevel
-from hal.safety import SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.task import Task, TaskMix
 from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FaultPlan, fake_expert
-from user_sys.edge.agents import ScriptedAgent
-from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.edge.agents import ScriptedAgent, task_outcome
+from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TimeStep
 from user_sys.edge.loop import run_episode
 from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction
 from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
@@ -72,6 +72,23 @@ def test_period_without_an_action_holds_and_is_no_step() -> None:
     assert bench.robot.stops == [StopLevel.HOLD] * 4
     assert [selected is None for _, selected in bench.notified] == [True, False] * 4
     assert sum(chunk.header.steps for chunk in bench.chunks) == 4
+
+
+@pytest.mark.parametrize(
+    ("reason", "success"),
+    [
+        (SafetyReason.FORCE, False),
+        (SafetyReason.NOT_FINITE, False),
+        (SafetyReason.ESTOP, None),
+        (SafetyReason.STALE, None),
+    ],
+)
+def test_stop_by_the_safety_kernel_is_a_failure_and_an_interruption_is_not(
+    reason: SafetyReason, success: bool | None
+) -> None:
+    after = TimeStep({}, {}, 0, None, int(reason), 0, NO_OUTCOME, 0, False)
+    outcome = task_outcome(after, late=False)
+    assert outcome.truncated and outcome.success is success
 
 
 def test_refused_action_truncates_the_episode() -> None:

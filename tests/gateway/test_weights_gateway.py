@@ -246,6 +246,18 @@ def test_robots_act_with_the_best_version_until_a_newer_one_is_as_good(site: Wei
             assert act(robot, 100) == "", "the order of a person holds"
 
 
+def test_episodes_without_a_label_do_not_make_the_success_fall(site: WeightsSite) -> None:
+    guards = SuccessGuards(site.run)
+    with site.serving(replace(CONFIG, weights_kept=1)):
+        publisher = site.publisher()
+        with WeightsRobot(site, "one") as robot:
+            publish(publisher, weights(3), 3, robot)
+            for success in [True] * 50 + [None] * 50:
+                guards.add(EpisodeReport(robot="one", episode="e", source="online", steps=9, success=success,
+                                         intervention_steps=0, episode_return=0.0, policy_version=3))  # fmt: skip
+                assert guards.apply() == []
+
+
 def test_robot_without_a_gateway_uses_its_stored_weights(site: WeightsSite) -> None:
     with site.serving():
         publisher = site.publisher()

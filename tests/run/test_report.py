@@ -86,6 +86,10 @@ def test_report_is_written_and_printed(tmp_path: Path, console: Console) -> None
     assert summary["version"] and summary["successes_per_hour"] == 980.0
     assert summary["autonomous"] == {"episodes": 96, "successes": 57, "ci95": [0.4937, 0.6865]}
     assert summary["assisted"] == {"episodes": 4, "successes": 2}
+    cut_off = [EpisodePoint(301.0, None), EpisodePoint(302.0, None, assisted=True)]
+    write_report(tmp_path, _summary(), [*points, *cut_off], console)
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert again["autonomous"] == summary["autonomous"] and again["assisted"] == {"episodes": 5, "successes": 2}
     png = (tmp_path / "success.png").read_bytes()
     assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) == (1200, 675)
     assert isinstance(console.file, io.StringIO)
@@ -298,6 +302,8 @@ def test_success_is_reached_by_whole_windows_of_autonomous_episodes() -> None:
     found = reached(points, 0.9, 10)
     assert found is not None and (found.training_s, found.episodes, found.updates) == (19.0, 20, 38)
     assert reached(points[:5], 0.1, 10) is None and reached(points[10:20], 0.9, 10) is None
+    cut_off = reached([EpisodePoint(0.0, None), *points], 0.9, 10)
+    assert cut_off is not None and (cut_off.training_s, cut_off.episodes) == (19.0, 21)
 
 
 def test_compare_groups_seeds_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,7 +331,7 @@ class RunProgress:
             return
         self._assisted.append(helped)
         self._add_point("helped", at_s, self._helped)
-        if not helped:
+        if not helped and episode.success is not None:  # one that was cut off without a label is no attempt
             self._autonomous.add(episode.task, succeeded, episode.robot)
             self._add_point("success", at_s, share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hal.camera import CameraFrame, default_stale_after_s
 from hal.errors import SpecError
-from hal.motion_limits import commanded_speeds
+from hal.motion_limits import SafetyReason, commanded_speeds
 from hal.spec import Array, RobotSpec
 from user_sys.edge.chunk_executor import ActingPolicy, ChunkExecutor
 from user_sys.edge.control_authority import MOVING_ORDERS, ControlAuthority, ControlState, OperatorLabel
@@ -31,21 +31,27 @@ GRIPPER_SETTLE_STEPS = 5  # steps that are recorded after an operator toggled th
 MAX_PENDING_COMMANDS = 256
 CLOCK_TOLERANCE_NS = 5_000_000_000  # of clocks that agree
 MAX_HELD_PERIODS = 100
+INTERRUPTIONS = SafetyReason.ESTOP | SafetyReason.STALE | SafetyReason.TOKEN | SafetyReason.WATCHDOG
 MAX_POINTS = 20_000  # half an hour at 10 Hz; older points are forgotten
 TOLERANCE = 0.02  # share of the action's range within which a point counts as reached
 
 
 def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
     """The outcome by the task's own rule. The episode is truncated by the task, if it is `late`, or if the driver held
-    the robot."""
+    the robot.
+
+    Success is False if a late episode or one that the safety kernel stopped has no verdict. It stays unknown after an
+    e-stop or an outage.
+    """
     outcome = after.outcome
     late = late or outcome.truncated
+    stopped = after.applied is None and bool(after.safety_reasons & ~INTERRUPTIONS)
     broken = after.held_periods > 0 or after.applied is None
     return StepOutcome(
         reward=outcome.reward,
         terminated=outcome.terminated,
         truncated=not outcome.terminated and (broken or late),
-        success=False if outcome.success is None and late else outcome.success,
+        success=False if outcome.success is None and (late or stopped) else outcome.success,
         source=outcome.source,
     )
 

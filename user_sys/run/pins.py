@@ -144,11 +144,13 @@ class SuccessGuard:
         return self._best_version if self._acting == "best" else NO_VERSION
 
     def add(self, episode: EpisodeReport) -> None:
-        """Counts an autonomous training episode."""
+        """Counts an autonomous training episode, unless it was cut off without a label."""
+        if episode.success is None:
+            return
         is_best = episode.policy_version == self._best_version
         if (self._acting == "best" and not is_best) or (self._acting == "trial" and is_best):
             return  # it began before the versions were exchanged
-        self._outcomes.append(episode.success is True)
+        self._outcomes.append(episode.success)
         self._episodes += 1
         if self._acting == "newest" and len(self._outcomes) == WINDOW and self._share >= self._best:
             self._best, self._best_version = self._share, episode.policy_version

@@ -136,11 +136,11 @@ def write_report(
 def _training_counts(episodes: Sequence[EpisodePoint]) -> dict[str, Any]:
     """Of the newest autonomous training episodes, and of all those with a person's steps."""
     alone, assisted = autonomous(episodes)[-NEWEST:], [episode for episode in episodes if episode.assisted]
-    successes = sum(episode.success for episode in alone)
+    successes = sum(bool(episode.success) for episode in alone)
     interval = [round(bound, 4) for bound in wilson_interval(successes, len(alone))]
     return {
         "autonomous": {"episodes": len(alone), "successes": successes, "ci95": interval},
-        "assisted": {"episodes": len(assisted), "successes": sum(episode.success for episode in assisted)},
+        "assisted": {"episodes": len(assisted), "successes": sum(bool(episode.success) for episode in assisted)},
     }
 
 
@@ -295,11 +295,11 @@ def style_axes(axes: Any, title: str) -> None:
 class EpisodePoint:
     """A training episode that began at `training_s` of its learner, after `updates`; `assisted` by a person's steps.
 
-    The time in which the learner waited for robots counts.
+    The time in which the learner waited for robots counts. `success` is None if it was cut off without a label.
     """
 
     training_s: float
-    success: bool
+    success: bool | None
     assisted: bool = False
     updates: int = 0
 
@@ -343,7 +343,7 @@ def training_history(folder: RunFolder) -> list[EpisodePoint]:
 
 
 def _point(episode: EpisodeSummary, training_s: float, updates: int) -> EpisodePoint:
-    return EpisodePoint(training_s, episode.success is True, episode.intervention_steps > 0, updates)
+    return EpisodePoint(training_s, episode.success, episode.intervention_steps > 0, updates)
 
 
 def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array, Array]:
@@ -362,21 +362,21 @@ def moving_success(episodes: Sequence[EpisodePoint], window: int) -> list[float]
     newest = deque[bool](maxlen=window)
     shares = []
     for episode in episodes:
-        newest.append(episode.success)
+        newest.append(bool(episode.success))
         shares.append(sum(newest) / len(newest))
     return shares
 
 
 def autonomous(episodes: Sequence[EpisodePoint]) -> list[EpisodePoint]:
-    """Those without a person's steps."""
-    return [episode for episode in episodes if not episode.assisted]
+    """Those without a person's steps that were not cut off without a label."""
+    return [episode for episode in episodes if not episode.assisted and episode.success is not None]
 
 
 def reached(episodes: Sequence[EpisodePoint], share: float, window: int) -> Reached | None:
     """When `share` of the newest `window` autonomous episodes had succeeded for the first time; None if never."""
     newest = deque[bool](maxlen=window)
     for number, episode in enumerate(episodes, 1):
-        if episode.assisted:
+        if episode.assisted or episode.success is None:
             continue
         newest.append(episode.success)
         if len(newest) == window and sum(newest) >= share * window:
