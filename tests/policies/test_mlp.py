@@ -105,6 +105,16 @@ def test_discrete_gripper_learns(learn: str) -> None:
     assert (action[:, 1] > 0).float().mean() > 0.95
 
 
+def test_discrete_gripper_trains_in_bfloat16() -> None:
+    module = discrete_module()
+    x, action = torch.randn(8, module.observation_size), torch.rand(8, 2) * 2 - 1
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = module.imitation_loss(x, action), -module.log_prob(x, action), *module.draw(x, torch.randn(8, 2))
+    sum(each.float().sum() for each in losses).backward()
+    assert all(torch.isfinite(each).all() for each in losses)
+    assert module.mean.weight.grad is not None and torch.isfinite(module.mean.weight.grad).all()
+
+
 def test_discrete_gripper_of_a_robot_without_one_is_refused() -> None:
     spec = replace(example_spec(), gripper=-1)
     with pytest.raises(ConfigError, match="policy.options.gripper is discrete, and the action of conformance has no"):

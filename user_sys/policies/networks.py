@@ -331,8 +331,8 @@ class GaussianNetwork(ObservationNetwork):
 
 
 def log_probit(mean: Tensor, action: Tensor) -> Tensor:
-    """Returns log Phi(mean) where `action` is positive, and else log Phi(-mean)."""
-    log_prob: Tensor = torch.special.log_ndtr(torch.where(action < 0, -mean, mean))
+    """Returns log Phi(mean) where `action` is positive, and else log Phi(-mean); float32, as torch has no bfloat16."""
+    log_prob: Tensor = torch.special.log_ndtr(torch.where(action < 0, -mean, mean).float())
     return log_prob
 
 
