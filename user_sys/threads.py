@@ -55,4 +55,4 @@ class ThreadedService(StartedAtEntry):
             self._work()
         except Exception as error:  # of any type: the owner raises `failure`
             logger.exception("%s.failed", self._name)
-            self.failure = error
+            self.failure = error.with_traceback(None)  # which would keep the memory of all that the thread used

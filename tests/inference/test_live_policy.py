@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import time
+import weakref
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
+from wait_kit import until
 
 from hal.spec import Array, RobotSpec
 from user_sys.errors import PolicyUnavailable, SessionRefused
@@ -46,6 +51,11 @@ class SilentClient:
 
     def send_weights(self, message: object) -> bool:
         return False
+
+    def receive_weights(self, wait_s: float) -> None:
+        if self.state is TunnelState.CLOSED:
+            raise RuntimeError("it is closed")
+        time.sleep(min(wait_s, 0.01))
 
 
 class World:
@@ -108,3 +118,25 @@ def test_refused_policy_holds_with_the_reason_and_fails_after_a_pause(
     monkeypatch.setattr("user_sys.inference.live_policy.REFUSED_PAUSE_S", 0.0)
     with pytest.raises(SessionRefused, match="does not allow this key"):
         world.policy.raise_failure()
+
+
+def run_receiver(world: World, *, fails: bool) -> None:
+    with world.policy:
+        world.load(1)
+        if fails:
+            world.client.state = TunnelState.CLOSED
+            until(lambda: world.policy._receiver.failure, "the receiver's thread ends")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_closed_policy_is_freed_at_once(tmp_path: Path, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "user_sys.threads")  # pytest keeps the traceback of a record
+    world = World(tmp_path, explore=True)
+    freed = weakref.ref(world.policies), weakref.ref(world.policy._receiver.planner)
+    gc.disable()
+    try:
+        run_receiver(world, fails=fails)
+        del world
+        assert [each() for each in freed] == [None, None]
+    finally:
+        gc.enable()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from inference_kit import (
     OBSERVATION,
     ROBOTS,
     SPEC,
+    EchoPolicy,
     EchoServer,
     acts,
     failing,
@@ -39,8 +42,8 @@ from hal.spec import STATE, Array
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import encode_packet
 from user_sys.edge.chunk_executor import ChunkExecutor
-from user_sys.errors import ConfigError, PolicyUnavailable, RunError
-from user_sys.inference.policy_server import IDLE_TIMEOUT_S, REMEMBERED_BATCHES, BatchTimes, PolicyServer
+from user_sys.errors import ConfigError, PolicyUnavailable, RunError, WireError
+from user_sys.inference.policy_server import IDLE_TIMEOUT_S, REMEMBERED_BATCHES, BatchTimes, PolicyServer, _PolicyTable
 from user_sys.inference.protocol import (
     MAX_MESSAGE_BYTES,
     POLICY_NODE,
@@ -144,6 +147,41 @@ def test_robot_one_protocol_version_behind_gets_actions(server: EchoServer, keys
 
 
 # Sharing, batches, weights
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_failed_policy_is_freed_at_once(opens: bool) -> None:
+    class Failed(EchoPolicy):
+        error = MemoryError("CUDA out of memory")
+
+        def raise_failure(self) -> None:
+            raise self.error
+
+    freed, digest = list[weakref.ref[EchoPolicy]](), blake3(DESCRIPTION).digest()
+
+    @contextmanager
+    def open_policy(description: PolicyDescription) -> Iterator[Any]:
+        policy = Failed(description)
+        freed.append(weakref.ref(policy))
+        if not opens:
+            raise policy.error
+        yield policy
+
+    def attempt() -> bool:
+        try:
+            return table.get("left", digest, DESCRIPTION) is not None
+        except WireError as error:
+            return "cannot be loaded" in str(error)
+
+    table = _PolicyTable(open_policy, time.monotonic)
+    gc.disable()
+    try:
+        until(attempt, "it is opened, or could not be")
+        table.expire(lambda robot: True)
+        table.close()
+        assert not table.is_known(digest) and freed[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_robots_with_equal_policies_share_one(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hal.context import StartedAtEntry
@@ -51,7 +53,8 @@ class LivePolicy(StartedAtEntry):
         self._governor = Governor(config.governor)
         self._refused_s = math.inf  # since when the gateway refuses it
         self._report_lock = threading.Lock()  # the last report must name the version that acts
-        self._receiver = WeightsReceiver(client, policies, config, keys, folder, self._governor, self._report_version)
+        report = partial(LivePolicy._report_version, weakref.proxy(self))  # no cycle, which would keep a GPU's memory
+        self._receiver = WeightsReceiver(client, policies, config, keys, folder, self._governor, report)
 
     def start(self) -> None:
         self._receiver.start()

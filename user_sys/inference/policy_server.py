@@ -179,6 +179,7 @@ class _PolicyTable:
             opened.result()[0].raise_failure()
         except Exception as error:  # of any kind: the other policies go on
             log.warning("policy.failed %s: %s", type(error).__name__, error)
+            error.__traceback__ = None  # it refers to the policy, which would keep its memory
             return True
         return False
 

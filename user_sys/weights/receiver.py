@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -184,7 +186,12 @@ class UpdatePlanner:
     ) -> None:
         self.cache = BlobCache(cache_bytes)
         self.fetcher = VersionFetcher(
-            self.cache, send, clock=clock, limit=limit, yield_cpu=yield_cpu, make_room=self._drop_unneeded
+            self.cache,
+            send,
+            clock=clock,
+            limit=limit,
+            yield_cpu=yield_cpu,
+            make_room=partial(UpdatePlanner._drop_unneeded, weakref.proxy(self)),  # no cycle, which would keep memory
         )
         self.loaded: StoredVersion | None = None
         self.run, self.newest_version = b"", NO_VERSION
