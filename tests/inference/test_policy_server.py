@@ -512,6 +512,36 @@ def test_array_with_a_name_of_the_gpus_errors_fails_only_its_robot(
         acts(robots[1])
 
 
+def test_batch_without_memory_acts_one_by_one(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
+    acts(robots[0])
+    policy = server.opened[0]
+    echo, refused = policy.act_batch, list[int]()
+
+    def act_batch(observations: Any, *args: Any, **settings: Any) -> list[ActionChunk]:
+        chunks = echo(observations, *args, **settings)
+        if len(observations) > 1:
+            refused.append(len(observations))
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return chunks
+
+    policy.act_batch = act_batch  # type: ignore[method-assign]
+    with Peer(server, keys) as left, Peer(server, keys, "right") as right:
+
+        def attempt() -> bool:
+            policy.go.clear()
+            policy.batches.clear()
+            left.send(request(1))
+            until(lambda: policy.batches, "the first request acts")
+            left.send(request(2))
+            right.send(request(3))
+            policy.go.set()
+            answers = [left.receive(), left.receive(), right.receive()]
+            assert [(each.number, each.unavailable) for each in answers] == [(1, ""), (2, ""), (3, "")]
+            return refused == [2]
+
+        until(attempt, "both act together")
+
+
 def test_lost_gpu_ends_the_server(keys: Path) -> None:
     echo, ended = EchoServer(keys), threading.Event()
 

@@ -19,7 +19,7 @@ from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import example_batch
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, RunError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings, acting_stream, warm_up_gpu
 from user_sys.policies.networks import GaussianNetwork
@@ -134,6 +134,16 @@ def test_policy_on_gpu_acts_as_the_numpy_policy_but_for_rounding() -> None:
                 np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-3, rtol=1e-4)
         for policy in (here, there):
             policy.load(trained_like(spec, seed))
+
+
+def test_gpu_that_cannot_be_used_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("user_sys.policies.mlp.acting_stream", fails)
+    with pytest.raises(RunError, match=r"the GPU cannot be used: CUDA error: out of memory; end what uses it.*$"):
+        warm_up_gpu()
 
 
 @pytest.mark.gpu

@@ -54,7 +54,8 @@ MAX_REQUESTS_PER_POLL = 64
 MAX_OPENING = 8
 MAX_REASON_CHARS = 1000
 REMEMBERED_BATCHES = 20
-GPU_FAILURES = ("CUDA", "cuDNN", "out of memory")  # in RuntimeErrors that concern all robots: they end the loop
+OUT_OF_MEMORY = "out of memory"
+GPU_FAILURES = ("CUDA", "cuDNN", OUT_OF_MEMORY)  # in RuntimeErrors that concern all robots: they end the loop
 
 log = logging.getLogger(__name__)
 
@@ -342,13 +343,17 @@ class PolicyServer:
                     contexts=[each.context for each in batch],
                 )
         except (SpecError, ValueError, TypeError, IndexError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and any(word in str(error) for word in GPU_FAILURES):
+            is_too_large = len(batch) > 1 and OUT_OF_MEMORY in str(error)
+            is_of_gpu = isinstance(error, RuntimeError) and any(word in str(error) for word in GPU_FAILURES)
+            if is_of_gpu and not is_too_large:
                 raise
-            if len(batch) > 1:  # one robot's observation fails no other robot
-                for each in batch:
-                    self._act_batch(policy, [each], deterministic)
-            else:
+            if len(batch) == 1:
                 self._on_failed(batch[0], error)
+                return
+            chunks = []
+        if not chunks:  # one robot's observation fails no other robot; the error no longer keeps the batch's memory
+            for each in batch:
+                self._act_batch(policy, [each], deterministic)
             return
         self._times[batch[0].request.policy].add(len(batch), self._clock() - started_s)
         self.counters["acts"] += len(batch)

@@ -25,7 +25,7 @@ import numpy as np
 
 from hal.settings import Limit
 from hal.spec import Array, RobotSpec
-from user_sys.errors import ConfigError, WireError
+from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.policies.policy import ActionChunk, ChunkContext, TrainablePolicy
 from user_sys.policies.scaling import (
     INPUT_CLIP,
@@ -215,14 +215,22 @@ def _checked_layers(weights: Mapping[str, Array], inputs: int, actions: int) -> 
 
 
 def warm_up_gpu() -> bool:
-    """Prepares matrix products for the calling thread, which will act. Returns False without a GPU."""
+    """Prepares matrix products for the calling thread, which will act. Returns False without a GPU.
+
+    Raises:
+        RunError: there is a GPU, and it cannot be used.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return False
-    with torch.cuda.stream(acting_stream("cuda")):
-        some = torch.zeros(8, 8, device="cuda")
-        torch.addmm(some[0], some, some).cpu()
+    try:
+        with torch.cuda.stream(acting_stream("cuda")):
+            some = torch.zeros(8, 8, device="cuda")
+            torch.addmm(some[0], some, some).cpu()
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise RunError(f"the GPU cannot be used: {why}; end what uses it, or set policy.device to cpu") from error
     return True
 
 
