@@ -13,17 +13,24 @@ from user_sys.codec import Array
 from user_sys.errors import WireError
 from user_sys.messages import FOREIGN_RUN, NO_VERSION
 from user_sys.policies.conformance import example_observation, example_spec
+from user_sys.policies.flow import FlowPolicy, FlowSettings
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.policy import Policy
 from user_sys.weights.receiver import DoubleBufferedPolicy
 
 SPEC = example_spec()
 SMALL = MlpSettings((16,))
+FLOW = FlowSettings(hidden=(16,))
 
 
 def weights(seed: int) -> dict[str, Array]:
     torch.manual_seed(seed)
     return policy_arrays(MlpPolicy.make_module(SPEC, settings=SMALL))
+
+
+def flow_weights(seed: int) -> dict[str, Array]:
+    torch.manual_seed(seed)
+    return policy_arrays(FlowPolicy.make_module(SPEC, settings=FLOW))
 
 
 def acts(policy: Policy) -> Array:
@@ -65,6 +72,64 @@ def test_weights_of_another_policy_change_nothing() -> None:
             swap.load(2, {"other": np.zeros(3, np.float32)})
         assert swap.swap_if_ready() == (1 if waiting else None)
         np.testing.assert_array_equal(acts(swap.policy), expected(1))
+
+
+class NarrowPolicy(FlowPolicy):
+    """Has memory for `room` tensors."""
+
+    room = 99
+
+    def _loaded(self, name: str, array: Array, dtype: torch.dtype) -> torch.Tensor:
+        NarrowPolicy.room -= 1
+        if NarrowPolicy.room < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super()._loaded(name, array, dtype)
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_without_memory_for_a_version_the_acting_one_stays(monkeypatch: pytest.MonkeyPatch, waiting: bool) -> None:
+    monkeypatch.setattr(NarrowPolicy, "room", 99)
+    known = {version: flow_weights(version) for version in (1, 2, 3)}
+    swap = DoubleBufferedPolicy(NarrowPolicy(SPEC, settings=FLOW).copy)
+    swap.load(1, known[1])
+    swap.swap_if_ready()
+    before = acts(swap.policy)
+    if waiting:
+        swap.load(2, known[2])
+    monkeypatch.setattr(NarrowPolicy, "room", 2)
+    with pytest.raises(WireError, match="cannot be loaded: OutOfMemoryError: CUDA out of memory"):
+        swap.load(3, known[3])
+    assert swap.swap_if_ready() is None, "a copy with tensors of two versions does not act"
+    np.testing.assert_array_equal(acts(swap.policy), before)
+    monkeypatch.setattr(NarrowPolicy, "room", 99)
+    swap.load(3, known[3])
+    assert swap.swap_if_ready() == 3 and not np.array_equal(acts(swap.policy), before)
+
+
+def test_without_memory_for_the_first_version_the_policy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy server then opens it again."""
+    monkeypatch.setattr(NarrowPolicy, "room", 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        DoubleBufferedPolicy(NarrowPolicy(SPEC, settings=FLOW).copy).load(1, flow_weights(1))
+
+
+@pytest.mark.gpu
+def test_load_needs_no_third_copy_on_the_gpu() -> None:
+    settings = FlowSettings(hidden=(2048, 2048, 2048))
+    module = FlowPolicy.make_module(SPEC, settings=settings)
+    swap = DoubleBufferedPolicy(FlowPolicy(SPEC, settings=settings, device="cuda").copy)
+    arrays = policy_arrays(module)
+    largest, total = max(each.nbytes for each in arrays.values()), sum(each.nbytes for each in arrays.values())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for version in range(1, 5):
+        fresh = {name: each.copy() for name, each in arrays.items()}
+        for each in fresh.values():
+            each.flags.writeable = False
+        swap.load(version, fresh)
+        swap.swap_if_ready()
+    assert torch.cuda.max_memory_allocated() - before < 2 * total + 2 * largest + (1 << 20)
 
 
 def test_version_of_another_or_unknown_run_is_foreign() -> None:

@@ -191,16 +191,19 @@ class TorchPolicy(TrainablePolicy):
         return PromisedActions(promised, count, delay, method)
 
     def load(self, weights: Mapping[str, Array]) -> None:
-        """See `Policy.load`."""
+        """See `Policy.load`. After an error other than WireError, some tensors are new: load again before acting."""
+        import torch
+
         own = self.module.state_dict(keep_vars=True)
         expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
         found = {name: value.shape for name, value in weights.items()}
         if found != expected:
             wrong = sorted(set(found.items()) ^ set(expected.items()))
             raise WireError(f"weights do not fit this {type(self).__name__}; they differ in {wrong[:6]}")
-        tensors = {name: self._loaded(name, array, own[name].dtype) for name, array in weights.items()}
-        for name, tensor in tensors.items():
-            own[name].data = tensor
+        for name, array in weights.items():  # one by one, so that a GPU needs no memory for both versions
+            own[name].data = self._loaded(name, array, own[name].dtype)
+        if self._device != "cpu":  # the stream that acts does not wait for this one
+            torch.cuda.synchronize(self._device)
         self._has_weights = True
 
     def copy(self) -> Self:

@@ -115,7 +115,8 @@ class DoubleBufferedPolicy:
             run: the run that `version` belongs to.
 
         Raises:
-            WireError: the weights do not fit the policy; the acting and the loaded version stay.
+            WireError: the weights do not fit the policy; the acting and the loaded version stay. Or there is too little
+                memory for them; the acting version stays.
         """
         announced_s = time.monotonic() if offered_s is None else offered_s
         waiting = _pop(self._loaded)
@@ -129,6 +130,11 @@ class DoubleBufferedPolicy:
             else:
                 self._idle.append(idle)
             raise
+        except (MemoryError, RuntimeError) as error:
+            self._idle.append(idle)  # it may have some of the new weights, so it must not act
+            if self.version == NO_VERSION:
+                raise
+            raise WireError(f"it cannot be loaded: {type(error).__name__}: {error}") from error
         self._loaded.append(_LoadedPolicy(idle, version, announced_s, run))
 
     def swap_if_ready(self) -> int | None:
