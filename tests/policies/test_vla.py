@@ -164,6 +164,24 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_opening_a_policy_reads_its_encoder_of_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first act a policy server would read it while its other robots wait."""
+
+    class Encoder:
+        size, read = 8, False
+
+        def encode(self, sentences: list[str]) -> torch.Tensor:
+            Encoder.read = True
+            return torch.zeros(len(sentences), 8)
+
+    monkeypatch.setattr("user_sys.policies.vla.load_text_encoder", lambda name: Encoder())
+    settings = replace(SMALL, text_encoder="some/name")
+    VlaPolicy.make_module(example_spec(), settings=settings)
+    assert not Encoder.read, "a learner reads it later"
+    VlaPolicy(example_spec(), settings=settings)
+    assert Encoder.read
+
+
 @pytest.mark.slow  # as transformers takes seconds to import
 def test_pretrained_encoder_reads_the_sentence_and_is_no_part_of_the_weights(encoder: Path) -> None:
     settings = replace(SMALL, text_encoder=str(encoder))

@@ -97,6 +97,9 @@ class TorchPolicy(TrainablePolicy):
         for parameter in module.parameters():  # `load` gives them memory
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         self.module: Any = module.eval().requires_grad_(False).to(device)
+        encode: Any = getattr(module, "encode_sentences", None)
+        if encode is not None:  # a pretrained encoder is read now, and not while robots wait
+            encode([""])
         self._shared: dict[str, tuple[Array, Tensor]] = {}  # the newest read-only arrays, and the tensors with them
         self._has_weights = False
 
