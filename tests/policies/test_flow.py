@@ -14,6 +14,7 @@ from user_sys.algorithms.algorithm import ChunkPolicy, policy_arrays
 from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.flow import FlowNetwork, FlowPolicy, FlowSettings
+from user_sys.policies.mlp import acting_stream
 from user_sys.policies.policy import Policy
 
 torch.set_num_threads(1)
@@ -55,6 +56,20 @@ class TestFlowPolicyOfPicturesOnGpu(TestFlowPolicyOfPictures):
 @pytest.mark.gpu
 class TestFlowPolicyForDelaysOnGpu(TestFlowPolicyForDelays):
     device = "cuda"
+
+
+@pytest.mark.gpu
+def test_acting_on_a_gpu_does_not_wait_for_an_upload_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, streams = FlowPolicy(example_spec(), settings=SMALL, device="cuda"), list[torch.cuda.Stream]()
+    policy.load(policy_arrays(module_of()))
+    velocity = FlowNetwork.velocity_given
+    monkeypatch.setattr(
+        FlowNetwork,
+        "velocity_given",
+        lambda self, x: (streams.append(torch.cuda.current_stream()), velocity(self, x))[1],
+    )
+    policy.act(example_observation(np.random.default_rng(0)), "", deterministic=True)
+    assert streams == [acting_stream("cuda")] and torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 def train(module: FlowNetwork, draw: object, updates: int = 300) -> None:

@@ -317,7 +317,8 @@ class FlowPolicy(TorchPolicy):
         correction = getattr(self.module, "correction", None)
         if correction is None or not any(context and context.method == "a2c2" for context in contexts):
             return chunks
-        found = correction.corrections(self.module, observations, self.module.chunk_length)
+        with self._acting():
+            found = correction.corrections(self.module, observations, self.module.chunk_length)
         return [replace(chunk, correction=each) for chunk, each in zip(chunks, found, strict=True)]
 
     def draw(

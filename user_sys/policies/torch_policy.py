@@ -7,6 +7,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +17,7 @@ from hal.errors import SpecError
 from hal.spec import Array, RobotSpec
 from user_sys.codec import BF16
 from user_sys.errors import WireError
+from user_sys.policies.mlp import acting_stream
 from user_sys.policies.policy import (
     AGE_SUFFIX,
     SENTENCE,
@@ -161,8 +163,8 @@ class TorchPolicy(TrainablePolicy):
         ages = [name + AGE_SUFFIX for name in pictures]
         for name in ages if all(set(ages) <= set(each) for each in observations) else ():
             arrays[name] = np.stack([observation[name] for observation in observations])
-        promised = self._promised(contexts)
-        with torch.inference_mode() if promised is None else torch.no_grad():  # guidance needs gradients
+        with self._acting(), torch.no_grad() if any(contexts) else torch.inference_mode():  # guidance needs gradients
+            promised = self._promised(contexts)
             tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
             if hasattr(self.module, "encode_sentences"):  # a `user_sys.algorithms.algorithm.SentenceReader`
                 tensors[SENTENCE] = self.module.encode_sentences(sentences).to(self._device)
@@ -171,6 +173,12 @@ class TorchPolicy(TrainablePolicy):
             actions, log_prob = (each.cpu().numpy() for each in drawn)
         execute = getattr(self.options, "execute", 0)
         return [self._bounds.chunk(*pair, execute) for pair in zip(actions, log_prob, strict=True)]
+
+    def _acting(self) -> AbstractContextManager[object]:
+        """On a GPU, work in this context does not wait for an upload of weights."""
+        import torch
+
+        return nullcontext() if self._device == "cpu" else torch.cuda.stream(acting_stream(self._device))
 
     def _promised(self, contexts: Sequence[ChunkContext | None]) -> PromisedActions | None:
         """Raises SpecError: the promised actions are not this robot's."""
