@@ -488,13 +488,22 @@ def test_vector_of_another_dtype_fails_no_other_robot(
         acts(robots[1])
 
 
-def test_error_of_torch_fails_only_its_robot(keys: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 must have the same dtype"),
+        KeyError("a sentence that the policy does not know"),
+        ConfigError("policy.options.text_encoder: no model.safetensors"),
+        AttributeError("a defect of an installed package"),
+    ],
+)
+def test_error_of_a_policy_fails_only_its_robot(keys: Path, error: Exception) -> None:
     with serving(keys) as server, remote(lambda: server.endpoint, keys) as policy:
         acts(policy)
         echo = server.opened[0].act_batch
 
         def act_batch(*args: Any, **settings: Any) -> list[ActionChunk]:
-            raise RuntimeError("mat1 and mat2 must have the same dtype")
+            raise error
 
         server.opened[0].act_batch = act_batch  # type: ignore[method-assign]
         unavailable(policy, "failed to select an action")
