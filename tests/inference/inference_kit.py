@@ -62,6 +62,7 @@ class EchoPolicy:
         self._specs = feature_specs(description.spec, description.features)
         self.version, self.swap_delay_s, self.reason = 0, 0.5, ""
         self.ready: list[int] = []
+        self.may_explore = True
         self.cameras: tuple[str, ...] = ()
         self.go = threading.Event()
         self.go.set()

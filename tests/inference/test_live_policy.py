@@ -84,6 +84,16 @@ def test_policy_without_weights_holds_unless_it_may_explore(tmp_path: Path) -> N
     assert world.act() == 1 and not world.policy.awaits_weights
 
 
+def test_policy_may_explore_only_if_the_gateway_is_there_and_offers_no_version(tmp_path: Path) -> None:
+    world = World(tmp_path, explore=False)
+    assert world.policy.may_explore
+    world.client.state = TunnelState.LOST
+    assert not world.policy.may_explore
+    world.client.state = TunnelState.OPEN
+    world.policy._receiver.planner.newest_version = 3
+    assert not world.policy.may_explore
+
+
 def test_weights_are_swapped_between_chunks_and_reported(tmp_path: Path) -> None:
     world = World(tmp_path, explore=True)
     for version in (1, 2, 3):

@@ -328,6 +328,18 @@ def test_robot_holds_without_weights_unless_it_may_explore(server: EchoServer, k
         assert not waiting.awaits_weights
 
 
+def test_exploring_robot_holds_if_the_server_may_have_lost_its_weights(server: EchoServer, keys: Path) -> None:
+    with remote(lambda: server.endpoint, keys, explore=True) as policy:
+        acts(policy)
+        served = server.opened[0]
+        served.version, served.may_explore = NO_VERSION, False
+    with remote(lambda: server.endpoint, keys, explore=True) as policy:  # the robot's next session
+        unavailable(policy, "waiting for weights")
+        assert policy.awaits_weights
+        served.may_explore = True
+        acts(policy)
+
+
 def test_opening_a_policy_does_not_delay_another_robot(keys: Path) -> None:
     go = threading.Event()
     with ExitStack() as stack:
@@ -378,7 +390,7 @@ def test_robot_holds_while_the_server_is_dead_or_hangs(
 ) -> None:
     quick = replace(SPEC, rate_hz=5.0)
     with process(keys, tmp_path) as site, remote(lambda: site.endpoint, keys, spec=quick, explore=True) as policy:
-        acts(policy)
+        unavailable(policy, "waiting for weights")  # it reaches no gateway
         host = site.endpoint.removeprefix("tcp://")
         site.send(signals[0])
         unavailable(policy, f"the policy at {host} does not answer; the robot holds")
@@ -387,7 +399,7 @@ def test_robot_holds_while_the_server_is_dead_or_hangs(
             site.start()
         else:
             site.send(signals[1])
-        acts(policy)
+        unavailable(policy, "waiting for weights")
 
 
 def test_first_request_after_a_pause_is_answered(server: EchoServer, keys: Path) -> None:

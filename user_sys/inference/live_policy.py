@@ -82,6 +82,11 @@ class LivePolicy(StartedAtEntry):
         """No weights have arrived, and the policy may not explore."""
         return not self._explore and self.version == NO_VERSION
 
+    @property
+    def may_explore(self) -> bool:
+        """Whether the gateway is there and offers no version; otherwise a policy server may have lost its weights."""
+        return self._client.state is TunnelState.OPEN and self._receiver.planner.newest_version == NO_VERSION
+
     def hold_reason(self, *, explore: bool) -> str:
         """Why a robot must hold, for its operators; empty if the policy may act."""
         if self._client.state is TunnelState.REFUSED:

@@ -327,7 +327,7 @@ class PolicyServer:
     def _act_batch(self, policy: LivePolicy, requests: Sequence[_Request], deterministic: bool) -> None:
         batch = []
         for each in requests:
-            if reason := policy.hold_reason(explore=each.request.explore):
+            if reason := policy.hold_reason(explore=each.request.explore and policy.may_explore):
                 self._refuse(each, unavailable=reason, awaits_weights=policy.version == NO_VERSION)
             else:
                 batch.append(each)
