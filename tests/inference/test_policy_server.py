@@ -371,6 +371,18 @@ def test_paused_robot_reports_that_it_uses_no_version(server: EchoServer, keys: 
         assert reports == [0, NO_VERSION, 0], "the same version is in use again"
 
 
+def test_policy_of_a_robot_that_a_person_has_for_minutes_stays_open(server: EchoServer, keys: Path) -> None:
+    with remote(lambda: server.endpoint, keys) as policy:
+        acts(policy)
+        policy.pause()
+        served, calls = server.opened[0], []
+        served.swap = lambda: calls.append(None)  # type: ignore[method-assign]  # in each housekeeping
+        server.now_s += 10 * 60.0
+        until(lambda: server.closed or len(calls) >= 3, "the server has looked for unused policies")
+        policy.act(PolicyQuery(OBSERVATION, "", True))
+        assert server.opened == [served] and not server.closed
+
+
 def test_unused_policy_is_closed(server: EchoServer, robots: list[RemotePolicy], keys: Path) -> None:
     acts(robots[0])
     server.now_s += IDLE_TIMEOUT_S + 1

@@ -48,7 +48,7 @@ from user_sys.tunnel.keys import KeyPair, Keyring
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.router import GuardedRouter, RoutedMessage
 
-IDLE_TIMEOUT_S = 60.0  # a policy without a request for this long is closed
+IDLE_TIMEOUT_S = 3600.0  # a policy without a request for this long is closed; a person may have the robot meanwhile
 HOUSEKEEPING_PERIOD_S = 0.25
 MAX_REQUESTS_PER_POLL = 64
 MAX_OPENING = 8
