@@ -18,6 +18,7 @@ from user_sys.config import build
 from user_sys.episode import ChunkHeader, EpisodeEnd, EpisodeSource
 from user_sys.errors import ConfigError
 from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.ingest import LatencyHistograms
 from user_sys.gateway.traces import EpisodeTraces
 
 ROBOT = "arm"
@@ -104,6 +105,18 @@ def test_trace_has_each_stage_of_an_episode(collector: Collector) -> None:
     attributes = {each.key: each.value for each in whole["act"][0].attributes}
     assert attributes["capture_to_inference_s"].double_value == pytest.approx(0.01)
     assert {each.key: each.value.int_value for each in whole["apply"][0].attributes} == {"version": 7}
+
+
+def test_trace_goes_on_after_a_repeated_report_of_an_older_version(collector: Collector) -> None:
+    latencies, traces = LatencyHistograms(), EpisodeTraces(collector.url, "run")
+    latencies.traces = traces
+    latencies.on_applied(ROBOT, 7, 0.01)
+    add(traces, "e0", 0, True, 2.0)
+    latencies.on_applied(ROBOT, 7, 0.01)  # a policy at a server repeats it each second
+    latencies.on_applied(ROBOT, 8, 0.01)
+    traces.close()
+    (whole,) = collector.traces()
+    assert {each.key: each.value.int_value for each in whole["apply"][0].attributes} == {"version": 8}
 
 
 def test_collector_that_is_away_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,3 +156,10 @@ def test_pause_of_a_policy_is_no_applied_version() -> None:
     assert not found.report()
     found.on_applied("arm", 3, 0.2)
     assert list(found.report()) == [f"{OFFERED_TO_APPLIED}/arm"]
+
+
+def test_repeated_report_of_a_version_counts_once() -> None:
+    found = LatencyHistograms()
+    for version in (3, 3, NO_VERSION, 3, 4, 4):
+        found.on_applied("arm", version, 0.2)
+    assert sum(found.report()[f"{OFFERED_TO_APPLIED}/arm"].counts) == 2

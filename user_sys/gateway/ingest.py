@@ -673,6 +673,7 @@ class LatencyHistograms:
         self._robots: set[str] = set()
         self._counts: dict[str, npt.NDArray[np.int64]] = {}
         self._sums_s: dict[str, float] = {}
+        self._applied: dict[str, int] = {}  # by robot: the version that it used last
 
     def add_chunk(self, chunk: PackedChunk, durable_unix_ns: int) -> None:
         """Adds the delays of the steps of a chunk that became durable at that time, by this computer's clock."""
@@ -688,9 +689,14 @@ class LatencyHistograms:
                 self.traces.add_chunk(chunk.header, captured, inferred, commanded, durable_unix_ns)
 
     def on_applied(self, robot: str, version: int, seconds: float) -> None:
-        """`robot` uses this version, `seconds` after its offer; -1 is none, as while a person drives it."""
-        if version == NO_VERSION:
-            return
+        """`robot` uses this version, `seconds` after its offer; -1 is none, as while a person drives it.
+
+        A repeated report of a version counts once.
+        """
+        with self._lock:
+            if version in (NO_VERSION, self._applied.get(robot)):
+                return
+            self._applied[robot] = version
         self.add(robot, OFFERED_TO_APPLIED, seconds)
         if self.traces is not None:
             self.traces.on_applied(robot, version, seconds)
