@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from hal.errors import SpecError
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from user_sys.algorithms.algorithm import Algorithm, DelayTrained, TensorBatch, policy_arrays
 from user_sys.algorithms.bc import Bc, BcSettings
@@ -247,6 +249,16 @@ def test_settings_that_cannot_be_trained_are_refused() -> None:
     module = FlowPolicy.make_module(SPEC, settings=replace(SMALL, prefix_max=2, flow_steps=1))
     with pytest.raises(ConfigError, match="q_chunking does not train prefix_max"):
         kind(kind.settings(), module, SPEC)
+
+
+def test_vlash_without_a_state_that_the_actions_move_is_refused() -> None:
+    settings = replace(SMALL, offset_max=2)
+    with pytest.raises(SpecError, match=f"add {STATE} to policy.features"):
+        FlowPolicy.make_module(SPEC, settings=settings, features=("observation.goal",))
+    speeds = msgspec.structs.replace(SPEC, joint_delta=())
+    with pytest.raises(SpecError, match="no action of slider sets or steps a joint or the tool"):
+        FlowPolicy.check_robot(speeds, settings)
+    FlowPolicy.check_robot(speeds, SMALL, ("observation.goal",))
 
 
 @pytest.mark.parametrize("method", ["switch", "ensemble", "rtc", "training_rtc", "vlash", "a2c2"])

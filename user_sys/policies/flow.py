@@ -19,8 +19,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from hal.errors import SpecError
 from hal.settings import Count, Limit
-from hal.spec import Array, ArraySpec, RobotSpec
+from hal.spec import STATE, Array, ArraySpec, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.a2c2 import TRAINED_ROWS, CorrectionNetwork
 from user_sys.policies.cnn import PictureSettings
@@ -282,9 +283,30 @@ class FlowPolicy(TorchPolicy):
         return super().select_cameras(spec, settings) if getattr(settings, "pictures", True) else ()
 
     @classmethod
+    def check_robot(cls, spec: RobotSpec, settings: Any, features: Sequence[str] = ()) -> None:
+        """See `TrainablePolicy.check_robot`: with `offset_max` the actions must move a state that the policy reads."""
+        if not getattr(settings, "offset_max", 0):
+            return
+        read = [each.name for each in feature_specs(spec, features)]
+        if STATE not in read:
+            raise SpecError(
+                f"policy.options.offset_max is {settings.offset_max}, and the policy reads {', '.join(read)}: add "
+                f"{STATE} to policy.features, or leave out offset_max"
+            )
+        if not StateForecast(spec).is_possible:
+            raise SpecError(
+                f"policy.options.offset_max is {settings.offset_max}, and no action of {spec.model} sets or steps a "
+                "joint or the tool: leave out offset_max, and choose another policy.execution.method than vlash"
+            )
+
+    @classmethod
     def make_module(cls, spec: RobotSpec, *, settings: Any = None, features: Sequence[str] = ()) -> nn.Module:
-        """See `TrainablePolicy.make_module`; a `user_sys.algorithms.algorithm.ChunkPolicy`."""
+        """See `TrainablePolicy.make_module`; a `user_sys.algorithms.algorithm.ChunkPolicy`.
+
+        Raises SpecError as `check_robot`.
+        """
         options = settings or cls.settings()
+        cls.check_robot(spec, options, features)
         encoders = options.make_encoders(spec, cls.select_cameras(spec, options))
         forecast = StateForecast(spec) if options.offset_max else None
         return cls.network(feature_specs(spec, features), spec.action, options, encoders, forecast)
