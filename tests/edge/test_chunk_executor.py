@@ -90,6 +90,12 @@ def test_waiting_robot_asks_when_its_chunk_is_used_up() -> None:
     assert values(early, 6) == [*range(6)] and early.server.requests == 3
 
 
+@pytest.mark.parametrize("mode", ["wait", "async"])
+def test_chunk_that_is_shorter_than_execute_is_followed_by_the_next(mode: str) -> None:
+    robot = Robot(Server(execute=2 * LENGTH), mode=mode)
+    assert values(robot, 14) == [*range(14)]
+
+
 @pytest.mark.parametrize("takes", [1, 2, 3])
 def test_asynchronous_robot_never_stops_once_it_knows_the_delay(takes: int) -> None:
     robot = Robot(Server(takes), mode="async")

@@ -9,6 +9,7 @@ import pytest
 from user_sys.errors import ConfigError
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import example_spec
+from user_sys.policies.lerobot_checkpoint import LeRobotSettings, PolicyFeatures
 
 
 @pytest.mark.skipif(find_spec("lerobot") is not None, reason="LeRobot is installed")
@@ -23,6 +24,15 @@ def test_contradictory_settings_are_refused() -> None:
     for options in ({"path": "a", "cameras": ["front"]}, {"tokenizer": "words"}, {"statistics": "checkpoint"}):
         with pytest.raises(ConfigError, match="path"):
             load_policy("lerobot", options)
+
+
+def test_execute_beyond_a_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.policies.lerobot_checkpoint.lerobot_version", lambda: "0.4.4")
+    spec = example_spec()
+    for execute in (0, 8):
+        PolicyFeatures.of(spec, LeRobotSettings(type="diffusion", execute=execute))
+    with pytest.raises(ConfigError, match="execute is 16, and a chunk of lerobot diffusion has only 8 actions"):
+        PolicyFeatures.of(spec, LeRobotSettings(type="diffusion", execute=16))
 
 
 @pytest.mark.parametrize(("config", "bound"), [({}, 4), ({"horizon": 32, "n_action_steps": 12}, 6)])

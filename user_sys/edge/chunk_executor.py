@@ -54,6 +54,11 @@ class RunningChunk:
     def __len__(self) -> int:
         return len(self.chunk.actions)
 
+    @property
+    def execute(self) -> int:
+        """The actions after which the next chunk is used, as in `ActionChunk`; at most all."""
+        return min(self.chunk.execute or len(self), len(self))
+
     def place(self, executed: int) -> int:
         """The place of the action for the next control period; negative if the chunk begins later."""
         return executed - self.first
@@ -325,7 +330,7 @@ class ChunkExecutor:
 
     def _wait_for_chunk(self, observe: Observe, t_observation_ns: int, instruction: str) -> None:
         newest = self._chunks[-1] if self._chunks else None
-        if newest is None or newest.place(self._executed) >= (newest.chunk.execute or len(newest)):
+        if newest is None or newest.place(self._executed) >= newest.execute:
             chunk = self._policy.act(PolicyQuery(observe(), instruction, self.deterministic))
             self._take(chunk, _Request(self._executed, self._period, t_observation_ns, self._executed))
 
@@ -403,7 +408,7 @@ class ChunkExecutor:
         place = newest.place(self._executed)
         if place < 0:  # it has not begun
             return False
-        return len(newest) - place <= lead or place + lead > (newest.chunk.execute or len(newest))
+        return len(newest) - place <= lead or place + lead > newest.execute
 
     def _take(self, chunk: ActionChunk, request: _Request) -> None:
         """Raises PolicyUnavailable: an action is not finite."""

@@ -116,11 +116,17 @@ class PolicyFeatures:
                 checkpoint has its own.
 
         Raises:
-            ConfigError: LeRobot is not installed, or the checkpoint cannot be read.
+            ConfigError: LeRobot is not installed, the checkpoint cannot be read, or `execute` is longer than a chunk.
             SpecError: the robot lacks what the policy reads, or its actions have another size.
         """
         lerobot_version()
-        return cls._new(spec, settings, features) if settings.path is None else cls._stored(spec, settings, features)
+        found = (cls._new if settings.path is None else cls._stored)(spec, settings, features)
+        if settings.execute > (length := type_and_chunk_length(settings)[1]):
+            raise ConfigError(
+                f"policy.options.execute is {settings.execute}, and a chunk of {settings.source} has only {length} "
+                "actions: give at most that many, or 0"
+            )
+        return found
 
     @classmethod
     def _new(cls, spec: RobotSpec, settings: LeRobotSettings, features: Sequence[str]) -> PolicyFeatures:
