@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
+from inference_kit import OBSERVATION, SPEC, make_keys
 from run_kit import until, user_sys
 
 from hal.resource import Kind
@@ -20,15 +22,17 @@ from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.episode import decode_chunk
 from user_sys.errors import ConfigError, RunError
-from user_sys.inference.__main__ import main
-from user_sys.inference.protocol import POLICY_NODE
+from user_sys.inference.__main__ import PolicyServerConfig, main, policy_opener
+from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
 from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.prepare import prepare_run_folder
 from user_sys.run.topology import ProcessSlot, policy_process
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.weights.catalog import BlobCache
+from user_sys.weights.governor import GovernorConfig
 from user_sys.weights.receiver import ReceiverConfig
 from user_sys.weights.version_store import VersionStore
 
@@ -73,6 +77,29 @@ def test_sessions_read_the_servers_address_file(tmp_path: Path) -> None:
     load_keypair(Path(given["--keys"]) / "policy.key")
     session = load(SessionConfig, folder.edge("left") / "session.yaml")
     assert str(session.policy_address) == given["--announce"] and session.policy.location == "server"
+
+
+def test_settings_of_weights_and_tunnels_reach_the_policy_server(tmp_path: Path) -> None:
+    config = replace(
+        fleet(tmp_path, location="server", device="cpu"),
+        weights=ReceiverConfig(
+            max_staleness_versions=3, governor=GovernorConfig(enabled=False, link_bytes_per_s=1e6), precisions=("bf16",)
+        ),
+        tunnel=TunnelLimits(dead_after_s=30.0, weights=ChannelLimits(window_bytes=1 << 20)),
+    )
+    argv = policy_process(prepared(config), config, ProcessSlot(), "desk", ENDPOINT).argv
+    found = load(PolicyServerConfig, None, argv[3:])
+    assert found.weights == config.weights and found.tunnel == config.tunnel
+
+
+def test_policy_explores_differently_after_each_start_of_its_server(tmp_path: Path) -> None:
+    config = PolicyServerConfig(gateway="tcp://127.0.0.1:1", keys=make_keys(tmp_path / "keys"), device="cpu")
+    description = PolicyDescription(kind="mlp", options={}, features=(), spec=SPEC)
+    drawn = []
+    for _ in range(2):
+        with policy_opener(config)(description) as policy:
+            drawn.append(policy.act_batch([OBSERVATION], [""], deterministic=False)[0].actions)
+    assert not np.array_equal(*drawn)
 
 
 def test_robots_of_a_resumed_run_with_weights_do_not_explore(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Iterator
@@ -108,9 +109,8 @@ def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
         config_of_policy = PolicyConfig(
             kind=description.kind, options=description.options, features=description.features
         )
-        seed = int.from_bytes(digest.digest(length=4))
         hello = Hello(protocol=PROTOCOL_VERSION, role="policy", name=name, spec=spec)
-        first = make_policy(config_of_policy, spec, seed, device)
+        first = make_policy(config_of_policy, spec, secrets.randbits(32), device)
         with (
             TunnelClient(config.gateway, keys, gateway_key, hello, limits=config.tunnel) as client,
             LivePolicy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from hal.ray_cluster import PlacementSlot
 from hal.ray_nodes import ROBOT_CLAIM, ROBOT_RESOURCE_PREFIX
 from user_sys.compose import emulated_link_command
+from user_sys.config import as_dict
 from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.robot_records import learner_process_name
@@ -98,8 +100,8 @@ def policy_process(
         "keys": folder.keys,
         "device": config.policy.device,
         "announce": folder.policy_address,
-        "weights.max_staleness_versions": config.weights.max_staleness_versions,
-        "weights.precisions": f"[{', '.join(config.weights.precisions)}]",
+        "weights": json.dumps(as_dict(config.weights)),
+        "tunnel": json.dumps(as_dict(config.tunnel)),
     }
     argv = module_argv("user_sys.inference", *(f"--{key}={value}" for key, value in options.items()))
     return ProcessSpec(POLICY_NODE, argv, resources, folder.log(POLICY_NODE))
