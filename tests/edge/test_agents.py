@@ -547,14 +547,35 @@ def test_robot_holds_until_the_first_weights(make: Callable[..., Session]) -> No
     session = make(version=0)
     assert [session.period() for _ in range(3)] == [(None, None)] * 3
     assert session.robot.commands == [] and set(session.robot.stops) == {StopLevel.HOLD}
+    pauses = session.policy.pauses
     session.order("take-over")
     session.order("drive", (0.5, 0, 0, 0))
     assert session.act().phase is Phase.TELEOP, "the policy has not acted in this episode"
+    assert session.policy.pauses == pauses + 1, "weights may be swapped while a person drives"
     session.order("hand-back")
     assert session.period() == (None, None), "no weights were learned from it yet"
-    assert session.policy.pauses == 1, "weights may be swapped while a person drives"
     session.policy.version = 1
     assert session.act().policy_version == 1
+
+
+def test_person_who_takes_over_while_a_server_fetches_its_weights_again_corrects(session: Session) -> None:
+    for _ in range(LENGTH):
+        assert session.act().phase is Phase.POLICY
+    session.policy.version = 0  # as after a restart of the policy server
+    assert session.period() == (None, None)
+    session.order("take-over")
+    session.order("drive", (0.5, 0, 0, 0))
+    assert session.act().phase is Phase.CORRECTION
+
+
+def test_policy_is_paused_while_it_gives_no_action(session: Session) -> None:
+    session.act()
+    session.policy.why = "it does not answer"
+    for _ in range(LENGTH - 1):
+        session.act()
+    assert session.policy.pauses == 0, "the robot executes its promised actions"
+    assert session.period() == (None, None)
+    assert session.policy.pauses == 1, "a learner need not wait for it"
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ class UpdatingPolicy(ActingPolicy, Protocol):
         """A new episode begins, so weights may be swapped."""
 
     def pause(self) -> None:
-        """An operator has the robot in this control period, so weights may be swapped."""
+        """The policy does not act in this control period, so weights may be swapped."""
 
 
 class _PendingCommand(NamedTuple):
@@ -555,12 +555,14 @@ class SharedControlAgent:
         order_id.set("")
 
     def _policy_action(self, time_step: TimeStep) -> SelectedAction | None:
-        if self._policy.awaits_weights:
+        if self._policy.awaits_weights and not self.chunks.has_acted:
             self.authority.mark_policy_idle()
         try:
             selected = self._policy_agent.select_action(time_step)
         except PolicyUnavailable as error:
             self._unavailable = str(error)
+            if self.chunks.is_idle:
+                self._policy.pause()
             return None
         self._unavailable = ""
         disagreement, frames = self.chunks.counters.disagreement, self._policy_agent.frames.newest

@@ -385,6 +385,16 @@ class ChunkExecutor:
         )
 
     @property
+    def has_acted(self) -> bool:
+        """Whether the policy has given an action in this episode."""
+        return self._executed > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no chunk is computed and none begins later, after `next_action` has raised."""
+        return self._request is None and all(chunk.place(self._executed) >= 0 for chunk in self._chunks)
+
+    @property
     def promised(self) -> Array:
         """The predicted actions (n, a) from the next control period on; n is 0 without a chunk."""
         if (current := current_chunk(self._chunks, self._executed)) is None:
