@@ -223,6 +223,13 @@ def test_a2c2_corrects_by_the_newest_observation() -> None:
     assert values(switching, 3)[-1] == 0.0, "without it, the chunk is executed as it is"
 
 
+def test_a2c2_executes_the_action_of_the_chunk_if_the_corrected_one_is_not_finite() -> None:
+    one, server = np.ones(1, np.float32), Server()
+    layer = np.zeros((1, 4), np.float32), np.nan * one
+    server.correction = ChunkCorrection(("t",), one, one, one, one, one, LENGTH, (layer,))
+    assert values(Robot(server, mode="async", method="a2c2"), 3) == [0.0, 1.0, 2.0]
+
+
 def test_ensemble_averages_the_chunks_of_a_period() -> None:
     robot = Robot(Server(drift=1.0), mode="async", method="ensemble", ensemble_decay=0.0)
     assert values(robot, 3) == [1.0, 1 + 1.5, 2 + 2.0], "the means of drifts 1; 1, 2; 1, 2, 3"

@@ -665,8 +665,9 @@ def test_correction_travels_with_its_chunk(server: EchoServer, keys: Path) -> No
         found = acts(policy).correction
         assert found is not None and found.features == names
         np.testing.assert_array_equal(found.correct(0 * two, 0, OBSERVATION), 0.5 * two)
-        server.opened[0].correction = dataclasses.replace(sent, centre=np.ones(3, np.float32))
-        unavailable(policy, "a correction of a chunk")
+        for shape in ((3,), ()):
+            server.opened[0].correction = dataclasses.replace(sent, centre=np.ones(shape, np.float32))
+            unavailable(policy, "a correction of a chunk")
 
 
 def test_robot_executes_its_promise_when_the_server_dies_in_mid_chunk(keys: Path) -> None:

@@ -182,7 +182,7 @@ def test_a2c2_learns_to_correct_and_travels_with_the_chunk() -> None:
         drawn = policy.act(seen, "", deterministic=True, context=context)
         sent = drawn.correction
         assert sent is not None
-        received = ChunkCorrection.from_arrays({STATE: 2, "observation.goal": 1}, H, sent.arrays())
+        received = ChunkCorrection.from_arrays({STATE: 2, "observation.goal": 1}, 1, H, sent.arrays())
         for place in range(2, H):
             newest = {name: each[row, place].numpy() for name, each in batch.steps.items()}
             corrected = received.correct(drawn.actions[place], place, newest)
@@ -197,11 +197,19 @@ def test_a2c2_learns_to_correct_and_travels_with_the_chunk() -> None:
 def test_correction_that_does_not_fit_is_refused() -> None:
     one = np.ones(1, np.float32)
     fits = ChunkCorrection(("x",), one, one, one, one, one, H, ((np.ones((1, 4), np.float32), one),)).arrays()
-    for name, wrong in (("0.weight", np.ones((1, 5), np.float32)), ("offset", np.ones(2, np.float32))):
+    number, two = np.ones((), np.float32), np.ones(2, np.float32)
+    for wrong in (
+        {"0.weight": np.ones((1, 5), np.float32)},
+        {"offset": two},
+        {"centre": number},
+        {"half": number},
+        {"0.bias": number},
+        {"0.weight": np.ones((2, 5), np.float32), "0.bias": two, "centre": two, "half": two},  # of another robot
+    ):
         with pytest.raises(WireError, match="a correction of a chunk"):
-            ChunkCorrection.from_arrays({"x": 1}, H, {**fits, name: wrong})
+            ChunkCorrection.from_arrays({"x": 1}, 1, H, {**fits, **wrong})
     with pytest.raises(WireError, match="lacks the array 'scale'"):
-        ChunkCorrection.from_arrays({"x": 1}, H, {name: each for name, each in fits.items() if name != "scale"})
+        ChunkCorrection.from_arrays({"x": 1}, 1, H, {name: each for name, each in fits.items() if name != "scale"})
 
 
 # Bad input

@@ -157,7 +157,9 @@ class A2c2(Switch):
     def action(
         self, chunks: Sequence[RunningChunk], current: RunningChunk, executed: int, observe: Observe
     ) -> tuple[Array, float]:
-        """See `Switch.action`. A corrected action has no density; without a new observation nothing is corrected."""
+        """See `Switch.action`. A corrected action has no density; without a new observation nothing is corrected, nor
+        if the result is not finite.
+        """
         action, log_prob = super().action(chunks, current, executed, observe)
         if current.chunk.correction is None:
             return action, log_prob
@@ -165,7 +167,8 @@ class A2c2(Switch):
             observation = observe()
         except PolicyUnavailable:
             return action, log_prob
-        return current.chunk.correction.correct(action, current.place(executed), observation), math.nan
+        corrected = current.chunk.correction.correct(action, current.place(executed), observation)
+        return (corrected, math.nan) if np.isfinite(corrected).all() else (action, log_prob)
 
 
 METHODS: dict[ExecutionMethod, type[Switch]] = {

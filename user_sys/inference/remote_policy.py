@@ -338,7 +338,7 @@ class RemotePolicy(ClosedAtExit):
         found = {n.removeprefix(CORRECTION): each for n, each in arrays.items() if n.startswith(CORRECTION)}
         try:
             sizes = {spec.name: spec.shape[0] for spec in self._observed}
-            correction = ChunkCorrection.from_arrays(sizes, len(actions), found) if found else None
+            correction = ChunkCorrection.from_arrays(sizes, *self._width, len(actions), found) if found else None
         except WireError as error:
             raise self._connection.unavailable(f"answers with {error}") from None
         return ActionChunk(actions.copy(), log_prob.copy(), min(execute, len(actions)), correction)

@@ -64,8 +64,8 @@ class ChunkCorrection:
         return found | {"centre": self.centre, "half": self.half}
 
     @classmethod
-    def from_arrays(cls, sizes: Mapping[str, int], length: int, arrays: Mapping[str, Array]) -> Self:
-        """The inverse of `arrays`; the arrays are copied. `sizes`: of the features, in order.
+    def from_arrays(cls, sizes: Mapping[str, int], a: int, length: int, arrays: Mapping[str, Array]) -> Self:
+        """The inverse of `arrays`; the arrays are copied. `sizes`: of the features, in order. `a`: of an action.
 
         Raises:
             WireError: an array is missing, or their shapes do not fit.
@@ -76,13 +76,13 @@ class ChunkCorrection:
             rest = {name: arrays[name].copy() for name in ("offset", "scale", "observed", "centre", "half")}
         except KeyError as error:
             raise WireError(f"a correction of a chunk lacks the array {error}") from None
-        k, a = sum(sizes.values()), len(rest["centre"])
+        k = sum(sizes.values())
         width = 2 * k + a + 1
         for weight, bias in layers:
-            if weight.shape != (len(bias), width) or bias.ndim != 1:
+            if bias.ndim != 1 or weight.shape != (len(bias), width):
                 raise WireError(f"a correction of a chunk has a layer {weight.shape} for {width} inputs")
             width = len(bias)
-        fits = all(rest[name].shape == (k,) for name in ("offset", "scale", "observed"))
-        if not layers or width != a or not fits or rest["half"].shape != (a,):
+        shapes = {name: rest[name].shape for name in rest}
+        if not layers or width != a or shapes != {**dict.fromkeys(shapes, (k,)), "centre": (a,), "half": (a,)}:
             raise WireError(f"a correction of a chunk gives {width} numbers for {a} of an action")
         return cls(features=tuple(sizes), length=length, layers=layers, **rest)
