@@ -210,7 +210,7 @@ class ThreadGroup(TrainingGroup):
 def test_two_ranks_use_different_steps_of_the_newest_version(tmp_path: Path) -> None:
     barrier, config = threading.Barrier(2), replace(CONFIG, staleness=0, processes=2, batch_size=6)
     with StoreWriter.open(tmp_path / "store") as writer:
-        robots = Robots(writer, batch=2)
+        robots = Robots(writer, batch=3)  # of each episode's three windows, a rank gets one at least
         with ThreadPoolExecutor(2) as pool:
             other = pool.submit(make, tmp_path, config, None, ThreadGroup(1, barrier))
             made = [make(tmp_path, config, robots, ThreadGroup(0, barrier)), other.result(60)]
