@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 COMMAND_JITTER = 0.3  # share of a control period by which a command may be closer to the one before
 
+SLOW_CONNECT_S = 1.0  # of an input device that does not answer
 NO_OUTCOME = TaskOutcome(reward=0.0, terminated=False)
 
 
@@ -97,6 +98,68 @@ class Environment(Protocol):
         """Runs one control period in which the robot keeps its pose."""
 
 
+class _InputDevices:
+    """The input devices of a robot, which continues without one that is lost.
+
+    A lost device is connected again at a reset, unless a try took longer than `SLOW_CONNECT_S`. Then it has no effect
+    until it was released once: a hand that is on it moves no robot.
+    """
+
+    def __init__(self, devices: Sequence[Teleoperator]) -> None:
+        self._devices = tuple(devices)
+        self._lost: list[Teleoperator] = []
+        self._slow: list[Teleoperator] = []  # lost ones that are not tried again
+        self._unreleased: list[Teleoperator] = []  # connected again, and not seen released since
+
+    @property
+    def present(self) -> list[Teleoperator]:
+        """Those that are not lost."""
+        return [device for device in self._devices if device not in self._lost]
+
+    def connect(self) -> None:
+        for device in self._devices:
+            self._try(device, device.connect)
+
+    def connect_lost(self, check_stop: Callable[[], None]) -> None:
+        """Call it while the robot stands still: connecting may block. Raises as `Robot.check_stop`."""
+        for device in [each for each in self._lost if each not in self._slow]:
+            device.check_stop, started_s, kind = check_stop, time.monotonic(), type(device).__name__
+            try:
+                device.connect()
+            except HardwareLost as error:
+                log.debug("teleoperator.still_lost %s", error)
+                if time.monotonic() - started_s > SLOW_CONNECT_S:
+                    log.warning("teleoperator.given_up %s: a try delays the reset; connected at the next start", kind)
+                    self._slow.append(device)
+                continue
+            log.warning("teleoperator.returned %s: release it once, then it drives", kind)
+            self._lost.remove(device)
+            self._unreleased.append(device)
+
+    def read(self) -> TeleopInput | None:
+        """Returns the input of the first device that is engaged or hands back."""
+        for device in self.present:
+            if (reading := self._try(device, device.read)) is None:
+                continue
+            if not (reading.engaged or reading.hands_back):
+                self._unreleased = [each for each in self._unreleased if each is not device]
+            elif device not in self._unreleased:
+                return reading
+        return None
+
+    def _try(self, device: Teleoperator, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except HardwareLost as error:
+            log.warning("teleoperator.lost %s", error)
+        self._lost.append(device)
+        try:
+            device.close()
+        except (HalError, OSError) as error:
+            log.warning("teleoperator.close_failed %s", error)
+        return None
+
+
 class RobotEnvironment:
     """Robot, cameras, task and safety kernel. One thread calls it; `close` when done.
 
@@ -130,9 +193,7 @@ class RobotEnvironment:
         self.wait_for_period_end: Callable[[], None] = lambda: None
         self.wait_for_command: Callable[[], None] = lambda: None
         self.on_robot_connected: Callable[[], None] = lambda: None
-        self._teleoperators = tuple(teleoperators)
-        self._lost_teleoperators: list[Teleoperator] = []
-        self._unreleased: list[Teleoperator] = []  # connected again, and not seen released since
+        self._input_devices = _InputDevices(teleoperators)
         self._connected = False
         self._frame_stride = frame_stride
         self._periods = 0
@@ -174,17 +235,15 @@ class RobotEnvironment:
             self.robot.check_stop()
             camera.check_stop = self.robot.check_stop
             camera.connect()
-        for device in self._teleoperators:
-            self._try(device, device.connect)
+        self._input_devices.connect()
         self.kernel.reset()
         self._newest = self.robot.observe()
 
     def close(self) -> None:
         """Closes the robot first, then every device, even if one fails; then raises the error of the failed one."""
         with contextlib.ExitStack() as last_in_first_out:
-            for device in self._teleoperators:
-                if device not in self._lost_teleoperators:
-                    last_in_first_out.callback(device.close)
+            for device in self._input_devices.present:
+                last_in_first_out.callback(device.close)
             for camera in self.cameras:
                 last_in_first_out.callback(camera.close)
             last_in_first_out.callback(self.robot.close)
@@ -198,7 +257,7 @@ class RobotEnvironment:
         if self.kernel.latched_estop is None:
             try:
                 self.task.reset(self.robot, np.random.default_rng(seed))
-                self._connect_lost_teleoperators()
+                self._input_devices.connect_lost(self.robot.check_stop)
             except EmergencyStopped as error:
                 self._stop_for(error)
         self.kernel.reset()
@@ -339,7 +398,7 @@ class RobotEnvironment:
             outcome=self._evaluate(observation) if evaluate else NO_OUTCOME,
             held_periods=0,
             stopped=self.kernel.latched_estop is not None,
-            local_input=self._local_input(),
+            local_input=self._input_devices.read(),
             stopped_by="" if self.kernel.latched_estop is None else self.kernel.latched_estop.by,
         )
 
@@ -348,46 +407,6 @@ class RobotEnvironment:
         if not math.isfinite(outcome.reward):
             raise SpecError(f"robot {self._name}: the task {self.task.name} gives the reward {outcome.reward}")
         return outcome
-
-    def _local_input(self) -> TeleopInput | None:
-        """The input of the first device that is engaged or hands back.
-
-        A device that has returned has no effect until it was released once: a hand that is on it moves no robot.
-        """
-        for device in self._teleoperators:
-            if device in self._lost_teleoperators or (reading := self._try(device, device.read)) is None:
-                continue
-            if not (reading.engaged or reading.hands_back):
-                self._unreleased = [each for each in self._unreleased if each is not device]
-            elif device not in self._unreleased:
-                return reading
-        return None
-
-    def _connect_lost_teleoperators(self) -> None:
-        """Call it while the robot stands still: connecting may block. Raises as `Robot.check_stop`."""
-        for device in list(self._lost_teleoperators):
-            device.check_stop = self.robot.check_stop
-            try:
-                device.connect()
-            except HardwareLost as error:
-                log.debug("teleoperator.still_lost %s", error)
-                continue
-            log.warning("teleoperator.returned %s: release it once, then it drives", type(device).__name__)
-            self._lost_teleoperators.remove(device)
-            self._unreleased.append(device)
-
-    def _try(self, device: Teleoperator, call: Callable[[], T]) -> T | None:
-        """Calls a device. The robot continues without a lost one until a reset finds it."""
-        try:
-            return call()
-        except HardwareLost as error:
-            log.warning("teleoperator.lost %s", error)
-        self._lost_teleoperators.append(device)
-        try:
-            device.close()
-        except (HalError, OSError) as error:
-            log.warning("teleoperator.close_failed %s", error)
-        return None
 
     def _frames(self) -> dict[str, CameraFrame]:
         due = self.real_time or self._periods % self._frame_stride == 0
