@@ -146,10 +146,9 @@ def test_full_disk_holds_the_robot_and_loses_no_step(site: Site, small_disk: Pat
             pass
 
     def holds() -> bool:
-        status: RobotStatus | None = None
-        while (message := console.receive(0.5)) is not None:
-            status = message if isinstance(message, RobotStatus) else status
-        return status is not None and f"waiting for disk space in {small_disk}: needs" in status.note
+        message = console.receive(0.5)
+        wanted = f"waiting for disk space in {small_disk}: needs"
+        return isinstance(message, RobotStatus) and wanted in message.note
 
     until(holds, "the robot says that it waits")
     assert "waiting for disk space in" in session.log

@@ -158,7 +158,7 @@ def test_pictures_are_encoded_once_from_the_update_that_freezes_the_encoder(
         for number in range(2):
             made.update(number)
             assert PICTURES[0] in made.batch.observation
-        saved = Checkpoint(2, {}, made.state_dict())
+        saved = Checkpoint(2, {"position": made.batches.position()}, made.state_dict())
         module: Any = made.policy
         rows, expected = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for number in range(2, 12):
