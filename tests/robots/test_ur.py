@@ -8,18 +8,15 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import yaml
-from docs_kit import code_blocks
 from peer_kit import eventually
 from ur_kit import SimulatedController, simulated_controller
 
 from hal.conformance import RobotConformance
-from hal.driver import RobotSetupRequest, read_options
+from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
@@ -37,15 +34,6 @@ PATIENT = {"rate_hz": 10.0, "silence_s": 30.0, "stale_after_s": 30.0}  # a busy 
 SERVOJ, SERVO_STOP = 11, 16
 PROTECTIVE_STOP = 3
 HOME = (0.2, -1.4, 1.4, -1.5, -1.5, 0.1)
-UR5E_DH = (  # by joint: d m, a m, alpha rad, as UR publishes them
-    (0.1625, 0.0, np.pi / 2),
-    (0.0, -0.425, 0.0),
-    (0.0, -0.3922, 0.0),
-    (0.1333, 0.0, np.pi / 2),
-    (0.0997, 0.0, -np.pi / 2),
-    (0.0996, 0.0, 0.0),
-)
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -312,28 +300,6 @@ def test_home_out_of_the_workspace_is_refused_at_home(controller: SimulatedContr
         with pytest.raises(EmergencyStopped, match=r"at home the tool is at \[-0.492, -0.133, 0.488\] m, outside the"):
             robot.go_home()
         assert np.abs(state(robot)[:6] - begun).max() < 1e-3
-
-
-def documented_arms() -> list[UrConfig]:
-    blocks = [block for page in ("first-arm.md", "robots.md") for block in code_blocks(DOCS / page, "yaml")]
-    robots = [robot for block in blocks for robot in yaml.safe_load(block).get("robots", [])]
-    return [
-        read_options(UrConfig, RobotSetupRequest("ur", "tidy", each["options"]))
-        for each in robots
-        if each["driver"] == "ur"
-    ]
-
-
-@pytest.mark.parametrize("config", documented_arms(), ids=["first-arm", "robots"])
-def test_documented_home_is_in_the_documented_workspace(config: UrConfig) -> None:
-    place = np.eye(4)
-    for angle, (d, a, twist) in zip(config.home, UR5E_DH, strict=True):
-        c, s, ct, st = np.cos(angle), np.sin(angle), np.cos(twist), np.sin(twist)
-        place @= np.array([[c, -s * ct, s * st, a * c], [s, c * ct, -c * st, a * s], [0, st, ct, d], [0, 0, 0, 1]])
-    flange = place[:3, 3]
-    assert (flange > np.add(config.workspace_low, 0.05)).all() and (
-        flange < np.subtract(config.workspace_high, 0.05)
-    ).all()
 
 
 def test_stop_ends_homing_and_force_prevents_it(
