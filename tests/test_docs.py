@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import mujoco
 import numpy as np
 import pytest
 import yaml
@@ -20,6 +21,8 @@ from tools.settings_page import page as settings_page
 from hal.driver import RobotSetupRequest, read_options
 from hal.errors import SpecError
 from robots.ur_connection import UrConfig
+from sim.arms import UR5E
+from sim.scene import Scene
 from user_sys.commands.edge import EdgeConfig
 from user_sys.commands.main import COMMAND
 from user_sys.compose import emulated_link_settings
@@ -39,15 +42,6 @@ WRITTEN = re.compile(r"^cat > (\S+\.yaml) <<'EOF'\n(.*?)^EOF$", re.MULTILINE | r
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 INLINE = re.compile(r"`user-sys ([^`]+)`")
-
-UR5E_DH = (  # by joint: d m, a m, alpha rad, as UR publishes them
-    (0.1625, 0.0, np.pi / 2),
-    (0.0, -0.425, 0.0),
-    (0.0, -0.3922, 0.0),
-    (0.1333, 0.0, np.pi / 2),
-    (0.0997, 0.0, -np.pi / 2),
-    (0.0996, 0.0, 0.0),
-)
 
 KINDS: dict[str, type[Any]] = {"robots.yaml": EdgeConfig, "relay.yaml": RelayConfig}
 """By the name that a page gives the file; anything else is a run's."""
@@ -237,11 +231,11 @@ def documented_arms() -> list[UrConfig]:
 
 @pytest.mark.parametrize("config", documented_arms(), ids=["first-arm", "robots"])
 def test_documented_home_is_in_the_documented_workspace(config: UrConfig) -> None:
-    place = np.eye(4)
-    for angle, (d, a, twist) in zip(config.home, UR5E_DH, strict=True):
-        c, s, ct, st = np.cos(angle), np.sin(angle), np.cos(twist), np.sin(twist)
-        place @= np.array([[c, -s * ct, s * st, a * c], [s, c * ct, -c * st, a * s], [0, st, ct, d], [0, 0, 0, 1]])
-    flange = place[:3, 3]
+    model = Scene(UR5E, ("cube",)).model
+    data = mujoco.MjData(model)
+    data.qpos[:6] = config.home
+    mujoco.mj_kinematics(model, data)
+    flange = data.site("flange").xpos * (-1, -1, 1)  # in the controller's base frame, half a turn from the model's
     assert (flange > np.add(config.workspace_low, 0.05)).all() and (
         flange < np.subtract(config.workspace_high, 0.05)
     ).all()

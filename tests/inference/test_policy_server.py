@@ -193,6 +193,18 @@ def test_robots_with_equal_policies_share_one(server: EchoServer, robots: list[R
     assert len(server.opened) == 2
 
 
+def answers_together(policy: EchoPolicy, left: Peer, right: Peer) -> list[ActionResponse]:
+    """Answers to three requests, of which the last two wait until the first has acted."""
+    policy.go.clear()
+    policy.batches.clear()
+    left.send(request(1))
+    until(lambda: policy.batches, "the first request acts")
+    left.send(request(2))
+    right.send(request(3))
+    policy.go.set()
+    return [left.receive(), left.receive(), right.receive()]
+
+
 def test_waiting_requests_of_one_policy_act_as_a_batch(
     server: EchoServer, robots: list[RemotePolicy], keys: Path
 ) -> None:
@@ -201,14 +213,7 @@ def test_waiting_requests_of_one_policy_act_as_a_batch(
     with Peer(server, keys) as left, Peer(server, keys, "right") as right:
 
         def attempt() -> bool:
-            policy.go.clear()
-            policy.batches.clear()
-            left.send(request(1))
-            until(lambda: policy.batches, "the first request acts")
-            left.send(request(2))
-            right.send(request(3))
-            policy.go.set()
-            assert [left.receive().number, left.receive().number, right.receive().number] == [1, 2, 3]
+            assert [each.number for each in answers_together(policy, left, right)] == [1, 2, 3]
             return max(policy.batches) == 2
 
         until(attempt, "both act together")
@@ -561,14 +566,7 @@ def test_batch_without_memory_acts_one_by_one(server: EchoServer, robots: list[R
     with Peer(server, keys) as left, Peer(server, keys, "right") as right:
 
         def attempt() -> bool:
-            policy.go.clear()
-            policy.batches.clear()
-            left.send(request(1))
-            until(lambda: policy.batches, "the first request acts")
-            left.send(request(2))
-            right.send(request(3))
-            policy.go.set()
-            answers = [left.receive(), left.receive(), right.receive()]
+            answers = answers_together(policy, left, right)
             assert [(each.number, each.unavailable) for each in answers] == [(1, ""), (2, ""), (3, "")]
             return refused == [2]
 

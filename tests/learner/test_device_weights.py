@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,9 @@ def test_restart_during_a_fetch_loses_no_version(site: PublisherSite) -> None:
     assert site.digests() == {version: digest(weights(version)) for version in (1, 2)}
 
 
-def test_governor_limits_a_fetch_in_progress(site: PublisherSite) -> None:
+@contextmanager
+def limited_fetch(site: PublisherSite) -> Iterator[tuple[PublisherClient, PausedWeights]]:
+    """A learner whose governor has limited a fetch that is in progress."""
     governor = GovernorConfig(update_interval_s=0.01, max_ctas=10)
     settings, paused = replace(site.settings(), publish=PublishConfig(governor=governor)), PausedWeights(weights(1))
     with PublisherClient(settings, site.stops.append) as learner:
@@ -158,6 +161,11 @@ def test_governor_limits_a_fetch_in_progress(site: PublisherSite) -> None:
             return learner.scalars().get("governor/share", 1.0) <= 0.5
 
         until(slowed_down, "the share falls")
+        yield learner, paused
+
+
+def test_governor_limits_a_fetch_in_progress(site: PublisherSite) -> None:
+    with limited_fetch(site) as (learner, paused):
         paused.go.set()
         assert learner.wait_until_stored(DEADLINE_S)
         ctas, chunk_bytes = paused.allowed
@@ -166,19 +174,7 @@ def test_governor_limits_a_fetch_in_progress(site: PublisherSite) -> None:
 
 
 def test_end_of_training_gives_a_fetch_in_progress_the_full_share(site: PublisherSite) -> None:
-    governor = GovernorConfig(update_interval_s=0.01, max_ctas=10)
-    settings, paused = replace(site.settings(), publish=PublishConfig(governor=governor)), PausedWeights(weights(1))
-    with PublisherClient(settings, site.stops.append) as learner:
-        for _ in range(32):
-            learner.observe(0.01)
-        learner.publish(paused, 1, updates=1)
-        assert paused.begun.wait(DEADLINE_S)
-
-        def slowed_down() -> bool:
-            learner.observe(0.1)
-            return learner.scalars().get("governor/share", 1.0) <= 0.5
-
-        until(slowed_down, "the share falls")
+    with limited_fetch(site) as (learner, paused):
         learner.end_training()
         until(lambda: learner.scalars()["governor/share"] == 1.0, "the publisher process has no limits either")
         paused.go.set()
