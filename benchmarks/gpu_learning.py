@@ -111,7 +111,7 @@ def measure(trainer: Trainer, scale: Scale, device: str, is_compiled: bool) -> I
 
     if is_compiled:
         # The compiler expects gradients of contiguous convolutions, and cuDNN returns those of its input's layout
-        # (pytorch issue 171622). So channels come first here.
+        # (pytorch issue 171622). So channels come first here; whether that is enough, no GPU has shown yet.
         how: dict[str, Any] = {"options": {"layout_optimization": False}}
         for encoder in trainer.algorithm.actor.encoder.values():
             encoder.backbone.register_forward_pre_hook(lambda _, inputs: tuple(each.contiguous() for each in inputs))
