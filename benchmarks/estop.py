@@ -138,7 +138,8 @@ def _await(found: Callable[[], Any], what: str) -> Any:
 def chromium(tools: Playwright) -> Iterator[tuple[Browser, int]]:
     """A browser, and the process group that it is."""
     with tempfile.TemporaryDirectory(prefix="us-chromium-", ignore_cleanup_errors=True) as profile:
-        path = shutil.which("chromium") or shutil.which("google-chrome") or tools.chromium.executable_path
+        installed = map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))
+        path = next(filter(None, installed), tools.chromium.executable_path)
         process = subprocess.Popen(
             [path, *FLAGS, f"--user-data-dir={profile}"], stderr=subprocess.DEVNULL, start_new_session=True
         )

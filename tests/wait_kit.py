@@ -10,11 +10,12 @@ END_S = 600.0  # longer than any wait on a busy machine
 
 
 def until(condition: Callable[[], Any], what: str = "the condition", within_s: float = END_S) -> Any:
-    """Polls until `condition` gives something; fails with `what` after a deadline."""
-    deadline = time.monotonic() + within_s
+    """Polls until `condition` gives something, less often the longer it takes; fails with `what` after a deadline."""
+    began_s = time.monotonic()
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.005)
+        waited_s = time.monotonic() - began_s
+        assert waited_s < within_s, f"not within {within_s} s: {what}"
+        time.sleep(min(max(waited_s / 20, 0.005), 0.02))
     return result
 
 
