@@ -141,11 +141,12 @@ def test_full_disk_holds_the_robot_and_loses_no_step(site: Site, small_disk: Pat
     console = site.client(CONSOLE)
     until(lambda: site.stored(), "experience arrives")
     filler = small_disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
 
     def holds() -> bool:
+        """While delivered chunks leave space, it is filled again."""
+        with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
         message = console.receive(0.5)
         wanted = f"waiting for disk space in {small_disk}: needs"
         return isinstance(message, RobotStatus) and wanted in message.note
