@@ -34,9 +34,11 @@ class Teleoperator(ABC):
 
     Attributes:
         check_stop: a `connect` that waits calls it repeatedly; an error that it raises ends the wait.
+        release_s: for so long it is not engaged, in seconds, before a hand has surely let go of it.
     """
 
     check_stop: Callable[[], None] = staticmethod(no_op)
+    release_s: float = 0.0
 
     @abstractmethod
     def connect(self) -> None:

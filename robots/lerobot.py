@@ -493,6 +493,7 @@ class LerobotLeader(Teleoperator):
     def __init__(self, config: LeaderConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SpecError: no such plugin, an unknown unit, or elements of the robot's action that are missing."""
         self.config, self._clock = config, clock
+        self.release_s = config.let_go_s
         self._plugin = PluginDevice("teleoperator", config.type, config.settings)
         device = self._plugin.device
         self._features = LerobotFeatures(device.action_features, config.features, device)

@@ -249,6 +249,7 @@ def test_evaluated_task_that_gets_worse_warns_after_fewer_episodes(hub: ConsoleH
         hub.update(episode(success, task="reach", source="evaluation"))
         hub.update(episode(True, task="lift"))
     assert not hub.view().warning
+    hub.update(episode(None, task="reach", source="evaluation"))  # an e-stop cut it off
     hub.update(episode(False, task="reach", source="evaluation"))
     view = hub.view()
     assert view.tasks == {"evaluation/reach": 0.7, "lift": 1.0} and view.episodes == 25

@@ -464,6 +464,23 @@ def test_re_arm_leads_from_stopped_to_hold(session: Session) -> None:
     assert session.act().phase is Phase.POLICY
 
 
+def test_operators_see_why_a_robot_stopped_itself_until_the_re_arm(session: Session) -> None:
+    session.act()
+    assert session.agent.stopped_why == ""
+    session.environment.kernel.emergency_stop("the robot fake", "outside the workspace: correct `home`")
+    for _ in range(2):  # the stop is seen in a time step
+        session.period()
+    assert session.authority.state is ControlState.STOPPED
+    assert session.agent.stopped_why == "outside the workspace: correct `home`"
+    session.order("re-arm")
+    session.period()
+    session.period()
+    assert session.authority.state is ControlState.HOLD and session.agent.stopped_why == ""
+    session.order("hand-back")
+    session.act()
+    assert session.agent.policy_error == ""
+
+
 def test_re_arm_keeps_an_e_stop_pressed_after_it(session: Session) -> None:
     session.act()
     session.environment.kernel.emergency_stop("ada")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from edge_kit import RIGHT, STILL, RecordingRobot
-from wait_kit import ClockNs
+from wait_kit import Clock, ClockNs
 
 from hal.camera import CameraFrame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
@@ -138,6 +140,7 @@ def test_robots_own_stop_button_latches_until_release_and_re_arm() -> None:
     assert (time_step.applied, time_step.safety_reasons, time_step.stopped) == (None, SafetyReason.ESTOP, True)
     assert robot.stops == [StopLevel.SAFE]
     assert driver.kernel.latched_estop is not None and "door" in driver.kernel.latched_estop.why
+    assert time_step.stopped_why == driver.kernel.latched_estop.why
     driver.kernel.rearm("Ada")
     assert driver.step(RIGHT).stopped, "it is pressed still"
     robot.pressed = False
@@ -383,6 +386,41 @@ def test_input_device_that_returns_drives_after_a_reset_and_one_release(is_plugg
     assert driver.hold().local_input is None
     pad.held = True
     assert driver.hold().local_input is not None
+    driver.close()
+
+
+def test_device_without_a_dead_man_switch_drives_once_it_was_still_for_its_release_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leader arm that has just returned is not engaged, though the hand that moves it may be on it."""
+    robot, leader, clock = RecordingRobot(), LooseDevice(), Clock()
+    monkeypatch.setattr(
+        "user_sys.edge.environment.time", SimpleNamespace(monotonic=clock, monotonic_ns=time.monotonic_ns)
+    )
+    leader.release_s, leader.is_plugged, leader.held = 2.0, False, False
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[leader])
+    driver.connect()
+    leader.is_plugged = True
+    driver.reset(0)
+    for held in (False, True, False, True):
+        leader.held = held
+        assert driver.hold().local_input is None
+        clock.now_s += 1.5
+    leader.held = False
+    driver.hold()
+    clock.now_s += 1.0
+    driver.hold()
+    leader.held = True
+    assert driver.hold().local_input is not None
+    driver.close()
+
+
+def test_stop_is_obeyed_while_an_input_device_connects_at_the_start() -> None:
+    robot, pad, checks = RecordingRobot(), LooseDevice(), list[int]()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[pad])
+    robot.check_stop = lambda: checks.append(1)
+    driver.connect()
+    assert checks
     driver.close()
 
 

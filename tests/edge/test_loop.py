@@ -9,7 +9,7 @@ from edge_kit import STILL, RecordingRobot
 from hal.errors import HardwareLost, SpecError
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel, SafetyReason
-from hal.task import Task, TaskMix
+from hal.task import Task, TaskMix, TaskOutcome
 from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FaultPlan, fake_expert
 from user_sys.edge.agents import ScriptedAgent, task_outcome
 from user_sys.edge.environment import NO_OUTCOME, RobotEnvironment, TimeStep
@@ -89,6 +89,13 @@ def test_stop_by_the_safety_kernel_is_a_failure_and_an_interruption_is_not(
     after = TimeStep({}, {}, 0, None, int(reason), 0, NO_OUTCOME, 0, False)
     outcome = task_outcome(after, late=False)
     assert outcome.truncated and outcome.success is success
+
+
+@pytest.mark.parametrize("success", [None, False, True])
+def test_episode_that_the_task_ends_without_a_verdict_is_a_failure(success: bool | None) -> None:
+    ended = TaskOutcome(reward=0.0, terminated=True, success=success)
+    outcome = task_outcome(TimeStep({}, {}, 0, STILL, 0, 0, ended, 0, False), late=False)
+    assert outcome.terminated and outcome.success is bool(success)
 
 
 def test_refused_action_truncates_the_episode() -> None:

@@ -115,6 +115,22 @@ def test_weights_are_swapped_between_episodes_only(tmp_path: Path) -> None:
     assert world.act() == 1
 
 
+def test_robot_that_is_paused_before_its_episode_ends_uses_no_version_until_it_acts(tmp_path: Path) -> None:
+    world = World(tmp_path, explore=False, swap_at="episode")
+    world.load(1)
+    world.policy.begin_episode()
+    assert world.act() == 1
+    world.load(5)
+    for _ in range(3):  # an operator drives
+        world.policy.pause()
+    assert [report.version for report in world.client.sent] == [1, -1], "a learner need not wait for the robot"
+    assert [world.act(), world.act()] == [1, 1]
+    world.policy.pause()
+    world.policy.begin_episode()
+    assert world.act() == 5
+    assert [report.version for report in world.client.sent] == [1, -1, 1, -1, 5]
+
+
 def test_refused_policy_holds_with_the_reason_and_fails_after_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,7 @@ def test_files_of_a_resumed_run_are_found_from_any_folder(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="intervention.help.progress: progress.safetensors is no file; train one"):
         load_run(request)
     (tmp_path / "progress.safetensors").touch()
+    (tmp_path / "lab.pem").symlink_to("lab-7.pem")  # as certbot does: a renewal makes it point to lab-8.pem
     config, _ = load_run(request)
     found = config.intervention.help.progress, config.console.certificate, config.console.certificate_key
     assert found == tuple(str(tmp_path / name) for name in ("progress.safetensors", "lab.pem", "lab.key"))

@@ -323,7 +323,8 @@ class RunProgress:
 
     def _add_outcome(self, episode: EpisodeReport, at_s: float) -> None:
         helped, succeeded = episode.intervention_steps > 0, episode.success is True
-        if episode.source == EpisodeSource.EVALUATION and not helped:
+        is_attempt = not helped and episode.success is not None  # not one that was cut off without a label
+        if episode.source == EpisodeSource.EVALUATION and is_attempt:
             self._autonomous.add_evaluation(episode.task, succeeded)
             self._evaluations.append(succeeded)
             self._add_point("evaluation", at_s, share_of(self._evaluations, SUCCESS_WINDOWS[0]))
@@ -331,7 +332,7 @@ class RunProgress:
             return
         self._assisted.append(helped)
         self._add_point("helped", at_s, self._helped)
-        if not helped and episode.success is not None:  # one that was cut off without a label is no attempt
+        if is_attempt:
             self._autonomous.add(episode.task, succeeded, episode.robot)
             self._add_point("success", at_s, share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]))
 

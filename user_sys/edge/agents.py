@@ -40,8 +40,8 @@ def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
     """The outcome by the task's own rule. The episode is truncated by the task, if it is `late`, or if the driver held
     the robot.
 
-    Success is False if a late episode or one that the safety kernel stopped has no verdict. It stays unknown after an
-    e-stop or an outage.
+    Success is False if an episode without a verdict was late, was ended by the task or stopped by the safety kernel. It
+    stays unknown after an e-stop or an outage.
     """
     outcome = after.outcome
     late = late or outcome.truncated
@@ -51,7 +51,7 @@ def task_outcome(after: TimeStep, *, late: bool) -> StepOutcome:
         reward=outcome.reward,
         terminated=outcome.terminated,
         truncated=not outcome.terminated and (broken or late),
-        success=False if outcome.success is None and (late or stopped) else outcome.success,
+        success=False if outcome.success is None and (late or stopped or outcome.terminated) else outcome.success,
         source=outcome.source,
     )
 
@@ -416,7 +416,7 @@ class SharedControlAgent:
         self._path, self._retraces = TravelledPath(spec), False
         self._policy, self._commands, self._session, self._max_steps = policy, commands, session, 0
         self._policy_agent = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
-        self._unavailable = ""  # why the policy gave no action last
+        self._unavailable = ""  # why the policy gave no action last; of a suspended one why the robot stopped itself
         self._applied = _AppliedAction(spec)
         self._label: OperatorLabel | None = None
         self._reset = False
@@ -436,6 +436,11 @@ class SharedControlAgent:
     def policy_error(self) -> str:
         """Why the policy gives no action, for operators; empty if it does, or if the policy is suspended."""
         return "" if self.is_policy_suspended else self._unavailable
+
+    @property
+    def stopped_why(self) -> str:
+        """Why the robot latched its own e-stop, for operators; empty if it did not."""
+        return self._unavailable if self.is_policy_suspended else ""
 
     def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
         self.authority.mark_no_episode()  # labels that were given during the reset are refused
@@ -528,6 +533,8 @@ class SharedControlAgent:
         was_held = self.authority.is_held_by_person
         self.authority.apply_local_input(time_step.local_input)
         state = self.authority.update()
+        if state is not ControlState.POLICY:
+            self._unavailable = time_step.stopped_why
         if was_held and state is ControlState.POLICY and self._rules.ends_episode:  # a device handed back
             self._reset = True
         self._label = self.authority.take_label() or self._label

@@ -65,6 +65,7 @@ class TimeStep:
         held_periods: control periods since the previous time step in which the watchdog held the robot.
         stopped: the e-stop is latched.
         stopped_by: who pressed it; empty if it is not latched.
+        stopped_why: the reason, of a stop that the robot latched by itself; else empty.
         local_input: input from a device on the robot's own computer; None while no device is engaged.
     """
 
@@ -79,6 +80,7 @@ class TimeStep:
     stopped: bool
     local_input: TeleopInput | None = None
     stopped_by: str = ""
+    stopped_why: str = ""
 
 
 class Environment(Protocol):
@@ -102,22 +104,24 @@ class _InputDevices:
     """The input devices of a robot, which continues without one that is lost.
 
     A lost device is connected again at a reset, unless a try took longer than `SLOW_CONNECT_S`. Then it has no effect
-    until it was released once: a hand that is on it moves no robot.
+    until it was released for its `release_s`: a hand that is on it moves no robot.
     """
 
     def __init__(self, devices: Sequence[Teleoperator]) -> None:
         self._devices = tuple(devices)
         self._lost: list[Teleoperator] = []
         self._slow: list[Teleoperator] = []  # lost ones that are not tried again
-        self._unreleased: list[Teleoperator] = []  # connected again, and not seen released since
+        self._engaged_s: dict[Teleoperator, float] = {}  # of those not released since they returned: last engaged
 
     @property
     def present(self) -> list[Teleoperator]:
         """Those that are not lost."""
         return [device for device in self._devices if device not in self._lost]
 
-    def connect(self) -> None:
+    def connect(self, check_stop: Callable[[], None]) -> None:
+        """Raises as `Robot.check_stop`."""
         for device in self._devices:
+            device.check_stop = check_stop
             self._try(device, device.connect)
 
     def connect_lost(self, check_stop: Callable[[], None]) -> None:
@@ -134,7 +138,7 @@ class _InputDevices:
                 continue
             log.warning("teleoperator.returned %s: release it once, then it drives", kind)
             self._lost.remove(device)
-            self._unreleased.append(device)
+            self._engaged_s[device] = time.monotonic()
 
     def read(self) -> TeleopInput | None:
         """Returns the input of the first device that is engaged or hands back."""
@@ -142,8 +146,11 @@ class _InputDevices:
             if (reading := self._try(device, device.read)) is None:
                 continue
             if not (reading.engaged or reading.hands_back):
-                self._unreleased = [each for each in self._unreleased if each is not device]
-            elif device not in self._unreleased:
+                if time.monotonic() - self._engaged_s.get(device, -math.inf) >= device.release_s:
+                    self._engaged_s.pop(device, None)
+            elif device in self._engaged_s:
+                self._engaged_s[device] = time.monotonic()
+            else:
                 return reading
         return None
 
@@ -235,7 +242,7 @@ class RobotEnvironment:
             self.robot.check_stop()
             camera.check_stop = self.robot.check_stop
             camera.connect()
-        self._input_devices.connect()
+        self._input_devices.connect(self.robot.check_stop)
         self.kernel.reset()
         self._newest = self.robot.observe()
 
@@ -388,6 +395,7 @@ class RobotEnvironment:
         except SpecError as error:
             raise SpecError(f"robot {self._name}: {error}") from error
         self._newest = observation
+        estop = self.kernel.latched_estop
         return TimeStep(
             observation=observation.arrays,
             frames=self._frames(),
@@ -397,9 +405,10 @@ class RobotEnvironment:
             t_command_ns=t_command_ns,
             outcome=self._evaluate(observation) if evaluate else NO_OUTCOME,
             held_periods=0,
-            stopped=self.kernel.latched_estop is not None,
+            stopped=estop is not None,
             local_input=self._input_devices.read(),
-            stopped_by="" if self.kernel.latched_estop is None else self.kernel.latched_estop.by,
+            stopped_by="" if estop is None else estop.by,
+            stopped_why="" if estop is None else estop.why,
         )
 
     def _evaluate(self, observation: Observation) -> TaskOutcome:

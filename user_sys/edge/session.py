@@ -360,8 +360,9 @@ class RobotSession:
             return self._interruption
         if self._lease.is_expired():
             return LEASE_EXPIRED
-        if not self._agent.authority.runs_episode:
-            return NOT_RESET
+        not_reset = "" if self._agent.authority.runs_episode else NOT_RESET
+        if stopped := "; ".join(filter(None, (self._agent.stopped_why, not_reset))):
+            return stopped
         if self._agent.policy_error or not (dropped := self._outbox.newly_dropped_episodes):
             return self._agent.policy_error
         return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"

@@ -13,7 +13,7 @@ from pathlib import Path
 from hal.context import StartedAtEntry
 from hal.spec import Array
 from user_sys.errors import PolicyUnavailable, SessionRefused
-from user_sys.messages import NO_VERSION
+from user_sys.messages import NO_VERSION, WeightsApplied
 from user_sys.policies.policy import ActionChunk, ChunkContext, PolicyQuery
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.protocol import TunnelState
@@ -52,6 +52,7 @@ class LivePolicy(StartedAtEntry):
         self._policies, self._client, self._name, self._config, self._explore = policies, client, name, config, explore
         self._governor = Governor(config.governor)
         self._refused_s = math.inf  # since when the gateway refuses it
+        self._is_paused = False
         self._report_lock = threading.Lock()  # the last report must name the version that acts
         report = partial(LivePolicy._report_version, weakref.proxy(self))  # no cycle, which would keep a GPU's memory
         self._receiver = WeightsReceiver(client, policies, config, keys, folder, self._governor, report)
@@ -106,8 +107,11 @@ class LivePolicy(StartedAtEntry):
         self.swap()
 
     def pause(self) -> None:
+        """If weights are swapped between chunks, a newer version is in use at once; otherwise none is until `act`."""
         if self._config.swap_at == "chunk":
             self.swap()
+        else:
+            self._set_paused(True)
 
     def act(self, query: PolicyQuery) -> ActionChunk:
         """As `Policy.act`. Raises PolicyUnavailable: no weights, or too old ones."""
@@ -115,6 +119,7 @@ class LivePolicy(StartedAtEntry):
             self.swap()
         if reason := self.hold_reason(explore=self._explore):
             raise PolicyUnavailable(reason)
+        self._set_paused(False)
         started_s = time.perf_counter()
         chunk = self._policies.policy.act(
             query.observation, query.sentence, deterministic=query.deterministic, context=query.context
@@ -156,5 +161,15 @@ class LivePolicy(StartedAtEntry):
     def _report_version(self) -> None:
         """Reports the acting version to the gateway: at a swap, and at the start of a tunnel session."""
         with self._report_lock:
-            if self.version != NO_VERSION:
+            if self.version != NO_VERSION and not self._is_paused:
                 self._client.send(self._receiver.applied_report(self._name))
+
+    def _set_paused(self, is_paused: bool) -> None:
+        """Reports that no version is in use, or that one is again."""
+        if is_paused is self._is_paused:
+            return
+        with self._report_lock:
+            self._is_paused = is_paused
+            if is_paused:
+                self._client.send(WeightsApplied(robot=self._name, version=NO_VERSION, seconds=0.0))
+        self._report_version()

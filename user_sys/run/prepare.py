@@ -168,7 +168,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     paths = {name: value for name, value in vars(settings).items() if isinstance(value, Path) and value.exists()}
     policy = replace(policy, options={**policy.options, **{name: str(path.resolve()) for name, path in paths.items()}})
     if console.certificate:
-        files = [str(Path(each).resolve()) for each in (console.certificate, console.certificate_key)]
+        # A renewed certificate is another file behind the same link.
+        files = [str(Path(each).absolute()) for each in (console.certificate, console.certificate_key)]
         console = replace(console, certificate=files[0], certificate_key=files[1])
     if Path(help_.progress).is_file():
         help_ = replace(help_, progress=str(Path(help_.progress).resolve()))
