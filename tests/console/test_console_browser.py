@@ -133,6 +133,7 @@ def test_operator_takes_over_by_keyboard_and_hands_back(page: Any, simulated: Si
     until(lambda: simulated.orders("drive")[-1].rewind)
     page.keyboard.up("b")
     until(lambda: not simulated.orders("drive")[-1].rewind)
+    assert simulated.orders("drive")[-1].twist[3] == 0, "the gripper stays as the path back has left it"
 
     page.keyboard.press("h")
     assert badge(page, "policy") == "POLICY"
@@ -795,6 +796,11 @@ def test_touch_sticks_and_tilt_drive_as_the_person_looks(browser: Any, url: str,
     touch("touchStart", (x, y))
     touch("touchMove", (x, y - 100))
     until(lambda: twist() == [0.6, 0, 0])
+    touch("touchStart", (x, y - 100), (x + 40, y))  # the palm
+    touch("touchMove", (x, y - 99), (x + 40, y))
+    until(lambda: len(simulated.orders("drive")) > 10)
+    assert twist() == [0.6, 0, 0]
+    touch("touchEnd", (x, y - 99))
     picture(page, "phone-stick")
     assert page.locator(".drive").bounding_box()["height"] < PHONE["height"] / 2, "the pictures stay in view"
     touch("touchEnd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import queue
@@ -284,6 +285,17 @@ def test_wrong_request_gets_one_line(site: Site, path: str) -> None:
     write_episode(site.run / "store", "a")
     answer = site.browser.get(path)
     assert answer.status_code == 400 and answer.text.count("\n") == 1
+
+
+def test_label_that_cannot_be_written_says_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_episode(site.run / "store", "a")
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("user_sys.store.labels.replace_durably", full)
+    answer = site.post("/api/episodes/a/label", success="yes")
+    assert answer.status_code == 400 and "No space left on device" in answer.text
 
 
 @pytest.mark.parametrize("episode", ["..%2F..%2Fetc", "none"])

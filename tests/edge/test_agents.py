@@ -15,6 +15,7 @@ import pytest
 from edge_kit import RecordingRobot
 from msgspec.structs import replace
 
+from hal.errors import HalError, HardwareLost
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
@@ -96,6 +97,7 @@ class Session:
     now_s: float = 100.0
     stopping: bool = False
     newest_estop: int = 0  # the driver's
+    rearm_error: HalError | None = None  # of the driver
     sequence: int = 0
     steps: int = 0
     replies: list[OperatorReply] = field(default_factory=list)
@@ -112,6 +114,8 @@ class Session:
         self.replies.append(reply)
 
     def rearm(self, person: str, estop_sequence: int) -> bool:
+        if self.rearm_error:
+            raise self.rearm_error
         if estop_sequence < self.newest_estop:
             return False
         self.environment.kernel.rearm(person)
@@ -481,6 +485,21 @@ def test_operators_see_why_a_robot_stopped_itself_until_the_re_arm(session: Sess
     assert session.agent.policy_error == ""
 
 
+def test_re_arm_that_the_driver_cannot_write_is_refused_with_the_reason(session: Session) -> None:
+    session.act()
+    session.order("e-stop")
+    session.period()
+    session.rearm_error = HalError("[Errno 30] Read-only file system: 'fake-0.stop'")
+    session.order("re-arm")
+    session.period()
+    assert not session.replies[-1].accepted and "Read-only file system" in session.replies[-1].reason
+    assert session.authority.state is ControlState.STOPPED
+    session.rearm_error = HardwareLost("the driver is gone")
+    session.order("re-arm")
+    with pytest.raises(HardwareLost):
+        session.period()
+
+
 def test_re_arm_keeps_an_e_stop_pressed_after_it(session: Session) -> None:
     session.act()
     session.environment.kernel.emergency_stop("ada")
@@ -691,6 +710,36 @@ def test_policy_without_success_requests_help_and_goes_on_after_its_time(make: C
     session.order("take-over")
     session.order("drive", (1.0, 0.0, 0.0, 0.0))
     assert session.act().phase is Phase.CORRECTION
+
+
+@pytest.mark.parametrize("order", ["failure", "success", "reset"])
+def test_request_for_help_ends_with_its_episode(make: Callable[..., Session], order: str) -> None:
+    session = make(intervention=InterventionConfig(help=HelpConfig(after_steps=4, wait_s=0.0)))
+    for _ in range(5):
+        session.period()
+    assert session.authority.help_reason == "no success after 4 steps"
+    session.order(order)
+    _, outcome = session.period()
+    assert outcome is not None and outcome.is_last
+    session.begin()
+    assert session.authority.state is ControlState.POLICY and session.act().phase is Phase.POLICY
+    session.order("take-over")
+    session.order("drive", (1.0, 0.0, 0.0, 0.0))
+    assert session.act().phase is Phase.CORRECTION
+
+
+def test_episode_after_a_request_for_help_waits_for_its_scene(make: Callable[..., Session]) -> None:
+    help_ = HelpConfig(after_steps=4, wait_s=60.0)
+    session = make(intervention=InterventionConfig(reset_instructions="put the cube on the mark", help=help_))
+    session.order("hand-back")  # "Reset done"
+    for _ in range(6):
+        session.period()
+    assert session.authority.help_reason == "no success after 4 steps"
+    session.order("failure")
+    session.period()
+    session.begin()
+    session.now_s += 100.0
+    assert session.authority.awaits_reset and session.period() == (None, None)
 
 
 def test_robot_returns_along_its_path_and_tries_again_before_it_requests_help(make: Callable[..., Session]) -> None:

@@ -311,6 +311,8 @@ def test_paused_robot_is_not_reset_after_an_error(site: Site) -> None:
     session.wait_for_log("driver.lost")
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
     until(lambda: "the robot is lost" in _refusal(console), "a hand-back is refused while there is no robot")
+    for _ in range(2):
+        until(lambda: "the robot is lost" in _note(console), "the status goes on", 60.0)
     site.driver().wait_for_log("session.attached")
     _hand_back(site, console, session)
 

@@ -403,6 +403,8 @@ def episode_routes(library: EpisodeLibrary, audit: AuditSink) -> APIRouter:
             result = await run_in_threadpool(perform, asked)
         except UserSysError as error:
             return _refusal(error)
+        except OSError as error:
+            return _refusal(StoreError(f"the order cannot be written: {error}"))
         return Response(msgspec.json.encode(result), media_type="application/json")
 
     return router

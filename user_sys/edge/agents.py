@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from hal.camera import CameraFrame, default_stale_after_s
-from hal.errors import SpecError
+from hal.errors import HalError, HardwareLost, LeaseError, SpecError
 from hal.motion_limits import SafetyReason, commanded_speeds
 from hal.spec import Array, RobotSpec
 from user_sys.edge.chunk_executor import ActingPolicy, ChunkExecutor
@@ -552,14 +552,24 @@ class SharedControlAgent:
             else:
                 reply = self.authority.apply(command, pending.received_s)
             rearms = reply.accepted and command.order == "re-arm"
-            if rearms and not self._session.rearm(command.operator, pending.estop_sequence):
-                self.authority.emergency_stop("the driver", "pressed again")
-                reply = command.reply(accepted=False, reason="the e-stop was pressed again since")
+            if rearms and (why := self._rearm(command.operator, pending.estop_sequence)):
+                self.authority.emergency_stop("the driver", why)
+                reply = command.reply(accepted=False, reason=why)
             if reply.accepted and command.order == "hand-back" and self._rules.ends_episode and not prepares_scene:
                 self._reset = True
             if command.order != "drive":
                 self._commands.send_reply(reply)
         order_id.set("")
+
+    def _rearm(self, person: str, estop_sequence: int) -> str:
+        """Re-arms the driver. Returns why it remains stopped; empty if it does not."""
+        try:
+            done = self._session.rearm(person, estop_sequence)
+        except (LeaseError, HardwareLost):
+            raise
+        except HalError as error:
+            return f"the driver cannot re-arm: {error}"
+        return "" if done else "the e-stop was pressed again since"
 
     def _policy_action(self, time_step: TimeStep) -> SelectedAction | None:
         if self._policy.awaits_weights and not self.chunks.has_acted:

@@ -244,7 +244,10 @@ class ControlAuthority:
         return requested
 
     def begin_episode(self) -> None:
-        """A new episode begins in the present state. Discards a label or reset request of the previous episode."""
+        """A new episode begins in the present state. Discards what was requested in the previous one: a label, a reset,
+        help."""
+        if self.state is ControlState.REQUESTING:
+            self._move(ControlState.POLICY, "", "a new episode")
         self._policy_acted = self.state is ControlState.POLICY
         self._label, self._reset = None, False
 

@@ -301,6 +301,7 @@ class RobotSession:
         deadline = time.monotonic() + DRIVER_DEADLINE_S
         while not self._shutdown.wait(DRIVER_RETRY_S):
             self._agent.answer_orders(self._interruption)
+            self._status.publish()
             try:
                 self._driver.attach(DRIVER_RETRY_S)
                 return

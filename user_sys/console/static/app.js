@@ -281,6 +281,7 @@ function sendInput() {
   hand.pad.read(); // also while the page drives no robot: a stick resumes a hold
   const robot = driving || (performance.now() < granted.untilMs ? granted.robot : "");
   if (!robot || document.hidden || headset.isAway || !link.fresh) return;
+  if (hand.rewinds) hand.setGripper(0); // the gripper stays as the path back leaves it
   link.send({ type: "drive", robot, move: hand.move(), gripper: hand.gripper, rewind: hand.rewinds, joint: Number(el("joint").value) });
 }
 

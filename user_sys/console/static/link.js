@@ -8,7 +8,8 @@ const STALE_MS = 750; // the page is outdated when the last reply is so old
 
 export class Link {
   // `on` has one function a message type, and may have: open(), closed(reason), picture(header, blob) -> Promise.
-  constructor(path, pingMs, on) {
+  constructor(path, pingMs, on, retryMaxMs = RETRY_MAX_MS) {
+    this.retryMaxMs = retryMaxMs;
     this.path = path;
     this.on = on;
     this.retryMs = RETRY_MIN_MS;
@@ -65,7 +66,7 @@ export class Link {
       this.askedMs = 0;
       this.on.closed?.(event.reason);
       setTimeout(() => this.connect(), this.retryMs);
-      this.retryMs = Math.min(this.retryMs * 2, RETRY_MAX_MS);
+      this.retryMs = Math.min(this.retryMs * 2, this.retryMaxMs);
     };
   }
 

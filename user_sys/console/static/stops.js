@@ -6,6 +6,7 @@ import { Link } from "./link.js";
 const REPEAT_MS = 100;
 const UNCONFIRMED_MS = 1000; // without a confirmation for so long the page warns
 const PING_MS = 500;
+const RETRY_MS = 500; // a stop that was pressed while the network was away follows it at once
 const KEPT = "stops";
 
 export class Stops {
@@ -15,10 +16,8 @@ export class Stops {
     this.confirmed = confirmed;
     this.changed = changed;
     this.pressed = new Map(JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")); // robot -> press, atMs (epoch), reason
-    this.link = new Link("/stop", PING_MS, {
-      open: () => this.repeat(),
-      stopped: (message) => this.answer(message),
-    });
+    const on = { open: () => this.repeat(), stopped: (message) => this.answer(message) };
+    this.link = new Link("/stop", PING_MS, on, RETRY_MS);
     setInterval(() => this.repeat(), REPEAT_MS);
   }
 

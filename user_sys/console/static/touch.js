@@ -11,14 +11,19 @@ export class Stick {
     this.knob = node.querySelector("i");
     node.addEventListener("pointerdown", (event) => {
       event.preventDefault();
+      if (this.from) return; // a second finger, such as the palm
       node.setPointerCapture(event.pointerId);
+      this.finger = event.pointerId;
       this.from = [event.clientX, event.clientY];
       this.moved("stick");
     });
     node.addEventListener("pointermove", (event) => {
-      if (this.from) this.show((event.clientX - this.from[0]) / FULL_PX, (this.from[1] - event.clientY) / FULL_PX);
+      if (!this.from || event.pointerId !== this.finger) return;
+      this.show((event.clientX - this.from[0]) / FULL_PX, (this.from[1] - event.clientY) / FULL_PX);
     });
-    for (const end of ["pointerup", "pointercancel", "lostpointercapture"]) node.addEventListener(end, () => this.letGo());
+    for (const end of ["pointerup", "pointercancel", "lostpointercapture"]) {
+      node.addEventListener(end, (event) => event.pointerId === this.finger && this.letGo());
+    }
     node.addEventListener("contextmenu", (event) => event.preventDefault());
   }
 
