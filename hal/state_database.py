@@ -127,8 +127,9 @@ class StateDatabase(ClosedAtExit):
             make_folder_durably(self.path.parent)
             with contextlib.suppress(OSError):  # a read-only file can be read; SQLite reports the rest
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+        target = ":memory:" if self.path is None else _uri(self.path)
         connection = sqlite3.connect(
-            self.path or ":memory:", timeout=self._timeout_s, isolation_level=None, check_same_thread=False
+            target, timeout=self._timeout_s, isolation_level=None, check_same_thread=False, uri=True
         )
         try:
             self._prepare(connection)
@@ -163,6 +164,13 @@ class StateDatabase(ClosedAtExit):
             raise StateError(f"{self.path} is damaged ({error}): a person has to repair it") from error
         except OSError as error:
             raise StateError(f"{self.path} cannot be {verb}: {error.strerror or error}") from error
+
+
+def _uri(path: Path) -> str:
+    """SQLite's URI of the file at `path`. A file without a log, in a folder that this user may not write, counts as
+    unchangeable: its last user has closed it, and SQLite could not create the log that it needs to read it."""
+    is_closed = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+    return f"{path.absolute().as_uri()}{'?mode=ro&immutable=1' if is_closed else ''}"
 
 
 def machine_state_path() -> Path:

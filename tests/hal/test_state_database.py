@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,18 @@ table = LeaseTable(StateDatabase(Path(sys.argv[1])))
 for _ in itertools.count():
     print(table.acquire("panda-0", "alice").token, flush=True)
     time.sleep(0.005)  # SQLite's writers do not take turns
+"""
+
+_READ_AS_NOBODY = """
+import os, sys; from pathlib import Path; from hal.errors import StateError; from hal.registry import OperatorOverrides
+from hal.state_database import StateDatabase
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+overrides = OperatorOverrides(StateDatabase(Path(sys.argv[1])))
+print([*overrides.read()])
+try:
+    overrides.set_override("panda-1", "draining", "ben")
+except StateError as error:
+    print(error)
 """
 
 
@@ -161,3 +174,18 @@ def test_read_only_file_is_read_and_not_written(path: Path) -> None:
     path.chmod(0o400)
     with pytest.raises(StateError, match="cannot be written"):
         LeaseTable(StateDatabase(path)).acquire("panda-0", "alice")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_closed_file_in_folder_of_another_user_is_read_and_not_written() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / "of ana #1" / STATE_FILE
+        with StateDatabase(path) as database:
+            OperatorOverrides(database).set_override("panda-0", "draining", "ana")
+        for opened, mode in ((folder, 0o755), (path.parent, 0o755), (path, 0o644)):
+            os.chmod(opened, mode)
+        child = [sys.executable, "-c", _READ_AS_NOBODY, str(path)]
+        done = subprocess.run(child, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"['panda-0']\n{path} cannot be written: attempt to write a readonly database\n"
+        assert list(path.parent.iterdir()) == [path]
