@@ -153,6 +153,16 @@ def test_killed_start_leaves_no_run_without_its_keys(tmp_path: Path, monkeypatch
     assert open_run_folder(home)[0].keys.resolve() == tmp_path / "own"
 
 
+def test_resume_without_the_folder_of_keys_is_refused(tmp_path: Path) -> None:
+    config = fleet(tmp_path / "runs")
+    request = LaunchRequest("cloud", None, None, False, False, tmp_path / "own", [])
+    _open(request, config, home := config.runs / "first")
+    (tmp_path / "own").rename(tmp_path / "moved")
+    message = f"{home}/keys is a link to {tmp_path}/own; move the keys back, or make the link again with `ln -sfn KEYS"
+    with pytest.raises(RunError, match=re.escape(message)):
+        load_run(replace(request, resume=home))
+
+
 def _raise_interrupt(*args: object, **settings: object) -> None:
     raise KeyboardInterrupt
 

@@ -125,6 +125,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         lock = MachineLock(folder.path / LOCK_FILE)
         if lock.is_held():
             raise _in_use_error(lock, folder.path)
+        _require_keys_folder(folder)
         _require_console(config)
         check_plugins(config)
         _require_picture_sizes(config, folder)
@@ -407,6 +408,15 @@ def require_keys(endpoint: str, keys: Path | None) -> None:
         f"gateway.endpoint: {endpoint} can be reached from other computers, and the gateway has no key there: make one "
         f"with `user-sys keys new {GATEWAY_NAME} --folder {folder}` and give --keys {folder}"
     )
+
+
+def _require_keys_folder(folder: RunFolder) -> None:
+    """Raises RunError if the run uses a folder of keys that is not there, such as after a move."""
+    if folder.keys.is_symlink() and not folder.keys.exists():
+        raise RunError(
+            f"the run's keys are missing: {folder.keys} is a link to {folder.keys.readlink()}; move the keys back, or "
+            f"make the link again with `ln -sfn KEYS {folder.keys}`, KEYS being their absolute path"
+        )
 
 
 def require_allowed(robots: Sequence[RobotConfig], keys: Path | None) -> None:
