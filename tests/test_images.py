@@ -123,6 +123,23 @@ def test_run_on_kubernetes_requests_the_workers_gpu() -> None:
     )
 
 
+@pytest.mark.parametrize(("age_s", "asked"), [(None, ""), (60.0, ""), (-1.0, "status --alive runs/latest\n")])
+def test_kubernetes_probes_a_run_once_it_has_its_status(tmp_path: Path, age_s: float | None, asked: str) -> None:
+    (head,) = manifest()["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    started, status = tmp_path / "started", tmp_path / "runs" / "latest" / "status.json"
+    started.touch()
+    if age_s is not None:
+        status.parent.mkdir(parents=True)
+        status.touch()
+        os.utime(status, (0.0, started.stat().st_mtime - age_s))
+    (tmp_path / "user-sys").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "user-sys").chmod(0o755)
+    probe = [word.replace("/tmp/started", str(started)) for word in head["livenessProbe"]["exec"]["command"]]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert subprocess.check_output(probe, cwd=tmp_path, env=environment, text=True) == asked
+    assert "touch /tmp/started\n" in head["args"][0]
+
+
 def test_kubernetes_keeps_the_modes_of_private_keys() -> None:
     """At each mount kubelet may let the group read all files, and USER refuses such a private key."""
     cluster = manifest()["RayCluster"]["spec"]
