@@ -333,12 +333,6 @@ class RayCluster:
         names = node_names(nodes)
         return {names[node["NodeID"]]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
 
-    def hostname_from_node(self) -> dict[str, str]:
-        """The host name of each living node, by the name in its records."""
-        nodes = self._nodes()
-        names = node_names(nodes)
-        return {names[node["NodeID"]]: node["NodeManagerHostname"] for node in nodes if node["Alive"]}
-
     def reserve(self, name: str, bundles: Sequence[Bundle]) -> Reservation | None:
         """Reserves all `bundles` for this process under the name `name`; None if not all are free at present."""
         once = f"{name}{GROUP_NAME_SEPARATOR}{secrets.token_hex(8)}"  # Ray requires unique names

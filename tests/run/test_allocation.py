@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from run_kit import Launch, until, user_sys
 
 from hal.errors import PlacementError, StateError
 from hal.lease import driven_robots, robot_lock
-from hal.ray_cluster import RayCluster
+from hal.ray_cluster import PlacementSlot, RayCluster, Reservation
+from hal.ray_nodes import Bundle, cluster_records, node_names
 from hal.registry import OperatorOverrides
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.state_database import STATE_FILE, StateDatabase
@@ -34,7 +35,8 @@ from user_sys.run.allocation import (
     select_robots,
 )
 from user_sys.run.cluster_allocation import ClusterAllocation
-from user_sys.run.config import ResourceRequestConfig, RunConfig
+from user_sys.run.config import GatewayConfig, ResourceRequestConfig, RunConfig
+from user_sys.run.topology import ProcessSlot
 from user_sys.store.store import StoreReader
 
 GB = 10**9
@@ -145,7 +147,6 @@ def test_lost_compute_waits_while_overrides_cannot_be_read(tmp_path: Path) -> No
         has_resource=lambda name: True,
         records=lambda assume_unused: (),
         address_from_node=dict,
-        hostname_from_node=dict,
     )
     config = run_of("a", resources=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="gpu")])
     allocation = ClusterAllocation(cast("RayCluster", cluster), config, "one", tmp_path)
@@ -153,6 +154,76 @@ def test_lost_compute_waits_while_overrides_cannot_be_read(tmp_path: Path) -> No
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / STATE_FILE).write_text("{" * 200)
     assert f"{tmp_path / 'demo' / STATE_FILE} is damaged" in str(allocation.reacquire("learner"))
+
+
+class TwoComputers:
+    """A cluster of this computer and another with the same host name, which declares the robot a."""
+
+    address = "10.0.0.2"
+
+    def __init__(self) -> None:
+        facts = {"NodeManagerHostname": local_node(), "Alive": True}
+        self.nodes = [
+            {**facts, "NodeID": "1", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 4.0}},
+            {**facts, "NodeID": "2", "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 8.0, "robot:a": 1.0}},
+        ]
+        self.sees_folder = True
+
+    def records(self, assume_unused: bool) -> tuple[ResourceRecord, ...]:
+        return cluster_records(self.nodes, {}, ())
+
+    def has_resource(self, name: str) -> bool:
+        return any(name in node["Resources"] for node in self.nodes)
+
+    def address_from_node(self) -> dict[str, str]:
+        names = node_names(self.nodes)
+        return {names[node["NodeID"]]: node["NodeManagerAddress"] for node in self.nodes}
+
+    def reserve(self, name: str, bundles: Sequence[Bundle]) -> Reservation:
+        return Reservation(None, tuple(bundles))
+
+    def release(self, reservation: Reservation) -> None:
+        pass
+
+    def read_remote(self, slot: PlacementSlot, path: Path) -> Callable[[float], str]:
+        return lambda wait_s: path.read_text() if self.sees_folder else ""
+
+    def lock_robots(self, slots: object, holder: str, simulated: object) -> dict[str, str]:
+        return {}
+
+    def release_robot_locks(self) -> None:
+        pass
+
+    shutdown = release_robot_locks
+
+
+def on_two_computers(tmp_path: Path, cluster: TwoComputers, config: RunConfig) -> ClusterAllocation:
+    config = replace(config, gateway=GatewayConfig(endpoint="tcp://0.0.0.0:5555"))
+    return ClusterAllocation(cast("RayCluster", cluster), config, "one", tmp_path)
+
+
+def test_robot_of_a_computer_with_the_same_host_name_is_on_another(tmp_path: Path) -> None:
+    with on_two_computers(tmp_path, TwoComputers(), run_of("a", resources=())) as allocation:
+        allocation.acquire(refuse_to_wait)
+        assert allocation.robots_on_other_nodes() == (["a"], "10.0.0.2")
+        (slot,) = allocation.slot_from_robot.values()
+        assert allocation.launcher_address(ProcessSlot(placement=slot)) == "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        (run_of("a", resources=()), "a lost (its computer 10.0.0.3 does not see"),
+        (run_of("b", resources=[ResourceRequestConfig(kind="compute", cores=6)]), "10.0.0.3 lost (does not see"),
+    ],
+)
+def test_computer_that_does_not_see_the_run_folders_is_not_used(tmp_path: Path, config: RunConfig, lost: str) -> None:
+    cluster = TwoComputers()
+    cluster.sees_folder = False
+    message = rf"{re.escape(lost)} {tmp_path}, which must be on storage that both computers have\)"
+    with on_two_computers(tmp_path, cluster, config) as allocation, pytest.raises(PlacementError, match=message):
+        allocation.acquire(refuse_to_wait)
+    assert not list(tmp_path.glob(".seen*"))
 
 
 def test_computer_without_site_gets_the_common_site_of_its_robots() -> None:

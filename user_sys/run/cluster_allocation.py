@@ -22,7 +22,7 @@ from hal.errors import PlacementError, StateError
 from hal.placement import Assigned, PlacementPlan, format_list
 from hal.ray_cluster import PlacementSlot, RayCluster, RemoteRead, Reservation, connect_cluster
 from hal.ray_nodes import ROBOT_RESOURCE_PREFIX, make_bundles
-from hal.resource import Health, Kind, ResourceRecord, ResourceRequest, local_node
+from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
 from user_sys.compose import resource_probes
 from user_sys.run.allocation import (
     TAKEN_BY_ANOTHER_RUN,
@@ -67,7 +67,7 @@ class ClusterAllocation(Allocation):
 
     def __init__(self, cluster: RayCluster, config: RunConfig, run: str, folder: Path) -> None:
         """Args:
-            folder: the folder of run folders, which each node with compute must see.
+            folder: the folder of run folders, which each node with robots or compute must see.
 
         Raises:
             ConfigError: a robot cannot be built, and the run does not select its robots.
@@ -83,7 +83,7 @@ class ClusterAllocation(Allocation):
         self._shares: dict[Use, _Share] = {"learner": _Share(), "policy": _Share()}
         self._near: tuple[ResourceRequest, ...] = ()  # the assigned robots by name, to colocate compute with them
         self._driven: dict[str, str] = {}  # robots that a program outside the cluster drives, with its name
-        self._unfit: dict[str, tuple[str, float]] = {}  # nodes that cannot run a learner: why, and until when
+        self._unfit: dict[str, tuple[str, float]] = {}  # nodes that cannot run a process: why, and until when
         self._token = secrets.token_hex(16)
         self._token_file: Path | None = None
 
@@ -183,8 +183,9 @@ class ClusterAllocation(Allocation):
             if any(request.name == record.name for request in self._near):
                 return msgspec.structs.replace(record, health=Health.READY)
         why = self._unreachable_reason(record) if record.health is not Health.LOST else ""
-        if record.kind is not Kind.ROBOT and record.node in self._unfit:
+        if record.node in self._unfit:
             text, until_s = self._unfit[record.node]
+            text = f"its computer {record.node} {text}" if record.kind is Kind.ROBOT else text
             why = text if time.monotonic() < until_s else why
         return msgspec.structs.replace(record, health=Health.LOST, trouble=why, note="") if why else record
 
@@ -195,7 +196,9 @@ class ClusterAllocation(Allocation):
         return "" if is_reachable else f"cannot reach {endpoint}: give --gateway.endpoint=tcp://0.0.0.0:5555"
 
     def _is_here(self, node: str) -> bool:
-        return self._cluster.hostname_from_node().get(node) == local_node()
+        """Whether the node is on this computer. Host names do not tell: cloned computers may have the same."""
+        address = self._cluster.address_from_node().get(node, "")
+        return address == self._cluster.address or address.startswith("127.")
 
     def _claim(self, assigned: Assigned) -> str:
         robots, learners = len(self._robot_requests), len(self._requests["learner"])
@@ -226,10 +229,14 @@ class ClusterAllocation(Allocation):
         if self._robots is None:
             return TAKEN_BY_ANOTHER_RUN
         self.slot_from_robot = dict(zip(names, self._robots.slots(), strict=True))
+        checks = self._start_checks(self._robots)
         simulated = [robot.name for robot in self._configured.robots if robot.simulated]
         driven = self._cluster.lock_robots(self.slot_from_robot, self._owner, simulated)
         self._driven |= driven
         self._plan_again = bool(driven)
+        blind = [node for node, read in checks.items() if not driven and read(FOLDER_CHECK_TIMEOUT_S) != self._token]
+        if blind:
+            return self._refuse(blind)
         return "; ".join(f"{robot} is driven by {owner}" for robot, owner in sorted(driven.items()))
 
     def _release_robots(self) -> None:
@@ -249,11 +256,15 @@ class ClusterAllocation(Allocation):
         share.reservation = self._cluster.reserve(self._owner, make_bundles(self._requests[use], assigned, addresses))
         if share.reservation is None:
             return TAKEN_BY_ANOTHER_RUN
-        local, file = store_node_names(self._cluster), self._written_token()
-        far = {slot.node: slot for slot in share.reservation.slots() if slot.node not in local}
-        share.checks = {node: self._cluster.read_remote(slot, file) for node, slot in far.items()}
+        share.checks = self._start_checks(share.reservation)
         share.deadline_s = time.monotonic() + FOLDER_CHECK_TIMEOUT_S
         return self._finish_checks(use, wait_s)
+
+    def _start_checks(self, reservation: Reservation) -> dict[str, RemoteRead]:
+        """Starts to read the token file on the other computers of the reservation; see `_Share.checks`."""
+        local = store_node_names(self._cluster)
+        far = {slot.node: slot for slot in reservation.slots() if slot.node not in local}
+        return {node: self._cluster.read_remote(slot, self._written_token()) for node, slot in far.items()}
 
     def _written_token(self) -> Path:
         """The file that shows whether a node sees the folder of runs, or its nearest existing parent."""
@@ -271,18 +282,26 @@ class ClusterAllocation(Allocation):
         texts = {node: read(max(0.0, min(wait_s, left_s))) for node, read in share.checks.items()}
         if left_s > 0 and (slow := [node for node, text in texts.items() if text is None]):
             return f"it is not known yet whether {format_list(sorted(slow), 'or')} sees {self._folder}"
-        if blind := sorted(node for node, text in texts.items() if text != self._token):
-            why = f"does not see {self._folder}, which must be on storage that both computers have"
-            self._unfit |= dict.fromkeys(blind, (why, time.monotonic() + UNFIT_EXPIRY_S))
+        if blind := [node for node, text in texts.items() if text != self._token]:
             self._release_share(use)
-            self._plan(assume_unused=True).require()
-            self._plan_again = True
-            return f"{format_list(blind)} {why}"
+            return self._refuse(blind)
         share.checks = {}
         slots, local = share.reservation.slots(), store_node_names(self._cluster)
         chosen = [slot for slot in slots if slot.bundle.is_gpu] or slots
         share.slots = tuple(sorted(chosen, key=lambda slot: slot.node not in local))
         return ""
+
+    def _refuse(self, blind: Sequence[str]) -> str:
+        """Uses none of these nodes, which do not see the folder of runs. Returns the reason.
+
+        Raises:
+            PlacementError: the run cannot do without them.
+        """
+        why = f"does not see {self._folder}, which must be on storage that both computers have"
+        self._unfit |= dict.fromkeys(blind, (why, time.monotonic() + UNFIT_EXPIRY_S))
+        self._plan(assume_unused=True).require()
+        self._plan_again = True
+        return f"{format_list(sorted(blind))} {why}"
 
     def _release_share(self, use: Use) -> None:
         if (reservation := self._shares[use].reservation) is not None:
