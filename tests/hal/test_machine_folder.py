@@ -107,7 +107,7 @@ def test_simulated_robots_of_two_users_and_real_robot_share_a_name(folder: Path)
 
 
 def test_other_files_are_not_listed_as_robots(folder: Path) -> None:
-    for name in ("device.char-188-0.lock", "chosen.0.arm-0.lock", "x.sock", "0.lock.d"):
+    for name in ("device.char-188-0.lock", "chosen.0.arm-0.lock", "chosen.arm-0.lock", "x.sock", "0.lock.d"):
         (folder / name).touch()
     assert known_robot_files() == [] and driven_robots() == []
     with pytest.raises(SpecError, match="is not a robot's name"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -370,6 +371,21 @@ def test_two_runs_get_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         with LocalAllocation(config, "four") as four:
             four.acquire(refuse_to_wait)
         assert gpus(four) == (), "a user who selects GPUs may share them"
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("simulated", "robots_of_ben"), [(False, ["b"]), (True, ["a"])])
+def test_runs_of_two_users_share_no_gpu_and_no_real_robot(
+    monkeypatch: pytest.MonkeyPatch, simulated: bool, robots_of_ben: list[str]
+) -> None:
+    monkeypatch.setattr(RobotConfig, "simulated", simulated)
+    config = run_of("a", "b", resources=[ResourceRequestConfig(kind=kind) for kind in ("robot", "gpu")])
+    with LocalAllocation(config, "of-ana") as ana, LocalAllocation(config, "of-ben") as ben:
+        ana.acquire(refuse_to_wait)
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        ben.acquire(refuse_to_wait)
+        assert (gpus(ana), gpus(ben)) == (("GPU-0",), ("GPU-1",))
+        assert [robot.name for robot in ben.config.robots] == robots_of_ben
 
 
 def test_impossible_request_is_refused_at_once() -> None:

@@ -107,12 +107,15 @@ def _unbuildable_robots(found: DiscoveryResult) -> list[str]:
 
 
 def with_local_lease(record: ResourceRecord) -> ResourceRecord:
-    """The record; LEASED if a run of this computer has the robot or GPU, or a driver process drives the robot."""
+    """The record; LEASED if a run of this computer has the robot or GPU, or a driver process drives the robot.
+
+    A robot that another user simulates is not LEASED.
+    """
     name = lock_name(record)
     if not name or record.health is not Health.READY:
         return record
     try:
-        owner = _resource_lock(name).owner() or driver_process_of(name)
+        owner = _resource_lock(name).owner() or _resource_lock(name, simulated=True).owner() or driver_process_of(name)
     except SpecError:  # a probe found it under a name that no robot of a run can have
         return record
     except OSError as error:  # such as a lock folder of another user
@@ -121,10 +124,15 @@ def with_local_lease(record: ResourceRecord) -> ResourceRecord:
     return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}") if owner else record
 
 
-def _resource_lock(name: str, holder: str = "") -> MachineLock:
-    """The lock that a run of this user holds on a robot or GPU. Raises SpecError: the name is not valid."""
+def _resource_lock(name: str, holder: str = "", *, simulated: bool = False) -> MachineLock:
+    """The lock that a run holds on a GPU, a real robot, or a robot that this user simulates.
+
+    Raises:
+        SpecError: the name is not valid.
+    """
     require_robot_name(name)
-    return MachineLock(shared_file(f"chosen.{os.getuid()}.{name}.lock"), holder, name)
+    user = f"{os.getuid()}." if simulated else ""
+    return MachineLock(shared_file(f"chosen.{user}{name}.lock"), holder, name)
 
 
 def lock_name(record: ResourceRecord) -> str:
@@ -287,7 +295,8 @@ class Allocation(ClosedAtExit, ABC):
 
     def _lock(self, names: Iterable[str]) -> bool:
         """Locks all of these names (`lock_name`) against other runs, or none: False if another run holds one."""
-        locks = [_resource_lock(name, self._owner) for name in sorted(names)]
+        own = {robot.name for robot in self._configured.robots if robot.simulated}
+        locks = [_resource_lock(name, self._owner, simulated=name in own) for name in sorted(names)]
         try:
             for lock in locks:
                 lock.acquire()
