@@ -24,7 +24,7 @@ from hal.durable import replace_durably
 from hal.errors import HalError, LeaseError, install_hint
 from hal.lease import Lease, LeaseTable
 from hal.pacing import TokenBucket
-from hal.registry import MAX_FAULTS, Registry
+from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, AuditEntry, AuditLog, StateDatabase
 from user_sys.errors import RunError
@@ -257,20 +257,22 @@ class ResourceService:
             logger.info("gateway.lease_release_failed robot=%s: %s", message.robot, error)
 
     def has_new_faults(self, status: RobotStatus) -> bool:
-        """Whether `on_status` has something to report."""
-        return status.faults != self._faults.get(status.robot, 0)
+        """Whether `on_status` has to be called."""
+        return status.faults != self._faults.get(status.robot)
 
     def on_status(self, status: RobotStatus, is_connected: bool) -> None:
-        """Reports the hardware faults since the robot's last status to the registry."""
-        before = self._faults.get(status.robot, 0)
+        """Reports a hardware fault since the robot's last status to the registry.
+
+        A connected session sends a status at each fault. So several faults in one status are those of an outage, and
+        count as one. Those in the first status since the gateway's start do not count: they may be hours old.
+        """
+        before = self._faults.get(status.robot, status.faults)
         self._faults[status.robot] = status.faults
-        if status.faults == before or not is_connected:
+        if status.faults in (0, before) or not is_connected:
             return
-        count = status.faults - before if status.faults > before else status.faults
         try:
             with self._lock:
-                for _ in range(min(count, MAX_FAULTS + 1)):
-                    self.registry.report_fault(status.robot, status.note or "its hardware failed")
+                self.registry.report_fault(status.robot, status.note or "its hardware failed")
         except HalError as error:
             logger.error("gateway.fault_write_failed robot=%s: %s", status.robot, error)
 

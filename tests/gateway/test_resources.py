@@ -1,0 +1,69 @@
+"""Faults that robots report: which of them count towards a quarantine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hal.lease import LeaseTable
+from hal.registry import MAX_FAULTS, Registry
+from hal.resource import Health, Kind, ResourceRecord
+from hal.state_database import STATE_FILE, StateDatabase
+from user_sys.gateway.gateway import ResourceService
+from user_sys.messages import RobotStatus
+
+ARM = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
+STATUS = RobotStatus(
+    robot="panda-0", authority="policy", operator="", phase="policy", episode="e0", step=1, policy_version=-1,
+    real_time=True, outbox_chunks=0, control_hz=10.0, safety_interventions=0,
+)  # fmt: skip
+MANY = MAX_FAULTS + 1
+
+
+@pytest.fixture
+def resources(tmp_path: Path) -> ResourceService:
+    """Of a gateway that has just started."""
+    database = StateDatabase(tmp_path / STATE_FILE)
+    leases = LeaseTable(database, 30.0)
+    resources = ResourceService(leases, Registry(leases, database))
+    resources.registry.announce(ARM)
+    return resources
+
+
+def report(resources: ResourceService, faults: int, is_connected: bool = True) -> None:
+    status = msgspec.structs.replace(STATUS, faults=faults)
+    if resources.has_new_faults(status):
+        resources.on_status(status, is_connected)
+
+
+def health(resources: ResourceService) -> Health:
+    return resources.registry.record("panda-0").health
+
+
+def test_faults_in_a_minute_quarantine_the_robot(resources: ResourceService) -> None:
+    for faults in range(MANY):
+        report(resources, faults)
+    assert health(resources) is Health.READY
+    report(resources, MANY)
+    assert health(resources) is Health.QUARANTINED
+
+
+def test_faults_before_the_gateways_start_do_not_quarantine_the_robot(resources: ResourceService) -> None:
+    report(resources, 5 * MANY)
+    assert health(resources) is Health.READY and not resources.registry.record("panda-0").trouble
+
+
+def test_faults_of_an_outage_count_as_one(resources: ResourceService) -> None:
+    report(resources, 0)
+    report(resources, MANY)
+    assert resources.registry.record("panda-0").trouble.startswith("1 recent fault(s)")
+
+
+def test_faults_of_a_restarted_session_count(resources: ResourceService) -> None:
+    report(resources, 3)
+    report(resources, 0)
+    assert not resources.registry.record("panda-0").trouble
+    report(resources, 1)
+    assert resources.registry.record("panda-0").trouble.startswith("1 recent fault(s)")
