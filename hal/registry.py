@@ -5,7 +5,7 @@ A resource has one health; the first row that applies counts:
 ============= ==================================================================================================
 QUARANTINED   by an operator, or after too many faults. Its lease ends. Only an operator restores the resource
 LOST          silent for too long. Its lease lapses: its holder may renew it until another session acquires it
-DRAINING      by an operator. The lease in force continues; no other is given
+DRAINING      by an operator. Its session continues, also after a loss; no other lease is given
 LEASED        a lease is in force (`hal.lease`)
 READY         none of these
 ============= ==================================================================================================
@@ -292,7 +292,7 @@ class Registry:
         """
         self.poll()
         record = self.record(name)
-        if self._leases.lease(name) is None and record.health is not Health.READY:
+        if self._leases.lease(name) is None and record.health not in (Health.READY, Health.DRAINING):
             raise LeaseError(f"{name} is {record.health}; its lease has ended and cannot be renewed")
         return self._granted(self._leases.renew(name, token), "reinstated")
 

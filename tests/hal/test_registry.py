@@ -144,6 +144,18 @@ def test_drained_robot_keeps_session_and_refuses_others(registry: Registry, book
     assert health(registry) is Health.READY
 
 
+def test_drained_robot_keeps_session_after_a_loss(registry: Registry, book: OperatorOverrides, clock: ClockNs) -> None:
+    lease = registry.acquire("panda-0", "alice")
+    book.set_override("panda-0", "draining", "carol", "maintenance")
+    clock.now_s += 6
+    assert registry.poll() == ("panda-0",)
+    registry.announce(ARM)
+    assert registry.renew("panda-0", lease.token) == lease
+    registry.release("panda-0", lease.token)
+    with pytest.raises(LeaseError, match="has ended"):
+        registry.renew("panda-0", lease.token)
+
+
 def test_override_needs_person_and_clearing_needs_override(book: OperatorOverrides) -> None:
     with pytest.raises(RegistryError, match="no override to clear"):
         book.clear_override("panda-0", "carol")
