@@ -24,7 +24,7 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
 
     Blocks until file and folder are synced. Missing parent folders are created. At no moment are the permissions wider
     than `mode` and the umask allow. Raises OSError: the file then holds the old bytes or the new, and a power cut may
-    exchange them.
+    exchange them. The error names `path`.
     """
     make_folder_durably(path.parent)
     _replace(path, content, mode)
@@ -51,8 +51,9 @@ def _replace(path: Path, content: bytes | memoryview, mode: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
-    except OSError:
+    except OSError as error:
         fresh.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 

@@ -159,6 +159,15 @@ def test_saved_configuration_loads_equal(path: Path) -> None:
     assert as_dict(config)["learner"]["codec"] == "bf16"
 
 
+def test_equal_configuration_is_not_written_again(path: Path) -> None:
+    save(_load(path, "seed: 1"), path)
+    before = path.stat().st_ino
+    save(load(Train, path), path)
+    assert path.stat().st_ino == before, "which a full disk could not hold"
+    save(_load(path, "seed: 2"), path)
+    assert load(Train, path).seed == 2
+
+
 @settings(deadline=None)
 @example(rate=1.0, name="\x85", layers=[], limit=None, label="")
 @given(

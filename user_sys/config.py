@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from hal.durable import replace_durably
+from hal.durable import replace_durably, sync_folder
 from hal.errors import SpecError
 from hal.settings import CommandLineValue, SettingsError, read_settings
 from user_sys.errors import ConfigError
@@ -57,10 +57,16 @@ def build(kind: type[T], differences: Mapping[str, Any], source: str, overrides:
 
 
 def save(config: object, path: Path) -> None:
-    """Writes every value of `config` (a dataclass) as YAML, durably; `load` of the file gives an equal config."""
+    """Writes every value of `config` (a dataclass) as YAML, durably; `load` of the file gives an equal config.
+
+    An equal file is only synced, which a full disk permits too. Raises OSError.
+    """
     # Non-ASCII characters are escaped: YAML treats some of them, such as U+0085, as line ends.
     text = yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False)
-    replace_durably(path, text.encode())
+    if path.exists() and path.read_bytes() == text.encode():
+        sync_folder(path.parent)
+    else:
+        replace_durably(path, text.encode())
 
 
 def as_dict(config: object) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -200,3 +202,17 @@ def test_new_file_is_synced_with_each_created_folder(tmp_path: Path, synced: lis
 
 def test_existing_folder_whose_parent_cannot_be_synced_is_accepted() -> None:
     make_folder_durably(Path("/proc/self"))
+
+
+def test_failed_replacement_names_the_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "robot.yaml"
+    replace_durably(path, b"old")
+
+    def full(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        patch.setattr(os, "fsync", full)
+        replace_durably(path, b"new")
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"

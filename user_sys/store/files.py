@@ -168,12 +168,20 @@ def replace_durably(files: Files, path: Path, content: bytes) -> None:
 
 
 def replace_file(files: Files, path: Path, content: bytes) -> None:
-    """As `replace_durably`, without the sync of the folder. Until then a power cut may restore the old content."""
-    fresh = path.with_suffix(".tmp")  # the next writer deletes leftovers
-    with files.opened(fresh, CREATE) as fd:
-        write_all(files, fd, [content], 0)
-        files.fsync(fd)
-    files.rename(fresh, path)
+    """As `replace_durably`, without the sync of the folder. Until then a power cut may restore the old content.
+
+    After an error, a full disk has the space of the new content back.
+    """
+    fresh = path.with_suffix(".tmp")  # the next writer deletes what a kill leaves
+    try:
+        with files.opened(fresh, CREATE) as fd:
+            write_all(files, fd, [content], 0)
+            files.fsync(fd)
+        files.rename(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(fresh)
+        raise
 
 
 def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
