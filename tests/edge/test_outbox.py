@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
 from user_sys.episode import Chunk, EpisodeSource, decode_chunk
 from user_sys.errors import LinkDown, StoreError, StoreLocked, StoreVersionMismatch
-from user_sys.store.files import Files
+from user_sys.store.files import Buffer, Files
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 
@@ -90,6 +91,42 @@ def test_failed_append_leaves_no_file_of_its_number(tmp_path: Path) -> None:
         assert outbox.append(packet(1)) == 0
     with Outbox.open(tmp_path) as outbox:
         assert indexes(outbox) == [1]
+
+
+class HalfFullDisk(Files):
+    """A disk on which `room` more bytes can be written."""
+
+    room = 1000
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().pwritev(fd, [b"".join(buffers)[: self.room]], offset)
+        self.room -= written
+        return written
+
+
+def test_append_without_disk_space_gives_its_bytes_back(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path, files=HalfFullDisk()) as outbox:
+        with pytest.raises(OutboxFull, match="waiting for disk space"):
+            outbox.append(packet(0))
+        assert {file.name for file in tmp_path.iterdir()} == {"LOCK"}
+
+
+def test_discarded_chunks_leave_no_file_and_no_number(tmp_path: Path) -> None:
+    files = FailingFolder()
+    with Outbox.open(tmp_path, files=files) as outbox:
+        outbox.append(packet(0))
+        for index in (1, 2):
+            outbox.append(packet(index), sync=False)
+        files.fails = True
+        with pytest.raises(StoreError):
+            outbox.sync()
+        files.fails = False
+        outbox.discard_unsynced()
+        assert outbox.append(packet(3)) == 1
+    with Outbox.open(tmp_path) as outbox:
+        assert indexes(outbox) == [0, 3]
 
 
 class FailingFolder(Files):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
+import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import numpy as np
 import pytest
 from episode_kit import chunk_header
 
-from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.edge.outbox import BLOCK_BYTES, Outbox, OutboxFull
 from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
-from user_sys.store.files import Files
+from user_sys.store.files import Buffer, Files
 
 MAX_BYTES = 256 << 10
 CHUNKS = 3
@@ -146,6 +148,37 @@ def test_damaged_drop_record_is_logged(tmp_path: Path, caplog: pytest.LogCapture
     with opened(tmp_path) as outbox:
         assert "outbox.drop_record_damaged" in caplog.text and not outbox.dropped.episodes
         assert ("e-39", CHUNKS - 1) in waiting(outbox)
+
+
+class SmallDisk(Files):
+    """A disk of `MAX_BYTES`. What is on it, in blocks, is that of the files in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        blocks = sum(-(-file.stat().st_size // BLOCK_BYTES) for file in self._folder.iterdir())
+        if blocks * BLOCK_BYTES + sum(map(len, buffers)) > MAX_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self.pwritev(fd, [bytes(16 * BLOCK_BYTES)], offset)
+
+
+def test_full_disk_drops_as_a_full_outbox_does(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path, when_full="drop_oldest_autonomous", files=SmallDisk(tmp_path)) as outbox:
+        outbox.allocate_reserve()
+        kept = record(outbox, "demo", source=EpisodeSource.DEMO, phase=Phase.TELEOP)
+        recorded = [key for number in range(100) for key in record(outbox, f"e-{number}")]
+        dropped = outbox.dropped
+        assert dropped.episodes > 50 and dropped.chunks == CHUNKS * dropped.episodes
+        assert (tmp_path / "reserve").exists()
+        with pytest.raises(OutboxFull, match="waiting for disk space"):
+            for number in itertools.count():
+                record(outbox, f"demo-{number}", source=EpisodeSource.DEMO)
+        left = waiting(outbox)
+    assert left[: len(kept)] == kept and not set(left) & set(recorded), "people's episodes only"
 
 
 class Killed(BaseException):

@@ -8,10 +8,10 @@
   whatever a kill, a power cut or a dropped episode has left on the disk.
 - **A chunk that is damaged**, or that the gateway refuses for good, is not sent again. Its file stays, renamed to
   ``*.damaged`` or ``*.refused``, for a person to inspect.
-- **A full outbox.** `append` raises, and the session pauses recording and reports it. An outbox that was opened with
-  ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which this
-  session has sent no chunk. The names of their files are durable before the first is deleted, so a kill leaves no part
-  of them. What an earlier session has sent of such an episode stays in the store, as an episode without an end.
+- **A full outbox or disk.** `append` raises, and the session pauses recording and reports it. An outbox that was opened
+  with ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which
+  this session has sent no chunk. The names of their files are durable before the first is deleted, so a kill leaves no
+  part of them. What an earlier session has sent of such an episode stays in the store, as an episode without an end.
 
 The name of a file holds all that sending and dropping need, and the CRC32C of its content (`_StoredChunk`).
 """
@@ -47,11 +47,13 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 RESERVE_BYTES = 16 << 20
+RESERVE_FILE = "reserve"
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
 CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".damaged", ".refused", ".seg"
 BUSY_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of a read that may succeed later
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # of a write that succeeds once files are deleted
 WhenFull = Literal["pause", "drop_oldest_autonomous"]
 
 
@@ -336,10 +338,7 @@ class Outbox(ClosedAtExit):
                 try:
                     self._sync()
                 except StoreError:
-                    self._unsynced.pop()
-                    self.next_sequence -= 1
-                    with contextlib.suppress(OSError):
-                        self._unlink(self._path(chunk))  # it may have got its name, which the next chunk may not share
+                    self._discard(len(self._unsynced) - 1)
                     raise
         if sync:
             self._notify()
@@ -373,16 +372,44 @@ class Outbox(ClosedAtExit):
             self._sync()
         self._notify()
 
+    def discard_unsynced(self) -> None:
+        """Forgets the appended chunks that are not durable, as after an `append` or `sync` that has failed."""
+        with self._write_lock:
+            self._discard(0)
+
+    def _discard(self, kept: int) -> None:
+        """Forgets the unsynced chunks but the first `kept`."""
+        discarded, self._unsynced = self._unsynced[kept:], self._unsynced[:kept]
+        self.next_sequence -= len(discarded)
+        for chunk, _ in discarded:
+            with contextlib.suppress(OSError):
+                self._unlink(self._path(chunk))  # it may have got its name, which the next chunk may not share
+
     def _sync(self) -> None:
-        try:
-            for chunk, packet in self._unsynced:
-                replace_file(self._files, self._path(chunk), packet)
-            if self._unsynced:
+        while self._unsynced:
+            try:
+                for chunk, packet in self._unsynced:
+                    replace_file(self._files, self._path(chunk), packet)
                 self._files.sync_folder(self.path)
-        except OSError as error:
-            self._raise_disk_error(error, sum(len(packet) for _, packet in self._unsynced))
-        synced, self._unsynced = [chunk for chunk, _ in self._unsynced], []
-        self._queue.add(synced)
+            except OSError as error:
+                need_bytes = sum(chunk.disk_bytes for chunk, _ in self._unsynced)
+                droppable = self._take_droppable(need_bytes) if error.errno in FULL_DISK_ERRNOS else []
+                if not droppable:
+                    self._raise_disk_error(error, need_bytes)
+                self._drop_on_full_disk(droppable)
+            else:
+                synced, self._unsynced = [chunk for chunk, _ in self._unsynced], []
+                self._queue.add(synced)
+
+    def _drop_on_full_disk(self, dropped: list[_StoredChunk]) -> None:
+        """As `_drop`. The record of what is dropped takes space of the reserve, which is allocated again."""
+        has_reserve = (self.path / RESERVE_FILE).exists()
+        self._unlink(self.path / RESERVE_FILE)
+        try:
+            self._drop(dropped)
+        finally:
+            if has_reserve:
+                self.allocate_reserve()
 
     def _notify(self) -> None:
         on_append = self._on_append
@@ -396,7 +423,7 @@ class Outbox(ClosedAtExit):
 
     def allocate_reserve(self) -> None:
         """Sets `RESERVE_BYTES` of the disk aside, if available, for the last chunks of a session."""
-        path = self.path / "reserve"
+        path = self.path / RESERVE_FILE
         try:
             fd = self._files.open(path, os.O_RDWR | os.O_CREAT)
             try:
@@ -405,11 +432,11 @@ class Outbox(ClosedAtExit):
                 self._files.close(fd)
         except OSError as error:
             logger.warning("outbox.no_reserve path=%s: %s", path, error.strerror)
-            self._unlink(self.path / "reserve")
+            self._unlink(self.path / RESERVE_FILE)
 
     def _release_reserve(self) -> bool:
         """Frees the reserve, for chunks beyond `max_bytes` too. False: it was freed before."""
-        self._unlink(self.path / "reserve")
+        self._unlink(self.path / RESERVE_FILE)
         is_first = self._reserve_bytes == 0
         self._reserve_bytes = RESERVE_BYTES
         return is_first
@@ -417,8 +444,8 @@ class Outbox(ClosedAtExit):
     def _make_room(self, chunk: _StoredChunk) -> None:
         """Drops episodes if it may and must. Raises OutboxFull: still no room for `chunk`."""
         excess = self._excess_bytes(chunk)
-        if excess > 0 and self._when_full == "drop_oldest_autonomous":
-            self._drop(excess, chunk.episode)
+        if excess > 0 and (droppable := self._take_droppable(excess, chunk.episode)):
+            self._drop(droppable)
             excess = self._excess_bytes(chunk)
         if excess > 0:
             raise OutboxFull(
@@ -430,11 +457,17 @@ class Outbox(ClosedAtExit):
         unsynced = sum(other.disk_bytes for other, _ in self._unsynced)
         return self.used_bytes + unsynced + chunk.disk_bytes - self.max_bytes - self._reserve_bytes
 
-    def _drop(self, need_bytes: int, episode: str) -> None:
-        """Drops the oldest droppable episodes, of at least `need_bytes`. Durable and counted on return."""
-        dropped = self._queue.take_droppable({episode, *(chunk.episode for chunk, _ in self._unsynced)}, need_bytes)
-        if not dropped:
-            return
+    def _take_droppable(self, need_bytes: int, *recording: str) -> list[_StoredChunk]:
+        """Takes the oldest droppable episodes out of the queue, of at least `need_bytes` if there are.
+
+        Episodes in `recording` and those with unsynced chunks stay. Without `drop_oldest_autonomous` all stay.
+        """
+        if self._when_full == "pause":
+            return []
+        return self._queue.take_droppable({*recording, *(chunk.episode for chunk, _ in self._unsynced)}, need_bytes)
+
+    def _drop(self, dropped: list[_StoredChunk]) -> None:
+        """Deletes chunks that were taken out of the queue. Durable and counted on return."""
         size_bytes = sum(chunk.size_bytes for chunk in dropped)
         record = DropRecord(
             episodes=self.dropped.episodes + len({chunk.episode for chunk in dropped}),
@@ -561,7 +594,7 @@ class Outbox(ClosedAtExit):
                 return
             stack.callback(self._writer_lock.release)
             self._queue.close()  # an acknowledgement may arrive now
-            self._unlink(self.path / "reserve")
+            self._unlink(self.path / RESERVE_FILE)
             self._sync()
 
     def _path(self, chunk: _StoredChunk, suffix: str = CHUNK_SUFFIX) -> Path:
