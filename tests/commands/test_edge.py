@@ -69,3 +69,14 @@ def test_edge_goes_on_while_a_robot_works_or_the_run_is_not_over(
 ) -> None:
     monkeypatch.setattr(user_sys.commands.edge, "END_WAIT_S", 0.0, raising=False)
     assert polls(*healths) == ROUNDS
+
+
+def test_edge_that_is_stopped_before_its_robots_start_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    robot = Shown(tmp_path, GOOD, stop)
+    monkeypatch.setattr(robot, "start", lambda: pytest.fail("a driver starts"))
+    (tmp_path / "arm.key").write_text("")
+    _run([robot], [tmp_path / "arm.key"], stop, lambda line: None, EdgeStatusFile(tmp_path))

@@ -11,8 +11,9 @@ from user_sys.commands.edge import EdgeConfig, record_missing_demonstrations
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import build, load, save
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstration_seeds
-from user_sys.edge.outbox import Outbox
+from user_sys.edge.outbox import BLOCK_BYTES, MAX_BYTES, Outbox
 from user_sys.edge.recorder import RecorderConfig
+from user_sys.episode import parse_chunk
 from user_sys.errors import ConfigError
 from user_sys.run.prepare import record_demonstrations
 from user_sys.store.store import StoreReader
@@ -68,6 +69,29 @@ def test_stop_discards_the_demonstration_in_progress(tmp_path: Path) -> None:
     record_missing_demonstrations(config, robot, tmp_path, lambda line: None, Countdown(3))
     with Outbox.open(tmp_path / "outbox") as outbox:
         assert len(outbox) == 0, "a discarded demonstration leaves no chunks"
+
+
+def test_demonstrations_beyond_the_outbox_are_recorded_at_a_later_start(tmp_path: Path) -> None:
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach")
+    lines: list[str] = []
+
+    def start(episodes: int, max_bytes: int = MAX_BYTES) -> list[tuple[str, bool]]:
+        """Records into the outbox; episode of each of its chunks, and whether it is the last."""
+        wanted, recorder = DemonstrationConfig(episodes=episodes), RecorderConfig(chunk_steps=1)
+        config = EdgeConfig(robots=(robot,), demonstrations=wanted, recorder=recorder)
+        object.__setattr__(config.outbox, "max_bytes", max_bytes)  # below the limit of the setting
+        record_missing_demonstrations(config, robot, tmp_path, lines.append, threading.Event())
+        with Outbox.open(tmp_path / "outbox") as outbox:
+            headers = [parse_chunk(each.packet).header for each in outbox.pending()]
+        return [(header.episode, header.end is not None) for header in headers]
+
+    two = start(2)
+    assert start(3, (len(two) + 1) * BLOCK_BYTES) == two, "no part of the third, of two chunks or more"
+    assert lines[-1] == (
+        "fake-0: its outbox or the disk is full: 2 of 3 demonstrations are recorded; the next start records the others"
+    )
+    three = start(3)
+    assert three[: len(two)] == two and sum(is_last for _, is_last in three) == 3
 
 
 def tidying(**settings: object) -> RobotConfig:

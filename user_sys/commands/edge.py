@@ -48,15 +48,16 @@ from user_sys.edge.demonstrations import (
 )
 from user_sys.edge.help_requests import InterventionConfig, require_progress_model
 from user_sys.edge.local_link import local_console_endpoint
-from user_sys.edge.outbox import Outbox, OutboxConfig
+from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import EdgeStatusFile, RobotProcesses, module_argv, write_process_configs
 from user_sys.edge.session import EpisodeStarts, SessionConfig
-from user_sys.errors import EXIT_DEADLINE_S, ConfigError, exit_now
+from user_sys.errors import EXIT_DEADLINE_S, ConfigError, StoreError, exit_now
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.inference.remote_policy import check_server_swaps
 from user_sys.logs import log_environment
 from user_sys.run.edge_console import EdgeConsoleConfig
+from user_sys.store.files import NO_SPACE_ERRNOS
 from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits, check_connect_endpoint
 from user_sys.weights.receiver import ReceiverConfig
@@ -281,7 +282,8 @@ def record_missing_demonstrations(
 ) -> None:
     """Records the missing demonstrations into the robot's outbox, from which they are sent first.
 
-    If the robot is lost it waits until the robot returns or `stop` is set.
+    If the robot is lost it waits until the robot returns or `stop` is set. If the outbox or its disk is full it prints
+    so and returns: the session, which delivers, comes first, and the next start records the rest.
     """
     last_error = ""
     if (existing := _recorded_demonstrations(state)) < config.demonstrations.episodes:
@@ -295,6 +297,14 @@ def record_missing_demonstrations(
     while _recorded_demonstrations(state) < config.demonstrations.episodes and not stop.is_set():
         try:
             _record_demonstrations(config, robot, state, stop)
+        except (OutboxFull, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in NO_SPACE_ERRNOS:
+                raise
+            print_line(
+                f"{robot.name}: its outbox or the disk is full: {_recorded_demonstrations(state)} of "
+                f"{config.demonstrations.episodes} demonstrations are recorded; the next start records the others"
+            )
+            return
         except (HardwareLost, StaleObservation) as error:
             if str(error) != last_error:
                 last_error = str(error)
@@ -321,9 +331,13 @@ def _record_demonstrations(config: EdgeConfig, robot: RobotConfig, state: Path, 
     with suppress(_Stopped), Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox:
 
         def persist(chunks: Sequence[bytes]) -> None:
-            for chunk in chunks:
-                outbox.append(chunk, sync=False)
-            outbox.sync()
+            try:
+                for chunk in chunks:
+                    outbox.append(chunk, sync=False)
+                outbox.sync()
+            except StoreError:
+                outbox.discard_unsynced()  # a part of a demonstration is none
+                raise
 
         recorded = generate_demonstrations(
             robot, config.demonstrations, existing, persist, config.recorder, seed=config.seed, check_stop=check_stop
@@ -345,6 +359,8 @@ def _run(
 
     The run is over when all robots have heard so; or when one has, and the others still cannot work after `END_WAIT_S`.
     """
+    if stop.is_set():  # while demonstrations were recorded
+        return
     key_times, over_s = [path.stat().st_mtime_ns for path in keys], math.inf
     try:
         for robot in robots:
