@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from store_kit import chunk, segment_path
 
+from user_sys.commands.main import main
+from user_sys.commands.output import EXIT_DAMAGED
 from user_sys.errors import StoreCorrupt, StoreError
+from user_sys.store import backup
 from user_sys.store.backup import back_up, restore
 from user_sys.store.files import BLOCK_BYTES, Files
 from user_sys.store.log_writer import LogWriter
@@ -97,6 +100,17 @@ def test_merge_and_backup_leave_out_the_record(
     restored, whole = (segment_path(each, 0).read_bytes() for each in (tmp_path / "restored", path))
     first = IN_RECORD // BLOCK_BYTES * BLOCK_BYTES
     assert restored == whole[:first] + bytes(BLOCK_BYTES) + whole[first + BLOCK_BYTES :]
+
+
+def test_backup_after_a_passing_read_error_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, url = fill(tmp_path / "store"), str(tmp_path / "backup")
+    monkeypatch.setattr(backup, "PART_BYTES", BLOCK_BYTES)  # the sector is in neither the first nor the last part
+    with monkeypatch.context() as patch:
+        break_sector(patch, path, IN_RECORD)
+        assert main(["store", "backup", str(path), url]) == EXIT_DAMAGED
+    assert main(["store", "backup", str(path), url]) == 0
+    restore(url, tmp_path / "restored")
+    assert segment_path(tmp_path / "restored", 0).read_bytes() == segment_path(path, 0).read_bytes()
 
 
 def test_unreadable_end_of_an_open_segment_is_not_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from user_sys.commands.options import COUNT, PATH, json_option, store_argument
-from user_sys.commands.output import print_json, print_line, progress_bar, size_text
+from user_sys.commands.output import EXIT_DAMAGED, print_json, print_line, progress_bar, size_text
 from user_sys.store.backup import BackupFolder, BackupReport, back_up, list_snapshots, read_snapshot, restore
 from user_sys.store.maintenance import disk_bytes
 
@@ -20,7 +20,7 @@ url_argument = click.argument("url", metavar="URL")
 @url_argument
 @click.option("--keep", type=COUNT, metavar="N", help="delete all snapshots but the newest N (default: keep all)")
 @json_option
-def backup(path: Path, url: str, keep: int | None, as_json: bool) -> None:
+def backup(path: Path, url: str, keep: int | None, as_json: bool) -> int:
     """Copy the store PATH to URL: a folder, or s3://BUCKET/PREFIX. Another process may write the store meanwhile.
 
     Only what URL lacks is copied. Each backup adds a snapshot. S3 takes its credentials and endpoint
@@ -29,6 +29,14 @@ def backup(path: Path, url: str, keep: int | None, as_json: bool) -> None:
     with progress_bar("backing up", disk_bytes(path), is_bytes=True) as advance:
         report = back_up(path, url, keep=keep or 0, advance=advance)
     _show(report, as_json, f"{path} is backed up")
+    if report.unreadable_parts:
+        print_line(
+            f"{report.unreadable_parts} parts of {path} could not be read, and the backup has zeros in them: run "
+            f"`user-sys store verify {path}`",
+            error=True,
+        )
+        return EXIT_DAMAGED
+    return 0
 
 
 @click.command("restore")

@@ -90,13 +90,18 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of `back_up` or `restore`; `copied_bytes` were not at the target before."""
+    """Result of `back_up` or `restore`; `copied_bytes` were not at the target before.
+
+    Attributes:
+        unreadable_parts: of segments; the backup has zeros for what the disk could not read. The next one tries again.
+    """
 
     snapshot: str
     files: int
     size_bytes: int
     copied_bytes: int
     seconds: float
+    unreadable_parts: int = 0
 
 
 class BackupFolder:
@@ -247,6 +252,7 @@ def _back_up(
         size_bytes=snapshot.size_bytes,
         copied_bytes=upload.copied_bytes,
         seconds=time.monotonic() - started_s,
+        unreadable_parts=upload.unreadable_parts,
     )
 
 
@@ -277,12 +283,13 @@ class _Upload:
 
     Attributes:
         log_id: of the store, in hex; known after `log_files`.
+        unreadable_parts: of segments, in this call of `log_files`.
         last_ns: time in the name of the last snapshot; 0 without one. The next name is above it, also if the clock was
             set back.
     """
 
     def __init__(self, folder: BackupFolder, advance: Advance | None) -> None:
-        self.copied_bytes, self.log_id = 0, ""
+        self.copied_bytes, self.unreadable_parts, self.log_id = 0, 0, ""
         self._folder, self._advance = folder, advance
         names = list_snapshots(folder)
         self.last_ns = int(names[-1].partition("-")[0]) if names else 0
@@ -311,6 +318,7 @@ class _Upload:
             FileNotFoundError: compaction has replaced a segment; call it again.
             StoreError: the folder has backups of another store.
         """
+        self.unreadable_parts = 0
         while True:
             raw, names = _manifest_bytes(store), resolve_generations(list_segments(store))[0]
             if raw == _manifest_bytes(store) and names == resolve_generations(list_segments(store))[0]:
@@ -330,10 +338,11 @@ class _Upload:
             is_sealed = read_sound_footer(OS_FILES, fd, name) is not None
             end = OS_FILES.size(fd) if is_sealed else _end_of_records(fd, name)
             sizes = range(0, end, PART_BYTES)
-            parts = (_read_part(fd, name, min(PART_BYTES, end - offset), offset) for offset in sizes)
-            file = self._copy(str(name), parts, is_final=is_sealed)
-            if is_sealed:
-                self._final[file.name] = file
+            parts = (self._read_part(fd, name, min(PART_BYTES, end - offset), offset) for offset in sizes)
+            unreadable = self.unreadable_parts
+            file = self._copy(str(name), parts)
+            if is_sealed and self.unreadable_parts == unreadable:  # otherwise the next backup tries to read it
+                file = self._final[file.name] = msgspec.structs.replace(file, is_final=True)
             return file
 
     def _check_log(self, fd: int) -> None:
@@ -361,7 +370,22 @@ class _Upload:
     def _whole(self, path: Path, name: str) -> BackupFile:
         return self._copy(name, [path.read_bytes()])
 
-    def _copy(self, name: str, parts: Iterator[bytes] | list[bytes], *, is_final: bool = False) -> BackupFile:
+    def _read_part(self, fd: int, name: SegmentName, count: int, offset: int) -> bytes:
+        try:
+            return OS_FILES.pread(fd, count, offset)
+        except OSError as error:
+            _logger.error(
+                "store.backup_unreadable segment=%s offset=%d bytes=%d: %s; the backup has zeros for what cannot be "
+                "read: run `user-sys store verify`",
+                name,
+                offset,
+                count,
+                error.strerror,
+            )
+            self.unreadable_parts += 1
+            return pread_readable(OS_FILES, fd, count, offset)
+
+    def _copy(self, name: str, parts: Iterator[bytes] | list[bytes]) -> BackupFile:
         digests, size = [], 0
         for part in parts:
             digest = hashlib.sha256(part).hexdigest()
@@ -373,7 +397,7 @@ class _Upload:
             size += len(part)
             if self._advance is not None:
                 self._advance(len(part))
-        return BackupFile(name=name, size_bytes=size, parts=tuple(digests), is_final=is_final)
+        return BackupFile(name=name, size_bytes=size, parts=tuple(digests))
 
 
 def _object(digest: str) -> str:
@@ -385,21 +409,6 @@ def _manifest_bytes(store: Path) -> bytes:
         return (store / MANIFEST).read_bytes()
     except FileNotFoundError:
         return b""
-
-
-def _read_part(fd: int, name: SegmentName, count: int, offset: int) -> bytes:
-    try:
-        return OS_FILES.pread(fd, count, offset)
-    except OSError as error:
-        _logger.error(
-            "store.backup_unreadable segment=%s offset=%d bytes=%d: %s; the backup has zeros for what cannot be read: "
-            "run `user-sys store verify`",
-            name,
-            offset,
-            count,
-            error.strerror,
-        )
-        return pread_readable(OS_FILES, fd, count, offset)
 
 
 def _end_of_records(fd: int, name: SegmentName) -> int:
