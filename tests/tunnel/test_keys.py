@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from user_sys.tunnel.keys import (
     load_public_key,
     new_keypair,
     save_keypair,
+    stage_keypair,
 )
 
 
@@ -135,6 +137,31 @@ def test_both_keys_are_allowed_during_the_overlap(tmp_path: Path) -> None:
     assert ring.find(old.public) is not None and ring.find(new.public) is not None
     now[0] += 1
     assert ring.find(old.public) is None and ring.find(new.public) is not None
+
+
+def test_repeated_rotation_sets_the_overlap_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [time.time()]
+    ring, old, new = Keyring(tmp_path, unix_s=lambda: now[0]), new_keypair(), new_keypair()
+    ring.allow(old.public, "panda-0", "robot")
+    words = ("rotate", "panda-0", f"--public={new.public}", "--folder", str(tmp_path))
+    run_keys(*words, "--overlap=1h")
+    run_keys(*words, "--overlap=7d")
+    assert capsys.readouterr().out.count("and by the old one for") == 2
+    ring.refresh()
+    now[0] += 6 * 86400
+    assert ring.find(old.public) is not None
+    run_keys(*words, "--overlap=0s")
+    assert "old one" not in capsys.readouterr().out
+    ring.refresh()
+    assert ring.find(old.public) is None and ring.find(new.public) is not None
+
+
+def test_rotation_after_a_killed_finish_makes_a_new_key(tmp_path: Path) -> None:
+    save_keypair(new_keypair(), tmp_path, "panda-0")
+    staged = stage_keypair(tmp_path, "panda-0")
+    assert stage_keypair(tmp_path, "panda-0") == staged, "the command may be repeated"
+    save_keypair(staged, tmp_path, "panda-0")  # by `promote_keypair`, before it removes the staged pair
+    assert stage_keypair(tmp_path, "panda-0") != staged
 
 
 def test_relay_key_may_act_only_as_its_robots(tmp_path: Path) -> None:

@@ -103,11 +103,12 @@ def rotate(name: str, public: str | None, finish: bool, overlap: float, folder: 
             f"{folder} lacks the private key of {name}: rotate it on its computer, and pass the new key with --public"
         )
     key = public or stage_keypair(folder, name).public
-    ring.allow(key, name, former.role, robots=former.robots, overlap_s=overlap)
+    entry = ring.allow(key, name, former.role, robots=former.robots, overlap_s=overlap)
     if not public:
         promote_keypair(folder, name)
     for_robots = robots_need if former.role in ("relay", "policy") else ""
-    print_line(f"{name} is allowed by its new key {fingerprint(key)}, and by the old one for {overlap:g} s{for_robots}")
+    for_old = f", and by the old one for {overlap:g} s" if entry.former else ""
+    print_line(f"{name} is allowed by its new key {fingerprint(key)}{for_old}{for_robots}")
 
 
 def _way_to_replace(name: str, folder: Path) -> str:

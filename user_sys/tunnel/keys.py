@@ -149,9 +149,9 @@ def load_keypair(path: Path) -> KeyPair:
 
 
 def stage_keypair(folder: Path, name: str) -> KeyPair:
-    """The successor of ``<name>.key``, in ``<name>.next.key``; generated if it is missing."""
-    path = folder / f"{validate_name(name)}.next.key"
-    if not path.exists():
+    """The successor of ``<name>.key``, in ``<name>.next.key``; generated if it is missing or, after a kill, in use."""
+    path, current = folder / f"{validate_name(name)}.next.key", folder / f"{name}.key"
+    if not path.exists() or (current.exists() and load_keypair(current) == load_keypair(path)):
         save_keypair(new_keypair(), folder, f"{name}.next")
     return load_keypair(path)
 
@@ -203,9 +203,11 @@ class Keyring:
         return self._unreadable
 
     def allow(
-        self, public: str, name: str, role: Role, *, robots: Sequence[str] = (), overlap_s: float = 0.0
+        self, public: str, name: str, role: Role, *, robots: Sequence[str] = (), overlap_s: float | None = None
     ) -> AuthorizedKey:
-        """Allows `public` for `name`. A previous key of `name` stays allowed for `overlap_s`.
+        """Allows `public` for `name`. A previous key of `name` stays allowed for `overlap_s` from now.
+
+        Without `overlap_s` an earlier rotation to `public` stays as it is, and another previous key is not allowed.
 
         Raises:
             ConfigError: a bad argument, a key that belongs to another name, or a name that a policy server may use for
@@ -238,11 +240,14 @@ class Keyring:
         self.refresh()
         return entry
 
-    def _replace(self, previous: AuthorizedKey, entry: AuthorizedKey, overlap_s: float) -> AuthorizedKey:
+    def _replace(self, previous: AuthorizedKey, entry: AuthorizedKey, overlap_s: float | None) -> AuthorizedKey:
+        now_s, former, until = self._unix_s(), previous.public, 0.0
         if previous.public == entry.public:
             former, until = previous.former, previous.former_until_unix_s
-        else:
-            former, until = (previous.public, self._unix_s() + overlap_s) if overlap_s > 0 else ("", 0.0)
+        if overlap_s is not None:
+            until = now_s + overlap_s
+        if until <= now_s:
+            former, until = "", 0.0
         return msgspec.structs.replace(entry, former=former, former_until_unix_s=until)
 
     def revoke(self, name: str) -> None:
