@@ -111,9 +111,10 @@ def final_pictures(episode: StoredEpisode, cameras: Sequence[str]) -> dict[str, 
 
 
 def side_by_side(pictures: Mapping[str, Array]) -> Array:
-    """One picture, uint8 (h, w, 3), of several in order of their names, cut to the lowest height."""
-    height = min(picture.shape[0] for picture in pictures.values())
-    return np.concatenate([pictures[name][:height] for name in sorted(pictures)], axis=1)
+    """One picture, uint8 (h, w, 3), of several in order of their names; lower ones are black below."""
+    height = max(picture.shape[0] for picture in pictures.values())
+    padded = [np.pad(p, ((0, height - p.shape[0]), (0, 0), (0, 0))) for _, p in sorted(pictures.items())]
+    return np.concatenate(padded, axis=1)
 
 
 def clip_pictures(episode: StoredEpisode, cameras: Sequence[str], places: Sequence[int]) -> Iterator[dict[str, Array]]:

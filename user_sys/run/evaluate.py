@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -42,6 +41,7 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
 from user_sys.messages import EpisodeReport, WeightsManifest
 from user_sys.policies.policy import ActionChunk, PolicyQuery
+from user_sys.rewards.reward import side_by_side
 from user_sys.robot_records import LEARNER, learner_folder, learner_from_embodiment, read_robot_records
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.pins import current_pin
@@ -185,7 +185,7 @@ def video_listener(on_frame: Callable[[Array], None], cameras: int, film: Sequen
         frames = {camera.spec.name: camera.read() for camera in film} or time_step.frames
         newest.update({name: frame.image for name, frame in frames.items()})
         if frames and len(newest) == (len(film) or cameras):
-            on_frame(np.concatenate([newest[name] for name in sorted(newest)], axis=1))
+            on_frame(side_by_side(newest))
 
     return on_step
 
