@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from interchange_kit import bring_in, episode_chunks, export, make_store, picture, read_store, usual_store
 
-from user_sys.episode import EpisodeSource, Phase
+from user_sys.episode import NAME_PATTERN, EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
-from user_sys.interchange.lerobot_import import ImportOptions
+from user_sys.interchange.lerobot_import import ImportOptions, _name
 
 
 def foreign(root: Path) -> Path:
@@ -115,6 +115,21 @@ def test_import_options_fill_in_missing_values(tmp_path: Path) -> None:
     assert episode.columns["truncated"][-1] and not episode.columns["terminated"].any()
     assert not episode.columns["reward"].any() and set(episode.columns["phase"]) == {Phase.POLICY}
     assert isinstance(episode.frames["observation.images.top"][0], bytes)
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ("\u62ff\u8d77\u7ea2\u8272\u65b9\u5757", "\u6253\u5f00\u62bd\u5c49"),
+        tuple(f"carefully pick up the small red wooden cube and then place it in a {each}" for each in ("box", "bag")),
+        ("place it on the caf\u00e9", "place it on the caf\u00e8"),
+    ],
+    ids=["other alphabet", "long", "accents"],
+)
+def test_other_sentences_of_a_dataset_are_other_tasks(sentences: tuple[str, str]) -> None:
+    names = [_name(sentence) for sentence in sentences]
+    assert names[0] != names[1] and all(NAME_PATTERN.fullmatch(name) for name in names)
+    assert [_name(plain) for plain in ("Lift it!", "", "a" * 60)] == ["Lift-it", "imported", "a" * 60]
 
 
 def test_foreign_dataset_without_actions_becomes_demonstrations_without_actions(tmp_path: Path) -> None:

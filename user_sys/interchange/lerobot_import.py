@@ -552,8 +552,12 @@ def _source(text: str) -> EpisodeSource:
 
 
 def _name(text: str) -> str:
-    """`text` as a valid name: letters, digits and hyphens."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:60] or "imported"
+    """`text` as a valid name: letters, digits and hyphens; with a digest if it loses other letters or its end."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
+    name = plain[:60] or "imported"
+    if name != (plain or "imported") or any(letter.isalnum() and not letter.isascii() for letter in text):
+        name += "-" + hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return name
 
 
 def _camera_name(feature: str) -> str:
