@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from run_folder_kit import make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.compose import RobotConfig
@@ -19,8 +20,9 @@ from user_sys.errors import RunError
 from user_sys.logs import LOG_VARIABLE
 from user_sys.run import prepare
 from user_sys.run.allocation import LocalAllocation
+from user_sys.run.compare import read_variants
 from user_sys.run.config import RunConfig, create_run_folder
-from user_sys.run.launcher import RunSupervisor
+from user_sys.run.launcher import INTERRUPTED, RunSupervisor
 from user_sys.run.prepare import record_all_demonstrations
 from user_sys.run.processes import ROBOT_RESTARTS, PrintedReasons, RunProcesses
 from user_sys.run.topology import topology
@@ -78,6 +80,23 @@ def test_robot_whose_driver_ends_at_each_start_ends_the_run(last_exit: int, ende
     with pytest.raises(RunError, match=f"arm cannot be driven: its driver ends {ended}: its log is empty; see "):
         run._check_robots({"arm-driver": driver}, display)
     assert len(printed) == 1
+
+
+def test_training_sets_the_results_of_the_run_s_earlier_end_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the newer training they would seem to be of its policy."""
+    folder = make_run(tmp_path, "week", [True] * 20)
+    assert read_variants([folder.path])[0].total("episodes") == 20
+    run: Any = object.__new__(RunSupervisor)
+    run._folder, run._console, run._config = folder, Console(file=io.StringIO()), RunConfig()
+    monkeypatch.setattr(RunSupervisor, "_follow", lambda self, display: INTERRUPTED)
+    monkeypatch.setattr(RunSupervisor, "_leave", lambda self, reason, display: None)
+    run.train()
+    assert read_variants([folder.path])[0].total("episodes") == 0
+    assert json.loads((folder.path / "earlier-summary.json").read_text())["episodes"] == 20
+    run.train()
+    assert (folder.path / "earlier-summary.json").exists()
 
 
 def test_log_lines_name_the_robot_whose_name_begins_with_anothers(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from user_sys.run.prepare import (
 )
 from user_sys.run.processes import PrintedReasons, RunProcesses
 from user_sys.run.progress import ProgressDisplay, previous_elapsed_s, previous_episodes, run_scalars
-from user_sys.run.report import RunSummary, link_latest
+from user_sys.run.report import RunSummary, link_latest, set_aside_results
 from user_sys.run.status import StatusFile
 from user_sys.trace import merge_trace, prepare_trace
 from user_sys.tunnel.keys import GATEWAY_NAME
@@ -227,6 +227,7 @@ class RunSupervisor:
         Raises:
             RunError: a process of the run cannot be kept running, or no robot can be driven; names its log.
         """
+        set_aside_results(self._folder.path)
         with ProgressDisplay(self._console) as display:
             reason = self._follow(display)
             self._is_target_reached = self._target_reached() if self._config.target.success else None

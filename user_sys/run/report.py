@@ -7,7 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import groupby
@@ -192,6 +192,13 @@ def link_latest(run_dir: Path) -> Path:
 
 
 @contextmanager
+def set_aside_results(run_dir: Path) -> None:
+    """Renames the results of the run's earlier end to ``earlier-NAME``, so that none seems to be of its newest one."""
+    for name in (SUMMARY, PLOT, VIDEO, FAILURES):
+        with suppress(FileNotFoundError):
+            (run_dir / name).replace(run_dir / f"earlier-{name}")
+
+
 def _atomic_replace(path: Path) -> Generator[Path]:
     """A temporary path in the same folder, which replaces `path` at the end, or is removed after an error."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
