@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from episode_kit import chunk_header
 
 from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase
 from user_sys.learner.config import LearnerConfig
-from user_sys.run.config import RunConfig, RunFolder, create_run_folder
+from user_sys.run.config import METADATA_FILE, RunConfig, RunFolder, create_run_folder
 from user_sys.run.metrics import MetricsWriter
+from user_sys.store.maintenance import merge_stores
 from user_sys.store.store import StoreWriter
 
 STARTED_S = 1_700_000_000
@@ -42,7 +44,9 @@ def episode(name: str, start_s: float, success: bool, *, assisted: bool = False,
 def make_run(runs: Path, name: str, outcomes: Sequence[bool], *, utd: float = 8.0, seed: int = 0) -> RunFolder:
     """A finished run: an episode each second, training from `LATE_S` on with 10 updates a second."""
     config = RunConfig(runs=runs, seed=seed, learner=LearnerConfig(utd_max=utd))
-    folder, _ = create_run_folder(config, name, f"tcp://127.0.0.1:{5000 + seed}")
+    folder, metadata = create_run_folder(config, name, f"tcp://127.0.0.1:{5000 + seed}")
+    started = msgspec.structs.replace(metadata, started_unix_s=STARTED_S)
+    (folder.path / METADATA_FILE).write_bytes(msgspec.json.encode(started))
     with StoreWriter.open(folder.store) as writer:
         writer.append(episode("demo", -5.0, True, demo=True))
         for number, success in enumerate(outcomes):
@@ -56,3 +60,12 @@ def make_run(runs: Path, name: str, outcomes: Sequence[bool], *, utd: float = 8.
     content = {"successes": sum(outcomes[-20:]), "episodes": 20, "control_s": 36.0}
     (folder.path / "summary.json").write_text(json.dumps(content))
     return folder
+
+
+def merge_earlier_run(folder: RunFolder) -> None:
+    """Merges 60 successes of another run, two days before, into the store of `folder`."""
+    with StoreWriter.open(folder.path / "earlier") as writer:
+        for number in range(60):
+            writer.append(episode(f"earlier-{number}", number - 172_800.0, True))
+        writer.sync()
+    merge_stores([folder.path / "earlier"], folder.store)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from episode_kit import chunk_header
 from rich.console import Console
-from run_folder_kit import STARTED_S, episode, make_run
+from run_folder_kit import STARTED_S, episode, make_run, merge_earlier_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.compose import RobotConfig
@@ -37,6 +37,8 @@ from user_sys.run.progress import (
     run_scalars,
 )
 from user_sys.run.topology import ProcessSlot
+from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel
+from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreWriter
 
 STARTED = RunView("demo-1")
@@ -68,7 +70,26 @@ def test_episode_under_way_is_not_counted_among_the_earlier_ones(tmp_path: Path)
     with StoreWriter.open(folder.store) as writer:
         writer.append(Chunk(chunk_header("open", 2), {"reward": np.zeros(2, np.float32)}, {}).encode())
         writer.sync()
-    assert previous_episodes(folder.store) == (3, 6, 0)
+    assert previous_episodes(folder) == (3, 6, 0)
+
+
+def test_episodes_that_were_merged_from_an_earlier_run_are_not_of_earlier_launches(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [True] * 3)
+    with MetricsWriter(folder.path, "run") as metrics:
+        metrics.write(0, {"elapsed_s": 5.0}, STARTED_S + 1.0)
+    merge_earlier_run(folder)
+    assert previous_episodes(folder) == (3, 6, 0) and len(previous_outcomes(folder)) == 3
+
+
+def test_earlier_episodes_that_retention_has_deleted_still_count(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [True] * 3)
+    with MetricsWriter(folder.path, "run") as metrics:
+        metrics.write(6, {"episodes": 3, "env_steps": 6, "interventions": 1})
+        metrics.write(6, {"elapsed_s": 9.0})
+    evicted = [DeleteLabel(episode=f"{n:04d}", labeller=RETENTION_LABELLER, at_unix_ns=1) for n in range(2)]
+    add_labels(folder.store, evicted)
+    compact_store(folder.store)
+    assert previous_episodes(folder) == (3, 6, 1)
 
 
 def test_earlier_curves_keep_their_order_after_the_clock_was_set_back(tmp_path: Path) -> None:

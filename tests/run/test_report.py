@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from run_folder_kit import STARTED_S, episode, make_run
+from run_folder_kit import STARTED_S, episode, make_run, merge_earlier_run
 
 import user_sys.run.evaluate
 from hal.camera import CameraFrame as CameraFrame
@@ -29,7 +29,7 @@ from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport
 from user_sys.robot_records import LEARNER
-from user_sys.run.compare import _band, _settings
+from user_sys.run.compare import _band, _settings, read_variants
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate, evaluate_and_report, success_by_task, video_listener
 from user_sys.run.metrics import MetricsWriter
@@ -223,6 +223,14 @@ def test_video_frame_joins_the_newest_picture_of_each_camera() -> None:
     assert [(picture[0, 0, 0], picture[0, 2, 0]) for picture in film] == [(9, 5), (5, 5)]
 
 
+def test_video_frame_of_cameras_of_other_heights_shows_all_of_each() -> None:
+    film: list[Array] = []
+    show = video_listener(film.append, 2)
+    low, high = (CameraFrame(np.full((height, 3, 3), 9, np.uint8), 0) for height in (2, 4))
+    show(TimeStep({}, {"a": low, "b": high}, 0, None, 0, 0, NO_OUTCOME, 0, False), None)
+    assert film[0].shape == (4, 6, 3) and film[0][:, 3:].all() and film[0][:2].all() and not film[0][2:, :3].any()
+
+
 def test_latest_links_to_the_newest_run(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -284,12 +292,31 @@ def test_history_keeps_its_order_after_the_clock_was_set_back(tmp_path: Path) ->
         for second in seconds:
             writer.append(episode(f"{second:04d}", clock_s(second), second > 100))
         writer.sync()
+    with MetricsWriter(folder.path, "run") as metrics:
+        for second in range(0, 201, 5):
+            metrics.write(0, {"elapsed_s": second}, STARTED_S + clock_s(second))
     with MetricsWriter(folder.path, "learner") as metrics:
         for second in range(0, 201, 5):
             metrics.write(2 * second, {"training_s": second, "waited_s": 0.0}, STARTED_S + clock_s(second))
     history = training_history(folder)
     assert [point.training_s for point in history] == pytest.approx(seconds)
     assert [point.updates for point in history] == [2 * second for second in seconds]
+
+
+def test_history_leaves_out_episodes_that_were_merged_from_an_earlier_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [False] * 90 + [True] * 10)
+    merge_earlier_run(folder)
+    history = training_history(folder)
+    assert len(history) == 100 and reached(history, 0.9, 50) is None
+    assert read_variants([folder.path])[0].as_json(0.9)["reached"]["runs"] == 0
+
+
+def test_history_has_the_episodes_of_a_robot_whose_clock_is_behind(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [True])
+    with StoreWriter.open(folder.store) as writer:
+        writer.append(episode("behind", -120.0, True))
+        writer.sync()
+    assert len(training_history(folder)) == 2
 
 
 def test_history_of_a_run_that_has_recorded_nothing_is_empty(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class ConsoleProcess:
         drivers = {name: f"for {folder.edge(name).resolve()}" for name in real}
         send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply))
         self._hub = ConsoleHub(metadata.name, send, {}, config.learner.max_training_s, folder=folder.path)
-        history = previous_episodes(folder.store), previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
+        history = previous_episodes(folder), previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
         self._hub.restore_history(*history[0], history[1])
         self._hub.restore_curves(previous_outcomes(folder), previous_losses(folder))
         for robot in (*config.robots, *config.remote_robots):

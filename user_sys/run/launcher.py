@@ -194,7 +194,7 @@ class RunSupervisor:
             config.logging.prometheus_port, folder.path, lambda: self.status.newest, is_local=not config.ray.address
         )
         self._hub = link.hub
-        self._hub.restore_history(*previous_episodes(folder.store), previous_elapsed_s(logger.run.path))
+        self._hub.restore_history(*previous_episodes(folder), previous_elapsed_s(logger.run.path))
         for robot in config.remote_robots:
             link.show(link.hub.add_robot, robot.name)
 

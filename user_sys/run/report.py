@@ -23,8 +23,8 @@ from user_sys.console.progress import SUCCESS_WINDOWS
 from user_sys.episode import EpisodeSource
 from user_sys.errors import RunError
 from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
-from user_sys.run.config import RunFolder
-from user_sys.run.metrics import METRICS, read_metrics, rows_in_order
+from user_sys.run.config import RunFolder, read_run_metadata
+from user_sys.run.metrics import METRICS, RUN, read_metrics, rows_in_order
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
@@ -32,6 +32,7 @@ from user_sys.store.store import StoreReader
 Z_95 = 1.959964  # two-sided 95% of the normal distribution
 SUMMARY, PLOT, VIDEO, FAILURES = "summary.json", "success.png", "evaluation.mp4", "failures.mp4"
 NEWEST = 100  # autonomous training episodes in the summary
+CLOCK_TOLERANCE_S = 300.0  # so far may a robot's clock be behind
 
 _BLUE, _PALE, _ORANGE, _GREY = "#1f5fa8", "#a9c6e6", "#d9662b", "#6b7280"
 
@@ -191,7 +192,6 @@ def link_latest(run_dir: Path) -> Path:
     return link
 
 
-@contextmanager
 def set_aside_results(run_dir: Path) -> None:
     """Renames the results of the run's earlier end to ``earlier-NAME``, so that none seems to be of its newest one."""
     for name in (SUMMARY, PLOT, VIDEO, FAILURES):
@@ -199,6 +199,7 @@ def set_aside_results(run_dir: Path) -> None:
             (run_dir / name).replace(run_dir / f"earlier-{name}")
 
 
+@contextmanager
 def _atomic_replace(path: Path) -> Generator[Path]:
     """A temporary path in the same folder, which replaces `path` at the end, or is removed after an error."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
@@ -329,13 +330,26 @@ def stored_episodes(store: Path) -> list[EpisodeSummary]:
         return reader.episodes()
 
 
+def run_episodes(folder: RunFolder) -> list[EpisodeSummary]:
+    """Those in the run's store that began in this run, and not those that were merged from an earlier one.
+
+    Raises RunError: the run's metadata cannot be read.
+    """
+    if not (stored := stored_episodes(folder.store)):
+        return []
+    reports = read_metrics(folder.path / METRICS / f"{RUN}.jsonl")
+    reported_s = [at_s for report in reports if (at_s := report.get("time_unix_s")) is not None]
+    began_s = min([read_run_metadata(folder.path).started_unix_s, *reported_s])  # the clock may have been set back
+    earliest_ns = 1e9 * (began_s - CLOCK_TOLERANCE_S)
+    return [episode for episode in stored if episode.started_unix_ns >= earliest_ns]
+
+
 def training_history(folder: RunFolder) -> list[EpisodePoint]:
-    """The complete online episodes in the run's store, with their newest labels, in the order of training time.
+    """The complete online episodes of the run, with their newest labels, in the order of training time.
 
     Episodes that a label deletes are left out. The robots' clocks place episodes among the learner's reports.
     """
-    stored = stored_episodes(folder.store)
-    online = [e for e in stored if e.source == EpisodeSource.ONLINE and e.complete and not e.deleted]
+    online = [e for e in run_episodes(folder) if e.source == EpisodeSource.ONLINE and e.complete and not e.deleted]
     learners = learner_from_robot(read_robot_records(folder.robots))
     points: list[tuple[int, EpisodePoint]] = []
     by_learner = sorted(online, key=lambda episode: learners.get(episode.robot, LEARNER))
