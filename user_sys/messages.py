@@ -452,7 +452,7 @@ class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
     """The version to use; a newer offer replaces it. The receiver requests the blobs that it lacks.
 
     Attributes:
-        manifests: one signed `WeightsManifest` for each precision of the version.
+        manifests: one signed `WeightsManifest` for each precision of the version; empty if the sender has no version.
         tables: the short tables of tensors of these manifests.
         signer: the learner's public key, for receivers without one.
         pin: the newest signed `PinnedVersion`, if any.

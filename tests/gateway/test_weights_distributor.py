@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from user_sys.codec import Array
 from user_sys.gateway.weights import (
@@ -33,7 +34,7 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.tunnel.protocol import AnyMessage, Envelope, Payload
-from user_sys.weights.catalog import MAX_GRANT_BYTES, BlobCache, version_id
+from user_sys.weights.catalog import MAX_GRANT_BYTES, UNANSWERED_TIMEOUT_S, BlobCache, version_id
 from user_sys.weights.governor import GovernorConfig
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.signing import new_signer
@@ -43,8 +44,8 @@ from user_sys.weights.version_store import VersionStore
 class Bench:
     """A learner and a distributor, one message after the other, and what the distributor sends to robots."""
 
-    def __init__(self, folder: Path, kept: int = 3, cache_bytes: int = 1 << 30) -> None:
-        self.folder, self.kept, self.now_s, self.cache_bytes = folder, kept, 0.0, cache_bytes
+    def __init__(self, folder: Path, kept: int = 3, cache_bytes: int = 1 << 30, *, is_relay: bool = False) -> None:
+        self.folder, self.kept, self.now_s, self.cache_bytes, self.is_relay = folder, kept, 0.0, cache_bytes, is_relay
         self.signer = new_signer()
         self.sent = list[tuple[str, AnyMessage]]()
         self.lost: tuple[type[AnyMessage], ...] = ()  # of these kinds, none can be sent now
@@ -53,7 +54,12 @@ class Bench:
 
     def restart_gateway(self) -> None:
         self.distributor = WeightsDistributor(
-            VersionStore(self.folder), self._send, self.kept, lambda: self.now_s, BlobCache(self.cache_bytes)
+            VersionStore(self.folder),
+            self._send,
+            self.kept,
+            lambda: self.now_s,
+            BlobCache(self.cache_bytes),
+            is_relay=self.is_relay,
         )
 
     def restart_learner(self, run: bytes = b"run", epoch: int = 1) -> None:
@@ -440,13 +446,42 @@ def test_payloads_that_no_one_requested_do_not_fill_the_memory(bench: Bench, cap
 
 def test_first_offer_of_a_session_is_a_greeting_also_if_it_is_late(bench: Bench) -> None:
     bench.distributor.on_robot_opened("one")
+    bench.lost = (WeightsOffer,)
     bench.publish(1)
+    bench.lost = ()
+    bench.work(seconds=UNANSWERED_TIMEOUT_S)
     bench.publish(2)
-    assert [offer.greeting for offer in bench.offers("one")] == [True, False]
+    assert [(offer.greeting, len(offer.manifests)) for offer in bench.offers("one")] == [(True, 1), (False, 1)]
+
+
+def test_robot_is_told_that_there_is_no_version(bench: Bench) -> None:
+    bench.distributor.on_robot_opened("one")
+    bench.work(seconds=10.0)
+    assert bench.offers("one") == [WeightsOffer(manifests=(), signer=b"", greeting=True)]
+    bench.publish(1)
+    assert bench.offered("one") == 1 and len(bench.offers("one")) == 2
+
+
+def test_relay_tells_robots_that_there_is_no_version_only_after_its_cloud_has(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, is_relay=True)
+    bench.distributor.on_robot_opened("one")
+    bench.work(seconds=10.0)
+    assert not bench.offers("one")
+    empty = WeightsOffer(manifests=(), signer=b"")
+    bench.distributor.on_message("learner", empty, None)
+    bench.work()
+    assert bench.offers("one") == [replace(empty, greeting=True)]
+    bench.publish(1)
+    bench.distributor.on_message("learner", empty, None)
+    bench.distributor.on_robot_opened("two")
+    assert bench.offered("two") == 1, "it has a version itself"
 
 
 def test_offer_without_one_version_is_refused_in_one_line(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.publish(1)
-    bench.distributor.on_message("learner", WeightsOffer(manifests=(), signer=b""), None)
+    bench.distributor.on_robot_opened("one")
+    for version in (1, 2):
+        bench.publish(version)
+    (first, *_), (second, *_) = (offer.manifests for offer in bench.offers("one")[-2:])
+    bench.distributor.on_message("learner", WeightsOffer(manifests=(first, second), signer=b""), None)
     bench.work()
-    assert caplog.text.count("weights.refused peer=learner") == 1 and bench.distributor.version == 1
+    assert caplog.text.count("weights.refused peer=learner") == 1 and bench.distributor.version == 2

@@ -87,7 +87,7 @@ class RouterBench:
         request = WeightsRequest(version=b"x" * 32, serial=self.serial, limit_bytes=1, message_bytes=1, wants=wants)
         self.router.on_message(name, request, None)
         self.work()
-        return [who for who, _ in self.sent] == [name]
+        return {who for who, _ in self.sent} == {name}
 
 
 def test_each_embodiment_has_a_learner() -> None:
@@ -107,6 +107,15 @@ def test_robot_gets_weights_of_its_embodiment_only(tmp_path: Path) -> None:
     assert bench.answered("b") and bench.answered("a")
     bench.router.on_peer_closed("b")
     assert not bench.answered("b")
+
+
+def test_relay_is_told_of_a_learner_without_a_version_with_its_embodiment(tmp_path: Path) -> None:
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(Peer("lab", "relay", "key", "nowhere", b"1"))
+    bench.router.on_peer_opened(learner(SECOND, ARM))
+    bench.work()
+    offers = [(said.learner, said.embodiment) for who, said in bench.sent if isinstance(said, WeightsOffer)]
+    assert offers == [(FIRST, ""), (SECOND, ARM.embodiment)]
 
 
 def test_restarted_gateway_keeps_the_learners_embodiments(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +17,10 @@ from wait_kit import until
 from hal.spec import Array, RobotSpec
 from user_sys.errors import PolicyUnavailable, SessionRefused
 from user_sys.inference.live_policy import LivePolicy
-from user_sys.messages import WeightsApplied
+from user_sys.messages import SignedRecord, WeightsApplied, WeightsOffer
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.policy import ActionChunk, Policy, PolicyQuery
-from user_sys.tunnel.protocol import TunnelState
+from user_sys.tunnel.protocol import Envelope, TunnelState
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
 
 OBSERVATION = example_observation(np.random.default_rng(0))
@@ -44,6 +45,7 @@ class SilentClient:
     def __init__(self) -> None:
         self.sent: list[WeightsApplied] = []
         self.state, self.reason = TunnelState.OPEN, ""
+        self.counters = Counter[str]()
 
     def send(self, message: WeightsApplied) -> bool:
         self.sent.append(message)
@@ -84,14 +86,26 @@ def test_policy_without_weights_holds_unless_it_may_explore(tmp_path: Path) -> N
     assert world.act() == 1 and not world.policy.awaits_weights
 
 
-def test_policy_may_explore_only_if_the_gateway_is_there_and_offers_no_version(tmp_path: Path) -> None:
+def test_policy_may_explore_only_after_the_gateway_has_said_in_this_session_that_it_has_no_version(
+    tmp_path: Path,
+) -> None:
     world = World(tmp_path, explore=False)
-    assert world.policy.may_explore
+    receiver, empty = world.policy._receiver, Envelope(WeightsOffer(manifests=(), signer=b"", greeting=True))
+    assert not world.policy.may_explore
+    receiver._on_message(empty)
+    assert world.policy.may_explore and receiver.planner.rejected == 0
     world.client.state = TunnelState.LOST
     assert not world.policy.may_explore
-    world.client.state = TunnelState.OPEN
-    world.policy._receiver.planner.newest_version = 3
-    assert not world.policy.may_explore
+    world.client.state, world.client.counters["lost"] = TunnelState.OPEN, 1
+    assert not world.policy.may_explore, "it is another session"
+    receiver._on_message(empty)
+    assert world.policy.may_explore
+    forged = SignedRecord(b"", bytes(64))
+    receiver._on_message(Envelope(WeightsOffer(manifests=(forged,), signer=bytes(32))))
+    assert not world.policy.may_explore, "there are weights, also if they are refused"
+    receiver._on_message(empty)
+    receiver.planner.newest_version = 3
+    assert not world.policy.may_explore, "it had a version before"
 
 
 def test_weights_are_swapped_between_chunks_and_reported(tmp_path: Path) -> None:

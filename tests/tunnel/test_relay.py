@@ -15,11 +15,13 @@ from tunnel_kit import QUICK, GatewaySite, RecordingHandler, chunk, hello, prepa
 
 from hal.spec import ArraySpec, RobotSpec
 from sim.network_emulator import EmulatedLink
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import SessionRefused
 from user_sys.gateway.gateway import GatewayAddress
 from user_sys.gateway.relay import Relay, RelayConfig
+from user_sys.inference.live_policy import LivePolicy
 from user_sys.messages import (
     LeaseGrant,
     LeaseRequest,
@@ -33,11 +35,13 @@ from user_sys.messages import (
     WeightsManifest,
     WeightsOffer,
 )
+from user_sys.policies.conformance import example_spec
+from user_sys.policies.mlp import MlpPolicy
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import TunnelServer
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.receiver import UpdatePlanner
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, UpdatePlanner
 from user_sys.weights.signing import PUBLIC_SUFFIX, TrustedLearnerKey, ensure_signer
 from user_sys.weights.version_store import VersionStore
 
@@ -349,6 +353,29 @@ def test_policy_server_gets_weights_from_the_relay_of_its_site(tmp_path: Path) -
                 publisher.publish({"w": np.ones(10_000, np.float32)}, 11, updates=2)
                 until(lambda: reader.poll() == 11, "and newer ones")
             assert not far.relay.upstream_sessions
+
+
+def test_policy_behind_a_relay_explores_only_after_the_cloud_has_said_that_it_has_no_version(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    pair, spec = new_keypair(), example_spec()
+    with ExitStack() as first:
+        cloud = first.enter_context(serving(tmp_path / "cloud"))
+        first.close()
+        with relaying(tmp_path / "far", cloud) as far:
+            Keyring(far.folder / "keys").allow(pair.public, "policy", "policy")
+            said = replace(hello("policy-1", "policy"), spec=spec)
+            client = TunnelClient(far.relay.server.endpoint, pair, far.public, said, limits=QUICK)
+            served = DoubleBufferedPolicy(lambda: MlpPolicy(spec))
+            with client, LivePolicy(served, client, "policy-1", ReceiverConfig(), tmp_path / "lab", None) as policy:
+                client.wait_open(120)
+                time.sleep(0.5)
+                assert not policy.may_explore
+                with serving(tmp_path / "cloud") as again:
+                    until(lambda: policy.may_explore, "the cloud has no version")
+                    signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
+                    with Publisher(_learner(again, "learner", spec), signer, PublishConfig()) as publisher:
+                        publisher.publish(policy_arrays(MlpPolicy.make_module(spec)), 10, updates=1)
+                        until(lambda: not policy.may_explore, "the learner has a version")
 
 
 def _learner(cloud: GatewaySite, name: str, spec: RobotSpec) -> TunnelClient:

@@ -198,7 +198,7 @@ class RelayedWeights:
 
     def __init__(self, folder: Path, kept: int, server: TunnelServer, uplink: TunnelClient) -> None:
         """Raises OSError."""
-        self.router = WeightsRouter(folder, self.send, kept, self._robots)
+        self.router = WeightsRouter(folder, self.send, kept, self._robots, is_relay=True)
         self.deferred_offers: dict[str, WeightsOffer] = {}
         self._server, self._uplink = server, uplink
         self._pins: dict[str, SignedRecord] = {}  # by learner, the newest pin that is on disk
@@ -238,7 +238,8 @@ class RelayedWeights:
         self.deferred_offers.pop(learner, None)
         if offer.greeting or learner not in self._offering:  # requests of an earlier connection get no reply
             self.router.on_learner_opened(learner, offer.embodiment)
-        self._offering.add(learner)
+        if offer.manifests:  # before the learner has connected, its embodiment is unknown
+            self._offering.add(learner)
         if offer.pin is not None and offer.pin != self._pins.get(learner):
             self._set_pin(learner, offer.pin)
         self.router.on_message(learner, offer, None)

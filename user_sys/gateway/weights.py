@@ -268,6 +268,7 @@ class WeightsDistributor(ThreadedService):
     Args:
         send: queues a message for a peer, see `TunnelServer.send`.
         kept: how many versions stay on disk, so that a person can return to one; see `thin_versions`.
+        is_relay: it tells robots that there is no version only after an offer has said so.
 
     Attributes:
         version: the version that robots should use; -1 before the first.
@@ -280,6 +281,8 @@ class WeightsDistributor(ThreadedService):
         kept: int = 8,
         clock: Callable[[], float] = time.monotonic,
         cache: BlobCache | None = None,
+        *,
+        is_relay: bool = False,
     ) -> None:
         """Reads the versions on disk. Raises OSError."""
         super().__init__("weights", WEIGHTS_STOP_TIMEOUT_S)
@@ -296,6 +299,7 @@ class WeightsDistributor(ThreadedService):
         self._staleness = RobotStaleness(clock)
         self._next_prune_s = 0.0
         self._announced: object = None
+        self._is_without_version = not is_relay  # unless one is on disk
         self.version = self._select()
         self._inbox: CoalescingQueue[_Event] = CoalescingQueue(sys.maxsize, MAX_INBOX_BYTES, lambda event: event[1])
 
@@ -401,8 +405,11 @@ class WeightsDistributor(ThreadedService):
 
     def _on_offer(self, offer: WeightsOffer) -> None:
         try:
+            self._is_without_version = not offer.manifests
+            if self._is_without_version:
+                return self._server.offer_to_all()
             candidates = [Candidate.of(decode_record(each.body, WeightsManifest), each) for each in offer.manifests]
-            if not candidates or len({(c.manifest.run, c.manifest.version) for c in candidates}) != 1:
+            if len({(c.manifest.run, c.manifest.version) for c in candidates}) != 1:
                 raise WireError("an offer must have the manifests of one version")
             self._pin.signer = offer.signer
             if self._is_complete(candidates):
@@ -469,7 +476,12 @@ class WeightsDistributor(ThreadedService):
         self._server.offer_to_all()
 
     def _offer(self) -> WeightsOffer | None:
-        """The offer of the version to use, with a pin that names it or that allows the newest again."""
+        """The offer of the version to use, with a pin that names it or that allows the newest again.
+
+        It is empty if there is no version, and None if that is not known.
+        """
+        if self.version == NO_VERSION:
+            return WeightsOffer(manifests=(), signer=b"") if self._is_without_version else None
         pin = self._pin
         is_for_version = pin.pinned.run == self._run and pin.pinned.version in (NO_VERSION, self.version)
         return build_offer(
@@ -525,9 +537,18 @@ class WeightsRouter:
     gets all of them. Its public methods never block, except `close`, and any thread may call them.
     """
 
-    def __init__(self, folder: Path, send: SendMessage, kept: int, robots: Callable[[], list[Peer]]) -> None:
-        """`robots` lists the connected robots. Raises OSError."""
-        self._folder, self._send, self._kept, self._robots = folder, send, kept, robots
+    def __init__(
+        self,
+        folder: Path,
+        send: SendMessage,
+        kept: int,
+        robots: Callable[[], list[Peer]],
+        *,
+        is_relay: bool = False,
+    ) -> None:
+        """`robots` lists the connected robots; `is_relay` as for `WeightsDistributor`. Raises OSError."""
+        self._folder, self._send, self._robots = folder, send, robots
+        self._make_distributor = partial(WeightsDistributor, kept=kept, is_relay=is_relay)
         self._lock = threading.RLock()
         self._running = False
         self._distributors: dict[str, WeightsDistributor] = {}  # by learner
@@ -625,11 +646,14 @@ class WeightsRouter:
             if name not in self._distributors and len(self._distributors) >= MAX_LEARNERS:
                 logger.error("weights.too_many_learners name=%s: the limit is %d", name, MAX_LEARNERS)
                 return
-            distributor = self._distributors.get(name) or self._open(name)
+            is_new = name not in self._distributors
+            distributor = self._open(name) if is_new else self._distributors[name]
             self._learner_by_peer[name] = name
             if embodiment:
                 self._set_embodiment(name, embodiment)
             distributor.on_learner_opened(name)
+            for relay in self._relays if is_new else ():  # now that offers name the embodiment
+                distributor.on_robot_opened(relay)
         for robot in self._robots():
             if self._learner_by_peer.get(robot.name) != self._learner_for(robot):
                 self._assign(robot)
@@ -642,13 +666,11 @@ class WeightsRouter:
     def _open(self, name: str) -> WeightsDistributor:
         folder = learner_folder(self._folder, name)
         store, send = VersionStore(folder), partial(self._send_for, name)
-        distributor = self._distributors[name] = WeightsDistributor(store, send, self._kept)
+        distributor = self._distributors[name] = self._make_distributor(store, send)
         file = folder / EMBODIMENT_FILE
         self._embodiments[name] = file.read_text() if file.exists() else ""
         if self._running:
             distributor.start()
-        for relay in self._relays:
-            distributor.on_robot_opened(relay)
         return distributor
 
     def _send_for(self, learner: str, peer: str, message: AnyMessage, payload: Payload | None) -> bool:

@@ -85,8 +85,8 @@ class LivePolicy(StartedAtEntry):
 
     @property
     def may_explore(self) -> bool:
-        """Whether the gateway is there and offers no version; otherwise a policy server may have lost its weights."""
-        return self._client.state is TunnelState.OPEN and self._receiver.planner.newest_version == NO_VERSION
+        """See `WeightsReceiver.is_without_version`; otherwise a policy server may have lost its weights."""
+        return self._receiver.is_without_version()
 
     def hold_reason(self, *, explore: bool) -> str:
         """Why a robot must hold, for its operators; empty if the policy may act."""

@@ -43,7 +43,7 @@ from user_sys.policies.policy import Policy
 from user_sys.threads import ThreadedService
 from user_sys.trace import span
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.protocol import Envelope
+from user_sys.tunnel.protocol import Envelope, TunnelState
 from user_sys.weights.catalog import DEFAULT_CACHE_BYTES, BlobCache, BlobCacheFull, StoredVersion
 from user_sys.weights.fetcher import Candidate, VersionFetcher
 from user_sys.weights.governor import Governor, GovernorConfig
@@ -248,6 +248,8 @@ class UpdatePlanner:
         """Handles an offer of a version. One with an invalid signature is rejected and changes nothing."""
         if offer.greeting:
             self.fetcher.reset_requests()
+        if not offer.manifests:
+            return
         try:
             self._trusted_key.trust_on_first_use(offer.signer)
             candidates = [
@@ -405,6 +407,7 @@ class WeightsReceiver(ThreadedService):
         self._store = None if folder is None else VersionStore(folder)
         self._next_save_s = time.monotonic() + SAVE_INTERVAL_S
         self._saved: StoredVersion | None = None
+        self._empty_session = -1  # in which the gateway has said that it has no version: after so many losses
         trust = TrustedLearnerKey(keys / f"{SIGNING_KEY_NAME}{PUBLIC_SUFFIX}")
         trust.require_persistent()
         self.planner = UpdatePlanner(
@@ -425,6 +428,12 @@ class WeightsReceiver(ThreadedService):
         """Raises the error that ended the thread, if there is one."""
         if self.failure is not None:
             raise self.failure
+
+    def is_without_version(self) -> bool:
+        """Whether the gateway is there and has said in this session that it has no version, and never offered one."""
+        channel, planner = self._channel, self.planner
+        is_current = channel.state is TunnelState.OPEN and self._empty_session == channel.counters["lost"]
+        return is_current and planner.newest_version == NO_VERSION
 
     def is_too_stale(self) -> bool:
         """Whether the acting policy is too many versions behind; never before the first version.
@@ -484,6 +493,7 @@ class WeightsReceiver(ThreadedService):
         match envelope.message:
             case WeightsOffer() as offer:
                 before = self.planner.pin
+                self._empty_session = -1 if offer.manifests else self._channel.counters["lost"]
                 self.planner.on_offer(offer)
                 if offer.pin is not None and self.planner.pin is not before:
                     self._save_pin(offer.pin)
