@@ -16,7 +16,7 @@ from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.flow import FlowPolicy, FlowSettings
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.policy import Policy
-from user_sys.weights.receiver import DoubleBufferedPolicy
+from user_sys.weights.receiver import DoubleBufferedPolicy, WeightsNotLoaded
 
 SPEC = example_spec()
 SMALL = MlpSettings((16,))
@@ -97,7 +97,7 @@ def test_without_memory_for_a_version_the_acting_one_stays(monkeypatch: pytest.M
     if waiting:
         swap.load(2, known[2])
     monkeypatch.setattr(NarrowPolicy, "room", 2)
-    with pytest.raises(WireError, match="cannot be loaded: OutOfMemoryError: CUDA out of memory"):
+    with pytest.raises(WeightsNotLoaded, match="cannot be loaded: OutOfMemoryError: CUDA out of memory"):
         swap.load(3, known[3])
     assert swap.swap_if_ready() is None, "a copy with tensors of two versions does not act"
     np.testing.assert_array_equal(acts(swap.policy), before)

@@ -25,6 +25,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.protocol import AnyMessage
 from user_sys.weights.fetcher import MAX_WINDOW_BYTES
+from user_sys.weights.receiver import LOAD_RETRY_S, WeightsNotLoaded
 from user_sys.weights.signing import TrustedLearnerKey
 from user_sys.weights.state import build_tensor_set, dequantize, quantize
 from user_sys.weights.version_store import VersionStore, newest_version
@@ -311,6 +312,51 @@ def test_version_that_the_policy_refuses_is_not_loaded_again(tmp_path: Path) -> 
     transfer.planner.on_offer(transfer.offer(1))
     transfer.run(5)
     assert tried == [1] and transfer.planner.loaded_version == NO_VERSION
+
+
+def without_memory(manifest: WeightsManifest, arrays: object, announced_s: float) -> None:
+    raise WeightsNotLoaded("it cannot be loaded: OutOfMemoryError: CUDA out of memory")
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_version_without_memory_is_loaded_once_there_is_some(tmp_path: Path, is_pinned: bool) -> None:
+    transfer, wanted = DirectTransfer(tmp_path), 1 if is_pinned else 2
+    load = transfer.load
+    transfer.push(random_weights(1), 1)
+    if is_pinned:
+        transfer.push(random_weights(2), 2)
+    transfer.load = without_memory  # type: ignore[method-assign]
+    if is_pinned:
+        transfer.planner.on_offer(transfer.offer(1, pin(transfer, 1, serial=1)))
+        transfer.run()
+    else:
+        transfer.push(random_weights(2), 2)
+    assert transfer.planner.loaded_version == 3 - wanted
+    transfer.now_s += 10 * LOAD_RETRY_S
+    transfer.run()
+    assert transfer.planner.rejected == 1, "it is logged and counted once"
+    transfer.load = load  # type: ignore[method-assign]
+    transfer.now_s += LOAD_RETRY_S
+    transfer.run()
+    assert transfer.planner.loaded_version == wanted == transfer.loaded[-1][0]
+    transfer.push(random_weights(3), 3)
+    assert [version for version, *_ in transfer.loaded].count(wanted) == 1 + is_pinned
+
+
+def test_version_without_memory_is_dropped_for_a_newer_one(tmp_path: Path) -> None:
+    transfer = DirectTransfer(tmp_path)
+    load = transfer.load
+    transfer.push(random_weights(1), 1)
+    one = transfer.planner.cache.size_bytes
+    transfer.load = without_memory  # type: ignore[method-assign]
+    for version in range(2, 12):
+        transfer.push(random_weights(version), version)
+    assert transfer.planner.cache.size_bytes <= 2.1 * one
+    transfer.load = load  # type: ignore[method-assign]
+    transfer.push(random_weights(12), 12)
+    transfer.now_s += LOAD_RETRY_S
+    transfer.run()
+    assert transfer.loaded[-1][0] == 12 and transfer.planner.cache.size_bytes <= 1.1 * one
 
 
 def test_version_that_is_gone_is_left_for_the_next_offer(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 
 from hal.settings import Limit
 from hal.spec import Array
-from user_sys.errors import WireError
+from user_sys.errors import UserSysError, WireError
 from user_sys.messages import (
     FOREIGN_RUN,
     NO_VERSION,
@@ -51,11 +51,21 @@ from user_sys.weights.signing import PUBLIC_SUFFIX, SIGNING_KEY_NAME, TrustedLea
 from user_sys.weights.state import YieldHook, dequantize, no_yield
 from user_sys.weights.version_store import VersionStore, newest_version, read_tensors
 
+LOAD_RETRY_S = 10.0  # of a version for which there was too little memory
 ItemT = TypeVar("ItemT")
 
 LoadWeights = Callable[[WeightsManifest, Mapping[str, Array], float], None]
-"""Loads arrays into the second copy of the policy; the time is that of the announcement. Raises WireError."""
+"""Loads arrays into the second copy of the policy; the time is that of the announcement.
+
+Raises:
+    WireError: they do not fit the policy.
+    WeightsNotLoaded: there is too little memory now.
+"""
 _log = logging.getLogger(__name__)
+
+
+class WeightsNotLoaded(UserSysError):
+    """Weights that fit the policy could not be loaded: retry later."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +125,8 @@ class DoubleBufferedPolicy:
             run: the run that `version` belongs to.
 
         Raises:
-            WireError: the weights do not fit the policy; the acting and the loaded version stay. Or there is too little
-                memory for them; the acting version stays.
+            WireError: the weights do not fit the policy; the acting and the loaded version stay.
+            WeightsNotLoaded: there is too little memory for them; the acting version stays.
         """
         announced_s = time.monotonic() if offered_s is None else offered_s
         waiting = _pop(self._loaded)
@@ -134,7 +144,7 @@ class DoubleBufferedPolicy:
             self._idle.append(idle)  # it may have some of the new weights, so it must not act
             if self.version == NO_VERSION:
                 raise
-            raise WireError(f"it cannot be loaded: {type(error).__name__}: {error}") from error
+            raise WeightsNotLoaded(f"it cannot be loaded: {type(error).__name__}: {error}") from error
         self._loaded.append(_LoadedPolicy(idle, version, announced_s, run))
 
     def swap_if_ready(self) -> int | None:
@@ -203,8 +213,8 @@ class UpdatePlanner:
         self.run, self.newest_version = b"", NO_VERSION
         self.stage_seconds: Mapping[str, float] = {}
         self._trusted_key, self._load, self._precisions, self._clock = trusted_key, load, tuple(precisions), clock
-        self._tensors: dict[TensorEntry, Array] = {}  # of the loaded version
-        self._arrays: dict[str, Array] = {}  # of the loaded version, as the policy loads them
+        self._arrays = dict[TensorEntry, Array](), dict[str, Array]()  # of the loaded version; as the policy loads them
+        self._postponed: tuple[StoredVersion, float] | None = None  # one without memory, and when to load it again
         self._epoch = b"", 0  # the run and the newest epoch of offers and of saved weights
         self.pin: PinnedVersion | None = None
         self._announced_s: dict[int, float] = {}  # by version
@@ -293,6 +303,11 @@ class UpdatePlanner:
         for version in self.fetcher.pop_completed():
             if self._is_wanted(version.manifest):
                 self._complete_update(version)
+        if self._postponed is not None and self._clock() >= self._postponed[1]:
+            if self._is_wanted(self._postponed[0].manifest):
+                self._complete_update(self._postponed[0])
+            else:
+                self._postponed = None
         return self.fetcher.step()
 
     def _set_pin(self, pin: PinnedVersion) -> None:
@@ -315,36 +330,43 @@ class UpdatePlanner:
 
     def _complete_update(self, version: StoredVersion) -> None:
         announced_s, started_s = self._announced_s.get(version.manifest.version, self._clock()), self._clock()
+        before, self._postponed = self._postponed, None
         try:
             decoded_s, loaded_s = self._load_version(version, announced_s)
         except WireError as error:
             self._reject(f"version {version.manifest.version}: {error}")
-            return
-        self._announced_s = {number: at for number, at in self._announced_s.items() if at > announced_s}
+        except WeightsNotLoaded as error:
+            if before is None or before[0] is not version:
+                self._reject(f"version {version.manifest.version}: {error}; tried again every {LOAD_RETRY_S:g} s")
+            self._postponed = version, self._clock() + LOAD_RETRY_S
+        else:
+            self._announced_s = {number: at for number, at in self._announced_s.items() if at > announced_s}
+            self.stage_seconds = {
+                "fetch": started_s - announced_s,
+                "decode": decoded_s - started_s,
+                "load": loaded_s - decoded_s,
+            }
         self._drop_unneeded()
-        self.stage_seconds = {
-            "fetch": started_s - announced_s,
-            "decode": decoded_s - started_s,
-            "load": loaded_s - decoded_s,
-        }
 
     def _drop_unneeded(self) -> None:
         """Drops blobs of versions that were refused, abandoned or replaced."""
-        loaded = self.loaded.digests if self.loaded else frozenset[bytes]()
-        self.cache.retain(loaded | self.fetcher.needed_digests())
+        kept = (self.loaded, None if self._postponed is None else self._postponed[0])
+        digests = (version.digests for version in kept if version is not None)
+        self.cache.retain(self.fetcher.needed_digests().union(*digests))
 
     def _load_version(self, version: StoredVersion, announced_s: float) -> tuple[float, float]:
         """Returns the times at which the arrays were there and the policy had loaded them."""
-        tensors = read_tensors(version, self.cache, self._tensors)
-        same = {e.name for e, array in tensors.items() if self._tensors.get(e) is array and e.name in self._arrays}
+        before, loaded = self._arrays
+        tensors = read_tensors(version, self.cache, before)
+        same = {e.name for e, array in tensors.items() if before.get(e) is array and e.name in loaded}
         changed = {entry.name: array for entry, array in tensors.items() if entry.name not in same}
         made = dequantize(changed, version.manifest.precision)
         for array in made.values():
             array.flags.writeable = False
-        arrays = {entry.name: self._arrays[entry.name] if entry.name in same else made[entry.name] for entry in tensors}
+        arrays = {entry.name: loaded[entry.name] if entry.name in same else made[entry.name] for entry in tensors}
         decoded_s = self._clock()
         self._load(version.manifest, arrays, announced_s)
-        self.loaded, self._tensors, self._arrays = version, tensors, arrays
+        self.loaded, self._arrays = version, (tensors, arrays)
         return decoded_s, self._clock()
 
     def _reject(self, why: str) -> None:
