@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,16 @@ from episode_kit import chunk_header
 from wait_kit import until
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.algorithm import Algorithm, TdErrors, TensorBatch, TrainingData
+from user_sys.algorithms.algorithm import (
+    NETWORK,
+    Algorithm,
+    TdErrors,
+    TensorBatch,
+    TrainingData,
+    fits_policy,
+    load_policy_state,
+)
+from user_sys.algorithms.algorithm import POLICY as POLICY_PREFIX
 from user_sys.algorithms.conformance import example_batch
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
@@ -31,7 +41,7 @@ from user_sys.learner.checkpoint import load_latest_checkpoint
 from user_sys.learner.config import ComputeConfig, LearnerConfig
 from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner
 from user_sys.learner.trainer import Trainer
-from user_sys.plugins import ALGORITHMS, POLICIES
+from user_sys.plugins import ALGORITHMS, POLICIES, load_policy
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.replay.batches import BatchSpec
@@ -50,6 +60,7 @@ SPEC = example_spec()
 VECTORS = [feature.name for feature in SPEC.observation]
 STEPS = 12
 POLICY = PolicyConfig(options={"hidden": [16]})
+TINY_VLA = {"width": 16, "heads": 2, "prefix_layers": 1, "expert_layers": 1, "chunk_length": 2, "flow_steps": 2}
 SMALL: dict[str, object] = {"critic_hidden": [16], "critics": 3}
 CONFIG = LearnerConfig(
     options=SMALL, batch_size=16, cache_bytes=1 << 20, publish=PublishConfig(every_updates=1), warmup_updates=40
@@ -494,6 +505,20 @@ def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> 
         trainer.close()
         with pytest.raises(WireError, match="learner.initial_policy does not fit policy.kind and policy.options"):
             Trainer(CONFIG, SPEC, reader, policy=PolicyConfig(), initial_state=found.arrays)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("mlp", {}), ("flow", {}), ("vla", TINY_VLA)])
+def test_policy_of_another_robot_is_refused_if_it_has_that_robots_scaling(kind: str, options: dict[str, Any]) -> None:
+    policy, settings = load_policy(kind, options)
+    other = msgspec.structs.replace(SPEC, action=msgspec.structs.replace(SPEC.action, low=(-3.0, 0.0)))
+    first, second = (policy.make_module(spec, settings=settings) for spec in (SPEC, other))
+    state = {NETWORK + POLICY_PREFIX + name: tensor for name, tensor in first.state_dict().items()}
+    assert fits_policy(first, state) and fits_policy(second, state) == (kind == "vla"), "its weights have no scaling"
+    if kind != "vla":
+        own = second.action.scale.clone()
+        with pytest.raises(WireError, match=r"is of another robot: \['action.centre', 'action.scale'\] differ"):
+            load_policy_state(second, state)
+        assert torch.equal(second.action.scale, own)
 
 
 def test_resumed_learner_of_an_initial_policy_publishes_before_its_first_update(bench: LearnerBench) -> None:

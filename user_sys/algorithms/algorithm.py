@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hal.spec import Array, RobotSpec
 from user_sys.algorithms.distributed import divided_like, own_part, whole
 from user_sys.errors import ConfigError, WireError
+from user_sys.policies.networks import Affine
 from user_sys.policies.policy import SENTENCE
 from user_sys.replay.batches import Batch, BatchSpec
 from user_sys.replay.selectors import MixturePart, PhaseName
@@ -431,7 +432,7 @@ def load_state(algorithm: Algorithm, state: Mapping[str, Array], frozen: Mapping
 
 
 def fits_policy(module: nn.Module, state: Mapping[str, Array | Tensor]) -> bool:
-    """Returns whether the policy in the state of an algorithm has the names and shapes of `module`."""
+    """Returns whether the policy in the state of an algorithm has the names, shapes and scaling of `module`."""
     return not _policy_differences(module, state)
 
 
@@ -439,7 +440,7 @@ def load_policy_state(module: nn.Module, state: Mapping[str, Array | Tensor]) ->
     """Loads the policy that acts, of the state of any algorithm, into a policy's module.
 
     Raises:
-        WireError: names or shapes differ from this policy's; nothing was changed.
+        WireError: names, shapes or what scales vectors and actions differ from this policy's; nothing was changed.
     """
     if different := _policy_differences(module, state):
         raise WireError(
@@ -452,8 +453,12 @@ def load_policy_state(module: nn.Module, state: Mapping[str, Array | Tensor]) ->
 def _policy_differences(module: nn.Module, state: Mapping[str, Array | Tensor]) -> list[str]:
     prefix = NETWORK + POLICY
     found = {(key.removeprefix(prefix), tuple(each.shape)) for key, each in state.items() if key.startswith(prefix)}
-    expected = {(name, tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
-    return sorted({name for name, _ in expected ^ found})[:6]
+    own = module.state_dict()
+    different = {name for name, _ in found ^ {(name, tuple(tensor.shape)) for name, tensor in own.items()}}
+    parts = [path for path, part in module.named_modules() if isinstance(part, Affine)]
+    constants = {name for name in own if name.rpartition(".")[0] in parts} - different
+    different |= {name for name in constants if not np.allclose(own[name], state[prefix + name])}
+    return sorted(different)[:6]
 
 
 def load_generators(state: Mapping[str, Array]) -> None:

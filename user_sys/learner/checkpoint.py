@@ -101,6 +101,11 @@ class CheckpointScan:
         """There are checkpoints, but none can be read."""
         return self.readable is None and bool(self.unreadable)
 
+    @property
+    def has_updates(self) -> bool:
+        """The readable checkpoint is not that of the start of training."""
+        return self.readable is not None and int(self.readable.stem.split("-")[1]) > 0
+
     def __str__(self) -> str:
         return "; ".join(f"{path}: {reason}" for path, reason in self.unreadable.items())
 
