@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.policy import AGE_SUFFIX, Policy
 from user_sys.policies.sentences import HASHED_WORDS, hash_words
+from user_sys.policies.steered import SteeredPolicy, SteeredSettings
 from user_sys.policies.vla import VlaPolicy, VlaSettings
 
 torch.set_num_threads(1)
@@ -164,7 +166,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_opening_a_policy_reads_its_encoder_of_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_steered", [False, True])
+def test_opening_a_policy_reads_its_encoder_of_sentences(monkeypatch: pytest.MonkeyPatch, is_steered: bool) -> None:
     """At the first act a policy server would read it while its other robots wait."""
 
     class Encoder:
@@ -175,10 +178,13 @@ def test_opening_a_policy_reads_its_encoder_of_sentences(monkeypatch: pytest.Mon
             return torch.zeros(len(sentences), 8)
 
     monkeypatch.setattr("user_sys.policies.vla.load_text_encoder", lambda name: Encoder())
-    settings = replace(SMALL, text_encoder="some/name")
-    VlaPolicy.make_module(example_spec(), settings=settings)
+    settings: Any = replace(SMALL, text_encoder="some/name")
+    if is_steered:
+        settings = SteeredSettings(base="vla", base_options=asdict(settings), hidden=(16,))
+    kind: Any = SteeredPolicy if is_steered else VlaPolicy
+    kind.make_module(example_spec(), settings=settings)
     assert not Encoder.read, "a learner reads it later"
-    VlaPolicy(example_spec(), settings=settings)
+    kind(example_spec(), settings=settings)
     assert Encoder.read
 
 

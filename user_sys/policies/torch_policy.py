@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -99,9 +99,9 @@ class TorchPolicy(TrainablePolicy):
         for parameter in module.parameters():  # `load` gives them memory
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         self.module: Any = module.eval().requires_grad_(False).to(device)
-        encode: Any = getattr(module, "encode_sentences", None)
-        if encode is not None:  # a pretrained encoder is read now, and not while robots wait
-            encode([""])
+        parts: Iterator[Any] = module.modules()  # of which one may be a frozen policy that another one steers
+        for encode in {part.encode_sentences for part in parts if hasattr(part, "encode_sentences")}:
+            encode([""])  # a pretrained encoder is read now, and not while robots wait
         self._shared: dict[str, tuple[Array, Tensor]] = {}  # the newest read-only arrays, and the tensors with them
         self._has_weights = False
 
