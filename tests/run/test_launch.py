@@ -14,11 +14,12 @@ from rich.console import Console
 from run_folder_kit import make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
+from hal.signals import TerminationRequest
 from user_sys.compose import RobotConfig
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.errors import RunError
 from user_sys.logs import LOG_VARIABLE
-from user_sys.run import prepare
+from user_sys.run import launcher, prepare
 from user_sys.run.allocation import LocalAllocation
 from user_sys.run.compare import read_variants
 from user_sys.run.config import RunConfig, create_run_folder
@@ -97,6 +98,28 @@ def test_training_sets_the_results_of_the_run_s_earlier_end_aside(
     assert json.loads((folder.path / "earlier-summary.json").read_text())["episodes"] == 20
     run.train()
     assert (folder.path / "earlier-summary.json").exists()
+
+
+@pytest.mark.parametrize("finished", [0.0, 1.0])
+def test_learner_that_delivers_its_last_version_is_not_stopped_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finished: float
+) -> None:
+    monkeypatch.setattr(launcher, "LEAVE_DEADLINE_S", 0.0)
+    polls, stopped = iter([{"learner"}, {"learner"}, set[str]()]), list[str]()
+    run: Any = object.__new__(RunSupervisor)
+    run._config, run._seen, run._missing = RunConfig(robots=()), set(), {}
+    run._end = TerminationRequest()
+    run._link = SimpleNamespace(client=SimpleNamespace(send=lambda message: None))
+    view = SimpleNamespace(metrics={"learner": {"finished": finished}})
+    run._hub = SimpleNamespace(view=lambda: view, disk_warning=lambda: "")
+    run._receive = lambda wait_s: None
+    cluster = SimpleNamespace(stop=lambda *names, within_s: stopped.extend(names))
+    run._processes = SimpleNamespace(
+        leaving=lambda: {"learner"}, still_running=lambda names: next(polls), names=[], cluster=cluster
+    )
+    run._leave("the target is reached", SimpleNamespace(show=lambda *_: None, print_line=lambda line: None))
+    assert (next(polls, None) is None) == (finished == 1.0) == ("run.left_behind" not in caplog.text)
+    assert stopped == ["gateway"]
 
 
 def test_log_lines_name_the_robot_whose_name_begins_with_anothers(tmp_path: Path) -> None:

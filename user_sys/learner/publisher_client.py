@@ -69,6 +69,11 @@ class SharedSnapshot:
         """The size of the tensors; 0 without any."""
         return 0 if self._memory is None else self._memory.info.tensor_bytes
 
+    @property
+    def frozen_bytes(self) -> int:
+        """The size of those of them that are frozen."""
+        return 0 if self._memory is None else sum(self._memory.views[name].nbytes for name in self._frozen)
+
     def memory_for(self, weights: PolicySnapshot, version: int) -> SharedTensors:
         """The memory for `weights`. Raises WireError if they have another layout than those before."""
         if self._memory is None:
@@ -272,7 +277,7 @@ class PublisherClient(StartedAtEntry):
             RunError: the process crashes repeatedly or does not read, or earlier weights could not be fetched.
         """
         with self._changed:
-            timeout_s = MEMORY_TIMEOUT_S + self.size_bytes / ENCODED_BYTES_PER_S
+            timeout_s = MEMORY_TIMEOUT_S + self._shared.size_bytes / ENCODED_BYTES_PER_S
             if not self._wait_for(lambda: self._status.progress.ready_version >= self.version, timeout_s):
                 raise RunError(f"version {self.version} was not published within {timeout_s:.0f} s; see the log")
             self._steps.send(time.monotonic(), self._channel)  # these steps ran before this push
@@ -313,8 +318,10 @@ class PublisherClient(StartedAtEntry):
 
     @property
     def size_bytes(self) -> int:
-        """The size of a version; 0 before the first."""
-        return self._shared.size_bytes
+        """The size of what the gateway may lack of a version: frozen tensors travel once. 0 before the first."""
+        with self._changed:
+            has_frozen = self._stored_version != NO_VERSION
+            return self._shared.size_bytes - has_frozen * self._shared.frozen_bytes
 
     @property
     def pid(self) -> int | None:

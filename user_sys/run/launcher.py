@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from rich.console import Console
 
@@ -389,6 +389,11 @@ class RunSupervisor:
         """Time left until `by_s` seconds after the signal; infinite without a signal."""
         return max(0.0, self._end.requested_s + by_s - time.monotonic())
 
+    def _is_delivering(self, names: Collection[str]) -> bool:
+        """Whether a learner has trained, and waits until the gateway has its last version, for a bounded time."""
+        metrics = self._hub.view().metrics
+        return any(metrics.get(name, {}).get("finished") for name in names)
+
     def _leave(self, reason: str, display: ProgressDisplay) -> None:
         """Lets sessions deliver their outbox and learners save; then stops the other processes, the gateway last."""
         processes = self._processes
@@ -400,7 +405,8 @@ class RunSupervisor:
             processes.cluster.request_stop(*leaving)
         deadline = time.monotonic() + LEAVE_DEADLINE_S
         while leaving or (self._left_s(REMOTE_DEADLINE_S) and self._connected_remote_robots()):
-            if time.monotonic() >= deadline or not self._left_s(SAVE_DEADLINE_S):
+            is_late = time.monotonic() >= deadline and not self._is_delivering(leaving)
+            if is_late or not self._left_s(SAVE_DEADLINE_S):
                 log.warning("run.left_behind nodes=%s robots=%d", sorted(leaving), self._connected_remote_robots())
                 break
             self._receive(MESSAGE_WAIT_S)
