@@ -227,8 +227,9 @@ def test_chunk_is_read_again_after_an_error_of_the_file_server(store: Store, mon
 
         monkeypatch.setattr(SegmentFileCache, "read", read_or_fail)
         assert replay.read([plan])[0].tolist() == [0, 1, 2, 3], "the second chunk repeats a frame"
+        assert replay.report().damaged
         monkeypatch.setattr(SegmentFileCache, "read", read)
-        assert replay.read([plan])[0].tolist() == []
+        assert replay.read([plan])[0].tolist() == [] and not replay.report().damaged
         assert (abs(out[CAMERA].astype(int) - 10) <= 2).all()
 
 

@@ -75,7 +75,7 @@ class DiskReader:
 
     @property
     def damaged(self) -> int:
-        """Unusable chunks and frames so far. Several threads may read one at once; it counts once."""
+        """Unusable chunks, and frames. Several threads may read one at once; it counts once, until it can be read."""
         return len(self._damaged)
 
     def extend(self) -> None:
@@ -120,6 +120,7 @@ class DiskReader:
             for name, located in frames.items():
                 self._frames[name][span.start : span.stop] = located
             self._states[chunk] = READ
+            self._damaged.discard(f"chunk {chunk}")
         return rows
 
     def _count_damage(self, what: str, error: Exception) -> None:
@@ -185,9 +186,11 @@ class DiskReader:
             try:
                 content = memoryview(self._reader.read_range(chunk, start, stop))
             except StoreError as error:
-                self._count_damage(f"chunk {chunk} byte {start}", error)
+                self._count_damage(f"frames of chunk {chunk}", error)
                 failed += run
                 continue
+            with self._lock:
+                self._damaged.discard(f"frames of chunk {chunk}")
             for at in run:
                 _, first, size, crc = located[at].item()
                 try:
