@@ -472,8 +472,9 @@ def test_run_resumes_with_smaller_batches(bench: LearnerBench, change: dict[str,
     assert bench.train(replace(config, max_updates=9, **change)).updates == 9
 
 
+@pytest.mark.parametrize("grown", [0, 3])
 def test_checkpoint_newer_than_a_restored_backup_continues(
-    bench: LearnerBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bench: LearnerBench, tmp_path: Path, caplog: pytest.LogCaptureFixture, grown: int
 ) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     back_up(tmp_path / "store", str(tmp_path / "backup"))
@@ -486,6 +487,9 @@ def test_checkpoint_newer_than_a_restored_backup_continues(
     (other / "a").symlink_to(tmp_path / "a")
     with StoreWriter.open(other / "store") as writer:
         restored = LearnerBench(other, writer)
+        for number in range(grown):  # robots went on before the learner started
+            writer.append(episode(f"new-{number}", EpisodeSource.DEMO, number))
+        writer.sync()
         learner = restored.train(replace(CONFIG, max_updates=9, batches_ahead=2))
         assert learner.updates == 9 and "learner.store_is_older" in caplog.text
         assert restored.published[-1].version > bench.published[-1].version

@@ -219,6 +219,14 @@ class BatchSource:
         sequence = self.replay.index.chunks.sequence
         return int(sequence.max()) if len(sequence) else -1
 
+    def record_at(self, sequence: int) -> str:
+        """Returns what distinguishes the chunk of this sequence number, after a refresh; empty if it is not here."""
+        index = self.replay.index
+        for chunk in np.flatnonzero(index.chunks.sequence == sequence).tolist():
+            episode = index.episodes.ids.names[index.chunks.episode[chunk]]
+            return f"{episode} {index.chunks.index[chunk]} {index.chunks.steps[chunk]}"
+        return ""
+
     def not_finite_inputs(self) -> Iterator[str]:
         """Names extra columns of the newest batch that are not finite; its other columns always are."""
         index = self.replay.index

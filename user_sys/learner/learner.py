@@ -44,7 +44,7 @@ from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, l
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_frozen, save_frozen
 from user_sys.learner.publisher_client import PublisherClient
-from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, Trainer
+from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, RECORD_KEY, Trainer
 from user_sys.messages import NO_VERSION
 from user_sys.policies.trainable import shared_copy
 from user_sys.store.files import free_bytes
@@ -426,13 +426,14 @@ class Learner:
         not_finite = [name for name, value in state.items() if not np.isfinite(value).all()]
         if not_finite:
             raise NotFinite(f"training diverged by update {self.updates}: {not_finite[:3]} are not finite")
-        counters = self._counters
+        counters, position = self._counters, self._batches.position()
         scalars: Scalars = {
             ALGORITHM_KEY: self._config.algorithm,
             POLICY_KEY: self._trainer.policy_kind,
             PROCESS_COUNT_KEY: self._trainer.group.world,
             FROZEN_KEY: self._frozen_digest,
-            "position": self._batches.position(),
+            "position": position,
+            RECORD_KEY: self._batches.record_at(position),
             LOG_ID_KEY: self._batches.log_id(),
             "online_steps": counters.online_steps,
             "online_seen": counters.online_seen,
@@ -519,11 +520,13 @@ class Learner:
                     f"{where} is of the {what} {saved}, and {setting} is {own}: resume with --{setting}={saved}, or "
                     "start a new run"
                 )
-        if position > (end := self._batches.position()):
+        if self._trainer.lacks_records(checkpoint):
+            end = self._batches.position()
             if scalars.get(LOG_ID_KEY) != self._batches.log_id():
                 raise ConfigError(
-                    f"{where} has read record {position} of its store, but this store ends at record {end}: it is "
-                    "another store. Restore the right one, or move the checkpoints out of the folder to train anew"
+                    f"{where} has read record {position} of its store, and this store, which ends at record {end}, "
+                    "lacks it: it is another store. Restore the right one, or move the checkpoints out of the folder "
+                    "to train anew"
                 )
             log.warning("learner.store_is_older read=%d end=%d: the sampler starts from its seed", position, end)
         counters.updates = checkpoint.updates

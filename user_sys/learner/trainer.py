@@ -45,7 +45,7 @@ SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
 OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process to process
 RANK_PREFIX = "rank."  # prefix of other ranks' arrays, before their number
 ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY = "algorithm", "policy", "processes"  # scalars of a checkpoint
-LOG_ID_KEY = "log_id"  # another one: of the store
+LOG_ID_KEY, RECORD_KEY = "log_id", "record"  # other ones: of the store, and of the newest record that was read
 TRAINED_COPIES = 5  # of what trains: parameters, gradients, two moments of Adam, and a slow copy or a snapshot
 HOST_COPIES = 1  # of all parameters on the CPU: the memory that the publisher process shares
 
@@ -228,6 +228,15 @@ class Trainer:
             state |= {_rank_prefix(rank) + name: value for name, value in arrays.items()}
         return state
 
+    def lacks_records(self, checkpoint: Checkpoint) -> bool:
+        """Whether `checkpoint` has read records that the store lacks, after a `refresh`.
+
+        The store is then another one, or a backup from before, whose later records have their sequence numbers.
+        """
+        position = int(checkpoint.scalars["position"])
+        saved = checkpoint.scalars.get(RECORD_KEY, "")  # older checkpoints have none
+        return position > self.batches.position() or (saved != "" and saved != self.batches.record_at(position))
+
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Continues from `checkpoint`, after a `refresh`. All processes call it.
 
@@ -238,8 +247,7 @@ class Trainer:
             WireError: the checkpoint is of other settings or another robot.
         """
         load_state(self.algorithm, checkpoint.arrays, self.frozen)
-        is_newer = int(checkpoint.scalars["position"]) > self.batches.position()
-        if is_newer or checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
+        if self.lacks_records(checkpoint) or checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
             self._seed_draws(checkpoint.updates)
             if self.batches.once is not None:
                 self.batches.once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)
