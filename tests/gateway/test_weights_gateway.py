@@ -38,7 +38,8 @@ from user_sys.run.pins import SuccessGuards
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
-from user_sys.tunnel.protocol import Payload
+from user_sys.tunnel.protocol import Payload, TunnelState
+from user_sys.weights.catalog import WeightsServer
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
@@ -342,6 +343,30 @@ def test_policy_server_that_was_refused_acts_once_its_key_is_allowed(
                 policy.raise_failure()
         with open_served_policy(site, keys) as policy:  # as `PolicyServer` does after a failure
             until(lambda: swapped(policy, 1), "it acts")
+
+
+def test_policy_may_explore_until_its_gateway_offers_a_version(
+    site: WeightsSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_peer, may_offer, keys = WeightsServer.add_peer, threading.Event(), tmp_path / "lab"
+
+    def add_later(server: WeightsServer, name: str) -> None:
+        assert may_offer.wait(120)  # as while the thread writes a large version
+        add_peer(server, name)
+
+    save_keypair(new_keypair(), keys, "policy")
+    Keyring(site.run / "keys").allow(load_keypair(keys / "policy.key").public, "policy", "policy")
+    with site.serving(), ExitStack() as stack:
+        publisher = site.publisher()
+        monkeypatch.setattr(WeightsServer, "add_peer", add_later)
+        policy = stack.enter_context(open_served_policy(site, keys))
+        until(lambda: policy._client.state is TunnelState.OPEN, "it is connected")
+        assert not policy.may_explore, "the gateway has not said yet what it has"
+        may_offer.set()
+        until(lambda: policy.may_explore, "there is no version")
+        publisher.publish(policy_arrays(MlpPolicy.make_module(example_spec())), 1, updates=1)
+        until(lambda: swapped(policy, 1), "it acts")
+        assert not policy.may_explore
 
 
 def test_policy_servers_of_two_sites_with_a_name_each_get_every_version(site: WeightsSite, tmp_path: Path) -> None:
