@@ -16,7 +16,7 @@ from tunnel_kit import CONFIG, QUICK, GatewaySite, chunk, hello, prepare, servin
 
 from user_sys.edge.outbox import Outbox
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
-from user_sys.messages import ChunkOffer, CreditGrant
+from user_sys.messages import ChunkOffer, CreditGrant, WeightsOffer
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair
 from user_sys.tunnel.protocol import Channel, Envelope
@@ -93,6 +93,8 @@ def hostile_hour(fortress: AttackedGateway, frames: int) -> None:
         for hostile in (warm, attacker):
             hostile.close()
         assert robot.state is TunnelState.OPEN and robot.counters["lost"] == 0
+        first = robot.receive_weights(0)
+        assert first is not None and first.message == WeightsOffer(manifests=(), signer=b"", greeting=True)
         assert robot.receive_weights(0) is None, "what the attacker called weights was not handed on"
         assert taken_under_attack + UNDER_WAY >= KEPT_RATE * recorded, "the honest robot keeps its rate"
         assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
