@@ -457,7 +457,7 @@ def _policy_differences(module: nn.Module, state: Mapping[str, Array | Tensor]) 
     different = {name for name, _ in found ^ {(name, tuple(tensor.shape)) for name, tensor in own.items()}}
     parts = [path for path, part in module.named_modules() if isinstance(part, Affine)]
     constants = {name for name in own if name.rpartition(".")[0] in parts} - different
-    different |= {name for name in constants if not np.allclose(own[name], state[prefix + name])}
+    different |= {name for name in constants if not np.allclose(own[name].cpu(), state[prefix + name])}
     return sorted(different)[:6]
 
 
