@@ -270,8 +270,11 @@ def test_commands_reach_the_robot_and_replies_all_consoles(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("console-0")
         order = OperatorCommand(robot="panda-0", operator="alice", order="take-over")
+        before_ns = time.time_ns()
         assert console.send(order)
-        assert next_of(robot, OperatorCommand) == order
+        forwarded = next_of(robot, OperatorCommand)
+        assert isinstance(forwarded, OperatorCommand) and before_ns <= forwarded.forwarded_unix_ns <= time.time_ns()
+        assert msgspec.structs.replace(forwarded, forwarded_unix_ns=0) == order
         reply = OperatorReply(robot="panda-0", operator="alice", order="take-over", accepted=True)
         robot.send(reply)
         assert next_of(console, OperatorReply) == reply

@@ -270,7 +270,7 @@ class UpdatingPolicy(ActingPolicy, Protocol):
 
 
 class _PendingCommand(NamedTuple):
-    """An operator's command, its e-stop sequence, and when it was received."""
+    """An operator's command, its e-stop sequence, and when it was received; a moving order when it was forwarded."""
 
     command: OperatorCommand
     estop_sequence: int
@@ -294,7 +294,7 @@ class OperatorCommandQueue:
         self._newest_estop: OperatorCommand | None = None  # with the greatest `sequence`
         self._estop_s = 0.0  # when an e-stop arrived last
 
-    def submit(self, command: OperatorCommand, estop_sequence: int = 0) -> None:
+    def submit(self, command: OperatorCommand, estop_sequence: int = 0, waited_s: float = 0.0) -> None:
         """Queues a command. Rejects a re-arm that is older than the newest e-stop, which arrives on a faster channel.
 
         The consoles' clocks decide between orders of different consoles. An e-stop of a clock that is ahead counts as
@@ -302,12 +302,14 @@ class OperatorCommandQueue:
 
         Args:
             estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
+            waited_s: how long it was on its way. Only orders of `MOVING_ORDERS` count from then.
         """
         if command.order == "re-arm" and self._is_older_than_estop(command):
             self.send_reply(command.reply(accepted=False, reason="the e-stop was pressed again since"))
             return
         key = ("drive", command.operator) if command.order == "drive" else None
-        if not self._queue.put(_PendingCommand(command, estop_sequence, self._clock()), key):
+        received_s = self._clock() - (waited_s if command.order in MOVING_ORDERS else 0.0)
+        if not self._queue.put(_PendingCommand(command, estop_sequence, received_s), key):
             self.send_reply(command.reply(accepted=False, reason="busy"))
 
     def note_estop(self, command: OperatorCommand) -> None:

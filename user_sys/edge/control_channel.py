@@ -295,7 +295,7 @@ class ControlInbox:
         message = self._client.receive(INBOX_WAIT_S)
         match message:
             case OperatorCommand():
-                self._commands.submit(message, self._estops.next_sequence())
+                self._commands.submit(message, self._estops.next_sequence(), self._waited_s(message))
             case LeaseGrant() | LeaseRefusal():
                 self._lease.on_message(message)
                 self._driver.token, self._driver.lease_until_ns = self._lease.token, self._lease.until_ns
@@ -306,6 +306,13 @@ class ControlInbox:
                 log.info("run.stopped %s", message.reason)
                 self.is_run_over = True
                 self._shutdown.set()
+
+    def _waited_s(self, command: OperatorCommand) -> float:
+        """How long the command was on its way from the gateway; 0 if that is unknown."""
+        clock = self._client.clock
+        if clock is None or not command.forwarded_unix_ns:
+            return 0.0
+        return max(0, clock.gateway_unix_ns(time.monotonic_ns()) - command.forwarded_unix_ns) / 1e9
 
     def _renew_at_driver(self) -> None:
         """Renews on a socket of its own: the control loop's may be busy with a reset that outlasts the lease."""

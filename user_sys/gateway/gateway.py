@@ -493,6 +493,8 @@ class Gateway:
 
     def _forward_command(self, console: Peer, command: OperatorCommand) -> None:
         self._operator_audit.on_command(command, console.address)
+        if command.order != "e-stop":  # one is never too old
+            command = msgspec.structs.replace(command, forwarded_unix_ns=time.time_ns())
         robot = next((peer for peer in self.server.peers("robot") if peer.name == command.robot), None)
         reason = ""
         if robot is not None and robot.protocol < FIRST_PROTOCOL_OF_ORDER.get(command.order, 0):
