@@ -172,9 +172,8 @@ def test_robot_holds_while_console_or_gateway_is_killed_and_restarts(run: Run) -
     run.processes[GATEWAY_NAME].wait(DEADLINE_S)
     until(lambda: page.view()["silent_s"] > 1.0, "the page names the robot's silence")
     page.close()
-    assert not page.stops(7), "there is no way to the robot"
+    until(lambda: page.stops(7), "the driver on this computer is stopped without the gateway")
     run.start(GATEWAY_NAME)
-    until(lambda: page.stops(7), "the page repeats its e-stop, which reaches the driver")
     page.open()
     until(lambda: page.status().get("authority") == "stopped", "the robot is stopped")
     page.close()

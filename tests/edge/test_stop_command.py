@@ -181,8 +181,29 @@ def test_console_e_stop_reaches_programs_outside_its_run() -> None:
         until(lambda: answers, "the page gets the reply")
         order(E_STOP)
         until(lambda: not _pressing(), "it is done")
-        assert [(reply.accepted, reply.press) for reply in answers] == [(True, E_STOP.press)]
-    assert sent == [E_STOP, E_STOP, watch, take_over, *[E_STOP] * 4]
+        assert [(reply.accepted, reply.press) for reply in answers] == [(True, E_STOP.press)] * 2
+        stop = latched("arm-0")
+        assert stop is not None and stop.presses == 1, "a repeat of a confirmed press does nothing"
+    assert sent == [E_STOP, E_STOP, watch, take_over, *[E_STOP] * 3]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_console_e_stop_that_no_gateway_takes_reaches_a_driver_on_this_computer(simulated: bool) -> None:
+    run, answers = "for /runs/demo/edge/arm-0", list[OperatorReply]()
+    order = with_local_estop(lambda message: False, {"arm-0": run}, answers.append, {"arm-0"} if simulated else ())
+    assert order(E_STOP) is False and not _pressing(), "nothing drives it here"
+    with robot_lock("arm-0", run, simulated=simulated):
+        assert order(E_STOP) is True
+        until(lambda: latched("arm-0", simulated=simulated), "the latch is pressed")
+    until(lambda: answers, "the page gets the reply")
+    assert answers[-1].accepted and answers[-1].press == E_STOP.press
+
+
+def test_console_e_stop_of_a_simulated_robot_leaves_that_of_another_run_alone() -> None:
+    order = with_local_estop(lambda message: True, {"arm-0": "for /runs/demo/edge/arm-0"}, print, {"arm-0"})
+    with robot_lock("arm-0", "for /runs/other/edge/arm-0", simulated=True):
+        order(E_STOP)
+        assert not _pressing() and latched("arm-0", simulated=True) is None
 
 
 def _pressing() -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 from hal.errors import HalError
@@ -70,36 +70,72 @@ def press_estop(files: RobotFiles, person: str, reason: str = "") -> PressResult
     return PressResult(True, f"{ended}; the e-stop is latched for its next start, until a person re-arms it")
 
 
-def with_local_estop(send: Send, owned: Mapping[str, str], on_reply: Callable[[OperatorReply], object]) -> Send:
+class LocalEstops:
+    """Presses the e-stops of robots on this computer, for the pages of a console. One thread calls it; nothing blocks.
+
+    A page repeats a press until it is confirmed. A repeat of a confirmed press does not stop the robot again, so one
+    that arrives after a re-arm does nothing.
+    """
+
+    def __init__(self, on_reply: Callable[[OperatorReply], object], simulated: Container[str]) -> None:
+        """Args:
+        on_reply: called with the result of a press, in its own thread.
+        simulated: names of the robots that are simulated.
+        """
+        self._on_reply, self._simulated = on_reply, simulated
+        self._in_progress: set[str] = set()  # robots
+        self._confirmed: deque[tuple[str, int]] = deque(maxlen=MAX_CONFIRMED)
+
+    def confirms(self, command: OperatorCommand) -> bool:
+        """Whether the press was confirmed before. It is then confirmed again."""
+        if (command.robot, command.press) not in self._confirmed:
+            return False
+        self._on_reply(command.reply(accepted=True))
+        return True
+
+    def press(self, command: OperatorCommand) -> None:
+        """Presses the e-stop in a thread, unless a press of the robot is in progress."""
+        if command.robot not in self._in_progress:
+            self._in_progress.add(command.robot)
+            log.warning("e-stop.local robot=%s by=%s", command.robot, command.operator)
+            threading.Thread(target=self._press, args=(command,), name=f"e-stop {command.robot}").start()
+
+    def _press(self, command: OperatorCommand) -> None:
+        try:
+            files = robot_files(command.robot, simulated=command.robot in self._simulated)
+            result = press_estop(files, command.operator, "pressed at a console of its computer")
+            if result.ok and command.press:
+                self._confirmed.append((command.robot, command.press))
+        finally:
+            self._in_progress.discard(command.robot)
+        self._on_reply(command.reply(accepted=result.ok, reason=result.text))
+
+
+def with_local_estop(
+    send: Send, owned: Mapping[str, str], on_reply: Callable[[OperatorReply], object], simulated: Container[str] = ()
+) -> Send:
     """Wraps `send`, which sends operators' commands to sessions.
 
-    A program outside the run, such as an evaluation, may drive one of the run's robots on this computer. No session
-    receives an e-stop for such a robot, so it is pressed locally too.
+    An e-stop is pressed locally too if a program of this computer drives the robot, and either no gateway takes the
+    e-stop, or the program is outside the run, such as an evaluation: then no session receives it.
 
     Args:
-        owned: the run's real robots, and the end of the lock's owner (`MachineLock.owner`) if the run drives one.
-        on_reply: called in another thread with the result of a local press.
+        owned: the run's robots, and the end of the lock's owner (`MachineLock.owner`) if the run drives one.
+        on_reply: called with the result of a local press, in another thread.
+        simulated: those of `owned` that are simulated. A program outside the run simulates another robot of the name.
     """
-    in_progress: set[str] = set()  # robots: the page repeats a press until it is confirmed
-    confirmed: deque[tuple[str, int]] = deque(maxlen=MAX_CONFIRMED)
-
-    def press_locally(command: OperatorCommand) -> None:
-        result = press_estop(robot_files(command.robot, simulated=False), command.operator)
-        if result.ok and command.press:
-            confirmed.append((command.robot, command.press))
-        in_progress.discard(command.robot)
-        on_reply(command.reply(accepted=result.ok, reason=result.text))
+    estops = LocalEstops(on_reply, simulated)
 
     def send_and_press(message: ConsoleMessage) -> object:
-        sent = send(message)
         if not isinstance(message, OperatorCommand) or message.order != "e-stop" or message.robot not in owned:
+            return send(message)
+        if estops.confirms(message):
+            return True
+        sent, owner = send(message), driver_process_of(message.robot)
+        is_outside = not owner.endswith(owned[message.robot])
+        if not owner or (message.robot in simulated if is_outside else sent is not False):
             return sent
-        robot, key = message.robot, (message.robot, message.press)
-        owner = driver_process_of(robot)
-        if owner and not owner.endswith(owned[robot]) and robot not in in_progress and key not in confirmed:
-            in_progress.add(robot)
-            log.warning("e-stop.local robot=%s by=%s driven by %s", robot, message.operator, owner)
-            threading.Thread(target=press_locally, args=(message,), name=f"e-stop {robot}", daemon=True).start()
-        return sent
+        estops.press(message)
+        return True
 
     return send_and_press

@@ -60,21 +60,22 @@ class ConsoleProcess:
         """
         self._folder, self._seen = folder, set[str]()
         self._client = gateway_client(folder, metadata, CONSOLE)
-        real = [robot.name for robot in (*config.robots, *config.remote_robots) if not robot.simulated]
-        drivers = {name: f"for {folder.edge(name).resolve()}" for name in real}
-        send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply))
+        robots = (*config.robots, *config.remote_robots)
+        drivers = {robot.name: f"for {folder.edge(robot.name).resolve()}" for robot in robots}
+        simulated = {robot.name for robot in robots if robot.simulated}
+        send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply), simulated)
         self._hub = ConsoleHub(metadata.name, send, {}, config.learner.max_training_s, folder=folder.path)
         history = previous_episodes(folder), previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
         self._hub.restore_history(*history[0], history[1])
         self._hub.restore_curves(previous_outcomes(folder), previous_losses(folder))
-        for robot in (*config.robots, *config.remote_robots):
+        for robot in robots:
             self._hub.add_robot(robot.name)
         self._read_robot_records()
         self._audit = AuditLog(folder.path / STATE_FILE)
         console, token = config.console, ""
         if is_restart:
             console, token = as_before(config.console, folder.console_address)
-        sources = {robot.name: drawing_source(robot) for robot in (*config.robots, *config.remote_robots)}
+        sources = {robot.name: drawing_source(robot) for robot in robots}
         self._server = ConsoleServer(
             self._hub, console, token, self._audit.write, folder.store, drawing_sources=sources
         )

@@ -9,21 +9,19 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hal.durable import replace_durably
 from hal.errors import HalError
-from hal.machine_folder import robot_files
 from hal.resource import local_node
 from hal.state_database import STATE_FILE, AuditEntry, AuditLog
 from user_sys.config import load
 from user_sys.console.config import ADDRESS_MODE, ConsoleConfig, as_before
 from user_sys.console.hub import ConsoleHub, HubMessage, OverrideOrder
 from user_sys.edge.driver_client import DriverClient
-from user_sys.edge.local_estop import press_estop
+from user_sys.edge.local_estop import LocalEstops
 from user_sys.edge.local_link import LocalLink
 from user_sys.errors import AuthorityError, WireError
 from user_sys.logs import run_process
@@ -75,8 +73,7 @@ class EdgeConsole:
         self._config = config
         self._link = LocalLink(config.endpoint, self._on_message)
         self._hub = EdgeHub(f"robots of {local_node()}", self._send, folder=config.folder)
-        self._presses = ThreadPoolExecutor(max(1, len(config.robots)), "e-stop")  # a hung driver delays its own robot
-        self._pressing: set[str] = set()  # robots with a press in progress; the page repeats it until it is confirmed
+        self._estops = LocalEstops(self._hub.update, config.simulated)
         for robot in config.robots:
             self._hub.add_robot(robot)
 
@@ -89,7 +86,6 @@ class EdgeConsole:
         console, token = as_before(config.console, config.address)
         with ExitStack() as stack:
             stack.callback(audit.close)
-            stack.callback(self._presses.shutdown)
             stack.enter_context(self._link)
             self._audit = audit.write
             server = ConsoleServer(self._hub, console, token, audit.write, drawing_sources=config.drawing_sources)
@@ -128,18 +124,9 @@ class EdgeConsole:
             self._audit(order)
         if message.order != "e-stop":
             return self._link.send(message, robot=message.robot)
-        if message.robot not in self._pressing:
-            self._pressing.add(message.robot)
-            self._presses.submit(self._press, message)
+        if not self._estops.confirms(message):
+            self._estops.press(message)
         return True
-
-    def _press(self, message: OperatorCommand) -> None:
-        try:
-            files = robot_files(message.robot, simulated=message.robot in self._config.simulated)
-            result = press_estop(files, message.operator, "pressed at the console of its computer")
-            self._hub.update(message.reply(accepted=result.ok, reason=result.text))
-        finally:
-            self._pressing.discard(message.robot)
 
 
 def main(argv: list[str]) -> int:
