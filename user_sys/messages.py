@@ -230,6 +230,7 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
         sequence: grows with each command of a console: the wall clock, in nanoseconds, or more.
         press: of an ``e-stop``, which uses the stop channel and is repeated under the same number until confirmed.
         address: the computer of the person's browser, if the console knows it.
+        episode: the order applies to this episode only, and is refused in another; empty for any.
         forwarded_unix_ns: when the gateway forwarded it, by the gateway's clock; 0 for an ``e-stop``, or if unknown.
     """
 
@@ -242,6 +243,7 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
     sequence: int = 0
     press: int = 0
     address: str = ""
+    episode: str = ""
     forwarded_unix_ns: int = 0
 
     @property

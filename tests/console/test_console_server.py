@@ -86,7 +86,7 @@ class Person:
     def say(self, **message: Any) -> None:
         self.socket.send(json.dumps(message))
 
-    def order(self, order: str, robot: str = "panda-0", **more: float) -> dict[str, Any]:
+    def order(self, order: str, robot: str = "panda-0", **more: object) -> dict[str, Any]:
         self.say(type="order", robot=robot, order=order, **more)
         return self.hear("reply")
 
@@ -288,6 +288,13 @@ def test_order_that_the_network_held_back_is_refused(site: Site) -> None:
         assert not late["accepted"] and "too late" in late["reason"]
         assert site.simulated.authority.state == "human"
         assert alice.order("hand-back", server_s=time.monotonic())["accepted"]
+
+
+def test_label_names_its_episode(site: Site) -> None:
+    with site.page("alice") as alice:
+        alice.order("success", episode="panda-0-1")
+        (label,) = site.simulated.orders("success")
+        assert label.episode == "panda-0-1"
 
 
 def test_unsent_e_stop_is_reported_unconfirmed(site: Site) -> None:

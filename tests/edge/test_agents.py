@@ -98,6 +98,7 @@ class Session:
     stopping: bool = False
     newest_estop: int = 0  # the driver's
     rearm_error: HalError | None = None  # of the driver
+    episode: str = ""
     sequence: int = 0
     steps: int = 0
     replies: list[OperatorReply] = field(default_factory=list)
@@ -135,10 +136,11 @@ class Session:
         self.steps = 0
         self.agent.begin_episode(self.time_step, replace(TASK, max_steps=self.max_steps))
 
-    def order(self, order: Any, twist: tuple[float, ...] = (), operator: str = "ada", *, rewind: bool = False) -> None:
+    def order(self, order: Any, twist: tuple[float, ...] = (), operator: str = "ada", **more: Any) -> None:
+        """`more`: of the command."""
         self.sequence += 1
         command = OperatorCommand(
-            robot="fake-0", operator=operator, order=order, twist=twist, sequence=self.sequence, rewind=rewind
+            robot="fake-0", operator=operator, order=order, twist=twist, sequence=self.sequence, **more
         )
         self.commands.submit(command)
 
@@ -399,6 +401,23 @@ def test_take_over_after_a_reset_keeps_a_closed_gripper(session: Session) -> Non
     session.order("take-over")
     session.order("drive", (0.1, 0, 0, 0))
     assert session.act().action[3] == 0
+
+
+@pytest.mark.parametrize("order", ["success", "failure"])
+def test_label_of_an_episode_that_has_ended_leaves_the_next_one_alone(session: Session, order: Any) -> None:
+    session.episode = "first"
+    session.act()
+    session.order(order, episode="first")
+    assert session.period()[1] is not None and session.replies[-1].accepted
+    session.begin()
+    session.episode = "second"
+    session.order(order, episode="first")  # the second click of a double click
+    _, outcome = session.period()
+    assert outcome is not None and not outcome.is_last
+    assert session.replies[-1].reason == "its episode has ended; label it on the Episodes page"
+    session.order(order)
+    _, outcome = session.period()
+    assert outcome is not None and outcome.is_last
 
 
 @pytest.mark.parametrize("order", ["success", "failure"])

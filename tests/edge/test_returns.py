@@ -37,6 +37,8 @@ class SidewaysPolicy:
 
 
 class LastingSession:
+    episode = ""
+
     def rearm(self, person: str, estop_sequence: int) -> bool:
         return True
 

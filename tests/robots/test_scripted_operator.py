@@ -41,6 +41,8 @@ class StillPolicy:
 
 
 class NoSession:
+    episode = ""
+
     def rearm(self, person: str, estop_sequence: int) -> bool:
         return True
 

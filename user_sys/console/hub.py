@@ -301,6 +301,7 @@ class ConsoleHub:
         press: int = 0,
         address: str = "",
         rewind: bool = False,
+        episode: str = "",
     ) -> None:
         """Sends an operator's order to a robot. The reply arrives as an `OperatorReply`.
 
@@ -308,6 +309,7 @@ class ConsoleHub:
             twist, tool, rewind: of the order ``drive``.
             press: identifies one press of the e-stop; a repeat has the same number.
             address: of the operator's browser, for the audit log.
+            episode: see `OperatorCommand`.
 
         Raises:
             AuthorityError: there is no such robot, or no connection to the gateway.
@@ -325,6 +327,7 @@ class ConsoleHub:
             sequence=self._next_sequence(),
             press=press,
             address=address,
+            episode=episode,
         )
         if self._send(command) is False:
             raise AuthorityError("the console has no connection to the gateway")

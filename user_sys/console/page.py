@@ -246,9 +246,11 @@ class PageSocket(_Socket):
                 self._refuse(robot, "pause", "only an admin pauses robots")
             case protocol.PageOverride():
                 await self._override(message)
-            case protocol.PageOrder(robot=robot, order=order):
+            case protocol.PageOrder(robot=robot, order=order, episode=episode):
                 is_sent = self._attempt(
-                    robot, order, lambda: self._hub.send_order(robot, self.operator, order, address=self.address)
+                    robot,
+                    order,
+                    lambda: self._hub.send_order(robot, self.operator, order, address=self.address, episode=episode),
                 )
                 if is_sent and order in ("take-over", "request-control"):
                     self._driven.add(robot)

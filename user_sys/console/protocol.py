@@ -46,11 +46,13 @@ class PageOrder(_Message, frozen=True, tag="order"):
     Attributes:
         server_s: of the newest `Pong` that the page has. An order that a network held back is refused by it; None is
             never too old.
+        episode: see `OperatorCommand`.
     """
 
     robot: Name
     order: ControlOrder | Literal["success", "failure", "reset", "re-arm"]
     server_s: float | None = None
+    episode: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 class PageOverride(_Message, frozen=True, tag="override"):

@@ -339,6 +339,10 @@ class OperatorCommandQueue:
 class SessionControl(Protocol):
     """The session functions that its agent calls."""
 
+    @property
+    def episode(self) -> str:
+        """The running or last episode; empty before the first."""
+
     def rearm(self, person: str, estop_sequence: int) -> bool:
         """Releases the driver's e-stop; False if it was pressed again since."""
 
@@ -551,6 +555,8 @@ class SharedControlAgent:
             prepares_scene = self.authority.awaits_reset
             if refusal and command.order in MOVING_ORDERS:
                 reply = command.reply(accepted=False, reason=refusal)
+            elif command.episode not in ("", self._session.episode):
+                reply = command.reply(accepted=False, reason="its episode has ended; label it on the Episodes page")
             else:
                 reply = self.authority.apply(command, pending.received_s)
             rearms = reply.accepted and command.order == "re-arm"

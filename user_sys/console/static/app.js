@@ -18,6 +18,7 @@ const MAX_LARGE_CARDS = 2; // more robots are shown as a fleet, in small cards
 const TOOL_SPEED = 0.25; // m/s, of a robot whose spec is unknown or that moves no tool
 const STOPPED_MS = 1000; // until then the robot's status has changed too
 const MAX_EVENTS = 50;
+const LABELS = ["success", "failure"];
 const ORDER_KEYS = { KeyT: "take-over", KeyH: "hand-back", KeyO: "success", KeyX: "failure", Backspace: "reset" };
 
 const el = (id) => document.getElementById(id);
@@ -245,7 +246,8 @@ function give(robot, order) {
   if (order === "take-over" && card.others) order = "request-control";
   if (order === "take-over" && driving && driving !== robot) return say(`${robot}: hand back ${driving} first`, false);
   if (order === "take-over") hand.setGripper(0); // it stays as another person or the policy left it
-  if (!link.send({ type: "order", robot, order, server_s: serverS })) return say(`${robot}: ${order} not sent, no connection`, false);
+  const episode = LABELS.includes(order) ? card.status.episode : ""; // a late label does not end the next episode
+  if (!link.send({ type: "order", robot, order, server_s: serverS, episode })) return say(`${robot}: ${order} not sent, no connection`, false);
   // The robot soon holds without input: do not wait for its reply.
   if (order === "take-over") granted = { robot, untilMs: performance.now() + GRANT_MS };
 }
