@@ -60,7 +60,7 @@ class TableTask(Task):
                 f"the task {self.name!r} needs an arm with {self.joints_min} joints or more; {arm.name} has "
                 f"{len(arm.joints)}"
             )
-        self.arm, self.has_expert = arm, self.name in EXPERTS
+        self.arm, self.has_expert = arm, self.has_expert or self.name in EXPERTS
         self._scene = scene or scene_objects(self.needed_objects())
 
     @classmethod

@@ -10,7 +10,7 @@ from hal.driver import RobotSetup, RobotSetupRequest
 from hal.task import TaskRequest
 from sim import gym
 from sim.objects import CUBE_COLOURS
-from sim.tasks import FOLLOWED_M_S, TASKS, make_robot_setup
+from sim.tasks import FOLLOWED_M_S, TASKS, LiftTask, make_robot_setup
 
 
 class SimTaskConformance(TaskConformance):
@@ -75,3 +75,18 @@ def test_expert_of_each_task_succeeds(name: str) -> None:
     suite = SimTaskConformance()
     suite.task, suite.episodes, suite.expert_success = name, 40, 0.95
     suite.test_expert_succeeds()
+
+
+class Push(LiftTask):
+    """A package's task with an expert of its own."""
+
+    name, has_expert = "push", True
+
+    @classmethod
+    def needed_objects(cls) -> tuple[str, ...]:
+        return ("cube",)
+
+
+def test_own_expert_of_a_packages_task_counts() -> None:
+    assert Push().has_expert and LiftTask().has_expert
+    assert not type("Pull", (Push,), {"name": "pull", "has_expert": False})().has_expert
