@@ -42,7 +42,8 @@ class GymConfig:
     id: as for ``gymnasium.make``: ``Reacher-v5``, or with its package ``gymnasium_robotics:FetchReach-v4``.
     settings: arguments of the environment.
     rate_hz: default: the environment's ``render_fps``.
-    observation_range: the bounds in the spec of elements that have none, to either side. Readings may exceed them.
+    observation_range: the bounds in the spec of elements that have none, to either side. Readings may exceed them. If
+        an element's only bound lies beyond them, the other one is twice this range away from it.
     bounds: low and high of the parts of an observation, or of single elements, such as ``{agent_pos: [-3, 3],
         goal.2: [0, 1]}``. Policies scale what they read by its bounds.
     picture_size: height and width to which pictures are brought, by the nearest pixels.
@@ -89,7 +90,7 @@ class GymRobot(Robot):
             )
         self._space = _action_space(self._name, env.action_space)
         self.spec = self._make_spec(leaves, env.metadata.get("render_fps"))
-        self.max_steps = config.max_steps or _max_episode_steps(config) or DEFAULT_MAX_STEPS
+        self.max_steps = config.max_steps or _max_episode_steps(env) or DEFAULT_MAX_STEPS
         env.close()
         self._low, self._high = (np.array(each, np.float32) for each in (self.spec.action.low, self.spec.action.high))
         self._env: Any = None
@@ -167,8 +168,8 @@ class GymRobot(Robot):
         low = np.concatenate([np.ravel(box.low) for _, box in vectors] or [np.empty(0)]).astype(np.float64)
         high = np.concatenate([np.ravel(box.high) for _, box in vectors] or [np.empty(0)]).astype(np.float64)
         labels = [f"{_label(path)}.{i}" for path, box in vectors for i in range(math.prod(box.shape))]
-        low = np.where(np.abs(low) < UNBOUNDED, low, np.minimum(-wide, high))
-        high = np.where(np.abs(high) < UNBOUNDED, high, np.maximum(wide, low))
+        low = np.where(np.abs(low) < UNBOUNDED, low, np.where(high > -wide, -wide, high - 2 * wide))
+        high = np.where(np.abs(high) < UNBOUNDED, high, np.where(low < wide, wide, low + 2 * wide))
         for name, (least, most) in self.config.bounds.items():
             chosen = [name in (label, label.rpartition(".")[0]) for label in labels]
             if not any(chosen):
@@ -277,10 +278,11 @@ def _make(config: GymConfig) -> Any:
         raise SpecError(f"gym {config.id} cannot be made: {type(error).__name__}: {text}") from error
 
 
-def _max_episode_steps(config: GymConfig) -> int | None:
+def _max_episode_steps(env: Any) -> int | None:
+    """The registered limit of an environment that `_make` gave."""
     import gymnasium
 
-    return gymnasium.spec(config.id.rpartition(":")[2]).max_episode_steps
+    return gymnasium.spec(env.spec.id).max_episode_steps
 
 
 def _leaves(name: str, space: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -371,3 +371,16 @@ def test_action_spans_the_whole_range() -> None:
     assert 0.05 < rise <= 0.125
     assert after["state"][20] < 0.06, "the gripper closes at -1"
     env.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium names the version
+def test_environment_without_a_version_is_the_newest() -> None:
+    with GymRobot(GymConfig("Pendulum")) as robot:
+        assert robot.max_steps == 200
+
+
+def test_element_whose_only_bound_lies_beyond_the_range_has_two_bounds() -> None:
+    low, high = np.array([273.15, -np.inf, 0.0, -np.inf]), np.array([np.inf, -50.0, np.inf, np.inf])
+    robot = point(observation=spaces.Box(low, high, dtype=np.float64))
+    state = robot.spec.feature(STATE)
+    assert (state.low, state.high) == ((273.15, -52.0, 0.0, -1.0), (275.15, -50.0, 1.0, 1.0))
