@@ -8,6 +8,7 @@ import pytest
 
 import user_sys.commands.edge
 from user_sys.commands.edge import EdgeConfig, record_missing_demonstrations
+from user_sys.commands.main import main
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import build, load, save
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstration_seeds
@@ -15,7 +16,11 @@ from user_sys.edge.outbox import BLOCK_BYTES, MAX_BYTES, Outbox
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.episode import parse_chunk
 from user_sys.errors import ConfigError
+from user_sys.run.config import RunConfig
 from user_sys.run.prepare import record_demonstrations
+from user_sys.store.index import Index
+from user_sys.store.labels import DeleteLabel, SuccessLabel
+from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreReader
 
 
@@ -158,3 +163,38 @@ def test_continued_demonstrations_after_failed_attempts_are_others_than_before(t
 def test_robots_of_one_run_demonstrate_different_starts() -> None:
     starts = {name: list(itertools.islice(demonstration_seeds(name, 0, 0), 50)) for name in ("left", "right")}
     assert not {*starts["left"]} & {*starts["right"]}
+
+
+FAKE = RobotConfig(name="arm", driver="fake", task="reach")
+
+
+def stored(store: Path) -> Index:
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        return reader.index
+
+
+@pytest.mark.parametrize("outcome", ["failed", "deleted"])
+def test_demonstration_that_no_longer_counts_is_replaced_by_one_from_another_start(
+    outcome: str, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        list(record_demonstrations(FAKE, tmp_path, DemonstrationConfig(4), RecorderConfig(), seed=0))
+    first, labeller = stored(tmp_path).episodes.ids.names[0], "person"
+    if outcome == "failed":
+        add_labels(tmp_path, [SuccessLabel(episode=first, labeller=labeller, at_unix_ns=1, success=False)])
+    else:
+        add_labels(tmp_path, [DeleteLabel(episode=first, labeller=labeller, at_unix_ns=1)])
+        compact_store(tmp_path)
+    assert len(list(record_demonstrations(FAKE, tmp_path, DemonstrationConfig(4), RecorderConfig(), seed=0))) == 1
+    seeds = stored(tmp_path).episodes.seed.tolist()
+    assert len({*seeds}) == len(seeds) == (5 if outcome == "failed" else 4)
+
+
+def test_demonstrations_recorded_apart_are_none_of_the_runs(tmp_path: Path) -> None:
+    list(record_demonstrations(FAKE, tmp_path / "run", DemonstrationConfig(2), RecorderConfig(), seed=0))
+    save(RunConfig(robots=(FAKE,)), tmp_path / "run.yaml")
+    command = ["record", str(tmp_path / "run.yaml"), "--episodes", "2", "--output", str(tmp_path / "apart")]
+    assert main(command) == 0
+    seeds = [{*stored(tmp_path / name).episodes.seed.tolist()} for name in ("run", "apart")]
+    assert len(seeds[0] | seeds[1]) == 4

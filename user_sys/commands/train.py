@@ -28,6 +28,7 @@ from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.edge.demonstrations import check_demonstrable
 from user_sys.edge.local_environment import defer_signals
+from user_sys.edge.loop import derived_seed
 from user_sys.errors import EXIT_DEADLINE_S, RunError, exit_now
 from user_sys.robot_records import ROBOTS_FOLDER, learner_from_embodiment, read_robot_records, save_robot_record
 from user_sys.run.compare import comparison_table, draw_comparison, read_variants
@@ -111,6 +112,7 @@ def record(config: Path, output: Path, episodes: int, overrides: list[str]) -> i
     """
     settings = load(RunConfig, config, overrides)
     demonstrations = replace(settings.demonstrations, episodes=episodes)
+    seed = derived_seed("record", settings.seed)  # other starts than in a run, into which they are merged
     for robot in settings.robots:
         check_demonstrable(robot, demonstrations)
     abort = partial(exit_now, "ended at once; the demonstrations that were printed are kept")
@@ -118,7 +120,7 @@ def record(config: Path, output: Path, episodes: int, overrides: list[str]) -> i
         for robot in settings.robots:
             save_robot_record(output / ROBOTS_FOLDER, robot.name, robot_spec(robot))
             recorded = record_demonstrations(
-                robot, output, demonstrations, settings.recorder, seed=settings.seed, check_stop=check_stop
+                robot, output, demonstrations, settings.recorder, seed=seed, check_stop=check_stop
             )
             steps = [s.steps for s in track(recorded, f"recording {robot.name}", total=episodes)]
             print_line(f"{robot.name}: {len(steps)} new demonstrations, {sum(steps)} steps, in {output}")

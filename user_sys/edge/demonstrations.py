@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hal.settings import Amount, Limit
@@ -68,6 +68,7 @@ def generate_demonstrations(
     recorder: RecorderConfig,
     *,
     seed: int,
+    used: Collection[int] = (),
     check_stop: StopCheck = never_stop,
     locked: bool = False,
 ) -> Iterator[EpisodeReport]:
@@ -76,6 +77,7 @@ def generate_demonstrations(
     Args:
         existing: the number of recorded demonstrations. An interrupted one is repeated.
         persist: makes the chunks of one episode durable before it returns. Failed demonstrations are discarded.
+        used: seeds that no demonstration may have, such as those of earlier ones, with and without success.
         check_stop: called in each control period, also of a reset; an error that it raises ends the demonstration.
         locked: see `open_local_environment`.
 
@@ -98,7 +100,7 @@ def generate_demonstrations(
         starts = demonstration_seeds(config.name, seed, recorded)
         for _ in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
             wanted = names[recorded % len(names)]
-            start = next(each for each in starts if task.drawn_name(each) == wanted)
+            start = next(each for each in starts if each not in used and task.drawn_name(each) == wanted)
             agent = ScriptedAgent(task.make_expert(setup.robot, start, requested.noise))
             result = run_episode(environment, agent, record, source=EpisodeSource.DEMO, seed=start, listeners=listeners)
             if result.success:

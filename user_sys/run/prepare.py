@@ -74,7 +74,7 @@ from user_sys.run.config import (
 from user_sys.run.pins import GUARD_FILE
 from user_sys.run.report import stored_episodes
 from user_sys.run.topology import CONSOLE, LOOPBACK
-from user_sys.store.store import StoreWriter
+from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 from user_sys.tunnel.limits import is_loopback
@@ -565,12 +565,21 @@ def record_demonstrations(
             writer.sync()
 
         yield from generate_demonstrations(
-            config, demonstrations, existing, persist, recorder, seed=seed, check_stop=check_stop, locked=locked
+            config,
+            demonstrations,
+            existing,
+            persist,
+            recorder,
+            seed=seed,
+            used=used,
+            check_stop=check_stop,
+            locked=locked,
         )
 
 
 def record_all_demonstrations(
     config: RunConfig, store: Path, console: Console, locked: frozenset[str], on_other_nodes: Collection[str]
+        used = _stored_seeds(store, config.name)
 ) -> None:
     """Records the demonstrations of each of the run's robots and prints their number.
 
@@ -582,6 +591,14 @@ def record_all_demonstrations(
         RunError: a real robot on another computer lacks demonstrations. No robot has moved.
     """
     for robot in config.robots:
+def _stored_seeds(store: Path, robot: str) -> frozenset[int]:
+    """The seeds of `robot`'s episodes in the store at `store`, failed and deleted ones too."""
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        episodes = reader.index.episodes
+        return frozenset(episodes.seed[episodes.robot == episodes.robots.find(robot)].tolist())
+
+
         is_far = robot.name in on_other_nodes and not robot.simulated
         if is_far and (missing := config.demonstrations.episodes - count_demonstrations(store, robot.name)) > 0:
             raise RunError(
