@@ -387,6 +387,27 @@ def test_stored_pictures_of_another_size_refuse_a_resume(tmp_path: Path, capsys:
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+def test_run_with_relative_paths_can_be_resumed_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lift-data", "encoder", "bounds"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "arm.urdf").touch()
+    monkeypatch.chdir(tmp_path)
+    robots = tuple(RobotConfig(name=name, description=name) for name in ("arm.urdf", "panda", ""))
+    found = prepare._with_absolute_paths(RunConfig(robots=robots))
+    assert [robot.description for robot in found.robots] == [str(tmp_path / "arm.urdf"), "panda", ""]
+    for kind, option, value, absolute in (
+        ("lerobot", "statistics", "lift-data", str(tmp_path / "lift-data")),
+        ("lerobot", "statistics", "bounds", "bounds"),
+        ("vla", "text_encoder", "encoder", str(tmp_path / "encoder")),
+        ("vla", "text_encoder", "google/t5-small", "google/t5-small"),
+    ):
+        options = {"type": "act"} if kind == "lerobot" else {}
+        config = RunConfig(policy=PolicyConfig(kind=kind, options={**options, option: value}))
+        assert prepare._with_absolute_paths(config).policy.options == {**options, option: absolute}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -84,6 +84,8 @@ log = logging.getLogger(__name__)
 
 LAUNCHER = "launcher"  # follows the run as a console does
 LOCK_FILE = "launcher.lock"  # in the run's folder
+TEXT_PATHS = ("statistics", "text_encoder", "tokenizer")  # options of policies: a path or another name
+NOT_PATHS = ("bounds", "checkpoint")  # words with a meaning of their own for `statistics`
 REMOTE_PORTS = (20_000, 32_000)  # below those that Linux gives to outgoing connections
 
 
@@ -160,14 +162,16 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with absolute paths to the files of its settings, so that the run can be resumed in any folder.
 
-    Of the policy and of requests for help, to those that exist here.
+    Of robots, the policy and requests for help, to those that exist here.
     """
     rewards, policy, console, help_ = config.rewards, config.policy, config.console, config.intervention.help
     if rewards.kind:
         rewards = with_absolute_paths(rewards)
     _, settings = load_policy(policy.kind, policy.options)
-    paths = {name: value for name, value in vars(settings).items() if isinstance(value, Path) and value.exists()}
-    policy = replace(policy, options={**policy.options, **{name: str(path.resolve()) for name, path in paths.items()}})
+    texts = {name: Path(text) for name in TEXT_PATHS if (text := getattr(settings, name, "")) and text not in NOT_PATHS}
+    chosen = {name: value for name, value in vars(settings).items() if isinstance(value, Path)} | texts
+    paths = {name: str(path.resolve()) for name, path in chosen.items() if path.exists()}
+    policy = replace(policy, options={**policy.options, **paths})
     if console.certificate:
         # A renewed certificate is another file behind the same link.
         files = [str(Path(each).absolute()) for each in (console.certificate, console.certificate_key)]
@@ -175,7 +179,13 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if Path(help_.progress).is_file():
         help_ = replace(help_, progress=str(Path(help_.progress).resolve()))
     intervention = replace(config.intervention, help=help_)
-    return replace(config, rewards=rewards, policy=policy, console=console, intervention=intervention)
+    robots = tuple(
+        replace(robot, description=str(Path(robot.description).resolve()))
+        if Path(robot.description).is_file()
+        else robot
+        for robot in config.robots
+    )
+    return replace(config, rewards=rewards, policy=policy, console=console, intervention=intervention, robots=robots)
 
 
 def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
