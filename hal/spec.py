@@ -207,7 +207,14 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embodiment(self) -> str:
-        """Fingerprint of the specs: 16 hex digits that are equal exactly if the specs are equal."""
+        """Fingerprint of what a policy depends on: 16 hex digits that are equal exactly if the specs are equal apart
+        from `limits` and `safe_stop`, which a person may change while a policy is trained.
+        """
+        return msgspec.structs.replace(self, limits=SafetyLimits(), safe_stop="").fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the whole spec: 16 hex digits that are equal exactly if the specs are equal."""
         return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=8).hexdigest()
 
     def rest_action(self, observation: Mapping[str, Array]) -> Array:

@@ -31,26 +31,63 @@ _SUFFIX = ".json"
 
 
 class RobotRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A robot of a run. `known_since_unix_ns` stays when its spec changes."""
+    """A robot of a run.
+
+    Attributes:
+        known_since_unix_ns: stays when the spec changes.
+        first_fingerprint: of the embodiment's first spec in this record; empty if the spec has not changed since.
+    """
 
     robot: str
     spec: RobotSpec
     known_since_unix_ns: int
+    first_fingerprint: str = ""
+
+    @property
+    def embodiments(self) -> tuple[str, str]:
+        """The embodiment's names in stores: its own, and the first fingerprint, by which earlier versions recorded."""
+        return self.spec.embodiment, self.first_fingerprint or self.spec.fingerprint
 
 
-def save_robot_record(folder: Path, robot: str, spec: RobotSpec, known_since_unix_ns: int | None = None) -> bool:
+def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
     """Saves `robot`'s spec durably; True if it has changed. `robot` is safe as a file name. Raises OSError.
 
-    A new record has the given time, or now.
+    A change of the embodiment is logged: no learner draws the robot's earlier steps any more.
     """
-    path = folder / f"{robot}{_SUFFIX}"
-    known = _read_record(path)
+    known = _read_record(folder / f"{robot}{_SUFFIX}")
     if known is not None and known.spec == spec:
         return False
-    since = known.known_since_unix_ns if known is not None else known_since_unix_ns or time.time_ns()
-    record = RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since)
-    replace_durably(path, msgspec.json.encode(_with_infinities_as_text(msgspec.to_builtins(record))))
+    if known is not None and known.spec.embodiment != spec.embodiment:
+        log.warning("robots.embodiment_changed robot=%s: %s", robot, first_difference(known.spec, spec))
+    since = time.time_ns() if known is None else known.known_since_unix_ns
+    first = ""
+    if known is not None and known.spec.embodiment == spec.embodiment:
+        first = known.embodiments[1]
+    _write_record(folder, RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since, first_fingerprint=first))
     return True
+
+
+def _write_record(folder: Path, record: RobotRecord) -> None:
+    content = msgspec.json.encode(_with_infinities_as_text(msgspec.to_builtins(record)))
+    replace_durably(folder / f"{record.robot}{_SUFFIX}", content)
+
+
+def first_difference(before: RobotSpec, after: RobotSpec) -> str:
+    """The first field in which two embodiments differ, with both values; empty if they are equal."""
+    as_safe = msgspec.structs.replace(before, limits=after.limits, safe_stop=after.safe_stop)
+    return _first_difference("", msgspec.to_builtins(as_safe), msgspec.to_builtins(after))
+
+
+def _first_difference(name: str, before: Any, after: Any) -> str:
+    """The same of plain values."""
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)) and len(before) != len(after):
+        return f"{name} has {len(after)} elements instead of {len(before)}"
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return f"{name} is {after} instead of {before}" if before != after else ""
+    found = (_first_difference(f"{name}.{key}".lstrip("."), before[key], after.get(key)) for key in before)
+    return next(filter(None, found), "")
 
 
 def _with_infinities_as_text(value: Any) -> Any:
@@ -69,14 +106,16 @@ def read_robot_records(folder: Path) -> tuple[RobotRecord, ...]:
 
 
 def copy_robot_records(records: Iterable[RobotRecord], store: Path) -> None:
-    """Saves in `store` the records whose embodiment it lacks. A name that is taken gets a suffix."""
-    known = {record.spec.embodiment for record in robot_records_of_store(store)}
+    """Saves in `store` the records of which it lacks a name of the embodiment. A robot's name that is taken gets a
+    suffix.
+    """
+    known = {name for record in robot_records_of_store(store) for name in record.embodiments}
     names = {record.robot for record in read_robot_records(store / ROBOTS_FOLDER)}
     for record in records:
-        if record.spec.embodiment not in known:
-            name = record.robot if record.robot not in names else f"{record.robot}-{record.spec.embodiment}"
-            save_robot_record(store / ROBOTS_FOLDER, name, record.spec, record.known_since_unix_ns)
-            known.add(record.spec.embodiment)
+        if not known.issuperset(record.embodiments):
+            name = record.robot if record.robot not in names else f"{record.robot}-{record.embodiments[1]}"
+            _write_record(store / ROBOTS_FOLDER, msgspec.structs.replace(record, robot=name))
+            known.update(record.embodiments)
             names.add(name)
 
 
@@ -86,6 +125,12 @@ def robot_records_of_store(store: Path) -> tuple[RobotRecord, ...]:
         *read_robot_records(store.resolve().parent / ROBOTS_FOLDER),
         *read_robot_records(store / ROBOTS_FOLDER),
     )
+
+
+def embodiment_names(store: Path, spec: RobotSpec) -> tuple[str, ...]:
+    """The names under which `store` has the episodes of the embodiment of `spec`."""
+    records = [record for record in robot_records_of_store(store) if record.spec.embodiment == spec.embodiment]
+    return tuple(sorted({spec.embodiment, spec.fingerprint}.union(*(record.embodiments for record in records))))
 
 
 def wait_for_robot_record(folder: Path, stop: threading.Event) -> RobotRecord | None:
@@ -126,7 +171,7 @@ _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9]+")
 def assign_learners(records: Iterable[RobotRecord]) -> dict[str, RobotSpec]:
     """The name of each learner, and the spec of its embodiment, in the order of the embodiments' first records.
 
-    Each name begins with `LEARNER`, which is the name of the first.
+    Each name begins with `LEARNER`, which is the name of the first. It stays with the embodiment.
     """
     learners: dict[str, RobotSpec] = {}
     known = set[str]()
@@ -134,7 +179,7 @@ def assign_learners(records: Iterable[RobotRecord]) -> dict[str, RobotSpec]:
         embodiment = record.spec.embodiment
         if embodiment not in known:
             model = _UNSAFE_CHARACTERS.sub("-", record.spec.model)
-            learners[f"{LEARNER}-{model}-{embodiment[:6]}" if learners else LEARNER] = record.spec
+            learners[f"{LEARNER}-{model}-{record.embodiments[1][:6]}" if learners else LEARNER] = record.spec
             known.add(embodiment)
     return learners
 

@@ -91,7 +91,7 @@ class RouterBench:
 
 
 def test_each_embodiment_has_a_learner() -> None:
-    assert FIRST == LEARNER and SECOND == f"learner-so-101-{ARM.embodiment[:6]}"
+    assert FIRST == LEARNER and SECOND == f"learner-so-101-{ARM.fingerprint[:6]}"
     assert list(assign_learners(CARDS).values()) == [PANDA, ARM]
     assert assign_learners([]) == {}
 

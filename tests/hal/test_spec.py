@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from hal.errors import SpecError
 from hal.spec import CameraSpec
+from robots.fake import FakeRobot
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.errors import ConfigError
 
@@ -28,3 +30,12 @@ def test_camera_without_size_or_rate_is_refused(height: int, width: int, rate_hz
 def test_invalid_options_of_a_simulated_arm_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_robot_setup(RobotConfig(name="panda-0", options=options), cameras=False)
+
+
+def test_embodiment_stays_when_limits_or_the_safe_stop_change_and_the_fingerprint_does_not() -> None:
+    spec = FakeRobot().spec
+    gentle = replace(spec, limits=replace(spec.limits, reduced_speed=0.1, stale_after_s=0.2))
+    faster = replace(spec, action=replace(spec.action, high=tuple(2 * high for high in spec.action.high)))
+    limp = replace(spec, safe_stop="releases its motors")
+    assert gentle.embodiment == limp.embodiment == spec.embodiment != faster.embodiment
+    assert len({gentle.fingerprint, limp.fingerprint, spec.fingerprint}) == 3

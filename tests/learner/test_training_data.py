@@ -15,7 +15,7 @@ from torch import nn
 
 from hal.spec import STATE, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch, TrainingData
-from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup
+from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, robot_spec
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.errors import ConfigError
@@ -26,6 +26,7 @@ from user_sys.plugins import ALGORITHMS
 from user_sys.policies.policy import AGE_SUFFIX, SENTENCE
 from user_sys.policies.sentences import hash_words
 from user_sys.replay.batches import BatchSpec
+from user_sys.robot_records import ROBOTS_FOLDER, save_robot_record
 from user_sys.run.prepare import record_demonstrations
 from user_sys.store.store import StoreReader
 
@@ -145,6 +146,28 @@ def test_policy_of_sentences_gets_that_of_each_sample_and_the_ages_of_its_pictur
     for observation in (batch.observation, batch.next_observation):
         assert torch.equal(observation[SENTENCE], hash_words(said))
         assert all(observation[name + AGE_SUFFIX].shape == (32, 1) for name in PICTURES)
+
+
+@pytest.mark.parametrize("is_earlier_version", [False, True])
+def test_steps_under_other_limits_and_steps_of_an_earlier_version_are_drawn(
+    is_earlier_version: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    robot = RobotConfig(name="arm", driver="fake", task="reach", options={"table": {"force_max": 20}})
+    with monkeypatch.context() as earlier:
+        if is_earlier_version:  # its embodiment changed with the limits
+            earlier.setattr(RobotSpec, "embodiment", RobotSpec.fingerprint)
+        assert len(list(record_demonstrations(robot, tmp_path, DemonstrationConfig(1), RecorderConfig(), seed=0))) == 1
+    save_robot_record(tmp_path / ROBOTS_FOLDER, "arm", robot_spec(robot))
+    gentle = replace(robot, options={"table": {"force_max": 5}})
+    save_robot_record(tmp_path / ROBOTS_FOLDER, "arm", robot_spec(gentle))
+    config, policy = LearnerConfig(batch_size=8), PolicyConfig(kind="mlp")
+    for kind in ("mixed", "uniform"):
+        with StoreReader.open(tmp_path) as reader:
+            sampler = replace(config.sampler, kind=kind)
+            made = Trainer(replace(config, sampler=sampler), robot_spec(gentle), reader, policy=policy)
+            made.refresh()
+            assert made.can_sample and len(made.batches.demo_online) > 0
+            made.close()
 
 
 @pytest.mark.parametrize("batches_ahead", [0, 2])

@@ -96,7 +96,7 @@ def test_draws_are_independent_of_cache_refreshes_and_threads(store: Store, dept
         if not step_by_step:
             fill(store, pictures=True)
         with store.replay(PICTURES, cache_bytes) as replay:
-            sampler = Sampler(replay, DemoOnlineSelector("e1"), BatchSpec(), 64, seed=5)
+            sampler = Sampler(replay, DemoOnlineSelector(("e1",)), BatchSpec(), 64, seed=5)
             for _ in range(7 if step_by_step else 0):
                 replay.refresh()
             with Prefetcher(sampler, depth) as batches:

@@ -51,7 +51,7 @@ def sampler(replay: ReplayBuffer, selector: Selector, n: int = 101, seed: int = 
 def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: Store) -> None:
     store.put(chunk(1, 0, 4, end=True, source=EpisodeSource.DEMO))
     with store.replay() as replay:
-        mix = DemoOnlineSelector("e1")
+        mix = DemoOnlineSelector(("e1",))
         drawing = sampler(replay, mix)
         assert seen(drawing.sample()) == {(1, step) for step in range(4)}, "online is empty: all from demonstrations"
         store.put(
@@ -113,7 +113,7 @@ def test_what_an_algorithm_trains_on_applies_to_each_kind_of_sampler(
 ) -> None:
     phases = [Phase.RECOVERY, POLICY, Phase.RECOVERY, TELEOP]
     store.put(chunk(1, 0, 4, end=True, phase=phases, success=True), chunk(2, 0, 4))  # 2 is not finished
-    selector = config.make_selector("e1", 0.5, mixture, finished=True, phases=("policy", "teleop"))
+    selector = config.make_selector(("e1",), 0.5, mixture, finished=True, phases=("policy", "teleop"))
     with store.replay() as replay:
         assert seen(sampler(replay, selector).sample()) == {(1, step) for step in numbers}
 
@@ -245,7 +245,7 @@ def test_mixture_of_an_algorithm_draws_its_parts_within_the_filter(store: Store)
     mixture = (MixturePart((StepFilter(sources=(demo,)),), 0.25), MixturePart((people,), 0.75))
     config = SamplerConfig(only=StepFilter(robots=("panda-0",)))
     with store.replay() as replay:
-        batch = sampler(replay, config.make_selector("e1", 0.5, mixture), 100).sample()
+        batch = sampler(replay, config.make_selector(("e1",), 0.5, mixture), 100).sample()
         assert seen(part(batch, 0, 25)) == {(1, 0), (1, 1), (1, 2)}
         assert seen(part(batch, 25, 100)) == {(2, 0)}
 
@@ -269,7 +269,7 @@ def test_mixture_of_a_config_gives_roles_and_tasks_their_shares(store: Store) ->
     )
     assert not config.is_unfiltered_mixture
     with store.replay() as replay:
-        batch = sampler(replay, config.make_selector("e1", 0.5, [MixturePart((StepFilter(),))]), 80).sample()
+        batch = sampler(replay, config.make_selector(("e1",), 0.5, [MixturePart((StepFilter(),))]), 80).sample()
     parts = [seen(part(batch, *bounds)) for bounds in ((0, 20), (20, 30), (30, 40), (40, 80))]
     rows = {number: {(number, 0), (number, 1)} for number in range(1, 6)}
     assert parts == [rows[1], {(3, 1)}, rows[4], rows[2] | rows[3] | rows[4]]

@@ -9,12 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from run_folder_kit import make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
+from hal.resource import Health, Kind, ResourceRecord
 from hal.signals import TerminationRequest
+from robots.fake import FakeRobot
 from user_sys.compose import RobotConfig
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.errors import RunError
@@ -120,6 +123,20 @@ def test_learner_that_delivers_its_last_version_is_not_stopped_at_the_deadline(
     run._leave("the target is reached", SimpleNamespace(show=lambda *_: None, print_line=lambda line: None))
     assert (next(polls, None) is None) == (finished == 1.0) == ("run.left_behind" not in caplog.text)
     assert stopped == ["gateway"]
+
+
+def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learner() -> None:
+    spec, output = FakeRobot().spec, io.StringIO()
+    run: Any = object.__new__(RunSupervisor)
+    run._seen, run._hub = {"arm"}, SimpleNamespace(robot_spec=lambda name: spec)
+    run._console = Console(file=output)
+    record = ResourceRecord(kind=Kind.ROBOT, name="arm", model="fake", node="desk", embodiment=spec.embodiment)
+    other = msgspec.structs.replace(record, embodiment=msgspec.structs.replace(spec, gripper=-1).embodiment)
+    for each in (record, msgspec.structs.replace(other, health=Health.LOST), msgspec.structs.replace(other, name="b")):
+        run._print_resource(each)
+    assert "no learner" not in output.getvalue()
+    run._print_resource(other)
+    assert "arm has another spec than before" in output.getvalue() and "no learner" in output.getvalue()
 
 
 def test_log_lines_name_the_robot_whose_name_begins_with_anothers(tmp_path: Path) -> None:

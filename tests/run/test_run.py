@@ -20,17 +20,19 @@ import pytest
 from rich.console import Console
 from run_kit import user_sys
 
+from hal.spec import RobotSpec
 from user_sys.commands.main import main
 from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
+from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
 from user_sys.gateway import GatewayConfig
 from user_sys.gateway.relay import RelayConfig
 from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
-from user_sys.robot_records import read_robot_records
+from user_sys.robot_records import embodiment_names, read_robot_records
 from user_sys.run import config as config_module
 from user_sys.run import prepare
 from user_sys.run.config import (
@@ -54,7 +56,7 @@ from user_sys.run.prepare import (
     prepare_run_folder,
     report_unreadable_checkpoints,
 )
-from user_sys.run.report import RunSummary
+from user_sys.run.report import RunSummary, stored_episodes
 from user_sys.tunnel.keys import Keyring, load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -375,16 +377,61 @@ def test_mistake_prints_one_line_and_creates_nothing(
     assert not (config.parent / "runs").exists()
 
 
-def test_stored_pictures_of_another_size_refuse_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    robot = RobotConfig(driver="fake", task="reach", frame_stride=1, options={"cameras": ["front"], "image_size": 32})
-    config = replace(fleet(tmp_path), robots=(robot,), policy=PolicyConfig(kind="cnn"))
-    prepare_run_folder(config, *create_run_folder(config, "first", ENDPOINT))
+TABLE = {"cameras": ["front"], "image_size": 32, "table": {"force_max": 20}}
+
+
+def run_with_demonstrations(runs: Path) -> RunFolder:
+    """A run of the policy ``mlp``, which reads no picture."""
+    robot = RobotConfig(name="arm", driver="fake", task="reach", options=TABLE)
+    folder, metadata = create_run_folder(replace(fleet(runs), robots=(robot,)), "first", ENDPOINT)
+    prepare_run_folder(replace(fleet(runs), robots=(robot,)), folder, metadata)
+    demonstrations = prepare.DemonstrationConfig(1)
+    assert len(list(prepare.record_demonstrations(robot, folder.store, demonstrations, RecorderConfig(), seed=0))) == 1
+    return folder
+
+
+def resumed(folder: RunFolder, options: str) -> RunConfig:
+    overrides = [f"--robots.0.options={options}", "--console.enabled=false"]
+    return load_run(LaunchRequest("train", None, folder.path, False, False, None, overrides))[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ("{cameras: [front], image_size: 48, table: {}}", "cameras.0.height is 48 instead of 32"),
+        ("{cameras: [front], image_size: 32}", "observation.0.labels has 7 elements instead of 10"),
+    ],
+)
+def test_robot_whose_stored_steps_would_not_be_drawn_refuses_a_resume(
+    options: str, difference: str, tmp_path: Path
+) -> None:
+    folder = run_with_demonstrations(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    options = "--robots.0.options={cameras: [front], image_size: 48}"
-    assert main(["train", "--resume", str(tmp_path / "first"), options, "--console.enabled=false"]) == 2
-    message = f"robot {robot.name}: the camera front gives pictures of 48x48, and .*/first has stored 32x32: set that"
-    require_one_error(capsys.readouterr().err, message)
+    with pytest.raises(ConfigError, match=f"robot arm: {difference}, and .*: set it as it was, or start a new run"):
+        resumed(folder, options)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_limit_of_a_robot_may_change_at_a_resume(tmp_path: Path) -> None:
+    folder = run_with_demonstrations(tmp_path)
+    config = resumed(folder, "{cameras: [front], image_size: 32, table: {force_max: 5}}")
+    prepare_run_folder(config, folder, open_run_folder(folder.path)[2])
+    (record,) = read_robot_records(folder.robots)
+    (episode,) = stored_episodes(folder.store)
+    assert record.spec.limits.tool_force_max == 5 and episode.embodiment == record.spec.embodiment
+
+
+def test_limit_may_change_in_a_run_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(RobotSpec, "embodiment", RobotSpec.fingerprint)
+        folder = run_with_demonstrations(tmp_path)
+    for force_max in (20, 5, 3):
+        config = resumed(folder, f"{{cameras: [front], image_size: 32, table: {{force_max: {force_max}}}}}")
+        prepare_run_folder(config, folder, open_run_folder(folder.path)[2])
+    (episode,) = stored_episodes(folder.store)
+    assert episode.embodiment in embodiment_names(folder.store, read_robot_records(folder.robots)[0].spec)
+    with pytest.raises(ConfigError, match="robot arm: cameras.0.height is 48 instead of 32"):
+        resumed(folder, "{cameras: [front], image_size: 48, table: {force_max: 3}}")
 
 
 def test_run_with_relative_paths_can_be_resumed_in_another_folder(

@@ -6,10 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from robots.fake import FakeRobot
 from user_sys.policies.conformance import example_spec
-from user_sys.robot_records import read_robot_records, save_robot_record
+from user_sys.robot_records import (
+    ROBOTS_FOLDER,
+    assign_learners,
+    copy_robot_records,
+    embodiment_names,
+    first_difference,
+    read_robot_records,
+    robot_records_of_store,
+    save_robot_record,
+)
 
 NESTED = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
@@ -41,3 +51,47 @@ def test_robot_with_unbounded_elements_comes_back_as_it_was(tmp_path: Path) -> N
     assert not all(np.isfinite(spec.observation[0].low)) and save_robot_record(tmp_path, "r", spec)
     (record,) = read_robot_records(tmp_path)
     assert record.spec == spec and not save_robot_record(tmp_path, "r", spec)
+
+
+def test_name_of_a_learner_stays_when_the_limits_of_its_robot_change(tmp_path: Path) -> None:
+    spec = FakeRobot().spec
+    save_robot_record(tmp_path, "first", example_spec())
+    names = []
+    for reduced_speed in (0.5, 0.25, 0.1):
+        save_robot_record(tmp_path, "second", replace(spec, limits=replace(spec.limits, reduced_speed=reduced_speed)))
+        names.append([*assign_learners(read_robot_records(tmp_path))])
+    assert names[0] == names[1] == names[2] and len(names[0]) == 2
+
+
+def test_robot_that_becomes_another_embodiment_is_logged_with_the_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = FakeRobot().spec
+    save_robot_record(tmp_path, "arm", spec)
+    save_robot_record(tmp_path, "arm", replace(spec, limits=replace(spec.limits, reduced_speed=0.1)))
+    assert not caplog.messages
+    save_robot_record(tmp_path, "arm", replace(spec, gripper=-1))
+    assert caplog.messages == ["robots.embodiment_changed robot=arm: gripper is -1 instead of 3"]
+
+
+def test_difference_of_specs_names_the_element_and_both_values() -> None:
+    spec = FakeRobot().spec
+    gentle = replace(spec, limits=replace(spec.limits, reduced_speed=0.1))
+    faster = replace(gentle, action=replace(spec.action, high=(1.0, *spec.action.high[1:])))
+    assert first_difference(spec, faster) == f"action.high.0 is 1.0 instead of {spec.action.high[0]}"
+    assert first_difference(spec, replace(spec, neutral=())) == "neutral has 0 elements instead of 4"
+    assert first_difference(spec, gentle) == ""
+
+
+def test_copied_records_keep_the_names_of_episodes_of_earlier_versions(tmp_path: Path) -> None:
+    first = FakeRobot().spec
+    second, third = (replace(first, limits=replace(first.limits, reduced_speed=speed)) for speed in (0.5, 0.1))
+    for spec in (first, second):
+        save_robot_record(tmp_path / "run" / ROBOTS_FOLDER, "arm", spec)
+    save_robot_record(tmp_path / "other" / ROBOTS_FOLDER, "arm", third)
+    for _ in range(2):
+        for name in ("run", "other"):
+            copy_robot_records(robot_records_of_store(tmp_path / name), tmp_path / "into")
+    assert len(robot_records_of_store(tmp_path / "into")) == 2
+    names = {first.embodiment, first.fingerprint, second.fingerprint, third.fingerprint}
+    assert {*embodiment_names(tmp_path / "into", second)} == names

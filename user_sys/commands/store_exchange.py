@@ -92,7 +92,7 @@ def _export_lerobot(path: Path, output: Path, episode_filter: EpisodeFilter, vid
             export_lerobot(reader, plans, output, advance)
     for record in robot_records_of_store(path):
         for each in plans:
-            if each.embodiment == record.spec.embodiment:
+            if each.embodiment in record.embodiments:
                 save_robot_record(output / each.folder / META / ROBOTS_FOLDER, record.robot, record.spec)
     lines = [
         f"{output / each.folder}: {each.episodes} episodes, {each.steps} steps at {each.fps:g} Hz, "

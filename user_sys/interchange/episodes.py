@@ -288,8 +288,8 @@ def is_camera(name: str) -> bool:
 
 
 def load_robot_specs(store: Path) -> dict[str, RobotSpec]:
-    """Robot specs stored next to `store`, by embodiment."""
-    return {card.spec.embodiment: card.spec for card in robot_records_of_store(store)}
+    """Robot specs stored next to `store`, by the names of the embodiment."""
+    return {name: card.spec for card in robot_records_of_store(store) for name in card.embodiments}
 
 
 def element_labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:

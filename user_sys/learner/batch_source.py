@@ -25,6 +25,7 @@ from user_sys.replay.buffer import UNUSABLE_ERRORS, ReplayBuffer
 from user_sys.replay.once import OnceSelector
 from user_sys.replay.sampler import Prefetcher, Sampler, SamplerConfig
 from user_sys.replay.selectors import DemoOnlineSelector, MixtureSelector, Selector, StepFilter
+from user_sys.robot_records import embodiment_names
 from user_sys.store.store import StoreReader
 
 log = logging.getLogger(__name__)
@@ -63,23 +64,23 @@ class BatchSource:
         """
         _require_suitable(config, algorithm.data)
         self._config, self._algorithm, self._device, self._reader = config, algorithm, device, reader
-        self._embodiment = spec.embodiment
+        self._embodiments = embodiment_names(reader.path, spec)
         self._sentences = torch.empty(0)  # what the policy reads of each sentence in the store
         data = algorithm.data
         ages = getattr(algorithm.policy, "reads_ages", False)
         features = ObservationFeatures.of(spec, data.cameras, columns=data.features, extras=data.extras, ages=ages)
         self.replay = ReplayBuffer(reader, features, cache_bytes=config.cache_bytes // group.world)
-        self.demo_online = DemoOnlineSelector(spec.embodiment, config.demo_fraction)
+        self.demo_online = DemoOnlineSelector(self._embodiments, config.demo_fraction)
         batches = data.batches(config.sampler.n_step)
         selector: Selector = self.demo_online
         self.once: OnceSelector | None = None
         if data.once:
-            only = replace(config.sampler.only, embodiments=(spec.embodiment,), sources=(EpisodeSource.ONLINE,))
+            only = replace(config.sampler.only, embodiments=self._embodiments, sources=(EpisodeSource.ONLINE,))
             length = max(1, batches.chunk_length)
             selector = self.once = OnceSelector(only, config.staleness, length, group.rank, group.world)
         elif not config.sampler.is_unfiltered_mixture or data.mixture or data.finished or data.phases:
             selector = config.sampler.make_selector(
-                spec.embodiment, config.demo_fraction, data.mixture, finished=data.finished, phases=data.phases
+                self._embodiments, config.demo_fraction, data.mixture, finished=data.finished, phases=data.phases
             )
         self._selector, self._logged_parts = selector, set[int]()
         if selector is not self.demo_online:
@@ -107,7 +108,7 @@ class BatchSource:
             ConfigError: it lacks what the algorithm trains on.
         """
         index, features = self.replay.index, self.replay.features
-        rows = np.flatnonzero(StepFilter(embodiments=(self._embodiment,)).matches(index, 0))
+        rows = np.flatnonzero(StepFilter(embodiments=self._embodiments).matches(index, 0))
         by_policy = rows[index.steps.policy_version[rows] >= 0]
         unlabelled = [name for name in features.extras if index.labelled_column(name, rows[:1]) is None]
         # Only a policy records extras, such as its noise; experts and people have none.

@@ -354,7 +354,7 @@ class SamplerConfig:
         if self.kind == "mixed" and self.only.sources and not {*SOURCES} & {*self.only.sources}:
             raise ConfigError("the mixed sampler draws from demo and online: only.sources excludes both")
         try:
-            self.make_selector("", 0.5)
+            self.make_selector((), 0.5)
         except ConfigError as error:
             raise ConfigError(f"kind {self.kind}: {error}") from None
 
@@ -365,7 +365,7 @@ class SamplerConfig:
 
     def make_selector(
         self,
-        embodiment: str,
+        embodiments: tuple[str, ...],
         demo_fraction: float,
         mixture: Sequence[MixturePart] = (),
         *,
@@ -383,7 +383,7 @@ class SamplerConfig:
         mixture = [part.to_part(total) for part in self.mixture] or mixture
         only = replace(
             self.only,
-            embodiments=(embodiment,),
+            embodiments=embodiments,
             finished=self.only.finished or finished,
             phases=self.only.phases or phases,
         )
@@ -394,7 +394,7 @@ class SamplerConfig:
                 [(UniformSelector(union), share) for union, share in zip(unions, shares, strict=True)]
             )
         if self.kind == "mixed":
-            return DemoOnlineSelector(embodiment, demo_fraction, only)
+            return DemoOnlineSelector(embodiments, demo_fraction, only)
         if self.kind == "tasks":
             return TaskBalancedSelector(only, self.tasks)
         only = replace(only, sources=only.sources or SOURCES)

@@ -412,7 +412,7 @@ class MixturePartConfig:
 
 
 class DemoOnlineSelector(MixtureSelector):
-    """RLPD's two halves for one embodiment.
+    """RLPD's two halves for one embodiment, by its names.
 
     Online: all steps of online episodes. Demo: all steps of demonstrations, and the steps of online episodes in phase
     TELEOP or CORRECTION, as in HIL-SERL (Luo et al. 2024). Evaluations are in neither half. `step_filter` restricts
@@ -424,12 +424,12 @@ class DemoOnlineSelector(MixtureSelector):
 
     def __init__(
         self,
-        embodiment: str,
+        embodiments: tuple[str, ...],
         demo_fraction: float = 0.5,
         step_filter: StepFilter = StepFilter(),  # noqa: B008  # frozen
     ) -> None:
         """Raises ConfigError unless `demo_fraction` lies in [0, 1]."""
-        only = replace(step_filter, embodiments=(embodiment,))
+        only = replace(step_filter, embodiments=embodiments)
         ageless = replace(only, max_age_s=None, max_age_versions=None)
         demo, online = StepFilter(sources=(EpisodeSource.DEMO,)), StepFilter(sources=(EpisodeSource.ONLINE,))
         by_person = replace(online, phases=INTERVENTION_PHASES)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from rich.console import Console
 
 from hal.process_supervisor import ProcessStatus, exit_reason
-from hal.resource import Health
+from hal.resource import Health, ResourceRecord
 from hal.signals import TerminationRequest, bounded_shutdown
 from hal.spec import RobotSpec
 from user_sys.console.hub import ConsoleHub, HubMessage
@@ -294,10 +294,21 @@ class RunSupervisor:
                     self._logger.log(message.node, count, message.scalars)
                 case ResourceUpdate(record=record):
                     self._hub.update_resource(record)
-                    is_available = record.health in (Health.READY, Health.LEASED)
-                    state = "available" if is_available else f"{record.health} {record.note}".strip()
-                    self._console.print(f"{describe_device(record)} is {state}", markup=False, soft_wrap=True)
+                    self._print_resource(record)
             message = self._link.client.receive(0.0)
+
+    def _print_resource(self, record: ResourceRecord) -> None:
+        is_available = record.health in (Health.READY, Health.LEASED)
+        state = "available" if is_available else f"{record.health} {record.note}".strip()
+        self._console.print(f"{describe_device(record)} is {state}", markup=False, soft_wrap=True)
+        known = self._hub.robot_spec(record.name) if record.name in self._seen else None
+        if is_available and known is not None and record.embodiment not in ("", known.embodiment):
+            self._console.print(
+                f"{record.name} has another spec than before (logs/gateway.log names the difference): no learner of "
+                "this launch trains for it; restart it with the options that it had",
+                markup=False,
+                soft_wrap=True,
+            )
 
     def _introduce(self, robot: str) -> None:
         """On a robot's first status in this launch: starts its embodiment's learner, and shows its spec."""

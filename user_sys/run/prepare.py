@@ -26,7 +26,6 @@ from user_sys.compose import (
     emulated_link_settings,
     policy_location,
     robot_spec,
-    select_cameras,
 )
 from user_sys.config import load, save
 from user_sys.console.config import require_certificate
@@ -56,6 +55,7 @@ from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy, load_reward, with_absolute_paths
 from user_sys.robot_records import (
     LEARNER,
+    first_difference,
     is_learner_name,
     learner_folder,
     learner_from_robot,
@@ -130,7 +130,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         _require_keys_folder(folder)
         _require_console(config)
         check_plugins(config)
-        _require_picture_sizes(config, folder)
+        _require_embodiments(config, folder)
         _require_same_training(config, folder)
         if not request.restart_if_unreadable:
             for path, found in _surveyed_checkpoints(folder):
@@ -215,18 +215,18 @@ def check_plugins(config: RunConfig) -> None:
         require_progress_model(config.intervention.help)
 
 
-def _require_picture_sizes(config: RunConfig, folder: RunFolder) -> None:
-    """Raises ConfigError if the policy reads pictures of another size than those that the run has stored."""
-    recorded = {record.robot: record.spec for record in read_robot_records(folder.robots)}
+def _require_embodiments(config: RunConfig, folder: RunFolder) -> None:
+    """Raises ConfigError if a robot is another embodiment than before, whose stored steps no learner would draw."""
+    recorded = {record.robot: record for record in read_robot_records(folder.robots)}
     for robot in _buildable_robots(config):
-        before = {each.name: each for each in recorded[robot.name].cameras} if robot.name in recorded else {}
-        for camera in robot_spec(robot).cameras:
-            stored = before.get(camera.name, camera)
-            if stored.shape != camera.shape and camera.name in select_cameras(config.policy, robot):
-                raise ConfigError(
-                    f"robot {robot.name}: the camera {camera.name} gives pictures of {camera.width}x{camera.height}, "
-                    f"and {folder.path} has stored {stored.width}x{stored.height}: set that size, or start a new run"
-                )
+        before, after = recorded.get(robot.name), robot_spec(robot)
+        if before is None or before.spec.embodiment == after.embodiment:
+            continue
+        if any(e.robot == robot.name and e.embodiment in before.embodiments for e in stored_episodes(folder.store)):
+            raise ConfigError(
+                f"robot {robot.name}: {first_difference(before.spec, after)}, and the policy of {folder.path} cannot "
+                "learn from its stored steps any more: set it as it was, or start a new run"
+            )
 
 
 def _require_same_training(config: RunConfig, folder: RunFolder) -> None:
@@ -568,6 +568,7 @@ def record_demonstrations(
     if existing >= demonstrations.episodes:
         return
     with StoreWriter.open(store) as writer:
+        used = _stored_seeds(store, config.name)
 
         def persist(chunks: Sequence[bytes]) -> None:
             for chunk in chunks:
@@ -587,9 +588,16 @@ def record_demonstrations(
         )
 
 
+def _stored_seeds(store: Path, robot: str) -> frozenset[int]:
+    """The seeds of `robot`'s episodes in the store at `store`, failed and deleted ones too."""
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        episodes = reader.index.episodes
+        return frozenset(episodes.seed[episodes.robot == episodes.robots.find(robot)].tolist())
+
+
 def record_all_demonstrations(
     config: RunConfig, store: Path, console: Console, locked: frozenset[str], on_other_nodes: Collection[str]
-        used = _stored_seeds(store, config.name)
 ) -> None:
     """Records the demonstrations of each of the run's robots and prints their number.
 
@@ -601,14 +609,6 @@ def record_all_demonstrations(
         RunError: a real robot on another computer lacks demonstrations. No robot has moved.
     """
     for robot in config.robots:
-def _stored_seeds(store: Path, robot: str) -> frozenset[int]:
-    """The seeds of `robot`'s episodes in the store at `store`, failed and deleted ones too."""
-    with StoreReader.open(store) as reader:
-        reader.refresh()
-        episodes = reader.index.episodes
-        return frozenset(episodes.seed[episodes.robot == episodes.robots.find(robot)].tolist())
-
-
         is_far = robot.name in on_other_nodes and not robot.simulated
         if is_far and (missing := config.demonstrations.episodes - count_demonstrations(store, robot.name)) > 0:
             raise RunError(

@@ -156,13 +156,14 @@ class LogReader(ClosedAtExit):
     `read` and `read_range` are thread-safe; `refresh` is called by one thread at a time.
 
     Attributes:
+        path: the log's folder.
         damaged: damage that `refresh` found and that is not quarantined. Appends in progress, and appends that a crash
             interrupted at the log's end, are not damage.
         log_id: see `SegmentHeader`; empty before the first `refresh`.
     """
 
     def __init__(self, path: Path, files: Files) -> None:
-        self._path, self._files = path, files
+        self.path, self._files = path, files
         self.damaged: list[Damage] = []
         self._current: list[SegmentName] = []
         self._found: list[RecordBatch] = []  # not returned yet
@@ -222,8 +223,8 @@ class LogReader(ClosedAtExit):
                 except FileNotFoundError as error:
                     self._current, missing = [], error
         except OSError as error:
-            raise StoreError(f"cannot read {self._path}: {error.strerror}") from error
-        raise StoreError(f"{self._path} changes too fast to be read: {missing.filename} disappeared")
+            raise StoreError(f"cannot read {self.path}: {error.strerror}") from error
+        raise StoreError(f"{self.path} changes too fast to be read: {missing.filename} disappeared")
 
     def return_again(self, batches: Sequence[RecordBatch]) -> None:
         """The next `refresh` returns these batches of the last one again, first."""
@@ -250,14 +251,14 @@ class LogReader(ClosedAtExit):
             except FileNotFoundError:
                 raise
             except OSError as error:
-                raise StoreError(f"cannot read {self._path / str(name)}: {error.strerror}") from error
+                raise StoreError(f"cannot read {self.path / str(name)}: {error.strerror}") from error
         self._current = chosen
 
     def _list_current(self) -> list[SegmentName]:
         """The current files. If they changed, reloads the manifest until both are consistent."""
         chosen: list[SegmentName] = []
         for _ in range(ATTEMPTS):
-            chosen = resolve_generations(list_segments(self._path, self._files))[0]
+            chosen = resolve_generations(list_segments(self.path, self._files))[0]
             if chosen == self._current:
                 return chosen
             before, self._manifest = self._manifest, self._load_manifest()
@@ -267,7 +268,7 @@ class LogReader(ClosedAtExit):
 
     def _load_manifest(self) -> LogManifest | None:
         try:
-            return manifest.load(self._files, self._path)
+            return manifest.load(self._files, self.path)
         except StoreCorrupt as error:
             self._report(Damage(-1, 0, 0, str(error)))
             return None
@@ -295,7 +296,7 @@ class LogReader(ClosedAtExit):
 
     def _start_segment(self, name: SegmentName, found: list[RecordBatch]) -> None:
         """Starts following a new file or one that replaced others."""
-        fd = self._files.open(self._path / str(name), os.O_RDONLY)
+        fd = self._files.open(self.path / str(name), os.O_RDONLY)
         followed, records = _FollowedSegment(name, fd=fd), None
         try:
             if self._check_header(header := read_segment_header(self._files, fd), name):
@@ -404,7 +405,7 @@ class LogReader(ClosedAtExit):
             self._close(followed)
 
     def _header(self, name: SegmentName) -> SegmentHeader | None:
-        with self._files.opened(self._path / str(name)) as fd:
+        with self._files.opened(self.path / str(name)) as fd:
             return read_segment_header(self._files, fd)
 
     def _report_unscanned(self, followed: _FollowedSegment, scan: SegmentScan) -> None:
@@ -415,7 +416,7 @@ class LogReader(ClosedAtExit):
     def _report(self, damage: Damage) -> None:
         if damage in self.damaged or (self._manifest and self._manifest.is_quarantined(damage)):
             return
-        _logger.warning("store.damaged path=%s %s", self._path, damage)
+        _logger.warning("store.damaged path=%s %s", self.path, damage)
         self.damaged.append(damage)
 
     # Reading
@@ -462,23 +463,23 @@ class LogReader(ClosedAtExit):
             except StoreCorrupt as damaged:
                 error = damaged
             except OSError as failed:
-                raise StoreError(f"cannot read segment {ref.segment} of {self._path}: {failed.strerror}") from failed
-        reason = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is missing"
+                raise StoreError(f"cannot read segment {ref.segment} of {self.path}: {failed.strerror}") from failed
+        reason = f"{self.path}: record {ref.sequence} was dropped, or segment {ref.segment} is missing"
         raise error or StoreRecordGone(reason)
 
     def _verified(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
         raw = memoryview(self._opened.read(name, offset, RECORD_HEADER_BYTES + ref.length))
         found = decode_record_header(raw[:RECORD_HEADER_BYTES], name.number, name.generation, offset)
         if found is None or found[0].length != ref.length or found[0].sequence != ref.sequence:
-            raise StoreCorrupt(f"{self._path / str(name)}: the header of record {ref.sequence} at {offset} is damaged")
+            raise StoreCorrupt(f"{self.path / str(name)}: the header of record {ref.sequence} at {offset} is damaged")
         if crc32c(raw[RECORD_HEADER_BYTES:]) != found[1]:
-            raise StoreCorrupt(f"{self._path / str(name)}: the payload of record {ref.sequence} at {offset} is damaged")
+            raise StoreCorrupt(f"{self.path / str(name)}: the payload of record {ref.sequence} at {offset} is damaged")
         return raw[RECORD_HEADER_BYTES:]
 
     def _relocate(self, segment: int) -> _SegmentLocation | None:
         """Lists the folder again to find the current file of a segment's records."""
         for _ in range(ATTEMPTS):
-            chosen = resolve_generations(list_segments(self._path, self._files))[0]
+            chosen = resolve_generations(list_segments(self.path, self._files))[0]
             name = next((name for name in chosen if name.number <= segment < name.stop), None)
             if name is None:
                 return None
@@ -492,7 +493,7 @@ class LogReader(ClosedAtExit):
         return None
 
     def _index(self, name: SegmentName) -> RecordTable:
-        with self._files.opened(self._path / str(name)) as fd:
+        with self._files.opened(self.path / str(name)) as fd:
             return (read_sound_footer(self._files, fd, name) or self._scan_as_footer(fd, name)).records
 
     # Closing

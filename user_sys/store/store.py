@@ -177,6 +177,10 @@ class StoreReader(ClosedAtExit):
         self.index = Index()
 
     @property
+    def path(self) -> Path:
+        return self._log.path
+
+    @property
     def log_id(self) -> str:
         """Equal in a store and its backups, in hex; empty before the first `refresh`."""
         return self._log.log_id.hex()
