@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Literal
 
@@ -46,6 +46,7 @@ class SilentClient:
         self.sent: list[WeightsApplied] = []
         self.state, self.reason = TunnelState.OPEN, ""
         self.counters = Counter[str]()
+        self.offers: deque[WeightsOffer] = deque()
 
     def send(self, message: WeightsApplied) -> bool:
         self.sent.append(message)
@@ -54,10 +55,13 @@ class SilentClient:
     def send_weights(self, message: object) -> bool:
         return False
 
-    def receive_weights(self, wait_s: float) -> None:
+    def receive_weights(self, wait_s: float) -> Envelope | None:
         if self.state is TunnelState.CLOSED:
             raise RuntimeError("it is closed")
+        if self.offers:
+            return Envelope(self.offers.popleft())
         time.sleep(min(wait_s, 0.01))
+        return None
 
 
 class World:
@@ -90,22 +94,21 @@ def test_policy_may_explore_only_after_the_gateway_has_said_in_this_session_that
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path, explore=False)
-    receiver, empty = world.policy._receiver, Envelope(WeightsOffer(manifests=(), signer=b"", greeting=True))
-    assert not world.policy.may_explore
-    receiver._on_message(empty)
-    assert world.policy.may_explore and receiver.planner.rejected == 0
-    world.client.state = TunnelState.LOST
-    assert not world.policy.may_explore
-    world.client.state, world.client.counters["lost"] = TunnelState.OPEN, 1
-    assert not world.policy.may_explore, "it is another session"
-    receiver._on_message(empty)
-    assert world.policy.may_explore
-    forged = SignedRecord(b"", bytes(64))
-    receiver._on_message(Envelope(WeightsOffer(manifests=(forged,), signer=bytes(32))))
-    assert not world.policy.may_explore, "there are weights, also if they are refused"
-    receiver._on_message(empty)
-    receiver.planner.newest_version = 3
-    assert not world.policy.may_explore, "it had a version before"
+    policy, client = world.policy, world.client
+    empty = WeightsOffer(manifests=(), signer=b"", greeting=True)
+    with policy:
+        assert not policy.may_explore
+        client.offers.append(empty)
+        until(lambda: policy.may_explore, "the gateway has no version")
+        assert policy.scalars()["weights/refused"] == 0
+        client.state = TunnelState.LOST
+        assert not policy.may_explore
+        client.state, client.counters["lost"] = TunnelState.OPEN, 1
+        assert not policy.may_explore, "it is another session"
+        client.offers.append(empty)
+        until(lambda: policy.may_explore, "nor has it in this session")
+        client.offers.append(WeightsOffer(manifests=(SignedRecord(b"", bytes(64)),), signer=bytes(32)))
+        until(lambda: not policy.may_explore, "there are weights, also if they are refused")
 
 
 def test_weights_are_swapped_between_chunks_and_reported(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +18,8 @@ from publisher_kit import DEADLINE_S, PublisherSite, digest, signal_publisher, u
 from user_sys.codec import Array
 from user_sys.errors import RunError, WireError
 from user_sys.learner import publisher_client
-from user_sys.learner.publisher_client import PublisherClient, SharedSnapshot
-from user_sys.messages import NO_VERSION, PinnedVersion, StopRun, WeightsApplied
+from user_sys.learner.publisher_client import PublisherClient
+from user_sys.messages import PinnedVersion, StopRun, WeightsApplied
 from user_sys.tunnel.keys import new_keypair, save_keypair
 from user_sys.weights.governor import MIN_SAMPLES
 from user_sys.weights.signing import ensure_signer
@@ -58,17 +56,13 @@ def test_published_version_is_stored_bit_for_bit(site: PublisherSite) -> None:
         until(lambda: site.stops == ["enough"], "the learner gets the end of the run")
 
 
-def test_frozen_tensors_count_as_undelivered_until_the_gateway_has_a_version() -> None:
-    frozen, trained = np.zeros(5_000_000, np.float32), np.zeros(1_000, np.float32)
-    frozen.flags.writeable = False
-    client: Any = object.__new__(PublisherClient)
-    client._changed, client._shared, client._stored_version = threading.Condition(), SharedSnapshot(), NO_VERSION
-    arrays = {"base": frozen, "adapter": trained}
-    client._shared.write(arrays, client._shared.memory_for(arrays, 1))
-    assert client.size_bytes >= frozen.nbytes
-    client._stored_version = 1
-    assert trained.nbytes <= client.size_bytes < 2 * trained.nbytes
-    client._shared.close()
+def test_frozen_tensors_do_not_count_once_the_gateway_has_a_version(site: PublisherSite) -> None:
+    kept, trained = frozen(), np.zeros(10, np.float32)
+    with site.client() as learner:
+        assert learner.size_bytes == 0
+        learner.publish({"base": kept, "adapter": trained}, 1, updates=1)
+        assert learner.wait_until_stored(DEADLINE_S)
+        assert trained.nbytes <= learner.size_bytes < kept.nbytes
 
 
 def test_governor_separates_steps_with_a_push_from_others(site: PublisherSite) -> None:

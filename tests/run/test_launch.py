@@ -19,17 +19,21 @@ from hal.resource import Health, Kind, ResourceRecord
 from hal.signals import TerminationRequest
 from robots.fake import FakeRobot
 from user_sys.compose import RobotConfig
+from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.errors import RunError
 from user_sys.logs import LOG_VARIABLE
+from user_sys.messages import MetricsReport, ResourceUpdate, RobotStatus
+from user_sys.robot_records import save_robot_record
 from user_sys.run import launcher, prepare
 from user_sys.run.allocation import LocalAllocation
 from user_sys.run.compare import read_variants
-from user_sys.run.config import RunConfig, create_run_folder
-from user_sys.run.launcher import INTERRUPTED, RunSupervisor
+from user_sys.run.config import RunConfig, RunFolder, create_run_folder, read_run_metadata
+from user_sys.run.launcher import RunSupervisor
 from user_sys.run.prepare import record_all_demonstrations
-from user_sys.run.processes import ROBOT_RESTARTS, PrintedReasons, RunProcesses
+from user_sys.run.processes import ROBOT_RESTARTS, RunProcesses
 from user_sys.run.topology import topology
+from user_sys.tunnel.keys import GATEWAY_NAME
 
 ENDPOINT = "tcp://127.0.0.1:5999"
 
@@ -68,22 +72,66 @@ def test_demonstrations_of_a_real_robot_of_another_node_are_refused(tmp_path: Pa
     assert not [word for word in words if word not in str(caught.value)] and "\n" not in str(caught.value)
 
 
+class FakeProcesses:
+    """The processes of a run, with their `statuses`; those that are `leaving` take some looks to end."""
+
+    def __init__(self, statuses: dict[str, ProcessStatus] | None = None, *, is_done: bool = True) -> None:
+        self.statuses, self.is_done = statuses or {}, is_done
+        self.stopped: list[str] = []
+        self.polls = iter([{"learner"}, {"learner"}, set[str]()])
+        self.names = [GATEWAY_NAME]
+        self.cluster = SimpleNamespace(
+            statuses=lambda: self.statuses, stop=lambda *names, within_s: self.stopped.extend(names)
+        )
+
+    def leaving(self) -> set[str]:
+        return {"learner"}
+
+    def still_running(self, names: object) -> set[str]:
+        return next(self.polls)
+
+    def are_learners_done(self, statuses: object) -> bool:
+        return self.is_done
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def train(
+    folder: RunFolder, config: RunConfig, processes: FakeProcesses, *messages: object, patch: pytest.MonkeyPatch
+) -> str:
+    """What the launcher prints while it supervises these processes and receives these messages from the gateway."""
+    patch.setattr(launcher, "RunProcesses", lambda *_: processes)
+    patch.setattr(launcher, "MESSAGE_WAIT_S", 0.0)
+    left, output = iter(messages), io.StringIO()
+    link: Any = SimpleNamespace(
+        hub=ConsoleHub("r", lambda message: True),
+        show=lambda feed, *report: feed(*report),
+        client=SimpleNamespace(receive=lambda wait_s: next(left, None), send=lambda message: True),
+    )
+    logger: Any = SimpleNamespace(run=SimpleNamespace(path=folder.path / "run.jsonl"), log=lambda *_: None)
+    console = Console(file=output, width=1000)
+    metadata, allocation = read_run_metadata(folder.path), LocalAllocation(config, "r")
+    run = RunSupervisor(config, folder, metadata, allocation, link, logger, console, TerminationRequest())
+    try:
+        run.train()
+    except RunError as error:
+        return f"{output.getvalue()}{error}"
+    return output.getvalue()
+
+
 @pytest.mark.parametrize(("last_exit", "ended"), [(-6, "by signal 6"), (4, "with exit status 4")])
-def test_robot_whose_driver_ends_at_each_start_ends_the_run(last_exit: int, ended: str, tmp_path: Path) -> None:
+def test_robot_whose_driver_ends_at_each_start_ends_the_run(
+    last_exit: int, ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = RunConfig(runs=tmp_path, robots=(RobotConfig(name="arm", driver="lab"),))
     folder, _ = create_run_folder(config, "r", ENDPOINT)
-    run: Any = object.__new__(RunSupervisor)
-    run._config, run._folder, run._seen, run._missing, run._reasons = config, folder, set(), {}, PrintedReasons()
-    run._hub = SimpleNamespace(view=lambda: SimpleNamespace(robots=()))
-    printed: list[str] = []
-    display: Any = SimpleNamespace(print_line=printed.append)
     driver = ProcessStatus(state=ProcessState.WAITING, restarts=1, last_exit=last_exit)
-    run._check_robots({"arm-driver": driver}, display)
-    assert not printed, "it may succeed at its next start"
+    text = train(folder, config, FakeProcesses({"arm-driver": driver}), patch=monkeypatch)
+    assert "cannot be driven" not in text, "it may succeed at its next start"
     driver = ProcessStatus(state=ProcessState.WAITING, restarts=2, last_exit=last_exit)
-    with pytest.raises(RunError, match=f"arm cannot be driven: its driver ends {ended}: its log is empty; see "):
-        run._check_robots({"arm-driver": driver}, display)
-    assert len(printed) == 1
+    text = train(folder, config, FakeProcesses({"arm-driver": driver}), patch=monkeypatch)
+    assert text.count(f"arm cannot be driven: its driver ends {ended}: its log is empty; see ") == 2, "and as the error"
 
 
 def test_training_sets_the_results_of_the_run_s_earlier_end_aside(
@@ -92,51 +140,49 @@ def test_training_sets_the_results_of_the_run_s_earlier_end_aside(
     """Beside the newer training they would seem to be of its policy."""
     folder = make_run(tmp_path, "week", [True] * 20)
     assert read_variants([folder.path])[0].total("episodes") == 20
-    run: Any = object.__new__(RunSupervisor)
-    run._folder, run._console, run._config = folder, Console(file=io.StringIO()), RunConfig()
-    monkeypatch.setattr(RunSupervisor, "_follow", lambda self, display: INTERRUPTED)
-    monkeypatch.setattr(RunSupervisor, "_leave", lambda self, reason, display: None)
-    run.train()
-    assert read_variants([folder.path])[0].total("episodes") == 0
-    assert json.loads((folder.path / "earlier-summary.json").read_text())["episodes"] == 20
-    run.train()
-    assert (folder.path / "earlier-summary.json").exists()
+    for _ in range(2):
+        train(folder, RunConfig(), FakeProcesses(), patch=monkeypatch)
+        assert read_variants([folder.path])[0].total("episodes") == 0
+        assert json.loads((folder.path / "earlier-summary.json").read_text())["episodes"] == 20
 
 
 @pytest.mark.parametrize("finished", [0.0, 1.0])
 def test_learner_that_delivers_its_last_version_is_not_stopped_at_the_deadline(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finished: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finished: float
 ) -> None:
     monkeypatch.setattr(launcher, "LEAVE_DEADLINE_S", 0.0)
-    polls, stopped = iter([{"learner"}, {"learner"}, set[str]()]), list[str]()
-    run: Any = object.__new__(RunSupervisor)
-    run._config, run._seen, run._missing = RunConfig(robots=()), set(), {}
-    run._end = TerminationRequest()
-    run._link = SimpleNamespace(client=SimpleNamespace(send=lambda message: None))
-    view = SimpleNamespace(metrics={"learner": {"finished": finished}})
-    run._hub = SimpleNamespace(view=lambda: view, disk_warning=lambda: "")
-    run._receive = lambda wait_s: None
-    cluster = SimpleNamespace(stop=lambda *names, within_s: stopped.extend(names))
-    run._processes = SimpleNamespace(
-        leaving=lambda: {"learner"}, still_running=lambda names: next(polls), names=[], cluster=cluster
+    config, processes = RunConfig(runs=tmp_path), FakeProcesses()
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    train(
+        folder,
+        config,
+        processes,
+        MetricsReport(node="learner", count=1, scalars={"finished": finished}),
+        patch=monkeypatch,
     )
-    run._leave("the target is reached", SimpleNamespace(show=lambda *_: None, print_line=lambda line: None))
-    assert (next(polls, None) is None) == (finished == 1.0) == ("run.left_behind" not in caplog.text)
-    assert stopped == ["gateway"]
+    assert (next(processes.polls, None) is None) == (finished == 1.0) == ("run.left_behind" not in caplog.text)
+    assert processes.stopped == [GATEWAY_NAME]
 
 
-def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learner() -> None:
-    spec, output = FakeRobot().spec, io.StringIO()
-    run: Any = object.__new__(RunSupervisor)
-    run._seen, run._hub = {"arm"}, SimpleNamespace(robot_spec=lambda name: spec)
-    run._console = Console(file=output)
+def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, spec = RunConfig(runs=tmp_path), FakeRobot().spec
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    save_robot_record(folder.robots, "arm", spec)
+    status = RobotStatus(
+        robot="arm", authority="policy", operator="", phase="policy", episode="", step=0, policy_version=0,
+        real_time=True, outbox_chunks=0, safety_interventions=0,
+    )  # fmt: skip
     record = ResourceRecord(kind=Kind.ROBOT, name="arm", model="fake", node="desk", embodiment=spec.embodiment)
     other = msgspec.structs.replace(record, embodiment=msgspec.structs.replace(spec, gripper=-1).embodiment)
-    for each in (record, msgspec.structs.replace(other, health=Health.LOST), msgspec.structs.replace(other, name="b")):
-        run._print_resource(each)
-    assert "no learner" not in output.getvalue()
-    run._print_resource(other)
-    assert "arm has another spec than before" in output.getvalue() and "no learner" in output.getvalue()
+    same = (record, msgspec.structs.replace(other, health=Health.LOST), msgspec.structs.replace(other, name="b"))
+    text = train(
+        folder, config, FakeProcesses(), status, *(ResourceUpdate(record=each) for each in same), patch=monkeypatch
+    )
+    assert "arm" in text and "no learner" not in text
+    text = train(folder, config, FakeProcesses(), status, ResourceUpdate(record=other), patch=monkeypatch)
+    assert "arm has another spec than before" in text and "no learner" in text
 
 
 def test_log_lines_name_the_robot_whose_name_begins_with_anothers(tmp_path: Path) -> None:
