@@ -266,13 +266,18 @@ class ProcessSupervisor:
     def _bound_log(self) -> None:
         """Copies a full log and truncates it, since the process keeps its file open for appending.
 
-        Output between the copy and the truncation is lost.
+        What a process writes meanwhile is lost, and of a log that grew far beyond the bound the older part. A copy of
+        the whole file would not end while the process writes as fast as it is read.
         """
         try:
             if self._log_path is not None and self._log_path.stat().st_size > self._max_log_bytes:
                 with contextlib.suppress(OSError):  # a full disk: the older half of the log is lost
                     shift_copies(self._log_path)
-                    shutil.copy(self._log_path, self._log_path.with_name(f"{self._log_path.name}.1"))
+                    copy = self._log_path.with_name(f"{self._log_path.name}.1")
+                    with self._log_path.open("rb") as full, copy.open("wb") as half:
+                        full.seek(-self._max_log_bytes, os.SEEK_END)
+                        half.write(full.read(self._max_log_bytes))
+                    shutil.copymode(self._log_path, copy)
                 os.truncate(self._log_path, 0)
         except OSError as error:
             logger.debug("process.log_not_bounded path=%s error=%s", self._log_path, error)
