@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 EXTRAS = sorted(set(re.findall(r"(?:\bEXTRAS=|RUN docker/install )([a-z0-9,]+)", DOCKERFILE)))
 """Of every image: those that it is built with by default, and those that the Dockerfile offers."""
-QUICK = ("edge,lerobot", "edge,sim,learner,interchange,backup")
-"""Resolved by default: other constraints, and most packages."""
+QUICK = ("edge,lerobot", "edge,ros2", "edge,sim,learner,interchange,backup")
+"""Resolved by default: other constraints, another index, and most packages."""
 MINE = {
     "edge": "user-sys",
     "lerobot": "lerobot",

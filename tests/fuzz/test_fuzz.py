@@ -10,7 +10,7 @@ import pytest
 from fuzz_all import fuzz
 from targets import TARGETS
 
-RUNS = 1500
+RUNS = 3000
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed here")

@@ -219,9 +219,9 @@ def test_masked_json_is_still_json() -> None:
 
 @pytest.mark.parametrize("piece", [b"-", b"--token", b"--token ", b"token", b"token=b'", b"'--token', '", b"token=a'"])
 def test_masking_takes_linear_time(piece: bytes) -> None:
-    """Quadratic time would be minutes."""
+    """Quadratic time would be hours."""
     started_s = time.process_time()
-    redact(piece * 30_000, frozenset())
+    redact(piece * 100_000, frozenset())
     assert time.process_time() - started_s < 20
 
 
