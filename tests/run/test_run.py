@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -453,6 +454,8 @@ def test_run_with_relative_paths_can_be_resumed_in_another_folder(
         options = {"type": "act"} if kind == "lerobot" else {}
         config = RunConfig(policy=PolicyConfig(kind=kind, options={**options, option: value}))
         assert prepare._with_absolute_paths(config).policy.options == {**options, option: absolute}
+    monkeypatch.setattr(prepare, "load_policy", lambda *_: (None, SimpleNamespace(tokenizer={"kind": "a package's"})))
+    assert prepare._with_absolute_paths(RunConfig()).policy.options == {}
 
 
 @pytest.mark.parametrize(

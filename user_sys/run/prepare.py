@@ -85,7 +85,7 @@ log = logging.getLogger(__name__)
 LAUNCHER = "launcher"  # follows the run as a console does
 LOCK_FILE = "launcher.lock"  # in the run's folder
 TEXT_PATHS = ("statistics", "text_encoder", "tokenizer")  # options of policies: a path or another name
-NOT_PATHS = ("bounds", "checkpoint")  # words with a meaning of their own for `statistics`
+NOT_PATHS = ("", "bounds", "checkpoint")  # values with a meaning of their own for `statistics`
 REMOTE_PORTS = (20_000, 32_000)  # below those that Linux gives to outgoing connections
 
 
@@ -168,7 +168,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if rewards.kind:
         rewards = with_absolute_paths(rewards)
     _, settings = load_policy(policy.kind, policy.options)
-    texts = {name: Path(text) for name in TEXT_PATHS if (text := getattr(settings, name, "")) and text not in NOT_PATHS}
+    given = {name: getattr(settings, name, "") for name in TEXT_PATHS}  # those of a package need not be texts
+    texts = {name: Path(text) for name, text in given.items() if isinstance(text, str) and text not in NOT_PATHS}
     chosen = {name: value for name, value in vars(settings).items() if isinstance(value, Path)} | texts
     paths = {name: str(path.resolve()) for name, path in chosen.items() if path.exists()}
     policy = replace(policy, options={**policy.options, **paths})
