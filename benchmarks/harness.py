@@ -186,16 +186,17 @@ def user_sys(*arguments: object) -> list[str]:
 
 
 def machine() -> str:
-    """The machine in words: processor, cores, memory, kernel."""
+    """The machine in words: processor, cores, memory, kernel; GPU, if this process has torch and a GPU."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return (
-        f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}"
-    )
+    torch = sys.modules.get("torch")
+    gpu = f", {torch.cuda.get_device_name()}" if torch is not None and torch.cuda.is_available() else ""
+    kernel = f"{platform.system()} {platform.release().split('-')[0]}"
+    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {kernel}{gpu}"
 
 
 def commit() -> str:
@@ -263,5 +264,7 @@ def _print(run: Run) -> None:
 
 
 def shown(figure: float | str | None) -> str:
-    """A figure with four digits that count, in a table; a reason stays as it is."""
-    return "" if figure is None else figure if isinstance(figure, str) else f"{figure:,.4g}"
+    """A figure with four digits that count, or all before the point, in a table; a reason stays as it is."""
+    if figure is None or isinstance(figure, str):
+        return figure or ""
+    return f"{figure:,.0f}" if abs(figure) >= 1e4 else f"{figure:,.4g}"

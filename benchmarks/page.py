@@ -31,7 +31,7 @@ PICTURES = {
     "weights": "weights-governor.png",
 } | {name: f"{name}.png" for name in (*(f"learning-{part}" for part in LEARNING_PLOTS), *VLA_PLOTS)}
 KEPT = 3  # runs of each benchmark
-IN_FULL = {"gpu_push", "gpu_learning"}  # benchmarks whose every row is shown, those without a target too
+IN_FULL = {"gpu_push", "gpu_learning", "gpu_vla"}  # benchmarks whose every row is shown, those without a target too
 
 SECTIONS = {
     "Experience store": range(1, 5),
@@ -197,11 +197,12 @@ def _section(rows: Sequence[tuple[Run, Row]], runs: dict[str, list[Run]]) -> Ite
 def _tightest(rows: Sequence[tuple[Run, Row]]) -> Iterator[tuple[tuple[Run, Row], int]]:
     """For each beginning of names before a colon: the figure nearest to its target, or missed, and their count.
 
-    In the section on learning, success and time are both shown.
+    In the section on learning, success and time are both shown, and all figures of the benchmarks in `IN_FULL`.
     """
     groups: dict[tuple[int, str], list[tuple[Run, Row]]] = {}
     for run, row in rows:
-        title = row.name if row.goal in SECTIONS["Learning"] else row.name.partition(":")[0]
+        is_whole = row.goal in SECTIONS["Learning"] or run.benchmark in IN_FULL
+        title = row.name if is_whole else row.name.partition(":")[0]
         groups.setdefault((row.goal, title), []).append((run, row))
     for group in groups.values():
         yield min(group, key=lambda pair: (pair[1].met is not False, _reached(pair[1]))), len(group)
@@ -250,7 +251,7 @@ def _name(row: Row) -> str:
 def _ratio(runs: Sequence[Row]) -> str:
     """The ratio of the newest run and its target; of several runs, how many met the goal."""
     row = runs[-1]
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}" + (f" of {row.target:g}" if row.target else "")
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}" + (f" of {row.target:.3g}" if row.target else "")
     met = sum(bool(each.met) for each in runs)
     several = f"{met} of {len(runs)} runs" if len(runs) > 1 and met not in (0, len(runs)) else ""
     missed = "**missed**" if row.met is False else ""
