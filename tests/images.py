@@ -202,11 +202,11 @@ class Machine:
 
     def run(self, stage: Stage, *argv: str, text: str = "", check: bool = True) -> str:
         """Runs a command of the image to its end; with `check`, its status must be 0."""
-        command = self._inside(stage, [*stage.entrypoint, *argv])
+        command = self.inside(stage, [*stage.entrypoint, *argv])
         return subprocess.run(command, check=check, input=text, stdout=subprocess.PIPE, text=True).stdout
 
     def is_healthy(self, stage: Stage) -> bool:
-        return not subprocess.run(self._inside(stage, stage.health), capture_output=True).returncode
+        return not subprocess.run(self.inside(stage, stage.health), capture_output=True).returncode
 
     @contextmanager
     def program(self, stage: Stage, *command: str) -> Iterator[Path]:
@@ -215,7 +215,7 @@ class Machine:
         log = self._builder.work / f"{stage.name}.log"
         assert not self.is_healthy(stage), f"{stage.name} is healthy before its start"
         with log.open("wb") as out:
-            argv = self._inside(stage, [*stage.entrypoint, *(command or stage.command)])
+            argv = self.inside(stage, [*stage.entrypoint, *(command or stage.command)])
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
 
@@ -237,7 +237,7 @@ class Machine:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
 
-    def _inside(self, stage: Stage, argv: list[str]) -> list[str]:
+    def inside(self, stage: Stage, argv: list[str]) -> list[str]:
         return ["ip", "netns", "exec", NETWORK, *self._builder.inside(stage, argv, stage.user)]
 
 
@@ -283,7 +283,7 @@ def check_cloud(builder: Builder, machine: Machine) -> None:
             "import ssl, urllib.request as r; "
             "c = ssl._create_unverified_context(); print(r.urlopen('https://127.0.0.1:8443/sign-in', context=c).status)"
         )
-        assert "200" in subprocess.check_output(machine._inside(console, ["python", "-c", fetch]), text=True)
+        assert "200" in subprocess.check_output(machine.inside(console, ["python", "-c", fetch]), text=True)
         print("images: the proxy serves the console's sign-in page", flush=True)
         for edge in edges:
             programs.enter_context(machine.program(edge, "edge", "robots.yaml", "--connect", "tcp://127.0.0.1:5555"))

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from user_sys.commands import node
+from user_sys.commands.main import main
 
 
-@pytest.mark.parametrize(("endless", "starts"), [(True, 3), (False, 1)])
-def test_join_starts_ray_again_until_a_signal(endless: bool, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = [(1, False), (-9, False), (0, True)]
-    monkeypatch.setattr(node, "_run", lambda argv, environment: ends.pop(0))
+class EndingRay:
+    """Ray that ends with status 1, then by a kill, and at its third start by the signal that this process gets."""
+
+    starts = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        EndingRay.starts += 1
+        self.status = {1: 1, 2: -signal.SIGKILL}.get(self.starts, 0)
+
+    def __enter__(self) -> EndingRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def send_signal(self, number: int) -> None:
+        self.status = -number
+
+    def wait(self) -> int:
+        if not self.status:
+            signal.raise_signal(signal.SIGTERM)
+        return self.status
+
+
+@pytest.mark.parametrize(
+    ("argv", "starts", "status"), [(["join", "127.0.0.1:1"], 3, -signal.SIGTERM), (["head"], 1, 1)]
+)
+def test_join_starts_ray_again_until_a_signal(
+    argv: list[str], starts: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("a-token")
+    monkeypatch.setattr(EndingRay, "starts", 0)
+    monkeypatch.setattr(node, "subprocess", SimpleNamespace(Popen=EndingRay))
     monkeypatch.setattr(node, "JOIN_PAUSE_S", 0.0)
-    node._run_until_end([], {}, (), endless=endless)
-    assert len(ends) == 3 - starts
+    assert main(["node", *argv, f"--token={tmp_path / 'token'}"]) == status
+    assert EndingRay.starts == starts

@@ -77,7 +77,7 @@ class SimulatedRun:
 
     def __init__(self, robot: str = "panda-0", hub: ConsoleHub | None = None, folder: Path = Path()) -> None:
         self.robot = robot
-        self.hub = hub or ConsoleHub("demo", self._send, {robot: SPEC}, budget_s=300.0, folder=folder)
+        self.hub = hub or ConsoleHub("demo", self.send, {robot: SPEC}, budget_s=300.0, folder=folder)
         self._others: dict[str, SimulatedRun] = {}
         self.clock = Clock()  # for the input timeout
         self.authority = ControlAuthority(robot, SPEC, self.clock)
@@ -130,11 +130,11 @@ class SimulatedRun:
             scalars = {"critic_loss": 2.0 * math.exp(-4 * share) + 0.02 * math.sin(n), "actor_loss": 1.2 - share}
             self.hub.update(MetricsReport(node="learner", count=n * 50, scalars=scalars))
 
-    def _send(self, message: OperatorCommand | PreviewRequest) -> bool:
+    def send(self, message: OperatorCommand | PreviewRequest) -> bool:
         if self.away:
             return False
         if message.robot in self._others:
-            return self._others[message.robot]._send(message)
+            return self._others[message.robot].send(message)
         self.sent.append(message)
         if isinstance(message, PreviewRequest):
             if message.pose:

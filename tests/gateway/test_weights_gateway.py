@@ -149,7 +149,8 @@ class WeightsSite:
             keys = new_keypair()
             save_keypair(keys, self.run / "keys", name)
             Keyring(self.run / "keys").allow(keys.public, name, role)
-        hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name)
+        own_name = f"{name}-1" if role == "policy" else name  # of one of a policy server's policies
+        hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=own_name)
         client = TunnelClient(self.address.endpoint, load_keypair(path), self.address.public_key, hello, limits=limits)
         self.stack.enter_context(client)
         client.wait_open(120)
@@ -348,19 +349,19 @@ def test_policy_server_that_was_refused_acts_once_its_key_is_allowed(
 def test_policy_may_explore_until_its_gateway_offers_a_version(
     site: WeightsSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_peer, may_offer, keys = WeightsServer.add_peer, threading.Event(), tmp_path / "lab"
+    add_peer, may_offer = WeightsServer.add_peer, threading.Event()
 
     def add_later(server: WeightsServer, name: str) -> None:
         assert may_offer.wait(120)  # as while the thread writes a large version
         add_peer(server, name)
 
-    save_keypair(new_keypair(), keys, "policy")
-    Keyring(site.run / "keys").allow(load_keypair(keys / "policy.key").public, "policy", "policy")
     with site.serving(), ExitStack() as stack:
         publisher = site.publisher()
         monkeypatch.setattr(WeightsServer, "add_peer", add_later)
-        policy = stack.enter_context(open_served_policy(site, keys))
-        until(lambda: policy._client.state is TunnelState.OPEN, "it is connected")
+        policies, client = DoubleBufferedPolicy(lambda: MlpPolicy(example_spec())), site.client("policy", "policy")
+        keys = site.run / "keys"
+        policy = stack.enter_context(LivePolicy(policies, client, "policy-1", ReceiverConfig(), keys, None))
+        assert client.state is TunnelState.OPEN
         assert not policy.may_explore, "the gateway has not said yet what it has"
         may_offer.set()
         until(lambda: policy.may_explore, "there is no version")

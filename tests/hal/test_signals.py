@@ -15,8 +15,12 @@ import signal, threading
 from hal.signals import stop_on_signals
 stop = threading.Event()
 stop_on_signals(stop)
-with stop._cond:  # as at the start of a wait
-    signal.raise_signal(signal.SIGTERM)
+wait = threading.Condition.wait
+def interrupted_wait(condition, timeout=None):
+    threading.Condition.wait = wait
+    signal.raise_signal(signal.SIGTERM)  # `stop.wait` holds the event's lock here
+    return wait(condition, timeout)
+threading.Condition.wait = interrupted_wait
 raise SystemExit(0 if stop.wait(60) else 1)
 """
 

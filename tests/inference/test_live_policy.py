@@ -21,7 +21,7 @@ from user_sys.messages import SignedRecord, WeightsApplied, WeightsOffer
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.policy import ActionChunk, Policy, PolicyQuery
 from user_sys.tunnel.protocol import Envelope, TunnelState
-from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
+from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, UpdatePlanner
 
 OBSERVATION = example_observation(np.random.default_rng(0))
 
@@ -168,18 +168,33 @@ def run_receiver(world: World, *, fails: bool) -> None:
         world.load(1)
         if fails:
             world.client.state = TunnelState.CLOSED
-            until(lambda: world.policy._receiver.failure, "the receiver's thread ends")
+            until(lambda: has_failed(world.policy), "the receiver's thread ends")
+
+
+def has_failed(policy: LivePolicy) -> bool:
+    try:
+        policy.raise_failure()
+    except RuntimeError as error:
+        error.__traceback__ = None  # as in `PolicyServer`: it refers to the policy
+        return True
+    return False
+
+
+def planners() -> int:
+    return sum(type(each) is UpdatePlanner for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_closed_policy_is_freed_at_once(tmp_path: Path, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "user_sys.threads")  # pytest keeps the traceback of a record
-    world = World(tmp_path, explore=True)
-    freed = weakref.ref(world.policies), weakref.ref(world.policy._receiver.planner)
+    gc.collect()
     gc.disable()
     try:
+        before, world = planners(), World(tmp_path, explore=True)
+        freed = weakref.ref(world.policies)
+        assert planners() == before + 1
         run_receiver(world, fails=fails)
         del world
-        assert [each() for each in freed] == [None, None]
+        assert freed() is None and planners() == before
     finally:
         gc.enable()

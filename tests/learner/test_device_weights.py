@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -204,11 +205,19 @@ def test_device_on_request_is_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_training_goes_ahead_of_pushes() -> None:
-    copies, usual = HostCopier(torch.device("cuda")), torch.cuda.current_stream()
+    snapshot = HostCopier(torch.device("cuda")).snapshot({"w": torch.zeros(4, device="cuda")})
+    usual, pushing = torch.cuda.current_stream(), list[torch.cuda.Stream]()
+
+    def share() -> float:
+        pushing.append(torch.cuda.current_stream())
+        return 1.0
+
     with training_stream("cuda"):
         training = torch.cuda.current_stream()
-        assert training != usual and copies._stream is not None
-        assert training.priority < copies._stream.priority == 0  # CUDA has the more urgent below the less
+        snapshot.wait()
+        snapshot.fetch({"w": np.zeros(4, np.float32)}, GovernedBudget(GovernorConfig(), share))
+        assert pushing and training not in (usual, pushing[0])
+        assert training.priority < pushing[0].priority == 0  # CUDA has the more urgent below the less
     assert torch.cuda.current_stream() == usual
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,11 @@ from hal.spec import Array, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.sac import Sac, SacSettings
-from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.policy import Policy
-from user_sys.run.config import RunConfig
-from user_sys.run.prepare import _with_absolute_paths
+from user_sys.run.prepare import LaunchRequest, load_run
 
 torch.set_num_threads(1)
 CONVOLUTIONS, TRANSFORMER = "resnet10t", "vit_tiny_patch16_224"
@@ -132,9 +131,9 @@ def test_file_is_found_when_the_run_goes_on_in_another_folder(tmp_path: Path, mo
     (tmp_path / "resnet18.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     options = {"backbone": "timm", "timm_model": "resnet18", "timm_file": "resnet18.safetensors"}
-    config = RunConfig(policy=PolicyConfig(kind="cnn", options=options))
-    found = _with_absolute_paths(config).policy.options
-    assert found == {**options, "timm_file": str(tmp_path / "resnet18.safetensors")}
+    (tmp_path / "run.yaml").write_text(json.dumps({"policy": {"kind": "cnn", "options": options}}))
+    config, _ = load_run(LaunchRequest("cloud", Path("run.yaml"), None, False, False, None, []))
+    assert config.policy.options == {**options, "timm_file": str(tmp_path / "resnet18.safetensors")}
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="timm is installed")

@@ -203,11 +203,11 @@ def test_force_sensor_beyond_an_unknown_joint_is_refused(monkeypatch: pytest.Mon
 def test_damaged_image_keeps_the_last_one_until_it_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     camera_config = RosCameraConfig(topic="/camera", kind="compressed", stale_after_s=0.5)
     config = Ros2Config(**PLAIN)
-    camera = RosCamera("arm_front", CameraSpec(name="front", height=48, width=64, rate_hz=30.0), camera_config, config)
     send: list[Callable[[Any], None]] = []
     node = SimpleNamespace(is_connected=False, open=lambda: None, close=lambda: None, wait_until=lambda *_: None)
     node.subscribe = lambda kind, topic, callback: (send.append(callback), put(IMAGE))
-    monkeypatch.setattr(camera, "_node", node)
+    monkeypatch.setattr(ros2, "RosNode", lambda *_: node)
+    camera = RosCamera("arm_front", CameraSpec(name="front", height=48, width=64, rate_hz=30.0), camera_config, config)
 
     def put(content: bytes) -> None:
         seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Iterator
@@ -191,22 +192,24 @@ def test_servo_target_survives_while_the_next_command_is_computed(monkeypatch: p
 
 
 def test_stop_ends_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = threading.Event()
+    answers, (controller, dashboard) = threading.Event(), socket.socketpair()
 
-    def connect_late(connection: UrConnection) -> None:
+    def receive_late(*_: object) -> None:
         answers.wait(30.0)
         raise ConnectionError("too late")
 
     def press() -> None:
         raise EmergencyStopped("pressed by ada")
 
-    monkeypatch.setattr(UrConnection, "_require_dashboard", lambda connection: None)
-    monkeypatch.setattr(UrConnection, "_connect", connect_late)
+    library = SimpleNamespace(RTDEReceiveInterface=receive_late)
+    monkeypatch.setattr(ur_connection, "import_library", lambda *_: library)
+    monkeypatch.setattr(ur_connection, "socket", SimpleNamespace(create_connection=lambda *_: dashboard))
     monkeypatch.setattr(ur_connection, "CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(ur_connection, "OPEN_TIMEOUT_S", 3.0)
     robot = UrRobot(UrConfig("127.0.0.9"))
     robot.check_stop = press
-    with pytest.raises(EmergencyStopped):
+    with controller, pytest.raises(EmergencyStopped):
+        controller.send(b"Connected: Universal Robots Dashboard Server\n")
         robot.connect()
     with pytest.raises(HardwareLost, match="is not connected"):
         robot.observe()

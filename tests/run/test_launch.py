@@ -31,8 +31,7 @@ from user_sys.run.compare import read_variants
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder, read_run_metadata
 from user_sys.run.launcher import RunSupervisor
 from user_sys.run.prepare import record_all_demonstrations
-from user_sys.run.processes import ROBOT_RESTARTS, RunProcesses
-from user_sys.run.topology import topology
+from user_sys.run.processes import RunProcesses
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -185,7 +184,9 @@ def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learn
     assert "arm has another spec than before" in text and "no learner" in text
 
 
-def test_log_lines_name_the_robot_whose_name_begins_with_anothers(tmp_path: Path) -> None:
+def test_log_lines_name_the_robot_whose_name_begins_with_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     robots = tuple(RobotConfig(name=name, driver="fake", task="reach") for name in ("arm", "arm-2"))
     config = RunConfig(runs=tmp_path, robots=robots)
     folder, metadata = create_run_folder(config, "r", ENDPOINT)
@@ -194,9 +195,12 @@ def test_log_lines_name_the_robot_whose_name_begins_with_anothers(tmp_path: Path
     def start(name: str, argv: Any, resources: Any, *, env: dict[str, str], **settings: Any) -> None:
         named[name] = json.loads(env[LOG_VARIABLE]).get("robot", "")
 
-    processes: Any = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
-    processes._cluster = SimpleNamespace(start=start)
-    for spec in topology(config, folder, "node:here", lambda _: False):
-        processes._start(spec, ROBOT_RESTARTS)
+    cluster = SimpleNamespace(
+        start=start, local_resource="node:here", has_resource=lambda _: False, release_robot_locks=lambda: None
+    )
+    monkeypatch.setattr(LocalAllocation, "connect", lambda *_: cluster)
+    processes = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
+    processes.connect()
+    processes.start()
     expected = {f"{name}-{part}": name for name in ("arm", "arm-2") for part in ("driver", "session")}
     assert named.items() >= expected.items() and named["gateway"] == ""

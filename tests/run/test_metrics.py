@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from episode_kit import chunk_header
 
+from hal.spec import Array
 from user_sys.episode import Chunk, EpisodeEnd, frame_columns
 from user_sys.run.metrics import LoggingConfig, MetricsWriter, RunLogger, WandbConfig, read_metrics
 from user_sys.store.labels import DeleteLabel, TrimLabel
@@ -127,12 +128,35 @@ def test_wandb_gets_films_and_checkpoint_and_keeps_its_id(
     assert b"demo-1-checkpoint" in records and b"000002.checkpoint" in records and b"000001.checkpoint" not in records
 
 
-def test_empty_wandb_id_is_replaced(tmp_path: Path) -> None:
-    (file := tmp_path / "run-id").write_text("")
-    logger = RunLogger(tmp_path / "demo-1", Config(), NO_WANDB)
-    known = logger._wandb_id(tmp_path)
-    logger.close()
-    assert len(known) == 8 and file.read_text() == known == logger._wandb_id(tmp_path)
+class FakeWandb(SimpleNamespace):
+    """Stands for the module wandb and for its run. Keeps the ids of runs, and captions and darkest values of images."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(Settings=SimpleNamespace, summary={}, log=lambda values: None, finish=lambda: None)
+        self.ids, self.shown = list[str](), list[tuple[str, int]]()
+        monkeypatch.setitem(sys.modules, "wandb", self)
+
+    def init(self, *, id: str, **_: object) -> FakeWandb:
+        self.ids.append(id)
+        return self
+
+    def Image(self, row: Array, caption: str) -> None:  # noqa: N802  # as in wandb
+        self.shown.append((caption.split(":")[0], row.min()))
+
+
+def log_in_wandb(folder: Path) -> None:
+    logger = RunLogger(folder, Config(), LoggingConfig(WandbConfig(mode="offline")))
+    logger.log("learner", 1, {"loss": 0.5})
+    logger.close({})
+
+
+def test_empty_wandb_id_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, file = FakeWandb(monkeypatch), tmp_path / "wandb" / "run-id"
+    file.parent.mkdir()
+    file.write_text("")
+    for _ in range(2):
+        log_in_wandb(tmp_path)
+    assert wandb.ids == [file.read_text()] * 2 and len(wandb.ids[0]) == 8
 
 
 def test_contact_sheet_leaves_out_deleted_episodes_and_trimmed_steps(
@@ -149,14 +173,9 @@ def test_contact_sheet_leaves_out_deleted_episodes_and_trimmed_steps(
         writer.append_label(DeleteLabel(episode="deleted", labeller="ann", at_unix_ns=1))
         writer.append_label(TrimLabel(episode="trimmed", labeller="ann", at_unix_ns=1, first_step=4, steps=4))
         writer.sync()
-    shown = list[tuple[str, int]]()
-    wandb = SimpleNamespace(Image=lambda row, caption: shown.append((caption.split(":")[0], row.min())))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with RunLogger(tmp_path, Config(), NO_WANDB) as logger:
-        logger._wandb = SimpleNamespace(log=lambda rows: None)
-        logger._log_contact_sheet()
-        logger._wandb = None
-    assert shown == [("trimmed", 255)]
+    wandb = FakeWandb(monkeypatch)
+    log_in_wandb(tmp_path)
+    assert wandb.shown == [("trimmed", 255)]
 
 
 def test_wandb_failure_does_not_end_the_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from run_kit import user_sys
 
 from hal.spec import RobotSpec
 from user_sys.commands.main import main
-from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
+from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
@@ -442,9 +443,16 @@ def test_run_with_relative_paths_can_be_resumed_in_another_folder(
         (tmp_path / name).mkdir()
     (tmp_path / "arm.urdf").touch()
     monkeypatch.chdir(tmp_path)
-    robots = tuple(RobotConfig(name=name, description=name) for name in ("arm.urdf", "panda", ""))
-    found = prepare._with_absolute_paths(RunConfig(robots=robots))
-    assert [robot.description for robot in found.robots] == [str(tmp_path / "arm.urdf"), "panda", ""]
+    names = ("arm.urdf", "panda", "")
+    robots = [{"name": f"r{n}", "driver": "fake", "task": "reach", "description": d} for n, d in enumerate(names)]
+    (tmp_path / "robots.yaml").write_text(json.dumps({"robots": robots}))
+    (tmp_path / "run.yaml").touch()
+
+    def loaded(name: str, kind: str = "mlp", **options: str) -> RunConfig:
+        overrides = [f"--policy.kind={kind}", f"--policy.options={json.dumps(options)}"]
+        return load_run(LaunchRequest("cloud", Path(name), None, False, False, None, overrides))[0]
+
+    assert [robot.description for robot in loaded("robots.yaml").robots] == [str(tmp_path / "arm.urdf"), "panda", ""]
     for kind, option, value, absolute in (
         ("lerobot", "statistics", "lift-data", str(tmp_path / "lift-data")),
         ("lerobot", "statistics", "bounds", "bounds"),
@@ -452,10 +460,10 @@ def test_run_with_relative_paths_can_be_resumed_in_another_folder(
         ("vla", "text_encoder", "google/t5-small", "google/t5-small"),
     ):
         options = {"type": "act"} if kind == "lerobot" else {}
-        config = RunConfig(policy=PolicyConfig(kind=kind, options={**options, option: value}))
-        assert prepare._with_absolute_paths(config).policy.options == {**options, option: absolute}
+        found = loaded("run.yaml", kind, **options, **{option: value})
+        assert found.policy.options == {**options, option: absolute}
     monkeypatch.setattr(prepare, "load_policy", lambda *_: (None, SimpleNamespace(tokenizer={"kind": "a package's"})))
-    assert prepare._with_absolute_paths(RunConfig()).policy.options == {}
+    assert loaded("run.yaml").policy.options == {}
 
 
 @pytest.mark.parametrize(

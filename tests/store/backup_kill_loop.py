@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import s3fs  # noqa: F401  # imported once, before the forks
-from kill_loop import _ACK, _next, check, packet
+from kill_loop import ACK, check, next_acknowledged, packet
 
 from user_sys.store.backup import back_up, restore
 from user_sys.store.maintenance import reclaim_space
@@ -37,7 +37,7 @@ def write(path: Path, number: int, rng: random.Random, acks: int) -> None:
                     writer.append(packet(number))
                     number += 1
                 writer.sync()
-                os.write(acks, _ACK.pack(number))
+                os.write(acks, ACK.pack(number))
                 time.sleep(0.002)
             reader.refresh()
             for _ in reclaim_space(writer, reader.index):
@@ -86,7 +86,7 @@ def main(folder: Path, url: str, kills: int, seed: int) -> None:
         writer = start(lambda first=first, rng=child_rng, acks=acks_out: write(path, first, rng, acks))  # type: ignore[misc]
         os.close(acks_out)
         for _ in range(rng.randrange(1, 30)):
-            acknowledged = _next(acks_in)
+            acknowledged = next_acknowledged(acks_in)
         begun = acknowledged
         backup = start(lambda: back_up(path, url))
         time.sleep(rng.uniform(0.0, MAX_PAUSE_S))
@@ -96,14 +96,14 @@ def main(folder: Path, url: str, kills: int, seed: int) -> None:
             kill(writer)
         else:
             kill(backup)
-            begun = acknowledged = _next(acks_in)
+            begun = acknowledged = next_acknowledged(acks_in)
             backup = start(lambda: back_up(path, url))
         assert succeeds(backup), "the backup failed"
         check_restored(folder, url, begun)
         if victim == "backup":
             kill(writer)
-        while raw := os.read(acks_in, _ACK.size):
-            acknowledged = max(acknowledged, _ACK.unpack(raw)[0])
+        while raw := os.read(acks_in, ACK.size):
+            acknowledged = max(acknowledged, ACK.unpack(raw)[0])
         os.close(acks_in)
     print(f"{counts['writer']} kills of the writer, {counts['backup']} of the backup, {acknowledged} chunks")
 

@@ -24,7 +24,7 @@ from user_sys.store.store import StoreReader, StoreWriter
 CHUNKS_PER_EPISODE = 5
 SEGMENT_BYTES = 200_000
 ACK_DEADLINE_S = 300.0
-_ACK = struct.Struct("<I")
+ACK = struct.Struct("<I")
 
 
 def packet(number: int) -> bytes:
@@ -58,7 +58,7 @@ def write(path: Path, first: int, rng: random.Random, acks: int) -> None:
                 writer.append(packet(number))
                 number += 1
             writer.sync()
-            os.write(acks, _ACK.pack(number))
+            os.write(acks, ACK.pack(number))
 
 
 def run_until_killed(path: Path, first: int, rng: random.Random, *, after_more: bool) -> int:
@@ -78,23 +78,23 @@ def run_until_killed(path: Path, first: int, rng: random.Random, *, after_more: 
     os.close(acks_out)
     acknowledged = first
     while after_more and acknowledged <= first:
-        acknowledged = _next(acks_in)
+        acknowledged = next_acknowledged(acks_in)
     time.sleep(rng.uniform(0.0, 0.02))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the writer failed before it was killed"
-    while raw := os.read(acks_in, _ACK.size):
-        acknowledged = max(acknowledged, _ACK.unpack(raw)[0])
+    while raw := os.read(acks_in, ACK.size):
+        acknowledged = max(acknowledged, ACK.unpack(raw)[0])
     os.close(acks_in)
     return acknowledged
 
 
-def _next(acks: int) -> int:
+def next_acknowledged(acks: int) -> int:
     ready, _, _ = select.select([acks], [], [], ACK_DEADLINE_S)
     assert ready, f"nothing was acknowledged within {ACK_DEADLINE_S:.0f} s"
-    raw = os.read(acks, _ACK.size)
+    raw = os.read(acks, ACK.size)
     assert raw, "the writer failed before it was killed"
-    return int(_ACK.unpack(raw)[0])
+    return int(ACK.unpack(raw)[0])
 
 
 def check(reader: StoreReader, acknowledged: int) -> None:

@@ -16,7 +16,6 @@ from user_sys.codec import (
     DTYPES,
     MAX_CACHED_LAYOUTS,
     PacketLayout,
-    _parse_layout_cached,
     decode_packet,
     encode_packet,
     parse_packet,
@@ -131,13 +130,14 @@ def test_inconsistent_layout_is_refused(layout: object) -> None:
 
 
 def test_layout_cache_is_bounded() -> None:
-    for n in range(3 * MAX_CACHED_LAYOUTS):
-        parse_packet(encode_packet(NoteRecord("a"), {f"column-{n}": np.zeros(1)}))
-    assert _parse_layout_cached.cache_info().currsize <= MAX_CACHED_LAYOUTS
-    known = _parse_layout_cached.cache_info().currsize
-    long = {f"a-long-name-of-column-{n}": np.zeros(1) for n in range(300)}
-    assert len(parse_packet(encode_packet(NoteRecord("a"), long)).arrays()) == 300
-    assert _parse_layout_cached.cache_info().currsize == known
+    packets = [encode_packet(NoteRecord("a"), {f"column-{n}": np.zeros(1)}) for n in range(3 * MAX_CACHED_LAYOUTS)]
+    layouts = [parse_packet(packet).layout for packet in packets]
+    newest_first = zip(packets[::-1], layouts[::-1], strict=True)
+    assert 0 < sum(parse_packet(packet).layout is layout for packet, layout in newest_first) <= MAX_CACHED_LAYOUTS
+    names = {f"a-long-name-of-column-{n}": np.zeros(1) for n in range(300)}
+    long = encode_packet(NoteRecord("a"), names)
+    assert len(parse_packet(long).arrays()) == 300
+    assert parse_packet(long).layout is not parse_packet(long).layout
 
 
 def test_record_of_another_type_is_refused() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 
 import numpy as np
 import pytest
@@ -74,43 +77,43 @@ def test_weights_of_another_policy_change_nothing() -> None:
         np.testing.assert_array_equal(acts(swap.policy), expected(1))
 
 
-class NarrowPolicy(FlowPolicy):
-    """Has memory for `room` tensors."""
+@contextmanager
+def memory_for(tensors: int) -> Iterator[None]:
+    """Meanwhile torch has memory for so many tensors of weights."""
+    made, from_numpy = count(), torch.from_numpy
 
-    room = 99
-
-    def _loaded(self, name: str, array: Array, dtype: torch.dtype) -> torch.Tensor:
-        NarrowPolicy.room -= 1
-        if NarrowPolicy.room < 0:
+    def narrow(array: Array) -> torch.Tensor:
+        if next(made) == tensors:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return super()._loaded(name, array, dtype)
+        return from_numpy(array)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "from_numpy", narrow)
+        yield
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-def test_without_memory_for_a_version_the_acting_one_stays(monkeypatch: pytest.MonkeyPatch, waiting: bool) -> None:
-    monkeypatch.setattr(NarrowPolicy, "room", 99)
+def test_without_memory_for_a_version_the_acting_one_stays(waiting: bool) -> None:
     known = {version: flow_weights(version) for version in (1, 2, 3)}
-    swap = DoubleBufferedPolicy(NarrowPolicy(SPEC, settings=FLOW).copy)
+    swap = DoubleBufferedPolicy(FlowPolicy(SPEC, settings=FLOW).copy)
     swap.load(1, known[1])
     swap.swap_if_ready()
     before = acts(swap.policy)
     if waiting:
         swap.load(2, known[2])
-    monkeypatch.setattr(NarrowPolicy, "room", 2)
-    with pytest.raises(WeightsNotLoaded, match="cannot be loaded: OutOfMemoryError: CUDA out of memory"):
+    refused = pytest.raises(WeightsNotLoaded, match="cannot be loaded: OutOfMemoryError: CUDA out of memory")
+    with memory_for(2), refused:
         swap.load(3, known[3])
     assert swap.swap_if_ready() is None, "a copy with tensors of two versions does not act"
     np.testing.assert_array_equal(acts(swap.policy), before)
-    monkeypatch.setattr(NarrowPolicy, "room", 99)
     swap.load(3, known[3])
     assert swap.swap_if_ready() == 3 and not np.array_equal(acts(swap.policy), before)
 
 
-def test_without_memory_for_the_first_version_the_policy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_the_first_version_the_policy_fails() -> None:
     """A policy server then opens it again."""
-    monkeypatch.setattr(NarrowPolicy, "room", 2)
-    with pytest.raises(torch.OutOfMemoryError):
-        DoubleBufferedPolicy(NarrowPolicy(SPEC, settings=FLOW).copy).load(1, flow_weights(1))
+    with memory_for(2), pytest.raises(torch.OutOfMemoryError):
+        DoubleBufferedPolicy(FlowPolicy(SPEC, settings=FLOW).copy).load(1, flow_weights(1))
 
 
 @pytest.mark.gpu
