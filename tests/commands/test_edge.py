@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import user_sys.commands.edge
-from user_sys.commands.edge import _run
+from user_sys.commands.edge import run_robots
 from user_sys.edge.robot_processes import RUN_FINISHED, UNREACHABLE, EdgeStatusFile, RobotHealth, RobotProcesses
 
 ROUNDS = 20
@@ -47,7 +47,7 @@ def polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*healths: RobotHealth) -> int:
         stop = threading.Event()
         robots = [Shown(tmp_path, health, stop) for health in healths]
-        _run(robots, [tmp_path / "arm.key"] * len(robots), stop, lambda line: None, EdgeStatusFile(tmp_path))
+        run_robots(robots, [tmp_path / "arm.key"] * len(robots), stop, lambda line: None, EdgeStatusFile(tmp_path))
         assert all(robot.stopped for robot in robots)
         return robots[0].polls
 
@@ -79,4 +79,4 @@ def test_edge_that_is_stopped_before_its_robots_start_starts_none(
     robot = Shown(tmp_path, GOOD, stop)
     monkeypatch.setattr(robot, "start", lambda: pytest.fail("a driver starts"))
     (tmp_path / "arm.key").write_text("")
-    _run([robot], [tmp_path / "arm.key"], stop, lambda line: None, EdgeStatusFile(tmp_path))
+    run_robots([robot], [tmp_path / "arm.key"], stop, lambda line: None, EdgeStatusFile(tmp_path))

@@ -16,7 +16,7 @@ from interchange_kit import bring_in, episode_chunks, export, make_store, pictur
 from user_sys.episode import NAME_PATTERN, EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
-from user_sys.interchange.lerobot_import import ImportOptions, _name
+from user_sys.interchange.lerobot_import import ImportOptions, valid_name
 
 
 def foreign(root: Path) -> Path:
@@ -127,9 +127,9 @@ def test_import_options_fill_in_missing_values(tmp_path: Path) -> None:
     ids=["other alphabet", "long", "accents"],
 )
 def test_other_sentences_of_a_dataset_are_other_tasks(sentences: tuple[str, str]) -> None:
-    names = [_name(sentence) for sentence in sentences]
+    names = [valid_name(sentence) for sentence in sentences]
     assert names[0] != names[1] and all(NAME_PATTERN.fullmatch(name) for name in names)
-    assert [_name(plain) for plain in ("Lift it!", "", "a" * 60)] == ["Lift-it", "imported", "a" * 60]
+    assert [valid_name(plain) for plain in ("Lift it!", "", "a" * 60)] == ["Lift-it", "imported", "a" * 60]
 
 
 def test_foreign_dataset_without_actions_becomes_demonstrations_without_actions(tmp_path: Path) -> None:

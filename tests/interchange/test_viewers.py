@@ -15,7 +15,7 @@ from interchange_kit import episode_chunks, make_store, read_store, usual_store
 from websockets.sync.client import connect
 
 from user_sys.commands.main import main
-from user_sys.commands.view import _stored
+from user_sys.commands.view import stored_player
 from user_sys.interchange.viewers import Viewer, foxglove_viewer, show_episode
 
 
@@ -76,7 +76,7 @@ def test_repetitions_of_a_one_step_episode_have_a_pause(tmp_path: Path) -> None:
 
     make_store(tmp_path / "store", episode_chunks("a", 1))
     stop = SixthWait()
-    _stored(tmp_path / "store", None, repeats=True)(create_autospec(Viewer, number_prefix=""), stop)
+    stored_player(tmp_path / "store", None, repeats=True)(create_autospec(Viewer, number_prefix=""), stop)
     assert stop.pauses == [0.0, 1.0] * 3
 
 

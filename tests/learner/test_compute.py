@@ -207,7 +207,7 @@ def test_gathered_policy_is_held_once_and_until_it_is_published(
         return copy
 
     monkeypatch.setattr(trainer, "whole", whole)
-    snapshots = trainer._PolicySnapshots({}, HostCopier(HOST))
+    snapshots = trainer.PolicySnapshots({}, HostCopier(HOST))
 
     def held() -> list[int]:
         return [copy.data_ptr() for each in gathered for copy in (each(),) if copy is not None]

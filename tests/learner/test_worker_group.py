@@ -309,7 +309,7 @@ def train_in_process(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch, publi
     monkeypatch.setattr(learner_process, "PublisherClient", lambda *_: publisher)
     settings: Any = SimpleNamespace(hello=SimpleNamespace(name="learner"))
     run, stops = RunConfig(learner=config, policy=POLICY), (threading.Event(), threading.Event())
-    learner_process._train(folder, run, SPEC, "learner", settings, RankEnvironment(), stops)
+    learner_process.train(folder, run, SPEC, "learner", settings, RankEnvironment(), stops)
 
 
 @pytest.mark.parametrize(("size_bytes", "delivered"), [(0, False), (10**9, True)])

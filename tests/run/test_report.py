@@ -29,7 +29,7 @@ from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport
 from user_sys.robot_records import LEARNER
-from user_sys.run.compare import _band, _settings, read_variants
+from user_sys.run.compare import read_variants, success_band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate, evaluate_and_report, success_by_task, video_listener
 from user_sys.run.metrics import MetricsWriter
@@ -351,11 +351,12 @@ def test_compare_groups_seeds_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3 of 3" in text and "0 of 1" in text and str(plot.name) in text
 
 
-def test_compare_groups_seeds_that_ran_side_by_side_with_robots_of_other_names() -> None:
+def test_compare_groups_seeds_that_ran_side_by_side_with_robots_of_other_names(tmp_path: Path) -> None:
     robots = [(RobotConfig(name=f"panda-{n}"),) for n in range(4)]
     seeds = [RunConfig(name=f"a-{n}", seed=n, robots=robots[n], remote_robots=robots[n + 2]) for n in range(2)]
-    assert _settings(seeds[0]) == _settings(seeds[1])
-    assert _settings(seeds[0]) != _settings(replace(seeds[0], robots=(RobotConfig(name="panda-0", task="reach"),)))
+    other = replace(seeds[0], robots=(RobotConfig(name="panda-0", task="reach"),))
+    runs = [create_run_folder(replace(c, runs=tmp_path), f"{n}", "tcp://h:1")[0] for n, c in enumerate((*seeds, other))]
+    assert [len(variant.runs) for variant in read_variants([run.path for run in runs])] == [2, 1]
 
 
 def test_compare_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,5 +371,5 @@ def test_compare_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.Captur
 def test_run_that_has_ended_counts_with_its_last_success_in_the_band() -> None:
     done = np.array([0.0, 1.0]), np.array([0.0, 1.0]), np.array([1, 2])
     slow = np.array([0.0, 3.0]), np.array([0.0, 0.5]), np.array([1, 2])
-    minutes, low, middle, high = _band([done, slow])
+    minutes, low, middle, high = success_band([done, slow])
     assert minutes[-1] == 3.0 and (low[-1], middle[-1], high[-1]) == (50.0, 75.0, 100.0)

@@ -98,7 +98,7 @@ def test_session_that_ends_offline_delivers_after_reconnect(tmp_path: Path, monk
         for number in range(EPISODE_CHUNKS):
             outbox.append(recorded(number))
         robot = site.client("panda-0", outbox, wait=False)
-        session._drain(robot, threading.Event())
+        session.drain_outbox(robot, threading.Event())
         assert len(outbox) == 0
         robot.close()
     assert stored(tmp_path) == [("minute-00000", index) for index in range(EPISODE_CHUNKS)]

@@ -26,7 +26,7 @@ from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import RunError, SessionRefused, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
-from user_sys.gateway.__main__ import _config, main
+from user_sys.gateway.__main__ import main, read_gateway_config
 from user_sys.gateway.gateway import (
     LEASE_BURST,
     LEASE_REFILL_S,
@@ -596,7 +596,7 @@ def test_gateway_process_reads_the_run_configuration(run: Path) -> None:
     (run / "config.yaml").write_text(
         "seed: 3\ngateway:\n  lease_ttl_s: 7\n  tunnel:\n    experience:\n      window_messages: 5\n"
     )
-    config = _config(run / "config.yaml")
+    config = read_gateway_config(run / "config.yaml")
     assert (config.lease_ttl_s, config.tunnel.experience.window_messages, config.weights_kept) == (7.0, 5, 8)
     (run / "config.yaml").write_text("gateway: [")
     assert main(["--run", str(run)]) == 2

@@ -138,7 +138,7 @@ def edge(
             RobotProcesses(r.name, folder / r.name, folder / "logs", connect, print_line) for r in settings.robots
         ]
         status = EdgeStatusFile(folder)
-        _run(robots, [keys / f"{each.name}.key" for each in settings.robots], stop, print_line, status)
+        run_robots(robots, [keys / f"{each.name}.key" for each in settings.robots], stop, print_line, status)
     return 0
 
 
@@ -348,7 +348,7 @@ def _record_demonstrations(config: EdgeConfig, robot: RobotConfig, state: Path, 
                 return
 
 
-def _run(
+def run_robots(
     robots: Sequence[RobotProcesses],
     keys: Sequence[Path],
     stop: threading.Event,

@@ -44,7 +44,8 @@ def view(
     """Show a stored episode or a live robot in Rerun or Foxglove on this computer. Nobody can drive by it."""
     if kind is None or (episode and robot) or (save and kind != "rerun"):
         raise click.UsageError("name --rerun or --foxglove, and --episode or --robot; --save belongs to --rerun")
-    show = _live(path, robot, user, password_stdin) if robot else _stored(path, episode, repeats=kind == "foxglove")
+    repeats = kind == "foxglove"
+    show = _live(path, robot, user, password_stdin) if robot else stored_player(path, episode, repeats)
     stop = threading.Event()
     with ExitStack() as stack:
         if kind == "rerun":
@@ -57,8 +58,14 @@ def view(
         show(viewer, stop)
 
 
-def _stored(path: Path, name: str | None, repeats: bool) -> Callable[[Viewer, threading.Event], None]:
-    """Shows an episode of a store once at full speed, or again and again as it was recorded."""
+def stored_player(path: Path, name: str | None, repeats: bool) -> Callable[[Viewer, threading.Event], None]:
+    """A function that shows an episode of a store once at full speed, or again and again as it was recorded.
+
+    Args:
+        path: of the store or of its run.
+        name: of the episode; None for the newest.
+        repeats: whether it is shown until the event is set.
+    """
     from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, load_robot_specs
     from user_sys.store.store import StoreReader
 

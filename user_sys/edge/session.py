@@ -461,7 +461,7 @@ def _run(config: SessionConfig) -> None:
                         RobotSession(config, client, outbox, driver, shutdown, reporter, estops, lease).run()
                 finally:
                     reporter.activity = "delivering"
-                    _drain(client, urgent)
+                    drain_outbox(client, urgent)
                     lease.release()
 
 
@@ -532,7 +532,7 @@ def _open_outbox(config: SessionConfig, shutdown: threading.Event) -> Outbox | N
     return None
 
 
-def _drain(client: TunnelClient, urgent: threading.Event) -> None:
+def drain_outbox(client: TunnelClient, urgent: threading.Event) -> None:
     """Delivers the outbox's chunks, for `DRAIN_DEADLINE_S` at most, or `URGENT_DRAIN_S` after a signal.
 
     A tunnel that is down has the same time to reconnect.

@@ -27,7 +27,8 @@ class _RunFile(msgspec.Struct, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
 
 
-def _config(path: Path) -> GatewayConfig:
+def read_gateway_config(path: Path) -> GatewayConfig:
+    """The gateway's settings in a run's ``config.yaml``; the defaults if there is none. Raises RunError: not valid."""
     if not path.exists():
         return GatewayConfig()
     try:
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     try:
-        config, logged = _config(args.run / "config.yaml"), ""
+        config, logged = read_gateway_config(args.run / "config.yaml"), ""
         while not stop.is_set():
             try:
                 Gateway(config, args.run).run(stop)

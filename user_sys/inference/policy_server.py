@@ -122,7 +122,7 @@ class BatchTimes:
         return chosen
 
 
-class _PolicyTable:
+class PolicyTable:
     """The open policies, and the one that each robot uses. The socket's thread calls it; `close` when done."""
 
     def __init__(self, open_policy: OpenPolicy, clock: Callable[[], float]) -> None:
@@ -240,7 +240,7 @@ class PolicyServer:
             limits = TunnelLimits(max_record_bytes=MAX_MESSAGE_BYTES)
             self._router = GuardedRouter(self._keys, self._ring, limits, self.counters, discard_audit_event)
             stack.callback(self._router.close)
-            self._policies = _PolicyTable(self._open_policy, self._clock)
+            self._policies = PolicyTable(self._open_policy, self._clock)
             stack.callback(self._policies.close)
             endpoint = self._router.bind(self._endpoint, "the policy server's --listen")
             log.info("policy.listening endpoint=%s public_key=%s", endpoint, self._keys.public)

@@ -407,7 +407,7 @@ class _Converter:
         """The header of the episode's first chunk."""
         facts, options = episode.metadata, self._options
         texts = episode.texts if self._is_our_export else {}
-        robot = _first(texts, "robot") or _name(options.robot or self._info.robot_type or "imported")
+        robot = _first(texts, "robot") or valid_name(options.robot or self._info.robot_type or "imported")
         return ChunkHeader(
             episode=facts.get(USER_PREFIX + "episode")
             or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras)}",
@@ -416,7 +416,7 @@ class _Converter:
             steps=episode.steps,
             robot=robot,
             embodiment=_first(texts, "embodiment") or options.embodiment or self._fingerprint,
-            task=facts.get(USER_PREFIX + "task") or _name(options.task or episode.sentence),
+            task=facts.get(USER_PREFIX + "task") or valid_name(options.task or episode.sentence),
             sentence=facts.get(USER_PREFIX + "sentence", episode.sentence),
             source=options.source or _source(_first(texts, "source") or EpisodeSource.DEMO),
             seed=facts.get(USER_PREFIX + "seed", 0),
@@ -551,7 +551,7 @@ def _source(text: str) -> EpisodeSource:
         ) from None
 
 
-def _name(text: str) -> str:
+def valid_name(text: str) -> str:
     """`text` as a valid name: letters, digits and hyphens; with a digest if it loses other letters or its end."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
     name = plain[:60] or "imported"

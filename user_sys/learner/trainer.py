@@ -108,7 +108,7 @@ class Trainer:
         _prepare_policy(module, settings, initial_state)
         if planned is None:
             require_memory(module, on, processes, copies)
-        self._snapshots = _PolicySnapshots(frozen_parameters(module), make_host_copier(device, config.publish))
+        self._snapshots = PolicySnapshots(frozen_parameters(module), make_host_copier(device, config.publish))
         if config.compute.divide:
             divide(module.to(on), device)
         algorithm, settings = load_algorithm(config.algorithm, config.options)
@@ -260,7 +260,7 @@ class Trainer:
         return True
 
 
-class _PolicySnapshots:
+class PolicySnapshots:
     """Takes snapshots of a policy for publishing.
 
     Attributes:

@@ -186,7 +186,7 @@ def draw_comparison(path: Path, variants: Sequence[Variant]) -> None:
         curves = [curve for run in variant.runs if (curve := _curve(run)) is not None]
         if not curves:
             continue
-        minutes, low, middle, high = _band(curves)
+        minutes, low, middle, high = success_band(curves)
         axes.fill_between(minutes, low, high, color=colour, alpha=0.18, lw=0)
         runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
         axes.plot(minutes, middle, color=colour, lw=2.2, label=f"{variant.name}{runs}")
@@ -206,7 +206,7 @@ def _curve(run: RunResult) -> tuple[Array, Array, Array] | None:
     return minutes, np.array(moving_success(alone, WINDOW)), count
 
 
-def _band(curves: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
+def success_band(curves: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
     """Minutes, lower edge, middle and upper edge, in percent. After its end a run counts with its last share."""
     if len(curves) == 1:
         minutes, share, count = curves[0]

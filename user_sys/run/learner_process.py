@@ -120,7 +120,7 @@ def _run(path: Path, name: str, endpoint: str, place: RankEnvironment) -> int:
     with exclusive_writer(checkpoints, stop) if is_first else nullcontext(True) as may_train:
         if may_train:
             settings = _publisher_settings(folder, config, name, endpoint, spec, checkpoints) if is_first else None
-            _train(folder, config, spec, name, settings, place, (stop, stop_now))
+            train(folder, config, spec, name, settings, place, (stop, stop_now))
     return 0
 
 
@@ -139,7 +139,7 @@ def _publisher_settings(
     )
 
 
-def _train(
+def train(
     folder: RunFolder,
     config: RunConfig,
     spec: RobotSpec,
@@ -148,7 +148,12 @@ def _train(
     place: RankEnvironment,
     stops: tuple[threading.Event, threading.Event],
 ) -> None:
-    """`settings` is None in other processes than that of rank 0."""
+    """Trains in this process until the learner is done, and waits until the gateway has its last version.
+
+    Args:
+        settings: of the publisher; None in other processes than that of rank 0.
+        stops: the first ends the training after its current work, the second without any further wait.
+    """
     stop, stop_now = stops
     checkpoints = learner_folder(folder.checkpoints, name)
     with memory_errors(), ExitStack() as stack:
