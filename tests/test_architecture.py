@@ -66,6 +66,14 @@ ROOMS = {
     "mcap": ("user_sys/interchange/",),
 }
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+# Private names that tests may reach, all of libraries, because these have no public name for it.
+PRIVATE = {
+    "_exit": "os: ends a process without clean-up",
+    "_getframe": "sys: the caller, for a model of the disk",
+    "_replace": "public, of named tuples",
+    "_foreach_lerp_": "torch: the update of the averaged weights, as LeRobot does it",
+    "_private": "Ray: its own authentication",
+}
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "core", "misc"}
 
 # Modules of processes that must start fast and stay small, and what none of them may bring in.
@@ -221,6 +229,33 @@ def _unpickles(call: ast.Call) -> bool:
     given = {k.arg: getattr(k.value, "value", None) for k in call.keywords}
     function = ast.unparse(call.func)
     return (function == "torch.load" and given.get("weights_only") is not True) or bool(given.get("allow_pickle"))
+
+
+def test_tests_reach_no_private_name() -> None:
+    wrong = [
+        f"{_relative(path)}:{node.lineno} reaches {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in _nodes(path)
+        if isinstance(node, (ast.Attribute, ast.ImportFrom, ast.Call))
+        for name in _reached(node)
+        if name.startswith("_") and not name.endswith("__") and name not in PRIVATE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _reached(node: ast.Attribute | ast.ImportFrom | ast.Call) -> list[str]:
+    """The names that a node reads of other objects and modules, also by ``setattr`` and the like with a constant."""
+    match node:
+        case ast.Attribute(ast.Name("self" | "cls") | ast.Call(ast.Name("super"))):
+            return []
+        case ast.Attribute(_, name):
+            return [name]
+        case ast.ImportFrom(_, names):
+            return [alias.name for alias in names]
+        case ast.Call(ast.Name(name) | ast.Attribute(_, name), arguments) if name.endswith("attr"):
+            texts = [each.value for each in arguments if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            return [part for text in texts for part in text.split(".")]
+    return []
 
 
 def test_only_the_command_line_prints() -> None:
