@@ -11,7 +11,6 @@ from make_sample_store import CHUNKS, EPISODES
 from store_kit import chunk, stored
 
 from user_sys.codec import checksum
-from user_sys.commands.main import main
 from user_sys.errors import StoreVersionMismatch
 from user_sys.store.labels import DeleteLabel, UndoLabel, column_labels
 from user_sys.store.maintenance import add_labels, compact_store
@@ -45,53 +44,28 @@ def test_store_of_format_2_opens_and_continues(tmp_path: Path) -> None:
         assert not writer.append(chunk("e0", 0).encode()), "its episode is deleted"
         for index in range(CHUNKS):
             writer.append(chunk("new", index, end=index == CHUNKS - 1).encode())
-    assert not list(path.glob("*.footer")) and not verify_log(path)
+    assert not verify_log(path)
     check(path, [*KEPT, "new"])
     add_labels(path, [DeleteLabel(episode="e6", labeller="ada", at_unix_ns=2)])
     assert not compact_store(path).damaged
     check(path, [name for name in [*KEPT, "new"] if name != "e6"])
 
 
-@pytest.mark.parametrize("sample", ["store-format-1a.tar.gz", "store-format-1b.tar.gz"])
-def test_store_of_format_1_migrates(sample: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Made by the programs before 1b87a53 and before 32849fe; a killed writer left a tail."""
-    with tarfile.open(SAMPLE.with_name(sample)) as archive:
-        archive.extractall(tmp_path, filter="data")
-    old, new = tmp_path / "store", tmp_path / "new"
-    with pytest.raises(StoreVersionMismatch, match=r"format 1, .* reads format 2: run `user-sys store migrate`"):
-        StoreReader.open(old).refresh()
-    assert main(["store", "migrate", str(old), "--into", str(new)]) == 0
-    assert f"{old} is in format 1; {new} has its 8 chunks and 1 labels in format 2" in capsys.readouterr().out
-    assert not verify_log(new)
-    with StoreReader.open(new) as reader:
-        reader.refresh()
-        assert stored(reader) == [(f"e{episode}", index) for episode in range(4) for index in range(CHUNKS)]
-        labelled = {each.episode: (each.success, each.labelled_by) for each in reader.episodes()}
-        assert labelled["e0"] == (True, "") and labelled["e1"] == (False, "ada")
-        for row, (_, index) in enumerate(stored(reader)):
-            columns = reader.read(row).columns
-            assert (columns["observation.state"] == index).all()
-            assert columns["observation.images.front.t_capture_ns"].tolist() == [10, 10, 12, 12]
-    again = tmp_path / "again"
-    assert main(["store", "migrate", str(old), "--into", str(new)]) == 2 and "new folder" in capsys.readouterr().err
-    assert main(["store", "migrate", str(new), "--into", str(again)]) == 0 and not again.exists()
-    assert "is in format 2, which this program writes" in capsys.readouterr().out
-
-
-def test_migration_skips_damage_and_refuses_a_newer_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with tarfile.open(SAMPLE.with_name("store-format-1b.tar.gz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    old = tmp_path / "store"
-    raw = bytearray((old / "0000000000.seg").read_bytes())
-    raw[300] ^= 1  # in the first record's payload
-    (old / "0000000000.seg").write_bytes(raw)
-    assert main(["store", "migrate", str(old), "--into", str(tmp_path / "new")]) == 1
-    assert "1 damaged records were skipped" in capsys.readouterr().out
-    raw[8:12] = (3).to_bytes(4, "little")
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "a newer")])
+def test_store_of_another_format_is_refused_unchanged(version: int, age: str, tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer:
+        writer.append(chunk("e0").encode())
+    segment = tmp_path / "0000000000.seg"
+    raw = bytearray(segment.read_bytes())
+    raw[8:12] = version.to_bytes(4, "little")
     raw[60:64] = checksum(bytes(raw[:60])).to_bytes(4, "little")
-    (old / "0000000000.seg").write_bytes(raw)
-    assert main(["store", "migrate", str(old), "--into", str(tmp_path / "other")]) == 2
-    assert "is in format 3, written by a newer program; this one reads format 2" in capsys.readouterr().err
+    segment.write_bytes(raw)
+    expected = f"format {version}, written by {age} program; this one reads format 2: open the store with the program"
+    with pytest.raises(StoreVersionMismatch, match=expected):
+        StoreReader.open(tmp_path).refresh()
+    with pytest.raises(StoreVersionMismatch, match=expected):
+        StoreWriter.open(tmp_path)
+    assert segment.read_bytes() == raw
 
 
 def test_column_labels_survive_sealing_compaction_and_undo(tmp_path: Path) -> None:

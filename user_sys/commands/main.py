@@ -67,7 +67,6 @@ VERBS: Verbs = {
             "label": ("store_label:label", "set success, reward or phase of recorded episodes"),
             "relabel": ("store_label:relabel", "label recorded episodes by a reward, such as a classifier"),
             "compact": ("store_maintenance:compact", "free the space of deleted episodes; keep to a size"),
-            "migrate": ("store_maintenance:migrate", "write a store of an older format in today's format"),
             "backup": ("store_backup:backup", "copy a store to a folder or S3 bucket, incrementally"),
             "restore": ("store_backup:restore_", "write the store of a backup to a new folder"),
             "merge": ("store_maintenance:merge", "copy several stores into one"),

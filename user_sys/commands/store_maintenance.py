@@ -1,4 +1,4 @@
-"""``user-sys store verify``, ``repair``, ``compact``, ``merge`` and ``migrate``."""
+"""``user-sys store verify``, ``repair``, ``compact`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ from user_sys.store.maintenance import (
     compact_store,
     disk_bytes,
     merge_stores,
-    migrate_store,
     plan_eviction,
     record_bytes_of,
     require_store,
-    store_format,
 )
-from user_sys.store.record_format import FORMAT_VERSION, Damage, list_segments, resolve_generations
+from user_sys.store.record_format import Damage, list_segments, resolve_generations
 from user_sys.store.store import StoreReader
 from user_sys.store.verify import (
     QUARANTINE,
@@ -306,30 +304,4 @@ def merge(paths: Sequence[Path], into: Path, as_json: bool) -> int:
         print_line(f"{into}: {report.chunks} chunks and {report.labels} labels added{duplicates}")
         if report.damaged:
             print_line(f"{report.damaged} damaged chunks were skipped; `user-sys store verify` lists them")
-    return EXIT_DAMAGED if report.damaged else 0
-
-
-@click.command()
-@store_argument
-@click.option("--into", type=PATH, required=True, metavar="STORE", help="new folder for the store in today's format")
-@json_option
-def migrate(path: Path, into: Path, as_json: bool) -> int:
-    """Write the store PATH of an older format to a new folder, in today's format. PATH is not changed.
-
-    A store that has today's format is left alone. Exit status 1: damage was skipped.
-    """
-    version = store_format(path)
-    if version == FORMAT_VERSION:
-        print_line(f"{path} is in format {version}, which this program writes: nothing to do")
-        return 0
-    report = migrate_store(path, into)
-    if as_json:
-        print_json(report)
-    else:
-        print_line(
-            f"{path} is in format {version}; {into} has its {report.chunks} chunks and {report.labels} labels in "
-            f"format {FORMAT_VERSION}"
-        )
-        if report.damaged:
-            print_line(f"{report.damaged} damaged records were skipped; keep {path} if you need them")
     return EXIT_DAMAGED if report.damaged else 0

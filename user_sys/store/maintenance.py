@@ -1,4 +1,4 @@
-"""Maintenance of a store: labels, retention, compaction, merging, migration.
+"""Maintenance of a store: labels, retention, compaction, merging.
 
 These functions need a store that no process writes. A gateway calls the shared parts (`plan_eviction`,
 `deletion_labels`, `reclaim_space`) on its own store.
@@ -15,33 +15,20 @@ import itertools
 import logging
 import math
 import os
-import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-from crc32c import crc32c
 from msgspec import Meta
 
-from hal.decode_errors import DECODE_ERRORS
 from hal.settings import Limit
-from user_sys.codec import Array, checksum, decode_packet_record, parse_packet
-from user_sys.episode import (
-    CAPTURE_TIME_SUFFIX,
-    CRC_SUFFIX,
-    FINAL_PREFIX,
-    FRAME_SUFFIXES,
-    IMAGE_PREFIX,
-    LENGTH_SUFFIX,
-    Chunk,
-    ChunkHeader,
-    EpisodeSource,
-)
+from user_sys.codec import Array
+from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.store.index import Index, is_intervention
 from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
@@ -49,23 +36,13 @@ from user_sys.store.labels import (
     RETENTION_LABELLER,
     DeleteLabel,
     Label,
-    SuccessLabel,
-    decode_label,
     encode_label,
     queued_files,
     read_queued_labels,
     remove_queued,
 )
 from user_sys.store.log_writer import SEGMENT_BYTES
-from user_sys.store.record_format import (
-    ALIGN_BYTES,
-    FORMAT_VERSION,
-    RECORD_HEADER_BYTES,
-    SEGMENT_HEADER_BYTES,
-    RecordRef,
-    check_version,
-    segment_numbers,
-)
+from user_sys.store.record_format import ALIGN_BYTES, RECORD_HEADER_BYTES, RecordRef, segment_numbers
 from user_sys.store.store import StoreReader, StoreWriter
 
 NO_LIMIT = 0
@@ -73,14 +50,6 @@ DEAD_SHARE = 0.25  # dead share at which a segment is rewritten
 SMALL_SHARE = 0.25  # neighbours below this share of a segment are joined
 SYNC_BYTES = 8 << 20
 _logger = logging.getLogger(__name__)
-_VERSION = struct.Struct("<8sI")  # magic, version
-_RECORD = struct.Struct("<4sHHIIQI")  # magic, kind, flags, payload bytes, payload CRC, sequence, schema
-_PLACE = struct.Struct("<QQ")  # segment, offset
-_CRC = struct.Struct("<I")
-_PACKET = struct.Struct("<4sI")  # magic, header bytes
-_RECORD_MAGIC, _FIRST_PACKET_MAGIC = b"\xf5UR1", b"USP1"
-_RECORD_HEADER_BYTES, _ALIGN_BYTES = 32, 8
-_ArrayPlace = tuple[str, str, tuple[int, ...], int, int]  # name, dtype, shape, offset, bytes
 
 
 @dataclass(frozen=True)
@@ -490,122 +459,3 @@ def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter,
         for label in heapq.merge(missing, newer, key=lambda label: label.at_unix_ns):
             writer.append_label(label)
         counts["labels"] += len(missing)
-
-
-def store_format(path: Path) -> int:
-    """The format version of the store at `path`.
-
-    Raises:
-        StoreError: there is no store, or no segment of it has a valid header.
-        StoreVersionMismatch: it is newer than this program's.
-    """
-    require_store(path)
-    for segment in sorted(path.glob("*.seg")):
-        with segment.open("rb") as file:
-            header = file.read(SEGMENT_HEADER_BYTES)
-        if len(header) == SEGMENT_HEADER_BYTES and crc32c(header[:-4]) == _CRC.unpack(header[-4:])[0]:
-            version = int(_VERSION.unpack_from(header)[1])
-            if version > FORMAT_VERSION:
-                check_version(version, str(path))
-            return version
-    raise StoreError(f"{path}: no segment has a valid header, so its format is unknown; restore it from a backup")
-
-
-def migrate_store(path: Path, into: Path) -> MergeReport:
-    """Copies the chunks and labels of the store of format 1 at `path` to the new store `into`.
-
-    Format 1 has the segment header's magic, version and CRC at today's places, and no footers. Its chunks are packets
-    ``USP1`` or ``USP2``; its labels are today's, or records of success without a tag. Cameras lack the capture times.
-
-    The report's `damaged` counts unreadable records and ranges of bytes. `path` is not changed.
-
-    Raises:
-        StoreError, StoreFull: `into` exists, or cannot be written.
-    """
-    if into.exists():
-        raise StoreError(f"{into} exists; migrate into a new folder")
-    counts: Counter[str] = Counter()
-    with StoreWriter.open(into) as writer:
-        segments = sorted(path.glob("*.seg"))
-        for segment in segments:
-            for kind, payload in _records(segment.read_bytes(), int(segment.stem), segment == segments[-1], counts):
-                try:
-                    if kind == CHUNK_KIND:
-                        counts["chunks" if writer.append(_packet(payload)) else "duplicates"] += 1
-                    elif kind == LABEL_KIND:
-                        writer.append_label(_label(payload))
-                        counts["labels"] += 1
-                except (WireError, KeyError, TypeError, ValueError, *DECODE_ERRORS):
-                    counts["damaged"] += 1
-                if writer.pending_bytes > SYNC_BYTES:
-                    writer.sync()
-        writer.sync()
-    return MergeReport(**{name: counts[name] for name in MergeReport.__struct_fields__})
-
-
-def _records(raw: bytes, segment: int, is_last: bool, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
-    """Kind and payload of each valid record; counts the damaged ranges between them."""
-    end = offset = SEGMENT_HEADER_BYTES
-    while (offset := raw.find(_RECORD_MAGIC, offset)) >= 0:
-        header, payload_at = raw[offset : offset + _RECORD_HEADER_BYTES], offset + _RECORD_HEADER_BYTES
-        offset += 1
-        if len(header) < _RECORD_HEADER_BYTES:
-            break
-        _, kind, _, length, check, _, _ = _RECORD.unpack_from(header)
-        place = crc32c(_PLACE.pack(segment, offset - 1))
-        payload = raw[payload_at : payload_at + length]
-        if (
-            crc32c(header[:-4], place) != _CRC.unpack(header[-4:])[0]
-            or len(payload) < length
-            or crc32c(payload) != check
-        ):
-            continue
-        counts["damaged"] += any(raw[end : offset - 1])
-        yield kind, payload
-        end = offset = payload_at + -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
-    counts["damaged"] += any(raw[end:]) and not is_last  # at the end of the log it is an unfinished append
-
-
-def _packet(payload: bytes) -> bytes:
-    """The chunk as a packet of today. Raises WireError or one of `DECODE_ERRORS`."""
-    if payload[:4] == _FIRST_PACKET_MAGIC:
-        header, arrays = _first_packet(payload)
-    else:
-        parsed = parse_packet(payload)
-        header, arrays = decode_packet_record(parsed, ChunkHeader), parsed.arrays()
-    final = {name.removeprefix(FINAL_PREFIX): array for name, array in arrays.items() if name.startswith(FINAL_PREFIX)}
-    columns = {name: array for name, array in arrays.items() if not name.startswith(FINAL_PREFIX)}
-    for name in [name for name in columns if name.startswith(IMAGE_PREFIX) and not name.endswith(FRAME_SUFFIXES)]:
-        columns |= _frame_columns(name, columns)
-    return Chunk(header, columns, final).encode()
-
-
-def _first_packet(payload: bytes) -> tuple[ChunkHeader, dict[str, Array]]:
-    _, length = _PACKET.unpack_from(payload)
-    encoded = payload[_PACKET.size : _PACKET.size + length]
-    record, places = msgspec.msgpack.decode(encoded, type=tuple[dict[str, Any], tuple[_ArrayPlace, ...]])
-    header = msgspec.convert([record[name] for name in ChunkHeader.__struct_fields__ if name in record], ChunkHeader)
-    return header, {
-        name: np.frombuffer(payload, dtype, math.prod(shape), offset).reshape(shape)
-        for name, dtype, shape, offset, _ in places
-    }
-
-
-def _frame_columns(camera: str, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Checksums of the frames, and as their capture times those of the observations that had them first."""
-    lengths = columns[camera + LENGTH_SUFFIX]
-    ends = np.cumsum(lengths)
-    flat = columns[camera].tobytes()
-    pieces = [flat[end - length : end] for length, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
-    observed = columns.get("t_capture_ns", np.zeros(len(lengths), np.int64))
-    return {
-        camera + CRC_SUFFIX: np.array([checksum(piece) for piece in pieces], np.uint32),
-        camera + CAPTURE_TIME_SUFFIX: np.maximum.accumulate(np.where(lengths > 0, observed, 0)),
-    }
-
-
-def _label(payload: bytes) -> Label:
-    try:
-        return decode_label(payload)
-    except WireError:
-        return SuccessLabel(**msgspec.msgpack.decode(payload, type=dict[str, Any]))

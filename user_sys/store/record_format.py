@@ -55,7 +55,6 @@ _PLACE = struct.Struct("<QQQ")  # number, generation, offset: part of the header
 _PLACED = struct.Struct("<QQQ4sHHIIQI")  # both without padding
 _CRC = struct.Struct("<I")
 SEGMENT_SUFFIX = ".seg"
-FOOTER_COPY_SUFFIX = ".footer"  # files of earlier programs, which the next writer deletes
 TEMPORARY_SUFFIX = ".tmp"
 TRAILER_MAGIC = b"USEREND\n"
 TRAILER_BYTES = 64
@@ -166,10 +165,10 @@ def decode_segment_header(raw: bytes) -> SegmentHeader | None:
 def check_version(version: int, what: str) -> None:
     """Raises StoreVersionMismatch if `version` differs from `FORMAT_VERSION`; `what` names the file in the message."""
     if version != FORMAT_VERSION:
-        is_older = version < FORMAT_VERSION
-        age, advice = ("an older", "run `user-sys store migrate`") if is_older else ("a newer", "install that program")
+        age = "an older" if version < FORMAT_VERSION else "a newer"
         raise StoreVersionMismatch(
-            f"{what} is in format {version}, written by {age} program; this one reads format {FORMAT_VERSION}: {advice}"
+            f"{what} is in format {version}, written by {age} program; this one reads format {FORMAT_VERSION}: "
+            "open the store with the program that wrote it"
         )
 
 

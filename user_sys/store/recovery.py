@@ -14,7 +14,6 @@ from user_sys.store.files import WRITE_BYTES, Files, write_all
 from user_sys.store.index_block import IndexBlockBuilder
 from user_sys.store.manifest import LogManifest, SegmentEntry
 from user_sys.store.record_format import (
-    FOOTER_COPY_SUFFIX,
     MAX_SEGMENT_BYTES,
     RECORD_HEADER_BYTES,
     TEMPORARY_SUFFIX,
@@ -103,7 +102,7 @@ class _Recovery:
         # and later syncs acknowledge records by the file and not by its name.
         self._files.sync_folder(self._path)
         folder = self._files.listdir(self._path)
-        unused = [name for name in folder if name.endswith((TEMPORARY_SUFFIX, FOOTER_COPY_SUFFIX))]
+        unused = [name for name in folder if name.endswith(TEMPORARY_SUFFIX)]
         for leftover in [*map(str, leftovers), *unused]:
             self._files.unlink(self._path / leftover)
         return chosen
