@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import build_robot_setup, make_policy, select_cameras
 from user_sys.edge.agents import LoadedPolicy, PolicyAgent
 from user_sys.edge.demonstrations import generate_demonstrations
@@ -101,7 +102,7 @@ class PlainLoop:
                 break
         seconds = time.monotonic() - began_s
         judged = EvaluationConfig(episodes=self._config.evaluation.episodes, video_episodes=0)
-        weights = self._share.policy_weights()
+        weights = policy_arrays(self._share.policy)
         found = [
             bool(summary.success)
             for summary in evaluate(
@@ -149,4 +150,4 @@ class PlainLoop:
         self._updates += 1
         if (now_s := time.monotonic()) - self._published_s >= self._config.learner.publish.every_s:
             self._published_s = now_s
-            self._policy.load(self._share.policy_weights())
+            self._policy.load(policy_arrays(self._share.policy))

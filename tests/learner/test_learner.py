@@ -29,6 +29,7 @@ from user_sys.algorithms.algorithm import (
     TrainingData,
     fits_policy,
     load_policy_state,
+    policy_arrays,
 )
 from user_sys.algorithms.algorithm import POLICY as POLICY_PREFIX
 from user_sys.algorithms.conformance import example_batch
@@ -270,7 +271,7 @@ def test_measured_divergence_changes_no_later_update(bench: LearnerBench) -> Non
     for name, publish in (("a", PublishConfig(every_s=0.0, kl=1e9)), ("b", PublishConfig(every_s=1e9))):
         config = replace(CONFIG, algorithm="sac_flow", publish=publish, max_updates=25)
         bench.learner(config, name, policy=PolicyConfig(kind="gated_flow", options=options)).run(threading.Event())
-        states.append(bench.trainer.policy_weights())
+        states.append(policy_arrays(bench.trainer.policy))
     for name, value in states[0].items():
         np.testing.assert_array_equal(value, states[1][name], err_msg=name)
 
@@ -504,7 +505,7 @@ def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> 
     assert found is not None
     with StoreReader.open(bench.folder / "store") as reader:
         trainer = Trainer(CONFIG, SPEC, reader, policy=POLICY, seed=1, initial_state=found.arrays)
-        for name, value in trainer.policy_weights().items():
+        for name, value in policy_arrays(trainer.policy).items():
             np.testing.assert_array_equal(value, bench.published[-1].state.tensors[name])
         trainer.close()
         with pytest.raises(WireError, match="learner.initial_policy does not fit policy.kind and policy.options"):

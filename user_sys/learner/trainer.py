@@ -24,7 +24,6 @@ from user_sys.algorithms.algorithm import (
     load_generators,
     load_policy_state,
     load_state,
-    policy_arrays,
     save_state,
 )
 from user_sys.algorithms.distributed import TrainingGroup, divide, is_divided, own_part, whole
@@ -165,10 +164,6 @@ class Trainer:
     def frozen(self) -> Mapping[str, Tensor]:
         """The policy's parameters that never change, by their names in its `state_dict`."""
         return self._snapshots.frozen
-
-    def policy_weights(self) -> dict[str, Array]:
-        """Returns copies of the arrays that the policy's `load` takes."""
-        return policy_arrays(self.algorithm.policy)
 
     def require_finite(self) -> dict[str, float]:
         """Returns the scalars of the newest update.

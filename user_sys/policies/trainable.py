@@ -10,7 +10,7 @@ library peft: a linear layer W x becomes W x + (alpha / rank) B A x with frozen 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -148,8 +148,3 @@ def trained_pairs(slow: nn.Module, fast: nn.Module) -> tuple[list[Tensor], list[
     pairs = zip(slow.parameters(), fast.parameters(), strict=True)
     different = [pair for pair in pairs if pair[0] is not pair[1]]
     return [pair[0] for pair in different], [pair[1] for pair in different]
-
-
-def count_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Returns the size of the tensors; one that has several names counts once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())

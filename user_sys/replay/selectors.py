@@ -678,10 +678,6 @@ class TaskBalancedSelector(Selector):
             for side in task.sides:
                 side.update(index, change)
 
-    def online_share(self, task: str) -> float:
-        """Current share of online samples of `task`. Raises KeyError: there is no such task."""
-        return self._share({each.name: each for each in self._tasks}[task])
-
     def _share(self, task: _Task) -> float:
         if not len(task.sides[OFFLINE]) or not len(task.sides[ONLINE]):
             return float(len(task.sides[ONLINE]) > 0)

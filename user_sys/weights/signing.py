@@ -41,10 +41,6 @@ class Signer:
     def public_key(self) -> bytes:
         return self._key.public_key().public_bytes_raw()
 
-    @property
-    def verifier(self) -> Verifier:
-        return Verifier(self._key.public_key())
-
 
 class Verifier:
     """Verifies records against one public key. Any thread may call it."""
