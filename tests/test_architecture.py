@@ -51,8 +51,6 @@ ROOMS = {
     "wandb": ("user_sys/run/metrics.py",),
     "tensorboard": ("user_sys/run/metrics.py",),
     "matplotlib": ("user_sys/run/report.py", "user_sys/rewards/audit.py", "user_sys/commands/store_inspect.py"),
-    "imageio": (),
-    "imageio_ffmpeg": ("user_sys/run/report.py",),
     "draccus": ("robots/lerobot_plugins.py",),
     "lerobot": ("robots/lerobot_plugins.py", "user_sys/policies/lerobot.py"),
     "rclpy": ("robots/ros2_node.py",),
@@ -62,7 +60,7 @@ ROOMS = {
     "yaml": ("user_sys/config.py",),
     "pynvml": ("hal/",),
     "pyarrow": ("user_sys/interchange/",),
-    "av": ("user_sys/interchange/",),
+    "av": ("user_sys/video.py",),
     "mcap": ("user_sys/interchange/",),
 }
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

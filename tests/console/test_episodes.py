@@ -30,10 +30,10 @@ from user_sys.console.server import ConsoleServer
 from user_sys.console.videos import EpisodeVideos
 from user_sys.episode import Chunk
 from user_sys.errors import DataSetError, StoreError
-from user_sys.interchange.lerobot_format import VideoReader
 from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, RewardLabel, SuccessLabel, queued_files
 from user_sys.store.maintenance import Retention, add_labels, compact_store
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.video import VideoReader
 
 VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",

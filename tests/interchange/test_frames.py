@@ -15,7 +15,7 @@ from PIL import Image
 
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import decode_frame, decode_image_file, encode_jpeg, encode_png, frame_size
-from user_sys.interchange.lerobot_format import VideoReader, VideoWriter
+from user_sys.video import VideoReader, VideoWriter
 
 CLAIMED = struct.pack(">HH", 65_000, 65_000)
 

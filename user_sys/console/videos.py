@@ -103,7 +103,7 @@ def write_video(store: Path, episode: str, rate_hz: float, path: Path) -> None:
         StoreError: the store cannot be read.
         DataSetError: it has no pictures, or a frame or the encoder fails.
     """
-    from user_sys.interchange.lerobot_format import VideoWriter  # imports PyAV
+    from user_sys.video import VideoWriter  # imports PyAV
 
     with StoreReader.open(store) as reader:
         stored = EpisodeReader(reader).read(episode)

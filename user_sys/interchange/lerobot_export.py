@@ -45,12 +45,12 @@ from user_sys.interchange.lerobot_format import (
     VIDEO_PATH,
     DatasetFeature,
     DatasetInfo,
-    VideoWriter,
     capture_feature,
     features_of,
     file_path,
 )
 from user_sys.store.index import EpisodeSummary
+from user_sys.video import VideoWriter
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 STATISTIC_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)

@@ -48,10 +48,10 @@ from user_sys.interchange.lerobot_format import (
     USER_PREFIX,
     DatasetFeature,
     DatasetInfo,
-    VideoReader,
     capture_feature,
 )
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.video import VideoReader
 
 _BROKEN = (pa.ArrowException, OSError)  # pyarrow's exceptions
 _FIELD = re.compile(r"\{(chunk_index|file_index|video_key)(?::0?(\d)?d)?\}")  # in a path

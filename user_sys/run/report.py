@@ -7,7 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import groupby
@@ -21,7 +21,7 @@ from rich.table import Table
 from hal.spec import Array
 from user_sys.console.progress import SUCCESS_WINDOWS
 from user_sys.episode import EpisodeSource
-from user_sys.errors import RunError
+from user_sys.errors import DataSetError, RunError
 from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
 from user_sys.run.config import RunFolder, read_run_metadata
 from user_sys.run.metrics import METRICS, RUN, read_metrics, rows_in_order
@@ -154,28 +154,18 @@ def write_video(path: Path, frames: Sequence[np.ndarray[Any, np.dtype[np.uint8]]
     Raises:
         RunError: the file could not be written.
     """
-    from imageio_ffmpeg import write_frames
+    from user_sys.video import VideoWriter  # imports PyAV
 
     height, width, _ = frames[0].shape
     padding = ((0, height % 2), (0, width % 2), (0, 0))
     with _atomic_replace(path) as temporary:
-        encoder = write_frames(
-            str(temporary),
-            (width + width % 2, height + height % 2),
-            fps=fps,
-            codec="libx264",
-            pix_fmt_out="yuv420p",
-            macro_block_size=2,
-            quality=8,
-            ffmpeg_log_level="error",
-            output_params=["-movflags", "+faststart", "-f", "mp4"],  # playable while it loads
-        )
-        encoder.send(None)
         try:
-            for frame in frames:
-                encoder.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
-        finally:
-            encoder.close()  # waits for ffmpeg to finish the file
+            writer = VideoWriter(temporary, height + height % 2, width + width % 2, fps)
+            with closing(writer):
+                for frame in frames:
+                    writer.write(np.pad(frame, padding, mode="edge"))
+        except DataSetError as error:
+            raise RunError(f"{path}: cannot be written: {error}") from None
 
 
 def link_latest(run_dir: Path) -> Path:
