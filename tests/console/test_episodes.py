@@ -196,7 +196,7 @@ def test_label_is_stored_shown_and_audited(site: Site) -> None:
     assert site.get("/api/episodes/a").json()["traces"][0]["curves"]["reward"][-1] == 1
     assert site.post("/api/episodes/a/label", success="no", note="it slipped").json() == {"stored": True}
     detail = site.get("/api/episodes/a").json()
-    assert detail["summary"]["success"] is False and detail["labels"] == ["ana: success no (it slipped)"]
+    assert detail["summary"]["success"] is False and detail["labels"] == ["ana: failed (it slipped)"]
     assert detail["traces"][0]["curves"]["reward"][-1] == 0
     assert site.post("/api/episodes/a/label", deleted=True).json() == {"stored": True}
     assert site.get("/api/episodes/a").json()["summary"]["deleted"]
@@ -222,7 +222,7 @@ def test_episode_is_marked_trimmed_and_restored_by_undo(site: Site) -> None:
 
     assert set(label(demonstration=True)["phases"]) == {"teleop"}
     assert label(kept=[2, 8])["kept"] == [2, 8] and sampled() == [*range(2, 9)]
-    assert label(kept=[1, 5])["labels"][0] == "ana: keep steps 1 to 5" and sampled() == [*range(1, 6)]
+    assert label(kept=[1, 5])["labels"][0] == "ana: trimmed to steps 1 to 5" and sampled() == [*range(1, 6)]
     assert label(undo=True)["kept"] == [2, 8] and sampled() == [*range(2, 9)]
     label(undo=True)
     assert label(undo=True)["phases"] == ["policy"] * 6 + ["correction"] * 6 and sampled() == [*range(STEPS)]
@@ -242,7 +242,7 @@ def test_undo_reverts_the_newest_label_of_a_person_even_one_that_waits(
     for given in ({"deleted": True}, {"undo": True}):
         assert site.post("/api/episodes/a/label", **given).json() == {"stored": False}
     add_labels(store, [DeleteLabel(episode="a", labeller=RETENTION_LABELLER, at_unix_ns=2)])
-    assert site.get("/api/episodes/a").json()["labels"] == ["retention: deleted", "bob: success no"]
+    assert site.get("/api/episodes/a").json()["labels"] == ["retention: deleted", "bob: failed"]
     site.post("/api/episodes/a/label", undo=True)
     assert "no label to undo" in site.post("/api/episodes/a/label", undo=True).text
     add_labels(store, [])
@@ -257,7 +257,7 @@ def test_undo_reverts_a_persons_label_before_that_of_a_reward_which_came_later(
     write_episode(store, "a", success=True)
     add_labels(store, [SuccessLabel(episode="a", labeller="bob", at_unix_ns=1, success=False)])
     add_labels(store, [RewardLabel(episode="a", labeller="reward:vlm", at_unix_ns=2, first_step=0, rewards=(0.5,))])
-    for left in (["reward:vlm: reward"], []):
+    for left in (["reward:vlm: rewards of steps 0 to 0"], []):
         site.post("/api/episodes/a/label", undo=True)
         add_labels(store, [])
         found = site.get("/api/episodes/a").json()

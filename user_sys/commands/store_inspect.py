@@ -24,18 +24,7 @@ from user_sys.errors import StoreError
 from user_sys.interchange.episodes import ControlledBy, EpisodeFilter, EpisodeReader, StoredEpisode, load_robot_specs
 from user_sys.interchange.frames import Frame, decode_frame
 from user_sys.store.index import EpisodeSummary
-from user_sys.store.labels import (
-    ColumnLabel,
-    DeleteLabel,
-    Label,
-    NoteLabel,
-    PhaseLabel,
-    RewardLabel,
-    SuccessLabel,
-    TrimLabel,
-    UndoLabel,
-    effective_labels,
-)
+from user_sys.store.labels import OUTCOMES, Label, UndoLabel, describe_label, effective_labels
 from user_sys.store.maintenance import disk_bytes
 from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
@@ -49,7 +38,6 @@ if TYPE_CHECKING:
 WIDE_COLUMNS = 120
 LAST_EPISODES = 20
 LAST_PICTURES = 5
-_OUTCOMES = {True: "succeeded", False: "failed", None: "success unknown"}
 PHASE_COLOURS = {"policy": "#1f5fa8", "teleop": "#d9662b", "correction": "#c0392b", "recovery": "#7d3c98"}
 OTHER_COLOUR = "#6b7280"
 REPEAT_COLOUR = "#b45309"  # of the title of a frame that an earlier step captured
@@ -223,7 +211,7 @@ def _show_episode(detail: dict[str, Any]) -> None:
         "robot": f"{summary.robot} (embodiment {summary.embodiment})",
         "task": f"{summary.task}: {detail['sentence']}",
         "source": f"{summary.source}, started {_time(summary.started_unix_ns)}, seed {detail['seed']}",
-        "outcome": f"{_OUTCOMES[summary.success]}{by}, {_state(summary)}, return {summary.episode_return:.3g}",
+        "outcome": f"{OUTCOMES[summary.success]}{by}, {_state(summary)}, return {summary.episode_return:.3g}",
         "steps": f"{summary.steps} at {detail['rate_hz']:.3g} Hz; longest pause {detail['longest_pause_s']:.3g} s",
         "policy versions": _versions(summary) or "none acted",
         "in control": ", ".join(f"{phase} {first} to {last}" for phase, first, last in detail["phases"]),
@@ -244,24 +232,8 @@ def _time(unix_ns: int) -> str:
 
 
 def _label_text(label: Label) -> str:
-    match label:
-        case SuccessLabel():
-            what = _OUTCOMES[label.success] + (", reward kept" if label.keep_reward else "")
-        case RewardLabel():
-            what = f"rewards of steps {label.first_step} to {label.first_step + len(label.rewards) - 1}"
-        case PhaseLabel():
-            what = f"{label.phase.name.lower()} in steps {label.first_step} to {label.first_step + label.steps - 1}"
-        case ColumnLabel():
-            what = f"{label.name} of steps {label.first_step} to {label.first_step + len(label.array()) - 1}"
-        case TrimLabel():
-            what = f"trimmed to steps {label.first_step} to {label.first_step + label.steps - 1}"
-        case DeleteLabel():
-            what = "deleted" if label.deleted else "restored"
-        case NoteLabel():
-            what = "note"
-        case UndoLabel():
-            what = "undo"
-    return f"{what}, by {label.labeller}, {_time(label.at_unix_ns)}" + (f": {label.note}" if label.note else "")
+    note = f": {label.note}" if label.note else ""
+    return f"{describe_label(label)}, by {label.labeller}, {_time(label.at_unix_ns)}{note}"
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
@@ -410,9 +382,8 @@ def _add_title(figure: Figure, title: str, phases: Sequence[int]) -> None:
 
 
 def _outcome(summary: EpisodeSummary) -> str:
-    verdict = {True: "succeeded", False: "failed", None: "success unknown"}[summary.success]
     deleted = ", deleted" if summary.deleted else ""
-    return f"{summary.source}, {verdict}, return {summary.episode_return:.3g}{deleted}"
+    return f"{summary.source}, {OUTCOMES[summary.success]}, return {summary.episode_return:.3g}{deleted}"
 
 
 def _figure(height_in: float) -> Figure:

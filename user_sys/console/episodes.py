@@ -39,6 +39,7 @@ from user_sys.store.labels import (
     TrimLabel,
     UndoLabel,
     by_precedence,
+    describe_label,
     label_to_undo,
     queue_labels,
     queued_labels,
@@ -166,7 +167,7 @@ class EpisodeLibrary:
         with self._lock:
             store, summary, spec = self._described(episode)
             valid = by_precedence(store.index.labels(episode))
-            labels = dict.fromkeys(map(describe_label, reversed(valid)))  # a crash repeats one
+            labels = dict.fromkeys(map(_label_text, reversed(valid)))  # a crash repeats one
             trim = newest_trim(valid)
             stored = self._read(store, episode)
         names = element_labels(spec)
@@ -294,20 +295,9 @@ class EpisodeLibrary:
         return found
 
 
-def describe_label(label: Label) -> str:
-    """E.g. ``ana: success yes (the cube slipped)``."""
-    match label:
-        case SuccessLabel(success=success):
-            text = "success " + {True: "yes", False: "no", None: "unknown"}[success]
-        case DeleteLabel(deleted=deleted):
-            text = "deleted" if deleted else "restored"
-        case PhaseLabel(phase=Phase.TELEOP, first_step=0):
-            text = "demonstration"
-        case TrimLabel(first_step=first, steps=steps):
-            text = f"keep steps {first} to {first + steps - 1}"
-        case _:
-            text = type(label).__name__.removesuffix("Label").lower()
-    return f"{label.labeller}: {text}" + (f" ({label.note})" if label.note else "")
+def _label_text(label: Label) -> str:
+    """E.g. ``ana: succeeded (the cube slipped)``."""
+    return f"{label.labeller}: {describe_label(label)}" + (f" ({label.note})" if label.note else "")
 
 
 def _matches(episode: EpisodeSummary, query: EpisodeQuery) -> bool:

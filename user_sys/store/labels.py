@@ -136,6 +136,33 @@ class UndoLabel(_Label, frozen=True, kw_only=True, tag="undo"):
 
 Label = SuccessLabel | RewardLabel | PhaseLabel | TrimLabel | ColumnLabel | DeleteLabel | NoteLabel | UndoLabel
 
+OUTCOMES = {True: "succeeded", False: "failed", None: "success unknown"}
+
+
+def describe_label(label: Label) -> str:
+    """What the label states, such as ``trimmed to steps 2 to 8``; without its labeller, time and note."""
+    match label:
+        case SuccessLabel():
+            return OUTCOMES[label.success] + (", reward kept" if label.keep_reward else "")
+        case RewardLabel():
+            return f"rewards of {_steps(label.first_step, len(label.rewards))}"
+        case PhaseLabel():
+            return f"{label.phase.name.lower()} in {_steps(label.first_step, label.steps)}"
+        case ColumnLabel():
+            return f"{label.name} of {_steps(label.first_step, len(label.array()))}"
+        case TrimLabel():
+            return f"trimmed to {_steps(label.first_step, label.steps)}"
+        case DeleteLabel():
+            return "deleted" if label.deleted else "restored"
+        case NoteLabel():
+            return "note"
+        case UndoLabel():
+            return "undo"
+
+
+def _steps(first: int, count: int) -> str:
+    return f"steps {first} to {first + count - 1}"
+
 
 def column_labels(
     episode: str, columns: Mapping[str, Array], labeller: str, *, first_step: int = 0, note: str = ""
