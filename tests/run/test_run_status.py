@@ -139,6 +139,8 @@ def test_commands_print_whole_names(
     assert main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert REPORT.robot in out and REPORT.episode in out and "no fault" in out
+    file.write("training", RunView(run="r", robots=(robot(lost=True, silent_s=65.0),)), {}, {})
+    assert main(["status", str(tmp_path)]) == 1 and "lost" in (out := capsys.readouterr().out) and "for 1:05" in out
     file.write("training", run, {"gateway": ProcessStatus(state=ProcessState.WAITING, restarts=1, last_exit=-9)}, {})
     assert main(["status", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

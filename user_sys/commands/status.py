@@ -27,6 +27,7 @@ from user_sys.config import rewrite_yaml
 from user_sys.edge.robot_processes import EDGE_STATUS_FILE, EdgeStatus, read_edge_status
 from user_sys.errors import ConfigError, RunError
 from user_sys.run.config import METADATA_FILE
+from user_sys.run.progress import robots_table
 from user_sys.run.status import STATUS_FILE, Fault, RunStatus, find_faults, launcher_fault, read_status
 
 REFRESH_S = 1.0
@@ -85,7 +86,7 @@ def status(run: Path, as_json: bool, alive: bool) -> int:
         return EXIT_FAULTS if faults else 0
     for line in _summary(found):
         print_line(line)
-    print_table(_robots(found))
+    print_table(robots_table(found.run))
     for fault in faults:
         print_line(f"FAULT: {fault}")
     if not faults:
@@ -122,7 +123,7 @@ def _view(found: RunStatus, faults: list[Fault]) -> RenderableType:
     for each in found.processes:
         processes.add_row(each.name, each.state, str(each.restarts))
     shown = [Text(f"FAULT: {fault}", style="bold red") for fault in faults]
-    return Group(*map(Text, _summary(found)), Text(), _robots(found), Text(), processes, Text(), *shown)
+    return Group(*map(Text, _summary(found)), Text(), robots_table(found.run), Text(), processes, Text(), *shown)
 
 
 def _summary(found: RunStatus) -> list[str]:
@@ -135,27 +136,6 @@ def _summary(found: RunStatus) -> list[str]:
         f"steps {run.env_steps:,} ({run.env_steps_per_s:.0f}/s); "
         f"updates {run.updates:,} ({run.updates_per_s:.0f}/s), robots are {run.staleness} versions behind",
     ]
-
-
-def _robots(found: RunStatus) -> Table:
-    table = _table("robot", "control", "phase", "Hz", "version", "outbox", "limited", "episode")
-    for robot in found.run.robots:
-        report = robot.status
-        if report is None or robot.lost:
-            table.add_row(robot.name, "lost" if report else "not connected", *[""] * 6)
-            continue
-        version, waiting, limited = report.policy_version, report.outbox_chunks, report.safety_interventions
-        table.add_row(
-            robot.name,
-            f"{report.authority} {report.operator}".strip(),
-            report.phase,
-            f"{report.control_hz:.1f}",
-            "-" if version < 0 else str(version),
-            str(waiting),
-            str(limited),
-            report.episode,
-        )
-    return table
 
 
 def _table(*names: str) -> Table:

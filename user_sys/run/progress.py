@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from user_sys.console.progress import RobotView, RunView
@@ -125,7 +125,7 @@ def render(run: RunView, stage: str, address: str = "") -> Panel:
         done = min(run.training_s, run.budget_s)
         bar.add_row(ProgressBar(total=run.budget_s, completed=done, complete_style="green"))
         rows.append(bar)
-    rows += [_figures(run), _robots(run)] if run.robots else [_figures(run)]
+    rows += [_figures(run), robots_table(run, is_wide=False)] if run.robots else [_figures(run)]
     left = f", {format_duration(left_s)} left" if (left_s := _left_s(run)) is not None else ""
     title = Text.assemble((run.run, "bold"), f"  {stage}  {format_duration(run.elapsed_s)}{left}")
     return Panel(Group(*rows), title=title, title_align="left", subtitle="Ctrl-C stops cleanly", subtitle_align="right")
@@ -172,17 +172,20 @@ def _success(share: float | None, episodes: int = 0) -> Text:
     return text
 
 
-def _robots(run: RunView) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("robot", "in control", "step", "policy", "outbox", ""):
-        table.add_column(name)
+def robots_table(run: RunView, is_wide: bool = True) -> Table:
+    """Its robots, one a row; `is_wide` adds the steps that were limited, and the episode."""
+    figures = ("phase", "Hz", "version", "outbox", *(("limited", "episode") if is_wide else ()))
+    columns = (Column(name, no_wrap=is_wide) for name in ("robot", "control", *figures, ""))
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for robot in run.robots:
-        status, figures = robot.status, ("-", "-", "-")
-        if status is not None:
+        status, shown, style = robot.status, [""] * len(figures), "dim"
+        if status is not None and not robot.lost:
             version = str(status.policy_version) if status.policy_version >= 0 else "-"
-            figures = (str(status.step), version, str(status.outbox_chunks))
-        style = "dim" if status is None or robot.lost else _CONTROL_STYLES.get(status.authority, "dim")
-        table.add_row(robot.name, Text(_control(robot), style=style), *figures, Text(_note(robot), style="yellow"))
+            waiting, limited = str(status.outbox_chunks), str(status.safety_interventions)
+            every = [status.phase, f"{status.control_hz:.1f}", version, waiting, limited, status.episode]
+            shown = every[: len(figures)]
+            style = _CONTROL_STYLES.get(status.authority, "dim")
+        table.add_row(robot.name, Text(_control(robot), style=style), *shown, Text(_note(robot), style="yellow"))
     return table
 
 
