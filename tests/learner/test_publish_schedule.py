@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,9 +44,9 @@ class SimulatedLoop:
     policy = nn.Linear(1, 1)
     frozen: Mapping[str, Tensor] = {}
 
-    def __init__(self, config: PublishConfig, staleness: int | None = None, after_each_update: bool = False) -> None:
+    def __init__(self, config: PublishConfig, staleness: int | None = None, **settings: bool) -> None:
         self.sink, self.now_s, self.moved, self.episodes = CountingPublisher(), 0.0, 0.0, 0
-        self.publishing = VersionPublisher(config, self.sink, lambda: self.now_s, staleness, after_each_update)
+        self.publishing = VersionPublisher(config, self.sink, lambda: self.now_s, staleness, **settings)
         self.publishing.version_limit = 1000
 
     def run(self, updates: int, moves: float = 0.0) -> list[int]:
@@ -87,6 +88,14 @@ def test_publishes_after_so_much_divergence() -> None:
     assert loop.run(100, moves=0.01)[0] == 10, "the first is due at the first measurement"
     assert len(loop.sink.updates) == 1
     assert len(SimulatedLoop(replace(NEVER, every_s=0.0, kl=0.05)).run(100, moves=0.01)) == 10
+
+
+@pytest.mark.parametrize("when", [{"every_updates": 500}, {"at_episode_ends": True}, {"kl": 0.5}, {"every_s": 300.0}])
+def test_pretrained_policy_is_published_before_the_first_update(when: dict[str, Any]) -> None:
+    loop = SimulatedLoop(replace(NEVER, **{"every_s": 0.0, **when}), is_pretrained=True)
+    assert loop.publishing.is_due(0, loop)
+    loop.publishing.publish(0, loop)
+    assert not loop.publishing.is_due(0, loop) and loop.run(5) == [0]
 
 
 def test_busy_publisher_delays_the_snapshot() -> None:

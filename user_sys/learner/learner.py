@@ -172,7 +172,8 @@ class VersionPublisher:
         if self._after_each_update or since <= 0 or updates < config.after_updates:
             return self._after_each_update and since > 0
         return (
-            (config.every_s > 0 and self._clock() >= self._next_s)
+            self._published_updates < 0
+            or (config.every_s > 0 and self._clock() >= self._next_s)
             or 0 < config.every_updates <= since
             or (config.at_episode_ends and self._has_episode_ended)
             or (config.kl > 0 and self._has_moved(updates, trainer))
