@@ -258,6 +258,14 @@ def test_evaluated_task_that_gets_worse_warns_after_fewer_episodes(hub: ConsoleH
     )
 
 
+def test_evaluated_task_warns_though_no_other_has_an_autonomous_episode(hub: ConsoleHub) -> None:
+    for success in [True] * 20 + [False] * 6:
+        hub.update(episode(success, task="reach", source="evaluation"))
+    view = hub.view()
+    assert view.tasks == {"evaluation/reach": 0.7}
+    assert view.warning.startswith("success of evaluation/reach fell to 70%")
+
+
 def test_lost_robot_and_stale_camera_are_alarms(hub: ConsoleHub, clock: Clock) -> None:
     hub.update(status())
     hub.update_preview(Preview(robot="panda-0", camera="front", step=1), jpeg(1))

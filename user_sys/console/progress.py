@@ -28,6 +28,7 @@ SUCCESS_DROP = 0.2  # a fall of success over the larger window by this much from
 EVALUATED, EVALUATION_DROP = 20, 0.3  # the same of an evaluated task's newest episodes: fewer, and so a larger fall
 RATE_WINDOW_S = 10.0
 LEARNER_SILENT_S = 60.0
+EVALUATION = "evaluation/"  # begins the name of a task that is evaluated during training
 BEST_VERSION_SCALAR = "acting_with_version"  # of a run's metrics; see `user_sys.run.pins`
 STORE_FULL_HINT = "robots keep their steps in their outboxes, and hold when these are full"
 LEARNER_DISK_FULL_HINT = "training pauses until a checkpoint can be written"
@@ -231,7 +232,7 @@ class _AutonomousEpisodes:
 
     def add_evaluation(self, task: str, success: bool) -> None:
         """Counts an evaluation during training, apart from practice of the same task."""
-        if (name := f"evaluation/{task}") in self._tasks or len(self._tasks) < MAX_TASKS:
+        if (name := f"{EVALUATION}{task}") in self._tasks or len(self._tasks) < MAX_TASKS:
             self._tasks.setdefault(name, _Success(EVALUATED, EVALUATION_DROP)).add(success)
 
     def rate(self, episodes: int) -> float | None:
@@ -239,19 +240,23 @@ class _AutonomousEpisodes:
         return share_of(self.successes, episodes) if len(self.successes) >= episodes else None
 
     def rate_by_task(self) -> dict[str, float]:
-        """Share of successes among the newest episodes of each task; empty if there is only one task."""
-        return {name: each.share for name, each in sorted(self._tasks.items()) if len(self._tasks) > 1}
+        """Share of successes among the newest episodes of each task; of a task that is practised alone it is `rate`."""
+        return {name: each.share for name, each in self._shown_tasks()}
 
     def rate_by_model(self) -> dict[str, float]:
         """The same of each model of robot."""
         return {name: each.share for name, each in sorted(self._models.items()) if len(self._models) > 1}
 
+    def _shown_tasks(self) -> list[tuple[str, _Success]]:
+        """All, but not the only one unless it was evaluated."""
+        is_shown = len(self._tasks) > 1 or any(name.startswith(EVALUATION) for name in self._tasks)
+        return sorted(self._tasks.items()) if is_shown else []
+
     @property
     def warning(self) -> str:
         """That success has fallen, of all episodes or of one of several tasks; empty if it has not."""
-        tasks = self._tasks.items() if len(self._tasks) > 1 else ()
         falls = [f"success fell to {self._all.fall}"] if self._all.fall else []
-        falls += [f"success of {name} fell to {each.fall}" for name, each in tasks if each.fall]
+        falls += [f"success of {name} fell to {each.fall}" for name, each in self._shown_tasks() if each.fall]
         if not falls:
             return ""
         return (
