@@ -11,16 +11,18 @@ import torch
 from point_kit import POINT, chunks, expert, success_rate
 
 from hal.spec import STATE, Array, RobotSpec
-from user_sys.algorithms.algorithm import Algorithm, policy_arrays
+from user_sys.algorithms.algorithm import Algorithm, load_policy_state, policy_arrays, save_state
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for
 from user_sys.algorithms.dsrl import Dsrl, DsrlSettings
+from user_sys.config import build
 from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.flow import FlowPolicy, FlowSettings
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.policies.policy import SENTENCE, Policy
 from user_sys.policies.steered import SteeredNetwork, SteeredPolicy, SteeredSettings
+from user_sys.policies.trainable import apply_train_settings
 from user_sys.policies.vla import VlaPolicy, VlaSettings
 
 torch.set_num_threads(1)
@@ -54,6 +56,19 @@ class TestDsrlOnSentences(TestDsrl):
         "flow_steps": 2,
     }
     options = SteeredSettings(base="vla", base_options=base, reads_base=True, hidden=(32,))
+
+
+def test_frozen_policy_takes_the_weights_of_a_run_that_trained_adapters() -> None:
+    options = FLOW | {"train": {"mode": "lora", "targets": ["layers"], "rank": 2}}
+    settings = build(FlowSettings, options, "policy.options")
+    module = apply_train_settings(FlowPolicy.make_module(POINT, settings=settings), settings)
+    state = save_state(Bc(BcSettings(), module, POINT))
+    steered = SteeredPolicy.make_module(POINT, settings=replace(STEERED, base_options=options))
+    load_policy_state(steered.base, state)
+    assert any("lora_A" in name for name in steered.base.state_dict())
+    assert not any(each.requires_grad for each in steered.base.parameters())
+    for name, value in steered.base.state_dict().items():
+        torch.testing.assert_close(value, module.state_dict()[name], rtol=0, atol=0)
 
 
 class TestSteeredPolicy(PolicyConformance):

@@ -31,6 +31,7 @@ from user_sys.policies.networks import Affine, GaussianNetwork
 from user_sys.policies.policy import SENTENCE, ExecutionMethod
 from user_sys.policies.scaling import action_affine, feature_specs
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
+from user_sys.policies.trainable import apply_train_settings
 
 INITIAL_GAIN = 0.01
 BASES = {
@@ -244,7 +245,8 @@ class SteeredPolicy(TorchPolicy):
         """See `TrainablePolicy.make_module`. Raises ConfigError: the frozen policy cannot be built or steered."""
         chosen = settings or cls.settings()
         kind, options = _load_base(chosen)
-        base = kind.make_module(spec, settings=options, features=chosen.base_features or features)
+        plain = kind.make_module(spec, settings=options, features=chosen.base_features or features)
+        base = apply_train_settings(plain, options)  # with the adapters of the run that trained it
         return SteeredNetwork(spec, features, chosen, cls._own_cameras(spec, chosen), base)
 
     @classmethod
