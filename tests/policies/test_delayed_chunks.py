@@ -194,6 +194,20 @@ def test_a2c2_learns_to_correct_and_travels_with_the_chunk() -> None:
     assert policy.act(SEEN, "", deterministic=True).correction is None, "only on request"
 
 
+def test_a2c2_trains_on_all_parts_of_a_batch() -> None:
+    """A batch begins with demonstrations, and ends with interventions."""
+    batch, trained = following(256, 0), list[torch.Tensor]()
+    for changed in (256, 128):  # from this sample on the actions are others
+        torch.manual_seed(0)
+        module = FlowPolicy.make_module(SPEC, settings=replace(SMALL, correction_hidden=(8,), flow_steps=2))
+        algorithm = Bc(BcSettings(acting_rate=1.0, gradient_norm_max=1e9), module, SPEC)
+        batch.action[changed:] *= -1
+        algorithm.update(batch, 0)
+        assert isinstance(module, FlowNetwork) and module.correction is not None
+        trained.append(torch.cat([each.detach().flatten() for each in module.correction.parameters()]))
+    assert not torch.equal(*trained)
+
+
 def test_correction_that_does_not_fit_is_refused() -> None:
     one = np.ones(1, np.float32)
     fits = ChunkCorrection(("x",), one, one, one, one, one, H, ((np.ones((1, 4), np.float32), one),)).arrays()

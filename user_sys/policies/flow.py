@@ -244,7 +244,8 @@ class FlowNetwork(FlowMatching, ObservationNetwork):
     def correction_loss(self, steps: Mapping[str, Tensor], context: Tensor, action: Tensor, mask: Tensor) -> Tensor:
         """See `DelayTrained.correction_loss`."""
         assert self.correction is not None  # `reads_steps`
-        rows = slice(TRAINED_ROWS)
+        count = min(len(action), TRAINED_ROWS)
+        rows = torch.arange(count, device=action.device) * len(action) // count  # of all parts of a mixture
         context, action, mask = context[rows].detach(), action[rows], mask[rows]
         vectors = torch.cat([steps[name][rows] for name in self.features], -1)
         newest = ((vectors - self.input.offset) * self.input.scale).clamp(-INPUT_CLIP, INPUT_CLIP)
