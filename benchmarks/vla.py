@@ -59,6 +59,7 @@ ALWAYS = (
     "--target.success=0",
 )
 POLICY: dict[str, Any] = {"execute": 2, "conditions": 2}  # conditions, so that RECAP can start from the policy
+GUIDED = {"condition": 1, "guidance": 1.5}  # of RECAP
 SMALL = {"width": 32, "prefix_layers": 1}
 DEMONSTRATIONS_ALONE = (
     "--learner.algorithm=bc",
@@ -218,8 +219,7 @@ def alone_rows(bench: Bench, seeds: Sequence[int]) -> Iterator[Row]:
         start, _ = bench.few(seed)
         kinds["few demonstrations"].append(start)
         common = (*started_from(start), robots(2), FEW)
-        guided = {"condition": 1, "guidance": 1.5}
-        recap, _ = bench.train("recap", seed, ONLINE_S, (*common, "--learner.algorithm=recap"), guided)
+        recap, _ = bench.train("recap", seed, ONLINE_S, (*common, "--learner.algorithm=recap"), GUIDED)
         dsrl, _ = bench.train("dsrl", seed, ONLINE_S, (*common, "--learner.algorithm=dsrl"), steered=True)
         updates = max(updates_of(recap), updates_of(dsrl))
         equal = (*DEMONSTRATIONS_ALONE, FEW, f"--learner.initial_policy={start}", f"--learner.max_updates={updates}")

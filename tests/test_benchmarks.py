@@ -136,7 +136,8 @@ def variants() -> list[Any]:
         ("vla dsrl", ("--learner.algorithm=dsrl", vla.robots(2))),
         ("vla fifth", (*vla.DEMONSTRATIONS_ALONE, vla.robots(1, [*vla.NAMES, vla.FIFTH]), vla.OLD_TASKS)),
     ):
-        options = vla.policy_overrides(vla.POLICY, steered=name == "vla dsrl")
+        acting = vla.POLICY | (vla.GUIDED if name == "vla recap" else {})
+        options = vla.policy_overrides(acting, steered=name == "vla dsrl")
         entries.append((name, learning.Entry(name, vla.CONFIG.name, (*vla.ALWAYS, *options, *overrides))))
     return [pytest.param(entry, id=name) for name, entry in entries]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,35 @@ def test_each_built_in_algorithm_is_chosen_by_config_alone(algorithm: str) -> No
     made = found(settings, policy.make_module(spec, settings=policy_settings), spec)
     make_policy(config.policy, spec, 0).load(policy_arrays(made.policy))
     assert made.data.batches(1).n_step >= 1
+
+
+CONDITIONS = {"conditions": 2, "condition": 1}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "options", "problem"),
+    [
+        *(
+            (algorithm, "steered", {}, "policy.kind is steered, which .* cannot train: set learner.algorithm to dsrl")
+            for algorithm in ("bc", "hg_dagger", "ppo", "rlpd", "sac")
+        ),
+        ("recap", "gated_flow", CONDITIONS, "recap does not train a gated flow: set policy.kind to flow"),
+        ("recap", "vla", {"gated": True, **CONDITIONS}, "recap does not train a gated flow"),
+        ("q_chunking", "gated_flow", {"flow_steps": 1}, "q_chunking does not train a gated flow"),
+        ("recap", "flow", {"conditions": 2}, "policy.options.condition is 0, .*: set it to 1"),
+        ("recap", "vla", {"conditions": 2, "condition": 2}, "policy.options.condition is 2, .*: set it to 1"),
+    ],
+)
+def test_policy_that_an_algorithm_cannot_train_is_refused_in_one_line(
+    algorithm: str, kind: str, options: dict[str, Any], problem: str
+) -> None:
+    spec = example_spec()
+    policy, policy_settings = load_policy(kind, options)
+    found, settings = load_algorithm(algorithm, {})
+    module = policy.make_module(spec, settings=policy_settings)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        found(settings, module, spec)
+    assert "\n" not in str(caught.value)
 
 
 def run(algorithm: str = "rlpd", kind: str = "mlp", **options: object) -> RunConfig:

@@ -50,7 +50,9 @@ CASES = {
     "q_chunking": Case(options=ACTOR_CRITIC, kind="flow", policy={"flow_steps": 1, "chunk_length": 4}),
     "sac_flow": Case(options=ACTOR_CRITIC, kind="gated_flow"),
     "dsrl": Case(options=ACTOR_CRITIC, kind="steered", policy={"base_options": {"hidden": [16], "chunk_length": 4}}),
-    "recap": Case(options={"value_hidden": [16]}, kind="flow", policy={"conditions": 2, "chunk_length": 4}),
+    "recap": Case(
+        options={"value_hidden": [16]}, kind="flow", policy={"conditions": 2, "condition": 1, "chunk_length": 4}
+    ),
     "ppo": Case(updates=20, options={"window": 4, "minibatches": 2, "value_hidden": [16]}, batch_size=2),
 }
 

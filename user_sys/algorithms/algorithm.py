@@ -17,6 +17,7 @@ from user_sys.algorithms.distributed import divided_like, own_part, whole
 from user_sys.errors import ConfigError, WireError
 from user_sys.policies.networks import Affine
 from user_sys.policies.policy import SENTENCE
+from user_sys.policies.steered import SteeredNetwork
 from user_sys.replay.batches import Batch, BatchSpec
 from user_sys.replay.selectors import MixturePart, PhaseName
 from user_sys.weights.gpu_copy import as_array
@@ -320,6 +321,15 @@ def refuse_delay_training(policy: nn.Module, algorithm: str) -> None:
         raise ConfigError(
             f"policy.options: {algorithm} does not train offset_max and correction_hidden: leave them out, or use bc "
             "or hg_dagger"
+        )
+
+
+def refuse_steered(policy: nn.Module, algorithm: str) -> None:
+    """Raises ConfigError: the policy's actions are noise of a frozen policy, and no recorded action is one."""
+    if isinstance(policy, SteeredNetwork):
+        raise ConfigError(
+            f"policy.kind is steered, which {algorithm} cannot train: set learner.algorithm to dsrl, or policy.kind to "
+            "the frozen policy's own"
         )
 
 

@@ -30,6 +30,7 @@ from user_sys.algorithms.algorithm import (
     ImitationPolicy,
     TensorBatch,
     TrainingData,
+    refuse_steered,
 )
 from user_sys.algorithms.distributed import clip_gradients, is_divided
 from user_sys.errors import ConfigError
@@ -80,6 +81,7 @@ class Bc(Algorithm):
     def __init__(self, settings: BcSettings, policy: nn.Module, spec: RobotSpec) -> None:
         """See `Algorithm`."""
         super().__init__(settings, policy, spec)
+        refuse_steered(policy, "bc and hg_dagger")
         if not isinstance(policy, (GaussianPolicy, ChunkPolicy, ImitationPolicy)):
             raise ConfigError("learner.algorithm: this policy cannot imitate; use mlp, cnn, flow or lerobot")
         if isinstance(policy, ImitationPolicy) and settings.action_noise:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.actor_critic import value_network
-from user_sys.algorithms.algorithm import Algorithm, GaussianPolicy, TensorBatch, TrainingData
+from user_sys.algorithms.algorithm import Algorithm, GaussianPolicy, TensorBatch, TrainingData, refuse_steered
 from user_sys.algorithms.distributed import mean_over_processes
 from user_sys.episode import Phase
 from user_sys.errors import ConfigError
@@ -108,6 +108,7 @@ class Ppo(Algorithm):
     def __init__(self, settings: PpoSettings, policy: nn.Module, spec: RobotSpec) -> None:
         """See `Algorithm`."""
         super().__init__(settings, policy, spec)
+        refuse_steered(policy, "ppo")
         if not isinstance(policy, GaussianPolicy):
             raise ConfigError("learner.algorithm: ppo needs a policy with a squashed Gaussian density, such as mlp")
         self._settings = settings

@@ -30,6 +30,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
 from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, TensorBatch, TrainingData, refuse_delay_training
 from user_sys.errors import ConfigError
+from user_sys.policies.gated_flow import refuse_gated
 from user_sys.policies.trainable import shared_copy, trained_pairs
 from user_sys.replay.batches import BatchSpec
 
@@ -84,6 +85,7 @@ class QChunking(Algorithm):
         """See `Algorithm`."""
         super().__init__(settings, policy, spec)
         refuse_delay_training(policy, "q_chunking")
+        refuse_gated(policy, "q_chunking")
         if getattr(policy, "prefix_max", 0):  # the policy imitates no chunks, so it would not learn to continue them
             raise ConfigError(
                 "policy.options: q_chunking does not train prefix_max: leave it out, or use bc, hg_dagger or recap"

@@ -37,6 +37,7 @@ from user_sys.algorithms.actor_critic import critic_input, follow, value_network
 from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, TensorBatch, TrainingData, refuse_delay_training
 from user_sys.algorithms.sac import by_people
 from user_sys.errors import ConfigError
+from user_sys.policies.gated_flow import refuse_gated
 from user_sys.policies.trainable import shared_copy, trained_pairs
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.selectors import ROLES, MixturePart, Role
@@ -99,11 +100,17 @@ class Recap(Algorithm):
         """See `Algorithm`."""
         super().__init__(settings, policy, spec)
         refuse_delay_training(policy, "recap")
+        refuse_gated(policy, "recap")
         conditions = getattr(policy, "conditions", None)
         if not isinstance(policy, ChunkPolicy) or conditions is None or conditions.num_embeddings <= NEGATIVE:
             raise ConfigError(
                 "learner.algorithm: recap needs a policy with two conditions, such as "
                 "policy: {kind: flow, options: {conditions: 2, condition: 1, guidance: 1.5}}"
+            )
+        if (condition := getattr(policy, "condition", POSITIVE)) != POSITIVE:
+            raise ConfigError(
+                f"policy.options.condition is {condition}, so robots would act without the indicator that recap "
+                f"trains: set it to {POSITIVE}"
             )
         self._settings = settings
         self.actor = policy

@@ -36,7 +36,14 @@ from torch import Tensor, nn
 from hal.settings import Amount, Limit
 from hal.spec import RobotSpec
 from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
-from user_sys.algorithms.algorithm import Algorithm, GaussianPolicy, TensorBatch, TrainingData, imitation_loss
+from user_sys.algorithms.algorithm import (
+    Algorithm,
+    GaussianPolicy,
+    TensorBatch,
+    TrainingData,
+    imitation_loss,
+    refuse_steered,
+)
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError
 from user_sys.policies.trainable import shared_copy, trained_pairs
@@ -133,8 +140,9 @@ class Sac(Algorithm):
 
     def _require(self, policy: nn.Module) -> int:
         """Returns the number of elements of an action. Raises ConfigError if it cannot train `policy`."""
+        name = type(self).__name__.lower()
+        refuse_steered(policy, name)
         if not isinstance(policy, GaussianPolicy):
-            name = type(self).__name__.lower()
             raise ConfigError(f"learner.algorithm: {name} needs a policy with a squashed Gaussian density, such as mlp")
         return policy.action_size
 

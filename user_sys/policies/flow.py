@@ -179,6 +179,7 @@ class FlowNetwork(FlowMatching, ObservationNetwork):
 
     Attributes:
         window_length: steps of a window of its batches: the chunk and the longest offset.
+        condition: under which the policy acts; 0 for none.
         correction: A2C2's network; None without.
     """
 
@@ -195,6 +196,7 @@ class FlowNetwork(FlowMatching, ObservationNetwork):
         super().__init__(specs, action, encoders, pretrain_updates=updates, frozen_from=frozen_from)
         self.chunk_length, self.flow_steps = settings.chunk_length, settings.flow_steps
         self.prefix_max, self.forecast = settings.prefix_max, forecast
+        self.condition = settings.condition
         self.window_length = settings.chunk_length + (settings.offset_max if forecast else 0)
         self.observation_size += forecast is not None  # the offset
         self.conditions = condition_embedding(settings.conditions, CONDITION_SIZE) if settings.conditions else None

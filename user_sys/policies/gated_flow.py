@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from hal.settings import Count
 from hal.spec import ArraySpec
+from user_sys.errors import ConfigError
 from user_sys.policies.flow import FlowMatching, FlowNetwork, FlowPolicy, FlowSettings, Velocity
 from user_sys.policies.networks import IMITATED_MAX, PictureEncoder, squash
 from user_sys.policies.scaling import LOG_STD_MIN
@@ -97,6 +98,15 @@ class GatedFlow(FlowMatching):
         """See `FlowMatching.imitation_loss`; actions count as at most `IMITATED_MAX` from the centre."""
         x = torch.atanh(action.clamp(-IMITATED_MAX, IMITATED_MAX))
         return super().imitation_loss(context, x, mask, condition)
+
+
+def refuse_gated(policy: nn.Module, algorithm: str) -> None:
+    """Raises ConfigError: robots act by rollouts, without a condition and guidance, and `algorithm` trains others."""
+    if isinstance(policy, GatedFlow):
+        raise ConfigError(
+            f"policy: {algorithm} does not train a gated flow: set policy.kind to flow in place of gated_flow, or "
+            "policy.options.gated of vla to false, or learner.algorithm to sac_flow"
+        )
 
 
 class GatedFlowNetwork(GatedFlow, FlowNetwork):

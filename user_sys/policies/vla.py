@@ -123,6 +123,7 @@ class VlaNetwork(FlowMatching, ObservationNetwork):
 
     Attributes:
         chunk_length, flow_steps: see `FlowMatching`.
+        condition: under which the policy acts; 0 for none.
         expert: the velocity.
         conditions: embeddings of conditions, of which 0 is none; None without.
         reads_ages: `encode` reads the ages of pictures, so that batches hold them.
@@ -141,7 +142,7 @@ class VlaNetwork(FlowMatching, ObservationNetwork):
         state_size, action_size = padded_sizes(specs, action, settings)
         super().__init__(specs, action, pretrain_updates=settings.pretrain_updates, saves_constants=False)
         self.chunk_length, self.flow_steps = settings.chunk_length, settings.flow_steps
-        self.prefix_max = settings.prefix_max
+        self.prefix_max, self.condition = settings.prefix_max, settings.condition
         self.cameras, self.observation_size = (
             tuple(camera.name for camera in cameras),
             (len(cameras) + 2) * settings.width,
