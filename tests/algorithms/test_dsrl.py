@@ -102,6 +102,10 @@ def test_policy_that_cannot_be_steered_is_refused() -> None:
         SteeredPolicy.make_module(example_spec(), settings=replace(STEERED, execute=3))
     with pytest.raises(ConfigError, match="noise_actions is 2; the robot executes 1"):
         SteeredPolicy.make_module(example_spec(), settings=replace(STEERED, execute=1, noise_actions=2))
+    with pytest.raises(ConfigError, match="pretrain_updates is 9 and encoder is trained: .* leave out both"):
+        SteeredSettings(pretrain_updates=9)
+    with pytest.raises(ConfigError, match="pretrain_updates is 0 and encoder is frozen: .* leave out both"):
+        SteeredSettings(encoder="frozen")
 
 
 def test_steered_policy_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:

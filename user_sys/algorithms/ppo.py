@@ -111,6 +111,11 @@ class Ppo(Algorithm):
         refuse_steered(policy, "ppo")
         if not isinstance(policy, GaussianPolicy):
             raise ConfigError("learner.algorithm: ppo needs a policy with a squashed Gaussian density, such as mlp")
+        if policy.pretrain_updates:
+            raise ConfigError(
+                f"policy.options.pretrain_updates is {policy.pretrain_updates}, and ppo clones no demonstrations: "
+                "leave it out, and start from a run of bc by learner.initial_policy"
+            )
         self._settings = settings
         self.actor = policy.eval()  # a random shift of pictures would change the ratio of the densities
         self.value = value_network(self.actor.observation_size, settings.value_hidden)

@@ -71,6 +71,14 @@ class SteeredSettings(PictureSettings):
     pictures: bool = False
     execute: Limit = 0
 
+    def __post_init__(self) -> None:
+        if self.pretrain_updates or self.encoder == "frozen":
+            raise ConfigError(
+                f"pretrain_updates is {self.pretrain_updates} and encoder is {self.encoder}: no recorded action is "
+                "noise that steered could clone; leave out both"
+            )
+        super().__post_init__()
+
 
 def _load_base(settings: SteeredSettings) -> tuple[Any, Any]:
     """Returns the class of the frozen policy, and its settings. Raises ConfigError: there is no such policy."""
