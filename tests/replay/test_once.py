@@ -10,7 +10,7 @@ import pytest
 from replay_kit import STATE, Store, chunk
 
 from user_sys.codec import Array
-from user_sys.episode import Chunk, EpisodeSource
+from user_sys.episode import Chunk, EpisodeSource, Phase
 from user_sys.errors import StoreCorrupt
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.buffer import ReplayBuffer
@@ -24,10 +24,18 @@ class Drawing:
     """A sampler of `batch_size` windows."""
 
     def __init__(
-        self, replay: ReplayBuffer, staleness: int | None, length: int, batch_size: int, rank: int, world: int
+        self,
+        replay: ReplayBuffer,
+        staleness: int | None,
+        length: int,
+        batch_size: int,
+        rank: int,
+        world: int,
+        within_phase: bool,
     ) -> None:
-        self.selector = OnceSelector(StepFilter(sources=("online",)), staleness, length, rank, world)
-        spec = BatchSpec(n_step=length, chunk_length=length, sequence=True)
+        only = StepFilter(sources=("online",))
+        self.selector = OnceSelector(only, staleness, length, rank, world, within_phase=within_phase)
+        spec = BatchSpec(n_step=length, discount=0.5, chunk_length=length, sequence=True, within_phase=within_phase)
         self.replay, self.sampler = replay, Sampler(replay, self.selector, spec, batch_size)
 
     def refresh(self, *versions: int) -> None:
@@ -50,10 +58,16 @@ class Drawing:
 
 @contextmanager
 def drawing(
-    store: Store, staleness: int | None = None, length: int = 2, batch_size: int = 1, rank: int = 0, world: int = 1
+    store: Store,
+    staleness: int | None = None,
+    length: int = 2,
+    batch_size: int = 1,
+    rank: int = 0,
+    world: int = 1,
+    within_phase: bool = False,
 ) -> Iterator[Drawing]:
     with store.replay(STATE) as replay:
-        yield Drawing(replay, staleness, length, batch_size, rank, world)
+        yield Drawing(replay, staleness, length, batch_size, rank, world, within_phase)
 
 
 def test_windows_come_once_in_order_as_they_get_complete(store: Store) -> None:
@@ -65,6 +79,44 @@ def test_windows_come_once_in_order_as_they_get_complete(store: Store) -> None:
         made.refresh()
         assert made.windows() == [(1, 2, 2), (2, 2, 2), (1, 4, 1), (2, 4, 1)] and not made.windows()
         assert (made.selector.used, made.selector.stale) == (6, 0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_windows_start_again_where_the_policy_gets_control_back(store: Store, again: bool) -> None:
+    person = {2: Phase.CORRECTION, 3: Phase.CORRECTION, 4: Phase.RECOVERY, 12: Phase.CORRECTION}
+    with drawing(store, within_phase=True) as made:
+        for index in range(5):
+            steps = range(3 * index, 3 * index + 3)
+            found = chunk(1, steps.start, 3, index=index, end=index == 4, phase=[person.get(n, 0) for n in steps])
+            found.columns["policy_version"][[n in person for n in steps]] = -1
+            store.put(found, chunk(2 + index, 0, 2, end=True))
+            if again:
+                made.refresh()
+        made.refresh()
+        windows = [each for each in made.windows() if each[0] == 1]
+        assert windows == [(1, 0, 2), (1, 5, 2), (1, 7, 2), (1, 9, 2), (1, 11, 1), (1, 13, 2)]
+
+
+@pytest.mark.parametrize("version", [-1, 0])
+@pytest.mark.parametrize("terminated", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_step_of_a_label_after_a_window_counts_there(store: Store, length: int, terminated: bool, version: int) -> None:
+    """The robot rests in the label's step, so that no policy acts in it."""
+    labelled = chunk(1, 0, 5, end=True)
+    labelled.columns["policy_version"][-1] = version
+    labelled.columns["terminated"][-1], labelled.columns["truncated"] = terminated, np.zeros(5, bool)
+    labelled.columns["truncated"][-1] = not terminated
+    with drawing(store, length=length, within_phase=True) as made:
+        store.put(labelled)
+        made.refresh()
+        while made.sampler.is_ready:
+            last = made.sampler.sample()
+    joins = version < 0 and length < 3
+    first = 3 if length == 3 else 4 if not joins else 4 - length
+    steps = int(last.mask.sum())
+    assert (last.observation["observation.state"][0, 0, 1], bool(last.terminated[0])) == (first, terminated)
+    wanted = [*range(first, first + steps)]
+    np.testing.assert_array_equal(last.reward[0, :steps], [*wanted[:-1], wanted[-1] + 0.5 * 4 * joins])
 
 
 def test_batch_waits_until_it_is_full(store: Store) -> None:

@@ -24,7 +24,8 @@ with delta_t = r_t + gamma V(s_{t+1}) - V(s_t):
 
 A window ends after H steps, with the episode, or where the source of control changes. The value of the observation
 after it is bootstrapped unless the episode terminated there. Steps of people, steps without a density, and steps whose
-action the safety kernel changed do not train.
+action the safety kernel changed do not train. If a window ends just before the step of an operator's label, in which
+the robot rests, that step's reward and end count for the window.
 """
 
 from __future__ import annotations

@@ -77,7 +77,10 @@ class BatchSource:
         if data.once:
             only = replace(config.sampler.only, embodiments=self._embodiments, sources=(EpisodeSource.ONLINE,))
             length = max(1, batches.chunk_length)
-            selector = self.once = OnceSelector(only, config.staleness, length, group.rank, group.world)
+            within = batches.within_phase
+            selector = self.once = OnceSelector(
+                only, config.staleness, length, group.rank, group.world, within_phase=within
+            )
         elif not config.sampler.is_unfiltered_mixture or data.mixture or data.finished or data.phases:
             selector = config.sampler.make_selector(
                 self._embodiments, config.demo_fraction, data.mixture, finished=data.finished, phases=data.phases

@@ -171,7 +171,8 @@ class BatchSpec:
             is sum_k discount^k r_k; the batch's discount is discount^(number of steps).
         discount: of one step.
         chunk_length: steps of an action chunk; 0 for one action without a chunk axis.
-        sequence: the batch has the observation and reward of each step of the chunk; n_step is chunk_length.
+        sequence: the batch has the observation and reward of each step of the chunk; n_step is chunk_length. If only
+            the step of an operator's label follows a window, in which no policy acts, its reward and end count there.
         within_phase: a window ends where the source of control changes.
         step_vectors: the batch has the vectors of each step of the chunk, see `Batch.steps`.
     """
@@ -232,6 +233,8 @@ class BatchSpec:
         batch.discount[:] = np.float32(self.discount) ** exists.sum(1, dtype=np.float32)
         last = rewarded[:, -1]
         batch.terminated[:] = steps.terminated[last]
+        if self.sequence:
+            self._join_label(index, batch, last)
         batch.sentence[:] = index.episodes.sentence[index.episode_of(batch.row)]
         of_steps = {ACTION: batch.action, **batch.extras, **batch.steps}
         before, after = index.observation_before(batch.row), index.observation_after(last)
@@ -244,6 +247,18 @@ class BatchSpec:
         flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in of_steps.items()}
         plans = [following, ReadPlan(index.observation_before(acted.reshape(-1)), flat, labelled)]
         return plans if self.sequence else [ReadPlan(before, batch.observation, {}), *plans]
+
+    def _join_label(self, index: Index, batch: Batch, last: Array) -> None:
+        """Gives the `last` steps of windows the reward and end of the step of an operator's label that follows them."""
+        steps, following = index.steps, index.successor(last)
+        acted = (steps.policy_version[last] >= 0) & ~steps.terminated[last] & ~steps.truncated[last]
+        joins = np.flatnonzero(acted & (following >= 0))
+        label, before = following[joins], last[joins]
+        is_label = (steps.terminated[label] | steps.truncated[label]) & (steps.policy_version[label] < 0)
+        is_label &= steps.phase[label] == steps.phase[before]
+        joins, label = joins[is_label], label[is_label]
+        batch.reward[joins, batch.mask[joins].sum(1) - 1] += np.float32(self.discount) * steps.reward[label]
+        batch.terminated[joins] = steps.terminated[label]
 
     def _windows(self, index: Index, rows: Array, length: int) -> tuple[Array, Array]:
         """The steps from `rows` (n,) on, int64 (n, length), and which exist, bool; the last existing one repeats.

@@ -1,9 +1,10 @@
 """Selection for on-policy algorithms: each online step once, in order, unless its policy version is too old.
 
-A batch starts at *windows*: steps 0, H, 2H, ... of an episode, with H steps each, fewer at the episode's end. A window
-is ready when its steps and the observation after them are stored. It is dropped, and counted, if the policy version of
-its first step is none of the newest ones. Windows that no policy of this run began are left out: those of people, of
-exploration before the first weights, and of another run's weights.
+A batch starts at *windows*: steps 0, H, 2H, ... of an episode, with H steps each, fewer at the episode's end. If
+windows end where the source of control changes, the count starts again there. A window is ready when its steps and the
+observation after them are stored. It is dropped, and counted, if the policy version of its first step is none of the
+newest ones. Windows that no policy of this run began are left out: those of people, of exploration before the first
+weights, and of another run's weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.errors import StoreCorrupt
 from user_sys.replay.selectors import AnyStepFilter, Selection, Selector, SelectorState, state_column
-from user_sys.store.index import Index, IndexChange, rows_of
+from user_sys.store.index import Index, IndexChange, rows_of, spans
 
 NO_ROWS = np.empty(0, np.int64)
 
@@ -31,17 +32,26 @@ class OnceSelector(Selector):
     """
 
     def __init__(
-        self, step_filter: AnyStepFilter, staleness: int | None, length: int = 1, rank: int = 0, world: int = 1
+        self,
+        step_filter: AnyStepFilter,
+        staleness: int | None,
+        length: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        within_phase: bool = False,
     ) -> None:
         """Selects windows of `length` steps.
 
         Args:
             step_filter: that the first step of a window must match when it arrives.
             staleness: by how many versions a window may be behind the newest; None for any number.
+            within_phase: as `BatchSpec.within_phase`.
         """
         self.used = self.stale = 0
         self.newest_version = -1
         self._filter, self._length, self._rank, self._world = step_filter, length, rank, world
+        self._within_phase = within_phase
         self._versions = None if staleness is None else deque[int](maxlen=staleness + 1)
         self._waiting = self._ready = NO_ROWS  # first steps, ascending
         self._examined = 0  # all rows below
@@ -71,7 +81,8 @@ class OnceSelector(Selector):
         if len(rows):
             low = int(rows[0])
             begins = self._filter.matches(index, low)[rows - low] & (index.steps.policy_version[rows] >= 0)
-            begins &= index.step_of(rows) % self._length == 0
+            steps = _steps_in_phase(index, rows) if self._within_phase else index.step_of(rows)
+            begins &= steps % self._length == 0
             self._waiting = np.concatenate([self._waiting, self._own(index, rows[begins])])
         rows = np.sort(np.concatenate([self._waiting, self._ready]))
         rows = rows[index.steps.alive[rows]]
@@ -146,6 +157,23 @@ class OnceSelector(Selector):
         """Leaves out all windows up to the record `sequence`: another number of processes may have used them."""
         self._waiting = self._ready = NO_ROWS
         self._examine(index, _rows_after(index, sequence))
+
+
+def _steps_in_phase(index: Index, rows: Array) -> Array:
+    """How many steps before each of `rows`, which ascend, the source of control last changed, or the episode began."""
+    with_rows = np.zeros(len(index.episodes), bool)
+    with_rows[index.episode_of(rows)] = True
+    chunks = np.flatnonzero(with_rows[index.chunks.episode])
+    found = spans(index.chunks.first_row[chunks], index.chunks.steps[chunks])
+    found = found[np.lexsort((index.step_of(found), index.episode_of(found)))]
+    episode, step, phase = index.episode_of(found), index.step_of(found), index.steps.phase[found]
+    is_first = np.append(True, episode[1:] != episode[:-1])
+    changes = is_first | np.append(True, phase[1:] != phase[:-1])
+    newest_change = np.maximum.accumulate(np.where(changes, np.arange(len(found)), 0))
+    since = step - np.where(is_first, 0, step)[newest_change]
+    in_order = np.argsort(found)
+    asked: Array = since[in_order[np.searchsorted(found[in_order], rows)]]
+    return asked
 
 
 def _is_complete(index: Index, rows: Array, length: int) -> Array:
