@@ -296,6 +296,44 @@ def test_episode_begun_by_an_operator_is_teleoperation(session: Session) -> None
     assert session.act().phase is Phase.CORRECTION
 
 
+@pytest.mark.parametrize("order", ["success", "failure", "reset"])
+@pytest.mark.parametrize("before", ["pause", "e-stop, re-arm", "correction", "help"])
+def test_step_of_a_label_while_nobody_drives_is_no_correction(session: Session, before: str, order: str) -> None:
+    session.act()
+    if before == "correction":
+        session.order("take-over")
+        session.order("drive", (0.5, 0, 0, 0))
+        assert session.act().phase is Phase.CORRECTION
+        session.now_s += 2 * INPUT_TIMEOUT_S
+    elif before == "help":
+        session.authority.request_help("stuck")
+    else:
+        for each in before.split(", "):
+            session.order(each)
+    assert session.period() == (None, None) and session.authority.state is not ControlState.HUMAN
+    session.order(order)
+    selected, outcome = session.period()
+    assert selected is not None and outcome is not None and outcome.is_last
+    assert (selected.phase, selected.policy_version) == (Phase.POLICY, -1) and np.isnan(selected.log_prob)
+
+
+def test_step_of_a_label_is_of_the_person_who_drives_or_has_driven_from_the_start(session: Session) -> None:
+    session.act()
+    session.order("take-over")
+    session.order("success")
+    assert session.act().phase is Phase.CORRECTION
+    for drives, phase in ((True, Phase.TELEOP), (False, Phase.POLICY)):
+        session.begin()
+        if drives:
+            session.order("drive", (0, 1, 0, 0))
+            assert session.act().phase is Phase.TELEOP
+        session.now_s += 2 * INPUT_TIMEOUT_S
+        assert session.period() == (None, None) and session.authority.state is ControlState.HOLD
+        session.order("success")
+        assert session.act().phase is phase
+        session.order("take-over")
+
+
 def test_speed_is_reduced_from_the_first_period_of_a_take_over(session: Session) -> None:
     session.act()
     session.order("take-over")

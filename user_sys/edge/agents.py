@@ -507,7 +507,7 @@ class SharedControlAgent:
         if state is ControlState.POLICY and not self.authority.runs_episode:
             self._reset = True
         if self._label or self._reset or self._session.is_stopping():
-            return SelectedAction(action=self._applied.rest_action(), phase=self.authority.phase)
+            return SelectedAction(action=self._applied.rest_action(), phase=self._last_phase(state))
         if not self._session.has_lease():
             self.chunks.discard()
             return None
@@ -518,6 +518,15 @@ class SharedControlAgent:
         self._policy.pause()  # no chunk is in progress: a learner that waits for the robots need not wait for operators
         self._policy_steps = 0
         return self._operator_action(time_step) if state is ControlState.HUMAN else None
+
+    def _last_phase(self, state: ControlState) -> Phase:
+        """Of the last step, in which the robot rests: a person's only if one drives, or has driven from the start.
+
+        Else learners would imitate a person who stands still there.
+        """
+        phase = self.authority.phase
+        is_persons = state is ControlState.HUMAN or (phase is Phase.TELEOP and self._human_steps > 0)
+        return phase if is_persons else Phase.POLICY
 
     def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
         if self._label:
