@@ -19,7 +19,7 @@ from user_sys.errors import WireError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.ingest import ChunkIngester
 from user_sys.interchange.episodes import EpisodeReader
-from user_sys.store.labels import RewardLabel, SuccessLabel, queue_labels, queued_files
+from user_sys.store.labels import Label, RewardLabel, SuccessLabel, column_labels, queue_labels, queued_files
 from user_sys.store.maintenance import add_labels
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -204,6 +204,28 @@ def test_undo_command_reverts_a_persons_label_before_that_of_a_reward(run: Run, 
     assert run("label", path, "e2", "--undo")[0] == 0
     assert index_of(path).episodes()[2].success is True and index_of(path).episodes()[2].labelled_by == "reward:vlm"
     assert run("label", path, "e2", "--undo")[0] == 0 and index_of(path).episodes()[2].labelled_by == ""
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("column_first", [False, True])
+def test_undo_skips_columns_of_programs(run: Run, tmp_path: Path, sealed: bool, column_first: bool) -> None:
+    path = fill(tmp_path / "store")
+    columns: list[Label] = [*column_labels("e2", {"advantage": np.arange(12.0)}, "recap")]
+    wrong: list[Label] = [SuccessLabel(episode="e2", labeller="ada", at_unix_ns=time.time_ns(), success=False)]
+    with StoreWriter.open(path) as writer:
+        for label in columns + wrong if column_first else wrong + columns:
+            writer.append_label(label)
+        writer.sync()
+        if sealed:
+            writer.rotate()
+    assert index_of(path).episodes()[2].success is False
+    assert run("label", path, "e2", "--undo")[0] == 0
+    reader = index_of(path)
+    advantages = reader.index.labelled_column("advantage", np.arange(24, 36))
+    assert reader.episodes()[2].success is True and advantages is not None
+    assert advantages.tolist() == list(range(12)), "the program's label stays"
+    status, text = run("label", path, "e2", "--undo")
+    assert status == 2 and "no label to undo" in text
 
 
 def last_rewards(path: Path) -> dict[str, float]:

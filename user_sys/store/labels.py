@@ -228,13 +228,19 @@ def by_precedence(labels: Sequence[Label]) -> list[Label]:
 def label_to_undo(labels: Sequence[Label], episode: str) -> Label:
     """The label that an undo reverts: the newest of a person, or the newest of a reward if there is no other.
 
+    It skips columns, which programs add and storage does not keep in order with other labels.
+
     Args:
         labels: of the episode, stored or queued, in that order.
 
     Raises:
         StoreError: there is none.
     """
-    applied = [each for each in by_precedence(labels) if each.labeller != RETENTION_LABELLER]
+    applied = [
+        each
+        for each in by_precedence(labels)
+        if each.labeller != RETENTION_LABELLER and not isinstance(each, ColumnLabel)
+    ]
     if not applied:
         raise StoreError(f"{episode} has no label to undo; `user-sys store inspect --episode` shows its labels")
     return applied[-1]
