@@ -21,6 +21,7 @@ from msgspec.structs import replace as replace_fields
 from wait_kit import until
 
 from user_sys.codec import Array
+from user_sys.commands import reward as reward_commands
 from user_sys.commands import store_label
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig, robot_spec
@@ -38,7 +39,7 @@ from user_sys.rewards.reward import EpisodeReward, Reward, RewardConfig, final_p
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.reward_process import label_new
 from user_sys.store.index import EpisodeSummary
-from user_sys.store.labels import SuccessLabel, UndoLabel, queued_files
+from user_sys.store.labels import SuccessLabel, TrimLabel, UndoLabel, queued_files
 from user_sys.store.maintenance import add_labels
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -464,6 +465,55 @@ def test_dense_reward_values_the_steps_of_an_operators_episode_and_keeps_the_ver
     found = episodes(store)["operator"]
     assert (found.success, found.reward_source) == (True, "person")
     assert found.episode_return == 0.25 + 0.5 + 1.0, "the last reward is the verdict's"
+
+
+def trimmed_store(path: Path, success: bool, steps: int = 8) -> Path:
+    """One episode, of which a person keeps the steps 2 to 5."""
+    store = make_store(path, [rising("e", "red", success, steps)])
+    add_labels(store, [TrimLabel(episode="e", labeller="ann", at_unix_ns=1, first_step=2, steps=4)])
+    return store
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_reward_labels_the_steps_that_a_trim_keeps(success: bool, tmp_path: Path) -> None:
+    store = trimmed_store(tmp_path / "store", not success)
+    given = np.array([0.25, 0.5, 0.125, 1.5], np.float32)
+    seen = list[int]()
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        seen.append(asked.steps)
+        return EpisodeReward(success, given)
+
+    label_by(store, find)
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        steps = reader.index.steps
+        assert seen == [4] and reader.episodes()[0].success is success
+        assert steps.reward[steps.alive].tolist() == given.tolist()
+        assert steps.terminated[steps.alive].tolist() == [False, False, False, success]
+
+
+def test_rewards_train_on_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
+    from user_sys.rewards.networks import read_labelled_clips
+
+    def clip(store: Path) -> Array:
+        with StoreReader.open(store) as reader:
+            return read_labelled_clips(reader, 99).pictures[0]
+
+    whole = clip(make_store(tmp_path / "whole", [rising("e", "red")]))
+    np.testing.assert_array_equal(clip(trimmed_store(tmp_path / "store", True)), whole[2:7])
+
+
+def test_audit_evaluates_the_steps_that_a_trim_keeps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        seen.append(asked.steps)
+        return EpisodeReward(True)
+
+    monkeypatch.setattr(reward_commands, "load_reward", lambda config: GivenReward(find))
+    assert run("reward", "audit", trimmed_store(tmp_path / "store", True), "--all")[0] == 0
+    assert seen == [4]
 
 
 def test_label_that_a_person_undid_is_not_made_again(tmp_path: Path) -> None:

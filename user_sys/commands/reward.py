@@ -79,7 +79,7 @@ def audit_(path: Path, kind: str, output: Path, everything: bool, as_json: bool,
     reward, found, pictures = load_reward(config), list[AuditedEpisode](), dict[str, np.ndarray]()
     clips = list[StoredEpisode]()
     with StoreReader.open(store_of(path)) as store:
-        reader = EpisodeReader(store)
+        reader = EpisodeReader(store, trimmed=True)
         known = labelled_episodes(reader)
         sentences = {episode.task: reader.sentence(episode.episode) for episode in known}
         labelled = [episode for episode in known if everything or part_of(episode.episode) in AUDIT_PARTS]

@@ -177,6 +177,10 @@ class EpisodeReader:
         first, end = self._kept(episode, int(self._index.chunks.steps[self._complete_chunks(episode)].sum()))
         return max(0, end - first)
 
+    def first_step(self, episode: str) -> int:
+        """Number, in the recorded episode, of the first step that `read` returns."""
+        return self._kept(episode, 0)[0]
+
     def label_count(self, episode: str) -> int:
         """Number of its labels, with those that others revert."""
         return len(self._index.labels(episode))
@@ -212,8 +216,8 @@ class EpisodeReader:
         """All of `episode` up to its first missing chunk, or what its trim keeps of that.
 
         Raises:
-            DataSetError: its first chunk is missing, its chunks have different columns, or its final picture has no
-                valid shape.
+            DataSetError: its first chunk is missing, or all steps that its trim keeps; its chunks have different
+                columns, or its final picture has no valid shape.
             StoreError: it can no longer be read.
         """
         rows = self._complete_chunks(episode)
@@ -236,6 +240,8 @@ class EpisodeReader:
             },
         )
         kept = self._kept(episode, whole.steps)
+        if kept[0] >= kept[1]:
+            raise DataSetError(f"episode {episode}: no step that its trim keeps is stored; choose another episode")
         return whole if kept == (0, whole.steps) else whole.part(*kept)
 
     def _kept(self, episode: str, steps: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeLabeller:
-    """Evaluates each complete episode of a store once.
+    """Evaluates each complete episode of a store once; of a trimmed one, the steps that are kept.
 
     Of episodes whose success a person has judged, only a dense reward labels steps, all but the last.
 
@@ -65,7 +65,7 @@ class EpisodeLabeller:
             return
         waiting = [episode for episode in self._store.episodes() if self._is_due(episode)]
         waiting.sort(key=lambda episode: self._failures[episode.episode])
-        reader = EpisodeReader(self._store) if waiting else None
+        reader = EpisodeReader(self._store, trimmed=True) if waiting else None
         for episode in waiting:
             assert reader is not None
             self._done.add(episode.episode)
@@ -81,7 +81,7 @@ class EpisodeLabeller:
                 raise
             if episode.reward_source == PERSON:
                 found = replace(found, success=None, rewards=None if found.rewards is None else found.rewards[:-1])
-            labels = self._labels(episode, found)
+            labels = self._labels(episode, found, reader.first_step(episode.episode))
             try:
                 for label in labels:
                     encode_label(label)
@@ -103,7 +103,8 @@ class EpisodeLabeller:
     def _own(self, labels: Sequence[Label]) -> list[Label]:
         return [label for label in labels if label.labeller == self.labeller]
 
-    def _labels(self, episode: EpisodeSummary, found: EpisodeReward) -> list[Label]:
+    def _labels(self, episode: EpisodeSummary, found: EpisodeReward, first_step: int) -> list[Label]:
+        """The labels of an episode of which the steps from `first_step` on were evaluated."""
         now = time.time_ns()
         common = {"episode": episode.episode, "labeller": self.labeller}
         valid = effective_labels(self._store.index.labels(episode.episode))
@@ -115,7 +116,12 @@ class EpisodeLabeller:
             labels.append(SuccessLabel(success=found.success, keep_reward=keep, at_unix_ns=now, note=note, **common))
         if found.rewards is not None:
             rewards = tuple(float(value) for value in found.rewards)
-            labels.append(RewardLabel(first_step=0, rewards=rewards, at_unix_ns=now, note=note, **common))
+            parts = {first_step: rewards}
+            success = episode.success if found.success is None else found.success
+            if success and episode.reward_source != PERSON and first_step + len(rewards) < episode.steps:
+                parts = {first_step: rewards[:-1], episode.steps - 1: rewards[-1:]}  # see `TrimLabel`
+            for first, values in parts.items():
+                labels.append(RewardLabel(first_step=first, rewards=values, at_unix_ns=now, note=note, **common))
         return labels
 
 

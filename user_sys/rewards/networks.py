@@ -142,7 +142,7 @@ def read_clip(episode: StoredEpisode, cameras: Sequence[str], most: int) -> Arra
 
 
 def read_labelled_clips(store: StoreReader, most: int, cameras: Sequence[str] = (), task: str = "") -> LabelledClips:
-    """The clips of all `labelled_episodes`.
+    """The clips of all `labelled_episodes`, each of the steps that its trim keeps.
 
     Args:
         most: pictures of a clip.
@@ -152,7 +152,7 @@ def read_labelled_clips(store: StoreReader, most: int, cameras: Sequence[str] = 
     Raises:
         DataSetError: no episode matches, or one has no picture of a camera.
     """
-    reader = EpisodeReader(store)
+    reader = EpisodeReader(store, trimmed=True)
     chosen, names, pictures, sentences = labelled_episodes(reader, task), tuple(cameras), list[Array](), list[str]()
     for summary in chosen:
         episode = reader.read(summary.episode)
