@@ -16,7 +16,7 @@ from interchange_kit import bring_in, episode_chunks, export, make_store, pictur
 from user_sys.episode import NAME_PATTERN, EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
-from user_sys.interchange.lerobot_import import ImportOptions, valid_name
+from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, valid_name
 
 
 def foreign(root: Path) -> Path:
@@ -141,6 +141,64 @@ def test_foreign_dataset_without_actions_becomes_demonstrations_without_actions(
     episode = next(iter(read_store(tmp_path / "store").values()))
     assert not {"action", "action.applied"} & episode.columns.keys()
     assert len(episode.frames["observation.images.top"]) == episode.steps == 40
+
+
+def add_feature(root: Path, name: str, column: object, **declared: object) -> None:
+    """Adds a feature, or replaces its values and what is declared of it."""
+    set_feature(name, **declared)(root)
+    path = root / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    others = table.drop_columns([name] if name in table.column_names else [])
+    pq.write_table(others.append_column(name, pa.array(column)), path)
+
+
+def images(camera: str) -> list[dict[str, object]]:
+    return [{"bytes": encode_png(picture(camera, 0)), "path": "x.png"}] * 43
+
+
+SPOKEN = pa.array([[{"role": "user", "content": "hi"}], *[[]] * 42])
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "declared"),
+    [
+        ("observation.images.depth", images("front"), {"shape": [24, 24, 3], "info": {"is_depth_map": True}}),
+        ("observation.depth", images("front"), {"shape": [24, 24, 3], "info": {"video.is_depth_map": True}}),
+        ("observation.depth", images("front"), {"shape": [24, 24, 3], "video_info": {"video.is_depth_map": True}}),
+        ("observation.images.depth", images("front"), {"shape": [24, 24, 1]}),
+        ("observation.images.depth", images("front"), {"shape": [1, 24, 24]}),
+        ("observation.images.mask", images("front"), {"shape": [24, 24]}),
+        ("observation.language", ["lift"] * 43, {"dtype": "string"}),
+        ("language_events", SPOKEN, {"dtype": "language"}),
+        ("observation.events", SPOKEN, {"dtype": "language"}),
+        ("quality", [None, *[1.0] * 42], {}),
+    ],
+)
+def test_features_without_a_column_are_skipped(
+    tmp_path: Path, name: str, column: object, declared: dict[str, object]
+) -> None:
+    root = foreign(tmp_path / "set")
+    is_picture = name.startswith(("observation.images", "observation.depth"))
+    add_feature(root, name, column, **({"dtype": "image"} if is_picture else {}) | declared)
+    done = bring_in(root, tmp_path / "store")
+    assert done.episodes == 2 and name in done.skipped_features
+    episode = next(iter(read_store(tmp_path / "store").values()))
+    assert [*episode.frames] == ["observation.images.top"] and name not in episode.columns
+
+
+def test_camera_may_be_declared_with_its_channels_first(tmp_path: Path) -> None:
+    root, axes = foreign(tmp_path / "set"), ["channels", "height", "width"]
+    add_feature(root, "observation.images.top", images("wrist"), shape=[3, 32, 48], names=axes)
+    assert bring_in(root, tmp_path / "store").skipped_features == ("phase", "weather")
+    shown = next(iter(read_store(tmp_path / "store").values())).frames["observation.images.top"]
+    np.testing.assert_array_equal(shown[0], picture("wrist", 0))
+
+
+def test_episode_with_several_tasks_is_an_error(tmp_path: Path) -> None:
+    root = foreign(tmp_path / "set")
+    add_feature(root, "task_index", np.array([1] * 20 + [0] * 23), dtype="int64")
+    with pytest.raises(DataSetError, match="episode 0 has several tasks: 'Lift it!', then 'drop it'; .* divide it"):
+        bring_in(root, tmp_path / "store")
 
 
 def test_foreign_dataset_is_recognised_after_a_move(tmp_path: Path) -> None:
@@ -269,6 +327,17 @@ def test_broken_dataset_is_an_error(tmp_path: Path, damage: Callable[[Path], Non
     with pytest.raises(DataSetError, match=message) as caught:
         bring_in(tmp_path / "set", tmp_path / "again")
     assert "\n" not in str(caught.value)
+
+
+def test_old_dataset_is_an_error_with_the_commands_that_convert_it(tmp_path: Path) -> None:
+    """LeRobot 0.4 expects the folder below ``--root``; none uploads it."""
+    root = foreign(tmp_path / "old-set")
+    set_info(codebase_version="v2.1")(root)
+    with pytest.raises(DataSetError) as caught:
+        LerobotDataset.open(root)
+    command = "convert_dataset_v21_to_v30 --push-to-hub false --repo-id old-set --root"
+    assert f"python -m lerobot.scripts.{command} {root};" in str(caught.value)
+    assert str(caught.value).endswith(f"python -m lerobot.datasets.v30.{command} {tmp_path}")
 
 
 @pytest.mark.parametrize("column", ["success", "reward_source"])

@@ -59,16 +59,31 @@ FINAL_PREFIX = USER_PREFIX + "final/"
 
 
 class DatasetFeature(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of ``features``; `info` describes a video."""
+    """One entry of ``features``; `info`, in older datasets `video_info`, describes pictures."""
 
     dtype: str
     shape: tuple[int, ...]
     names: object = None
     info: dict[str, object] | None = None
+    video_info: dict[str, object] | None = None
 
     @property
     def is_visual(self) -> bool:
         return self.dtype in ("image", "video")
+
+    @property
+    def is_text(self) -> bool:
+        return self.dtype in ("string", "language")
+
+    @property
+    def colour_size(self) -> tuple[int, int] | None:
+        """Height and width of colour pictures, declared with their channels at either end; None of others and depth."""
+        described = (self.info or {}) | (self.video_info or {})
+        is_depth = any(described.get(name) for name in ("is_depth_map", "video.is_depth_map"))
+        if not self.is_visual or is_depth or len(self.shape) != 3 or 3 not in (self.shape[0], self.shape[-1]):
+            return None
+        height, width = self.shape[:2] if self.shape[-1] == 3 else self.shape[1:]
+        return height, width
 
 
 class DatasetInfo(msgspec.Struct, frozen=True):

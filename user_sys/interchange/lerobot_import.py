@@ -111,28 +111,30 @@ class LerobotDataset:
         info = _read_info(root)
         if not info.codebase_version.startswith("v3."):
             raise DataSetError(
-                f"{root} is a LeRobot dataset {info.codebase_version}; v3 is required. Convert it with "
-                "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
+                f"{root} is a LeRobot dataset {info.codebase_version}; v3 is required. {_conversion(root.resolve())}"
             )
         if info.fps <= 0:
             raise DataSetError(f"{root / INFO} says {info.fps} frames a second")
         return cls(root, info, _read_tasks(root / TASKS))
 
     def cameras(self) -> list[str]:
-        return [name for name, feature in self.info.features.items() if feature.is_visual]
+        """The features with colour pictures."""
+        return [name for name, feature in self.info.features.items() if feature.colour_size is not None]
 
-    def episodes(self) -> Iterator[LerobotEpisode]:
-        """Every episode in order, each valid until the next.
+    def episodes(self, left_out: Collection[str] = ()) -> Iterator[LerobotEpisode]:
+        """Every episode in order, without the features `left_out`, each valid until the next.
 
         Raises:
-            DataSetError: a file is missing or broken, or contradicts ``meta/info.json``.
+            DataSetError: a file is missing or broken, or contradicts ``meta/info.json``; an episode has several tasks.
         """
+        features = {name: feature for name, feature in self.info.features.items() if name not in left_out}
+        stored = [name for name, feature in features.items() if feature.dtype != "video"]
         for facts in self._facts():
-            table = self._rows_of(facts)
+            table = self._rows_of(facts, stored)
             yield LerobotEpisode(
                 metadata=facts,
-                columns=self._columns(table),
-                texts={n: table[n].to_pylist() for n, f in self.info.features.items() if f.dtype == "string"},
+                columns={n: _numeric(n, f, table[n]) for n, f in features.items() if not (f.is_visual or f.is_text)},
+                texts={n: table[n].to_pylist() for n, f in features.items() if f.is_text},
                 sentence=self._sentence(facts, table),
                 _table=table,
                 _source=self,
@@ -160,42 +162,39 @@ class LerobotDataset:
                     raise DataSetError(f"{path}: episode {row['episode_index']} has {row['length']} steps")
                 yield row
 
-    def _rows_of(self, facts: Mapping[str, Any]) -> pa.Table:
+    def _rows_of(self, facts: Mapping[str, Any], features: list[str]) -> pa.Table:
         numbers = {"chunk_index": facts["data/chunk_index"], "file_index": facts["data/file_index"]}
         path = self._inside(self.info.data_path, numbers | {"video_key": ""})
         if self._rows is None or self._rows.path != path:
-            self._rows = _RowReader(path, self._stored_features())
+            self._rows = _RowReader(path, features)
         return self._rows.take(facts["episode_index"], facts["length"])
 
-    def _stored_features(self) -> list[str]:
-        return [name for name, feature in self.info.features.items() if feature.dtype != "video"]
-
-    def _columns(self, table: pa.Table) -> dict[str, Array]:
-        return {
-            name: _numeric(name, feature, table[name])
-            for name, feature in self.info.features.items()
-            if not feature.is_visual and feature.dtype != "string"
-        }
-
     def _sentence(self, facts: Mapping[str, Any], table: pa.Table) -> str:
-        number = table["task_index"][0].as_py() if "task_index" in table.column_names else 0
-        if number not in self._tasks:
-            raise DataSetError(f"episode {facts['episode_index']} has task {number}, which {TASKS} does not list")
-        return self._tasks[number]
+        numbers = table["task_index"].unique().to_pylist() if "task_index" in table.column_names else [0]
+        unknown = [number for number in numbers if number not in self._tasks]
+        if unknown:
+            raise DataSetError(f"episode {facts['episode_index']} has task {unknown[0]}, which {TASKS} does not list")
+        first, *others = dict.fromkeys(self._tasks[number] for number in numbers)
+        if others:
+            raise DataSetError(
+                f"episode {facts['episode_index']} has several tasks: {first!r}, then {others[0]!r}; an episode in a "
+                "store has one: divide it where the task changes, or give all its steps one task_index"
+            )
+        return first
 
     def frames(self, feature: str, table: pa.Table, facts: Mapping[str, Any]) -> Iterator[Frame]:
         """As `LerobotEpisode.frames`."""
         declared = self.info.features[feature]
-        video = declared.dtype == "video"
+        video, size = declared.dtype == "video", declared.colour_size
         frames: Iterator[Frame] = (
             self._video_frames(feature, table.num_rows, facts) if video else _images(feature, table[feature])
         )
         previous: Frame | None = None
         for frame in frames:
-            if frame is not previous and frame_size(frame) != declared.shape[:2]:
+            if frame is not previous and frame_size(frame) != size:
                 raise DataSetError(
                     f"episode {facts['episode_index']}: {feature!r} has a frame of {frame_size(frame)}; "
-                    f"meta/info.json declares {declared.shape[:2]}"
+                    f"meta/info.json declares {size}"
                 )
             previous = frame
             yield frame
@@ -277,6 +276,15 @@ def _read_tasks(path: Path) -> dict[int, str]:
         return dict(zip(table["task_index"].to_pylist(), table[names[0]].to_pylist(), strict=True))
     except (*_BROKEN, KeyError, IndexError, TypeError) as error:
         raise _broken(path, error) from None
+
+
+def _conversion(root: Path) -> str:
+    """How to convert a dataset v2.1 in place, without an upload; `root` is absolute."""
+    named = f"convert_dataset_v21_to_v30 --push-to-hub false --repo-id {root.name} --root"
+    return (
+        f"Convert it in place with LeRobot 0.6: python -m lerobot.scripts.{named} {root}; "
+        f"or with LeRobot 0.4: python -m lerobot.datasets.v30.{named} {root.parent}"
+    )
 
 
 def _broken(path: Path, error: Exception) -> DataSetError:
@@ -361,7 +369,7 @@ def import_lerobot(
     done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
         known = _known_episodes(store)
-        for episode in data_set.episodes():
+        for episode in data_set.episodes(convert.left_out):
             header = convert.header(episode)
             is_complete = known.get(header.episode)
             added = 0 if is_complete else sum(writer.append(each.encode()) for each in convert.chunks(episode, header))
@@ -397,8 +405,10 @@ class _Converter:
             "phase",
         }  # in foreign datasets these names have other meanings
         kept = {SUCCESS, DONE, *INDEX_FEATURES, *STORE_NAMES, "reward", ACTION}
-        self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.is_visual]
-        self._cameras = {n: IMAGE_PREFIX + _camera_name(n) for n, f in info.features.items() if f.is_visual}
+        numeric = [name for name, feature in info.features.items() if not (feature.is_visual or feature.is_text)]
+        self._observations = [name for name in numeric if name.startswith("observation.")]
+        cameras = [name for name, feature in info.features.items() if feature.colour_size is not None]
+        self._cameras = {name: IMAGE_PREFIX + _camera_name(name) for name in cameras}
         if self._is_our_export:
             kept |= {*TEXT_FEATURES, *SCALAR_DTYPES, *map(capture_feature, self._cameras.values())}
         self.left_out = tuple(n for n in info.features if n not in {*kept, *self._observations, *self._cameras})
@@ -465,7 +475,7 @@ class _Converter:
         return EpisodeEnd(steps=episode.steps, success=success, reward_source="import")
 
     def _columns(self, episode: LerobotEpisode, end: EpisodeEnd | None, source: EpisodeSource) -> dict[str, Array]:
-        found = {STORE_NAMES.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
+        found = {STORE_NAMES.get(n, n): column for n, column in episode.columns.items()}
         columns = {name: _as_vectors(found[name]) for name in self._observations}
         if ACTION in found:
             columns[ACTION] = _as_vectors(found[ACTION])
