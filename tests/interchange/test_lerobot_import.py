@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,8 @@ from user_sys.episode import NAME_PATTERN, EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
 from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, valid_name
+from user_sys.store.labels import DeleteLabel
+from user_sys.store.maintenance import add_labels, compact_store
 
 
 def foreign(root: Path) -> Path:
@@ -206,6 +209,20 @@ def test_foreign_dataset_is_recognised_after_a_move(tmp_path: Path) -> None:
     bring_in(tmp_path / "set", tmp_path / "store")
     (tmp_path / "set").rename(tmp_path / "moved")
     assert bring_in(tmp_path / "moved", tmp_path / "store").already_stored == 2
+
+
+@pytest.mark.parametrize("told", [{"embodiment": "0123"}, {"task": "lift"}, {"source": EpisodeSource.ONLINE}])
+def test_wrong_import_can_be_corrected(tmp_path: Path, told: dict[str, Any]) -> None:
+    root, store = foreign(tmp_path / "set"), tmp_path / "store"
+    assert bring_in(root, store).episodes == 2
+    add_labels(store, [DeleteLabel(episode=name, labeller="ada", at_unix_ns=1) for name in read_store(store)])
+    compact_store(store)
+    for expected in ((2, 0), (0, 2)):
+        done = bring_in(root, store, ImportOptions(**told))
+        assert (done.episodes, done.already_stored) == expected
+    assert bring_in(root, store).deleted == 2
+    headers = [each.header for each in read_store(store).values()]
+    assert [{name: getattr(header, name) for name in told} for header in headers] == [told] * 2
 
 
 def film(root: Path, shown: int) -> Path:

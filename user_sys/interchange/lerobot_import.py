@@ -418,17 +418,20 @@ class _Converter:
         facts, options = episode.metadata, self._options
         texts = episode.texts if self._is_our_export else {}
         robot = _first(texts, "robot") or valid_name(options.robot or self._info.robot_type or "imported")
+        embodiment = _first(texts, "embodiment") or options.embodiment or self._fingerprint
+        task = facts.get(USER_PREFIX + "task") or valid_name(options.task or episode.sentence)
+        source = options.source or _source(_first(texts, "source") or EpisodeSource.DEMO)
         return ChunkHeader(
             episode=facts.get(USER_PREFIX + "episode")
-            or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras)}",
+            or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras, (embodiment, task, source))}",
             index=0,
             first_step=0,
             steps=episode.steps,
             robot=robot,
-            embodiment=_first(texts, "embodiment") or options.embodiment or self._fingerprint,
-            task=facts.get(USER_PREFIX + "task") or valid_name(options.task or episode.sentence),
+            embodiment=embodiment,
+            task=task,
             sentence=facts.get(USER_PREFIX + "sentence", episode.sentence),
-            source=options.source or _source(_first(texts, "source") or EpisodeSource.DEMO),
+            source=source,
             seed=facts.get(USER_PREFIX + "seed", 0),
             started_unix_ns=facts.get(USER_PREFIX + "started_unix_ns", self._written_unix_ns),
             unix_offset_ns=facts.get(USER_PREFIX + "unix_offset_ns", self._written_unix_ns),
@@ -574,9 +577,13 @@ def _camera_name(feature: str) -> str:
     return feature.removeprefix(IMAGE_PREFIX).removeprefix("observation.")
 
 
-def _digest(episode: LerobotEpisode, cameras: Collection[str]) -> str:
-    """Digest of the episode's content, independent of its path and step numbers; of frames only without columns."""
-    content = hashlib.blake2b(episode.sentence.encode(), digest_size=6)
+def _digest(episode: LerobotEpisode, cameras: Collection[str], names: Sequence[str]) -> str:
+    """Digest of the episode's content, independent of its path and step numbers; of frames only without columns.
+
+    Args:
+        names: that options give to the episode. A second import with others adds it again, which corrects them.
+    """
+    content = hashlib.blake2b(msgspec.json.encode([episode.sentence, *names]), digest_size=6)
     columns = sorted(episode.columns.keys() - INDEX_FEATURES)
     for name in columns:
         content.update(name.encode() + np.ascontiguousarray(episode.columns[name]).tobytes())
