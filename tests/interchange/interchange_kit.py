@@ -148,7 +148,7 @@ def export(store: Path, output: Path, selection: EpisodeFilter = EpisodeFilter()
 
 def bring_in(root: Path, store: Path, options: ImportOptions | None = None) -> ImportReport:
     data_set = LerobotDataset.open(root)
-    return import_lerobot(data_set, root, store, options or ImportOptions(), lambda steps: None)
+    return import_lerobot(data_set, store, options or ImportOptions(), lambda steps: None)
 
 
 def read_store(path: Path) -> dict[str, StoredEpisode]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
 from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, valid_name
 from user_sys.store.labels import DeleteLabel
-from user_sys.store.maintenance import add_labels, compact_store
+from user_sys.store.maintenance import add_labels, compact_store, merge_stores
 
 
 def foreign(root: Path) -> Path:
@@ -223,6 +224,19 @@ def test_wrong_import_can_be_corrected(tmp_path: Path, told: dict[str, Any]) -> 
     assert bring_in(root, store).deleted == 2
     headers = [each.header for each in read_store(store).values()]
     assert [{name: getattr(header, name) for name in told} for header in headers] == [told] * 2
+
+
+def test_imports_of_one_dataset_at_two_sites_are_merged(tmp_path: Path) -> None:
+    stores = [tmp_path / name for name in ("a", "b")]
+    root = foreign(tmp_path / "set")
+    for written_unix_s, store in enumerate(stores, 1_700_000_000):
+        for path in root.rglob("*"):
+            os.utime(path, (written_unix_s, written_unix_s))  # as after a download
+        bring_in(root, store, ImportOptions(source=EpisodeSource.ONLINE))
+    report = merge_stores(stores, tmp_path / "all")
+    assert (report.chunks, report.duplicates) == (3, 3)
+    started = {each.header.started_unix_ns for each in read_store(tmp_path / "all").values()}
+    assert started == {0}, "before the start of every run, in whose success they do not count"
 
 
 def film(root: Path, shown: int) -> Path:

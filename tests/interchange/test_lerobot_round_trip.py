@@ -25,7 +25,7 @@ from pathlib import Path
 from user_sys.interchange.lerobot_import import ImportOptions, import_lerobot
 from user_sys.interchange.lerobot_import import LerobotDataset
 root, store = Path(sys.argv[1]), Path(sys.argv[2])
-import_lerobot(LerobotDataset.open(root), root, store, ImportOptions(), lambda steps: print(steps, flush=True))
+import_lerobot(LerobotDataset.open(root), store, ImportOptions(), lambda steps: print(steps, flush=True))
 """
 
 

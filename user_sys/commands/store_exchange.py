@@ -163,7 +163,7 @@ def import_(
     )
     data_set = LerobotDataset.open(path)
     with progress_bar("importing", data_set.info.total_frames) as advance:
-        done = import_lerobot(data_set, path, output, options, advance)
+        done = import_lerobot(data_set, output, options, advance)
     copy_robot_records(read_robot_records(path / META / ROBOTS_FOLDER), output)
     existing = f", {done.already_stored} already existed" if done.already_stored else ""
     existing += f", {done.deleted} are deleted in this store" if done.deleted else ""

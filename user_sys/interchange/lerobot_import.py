@@ -56,6 +56,9 @@ from user_sys.video import VideoReader
 _BROKEN = (pa.ArrowException, OSError)  # pyarrow's exceptions
 _FIELD = re.compile(r"\{(chunk_index|file_index|video_key)(?::0?(\d)?d)?\}")  # in a path
 MAX_VIDEO_S = 1e9
+UNKNOWN_START_NS = (
+    0  # of foreign episodes; the same at all sites, so that their stores can be merged, and before any run
+)
 CHUNK_STEPS = 32  # of episodes without a recorded division
 # Defaults of columns that a dataset lacks; otherwise 0.
 UNKNOWN: Mapping[str, float] = {"policy_version": -1, "log_prob": float("nan")}
@@ -356,16 +359,16 @@ class ImportReport(msgspec.Struct, kw_only=True):
 
 
 def import_lerobot(
-    data_set: LerobotDataset, root: Path, store: Path, options: ImportOptions, advance: Callable[[int], object]
+    data_set: LerobotDataset, store: Path, options: ImportOptions, advance: Callable[[int], object]
 ) -> ImportReport:
-    """Adds the episodes of `data_set` in `root` to the store at `store`, each durable before the next.
+    """Adds the episodes of `data_set` to the store at `store`, each durable before the next.
 
     Raises:
         DataSetError: the dataset is broken; earlier episodes stay in the store, and a later call continues after them.
         WireError: an episode belongs to another robot in the store.
         StoreError: the store cannot be written.
     """
-    convert = _Converter(data_set.info, options, (root / INFO).stat().st_mtime_ns)
+    convert = _Converter(data_set.info, options)
     done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
         known = _known_episodes(store)
@@ -395,8 +398,8 @@ def _known_episodes(store: Path) -> dict[str, bool]:
 class _Converter:
     """Converts a dataset's episodes into chunks."""
 
-    def __init__(self, info: DatasetInfo, options: ImportOptions, written_unix_ns: int) -> None:
-        self._info, self._options, self._written_unix_ns = info, options, written_unix_ns
+    def __init__(self, info: DatasetInfo, options: ImportOptions) -> None:
+        self._info, self._options = info, options
         described = {name: [f.dtype, f.shape] for name, f in info.features.items() if name not in INDEX_FEATURES}
         description = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
         self._fingerprint = hashlib.blake2b(description, digest_size=8).hexdigest()
@@ -433,8 +436,8 @@ class _Converter:
             sentence=facts.get(USER_PREFIX + "sentence", episode.sentence),
             source=source,
             seed=facts.get(USER_PREFIX + "seed", 0),
-            started_unix_ns=facts.get(USER_PREFIX + "started_unix_ns", self._written_unix_ns),
-            unix_offset_ns=facts.get(USER_PREFIX + "unix_offset_ns", self._written_unix_ns),
+            started_unix_ns=facts.get(USER_PREFIX + "started_unix_ns", UNKNOWN_START_NS),
+            unix_offset_ns=facts.get(USER_PREFIX + "unix_offset_ns", UNKNOWN_START_NS),
         )
 
     def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
