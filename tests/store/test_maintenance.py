@@ -17,7 +17,16 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreError, StoreRecordGone
 from user_sys.store.files import Files
 from user_sys.store.index_block import CHUNK_KIND
-from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel, queue_labels, queued_files
+from user_sys.store.labels import (
+    RETENTION_LABELLER,
+    DeleteLabel,
+    Label,
+    NoteLabel,
+    RewardLabel,
+    SuccessLabel,
+    queue_labels,
+    queued_files,
+)
 from user_sys.store.log_writer import LogWriter
 from user_sys.store.maintenance import (
     Retention,
@@ -269,6 +278,24 @@ def test_merge_keeps_the_order_of_labels_after_a_clock_was_set_back(tmp_path: Pa
     with StoreReader.open(both) as reader:
         reader.refresh()
         assert len(reader.index.labels("e00")) == 2 + 3 + 3 * 2, "no label is repeated twice in one merge"
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_deletion_by_a_person_follows_in_a_repeated_merge(tmp_path: Path, compacted: bool) -> None:
+    a, both = tmp_path / "a", tmp_path / "both"
+    fill(a, range(4))
+    merge_stores([a], both)
+    retained = DeleteLabel(episode="e01", labeller=RETENTION_LABELLER, at_unix_ns=1)
+    add_labels(a, [delete("e00"), retained, delete("e02"), restored("e02")])
+    add_labels(both, [NoteLabel(episode="e03", labeller="ada", at_unix_ns=1)])
+    if compacted:
+        compact_store(a)
+    report = merge_stores([a], both)
+    assert (report.chunks, report.labels) == (0, 3)
+    assert sorted({name for name, _ in content(both)}) == ["e01", "e02", "e03"], "retention is each store's own"
+    assert merge_stores([a], both).labels == 0
+    add_labels(both, [restored("e00")])
+    assert merge_stores([a], both).labels == 0 and ("e00", 0) in content(both), "the newer label stays"
 
 
 def test_maintenance_never_creates_a_store(tmp_path: Path) -> None:

@@ -371,8 +371,9 @@ class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
 def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], object] | None = None) -> MergeReport:
     """Copies other stores into the store at `into`, which is created if needed. Repeatable. Blocks.
 
-    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. Queued labels count as
-    stored ones. The sources may be written during the merge.
+    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. A deletion in a source
+    follows if `into` has the episode, unless retention made it. Queued labels count as stored ones. The sources may be
+    written during the merge.
 
     Args:
         advance: called with 1 for each visited chunk.
@@ -448,10 +449,12 @@ def _copy_chunks(
 
 def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter, counts: Counter[str]) -> None:
     episodes = source.index.episodes
-    for row in np.flatnonzero(~episodes.deleted).tolist():
-        name = episodes.ids.names[row]
+    copied = dict.fromkeys(episodes.ids.names[row] for row in np.flatnonzero(~episodes.deleted).tolist())
+    for name in [*copied, *(name for name in present.index.episodes.ids.names if name not in copied)]:
         existing = list(dict.fromkeys(reversed(present.index.labels(name))))[::-1]  # the last of equal ones counts
         missing = [label for label in source.index.labels(name) if label not in existing]
+        if name not in copied:  # deleted, and maybe compacted; or the source never had it, and no label of it
+            missing = [label for label in missing if label.labeller != RETENTION_LABELLER]
         # The last label in the log wins: those of the target from the first one that is newer than an added one on
         # follow it again. Both keep their order, which counts if a clock was set back.
         oldest_ns = min((label.at_unix_ns for label in missing), default=math.inf)
