@@ -145,6 +145,23 @@ def test_backup_skips_a_torn_snapshot(tmp_path: Path) -> None:
     assert backup.list_snapshots(backup.BackupFolder(str(url))) == [first, report.snapshot]
 
 
+def test_list_marks_unusable_snapshots_and_goes_on(order: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, path = tmp_path / "backup", fill(tmp_path / "store")
+    first, torn = (backup.back_up(path, str(url)).snapshot for _ in range(2))
+    (url / "snapshots" / torn).write_bytes(b"{")
+    last = backup.back_up(path, str(url)).snapshot
+    with monkeypatch.context() as patch:
+        patch.setattr(backup, "BACKUP_FORMAT", 2)
+        newer = backup.back_up(path, str(url)).snapshot
+    status, text = order("restore", url, "--list")
+    lines = text.splitlines()
+    assert status == 1 and [line.split()[0] for line in lines] == [first, torn, last, newer]
+    assert "UTC" in lines[0] and "unusable: " in lines[1] and "is damaged" in lines[1] and "UTC" in lines[2]
+    assert "unusable: " in lines[3] and "has backup format 2" in lines[3]
+    listed = [json.loads(line) for line in order("restore", url, "--list", "--json")[1].splitlines()]
+    assert ["error" in each for each in listed] == [False, True, False, True]
+
+
 def test_backup_of_another_history_copies_segments_of_equal_name_and_size(tmp_path: Path) -> None:
     url = str(tmp_path / "backup")
 

@@ -9,6 +9,7 @@ import click
 
 from user_sys.commands.options import COUNT, PATH, json_option, store_argument
 from user_sys.commands.output import EXIT_DAMAGED, print_json, print_line, progress_bar, size_text
+from user_sys.errors import StoreCorrupt, StoreVersionMismatch
 from user_sys.store.backup import BackupFolder, BackupReport, back_up, list_snapshots, read_snapshot, restore
 from user_sys.store.maintenance import disk_bytes
 
@@ -45,16 +46,19 @@ def backup(path: Path, url: str, keep: int | None, as_json: bool) -> int:
 @click.option("--snapshot", default="", metavar="NAME", help="restore this one (default: the newest)")
 @click.option("--list", "list_only", is_flag=True, help="only list the snapshots, oldest first")
 @json_option
-def restore_(url: str, store: Path | None, snapshot: str, list_only: bool, as_json: bool) -> None:
-    """Write the store of a backup at URL to the new folder STORE, and verify each byte."""
+def restore_(url: str, store: Path | None, snapshot: str, list_only: bool, as_json: bool) -> int:
+    """Write the store of a backup at URL to the new folder STORE, and verify each byte.
+
+    Exit status 1: --list found a snapshot that cannot be restored.
+    """
     if list_only:
-        _list(BackupFolder(url), as_json)
-        return
+        return _list(BackupFolder(url), as_json)
     if store is None:
         raise click.UsageError("STORE is missing: give a new folder, or --list")
     with progress_bar("restoring", None, is_bytes=True) as advance:
         report = restore(url, store, snapshot, advance=advance)
     _show(report, as_json, f"{store} is restored")
+    return 0
 
 
 def _show(report: BackupReport, as_json: bool, done: str) -> None:
@@ -67,11 +71,18 @@ def _show(report: BackupReport, as_json: bool, done: str) -> None:
     )
 
 
-def _list(folder: BackupFolder, as_json: bool) -> None:
+def _list(folder: BackupFolder, as_json: bool) -> int:
+    status = 0
     for name in list_snapshots(folder):
-        found = read_snapshot(folder, name)
+        try:
+            found = read_snapshot(folder, name)
+        except (StoreCorrupt, StoreVersionMismatch) as error:
+            status = EXIT_DAMAGED
+            print_json({"snapshot": name, "error": str(error)}) if as_json else print_line(f"{name}  unusable: {error}")
+            continue
         at = datetime.fromtimestamp(found.created_unix_ns / 1e9, UTC)
         if as_json:
             print_json({"snapshot": name, "created": at.isoformat(), "size_bytes": found.size_bytes})
         else:
             print_line(f"{name}  {at:%Y-%m-%d %H:%M:%S} UTC  {size_text(found.size_bytes)}")
+    return status
