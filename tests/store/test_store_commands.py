@@ -299,6 +299,7 @@ def test_gateway_stores_queued_labels(run: Run, tmp_path: Path) -> None:
         assert status == 0 and "no damage found" in text
         status, text = run("compact", path)
         assert status == 2 and "is being written by process" in text
+        assert "frees only segments of 64 MiB of which deleted episodes take 25%" in text
         status, text = run("compact", path, "--max-bytes", "10kB", "--keep", "demo", "--dry-run")
         assert status == 0 and "failed" in text
     finally:

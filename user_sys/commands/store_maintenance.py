@@ -20,6 +20,7 @@ from user_sys.robot_records import copy_robot_records, robot_records_of_store
 from user_sys.store import manifest
 from user_sys.store.files import OS_FILES
 from user_sys.store.maintenance import (
+    DEAD_SHARE,
     CompactionReport,
     Retention,
     compact_store,
@@ -222,7 +223,8 @@ def compact(path: Path, max_bytes: int, keep: Sequence[str], dry_run: bool, as_j
     """Free the space of deleted episodes of the store PATH.
 
     With --max-bytes it first evicts the least useful episodes: evaluations, episodes that never ended, then autonomous
-    ones, oldest first. A running gateway does this itself (gateway.retention).
+    ones, oldest first. A running gateway does this itself (gateway.retention), except for deleted episodes that take
+    little of their segment.
 
     Exit status 1: damage prevented a rewrite.
     """
@@ -241,8 +243,9 @@ def _compacted(path: Path, retention: Retention, advance: Advance) -> Compaction
     try:
         return compact_store(path, retention, advance=advance)
     except StoreLocked as locked:
-        advice = "a gateway compacts every gateway.upkeep_s, to gateway.retention.max_bytes"
-        raise StoreLocked(f"{locked}, or wait: {advice}; --dry-run works while it writes") from None
+        rule = f"segments of 64 MiB of which deleted episodes take {DEAD_SHARE:.0%}"
+        own = f"a gateway itself frees only {rule}, and what exceeds gateway.retention.max_bytes"
+        raise StoreLocked(f"{locked}; {own}. --dry-run works while it writes") from None
 
 
 def _retention(max_bytes: int, keep: Sequence[str]) -> Retention:
