@@ -16,7 +16,7 @@ from interchange_kit import assert_same, bring_in, episode_chunks, export, make_
 
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.interchange.episodes import EpisodeFilter
-from user_sys.store.labels import DeleteLabel
+from user_sys.store.labels import DeleteLabel, column_labels
 from user_sys.store.maintenance import Retention, add_labels, compact_store
 
 IMPORT = """
@@ -64,6 +64,18 @@ def test_video_of_odd_size_round_trips(tmp_path: Path, monkeypatch: pytest.Monke
     export(store, tmp_path / "set", video=True)
     bring_in(tmp_path / "set", tmp_path / "again")
     assert_same(read_store(store)["a"], read_store(tmp_path / "again")["a"], frames_within=6.0)
+
+
+def test_labelled_columns_are_exported_in_place_of_recorded_ones(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    recorded = read_store(store)["a"].columns["log_prob"]
+    values = {"log_prob": [-1.0, -2.0], "advantage": [0.5, 0.5]}
+    add_labels(store, column_labels("a", values, "recap", first_step=3))
+    export(store, tmp_path / "set")
+    bring_in(tmp_path / "set", tmp_path / "again")
+    found = read_store(tmp_path / "again")["a"].columns
+    np.testing.assert_array_equal(found["log_prob"], [*recorded[:3], -1.0, -2.0, *recorded[5:]])
+    assert found["log_prob"].dtype == np.float32 and "advantage" not in found
 
 
 def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:

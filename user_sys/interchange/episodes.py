@@ -254,7 +254,12 @@ class EpisodeReader:
         chunks, steps = self._index.chunks, self._index.steps
         first, count = chunks.first_row[chunk_rows], chunks.steps[chunk_rows]
         rows = np.concatenate([np.arange(start, start + n) for start, n in zip(first, count, strict=True)])
-        return {name: getattr(steps, name)[rows] for name in LABELLED_COLUMNS if name in columns}
+        labelled = {name: getattr(steps, name)[rows] for name in LABELLED_COLUMNS if name in columns}
+        for name, recorded in columns.items():
+            values = self._index.labelled_column(name, rows)
+            if values is not None and recorded.ndim == 1:
+                labelled[name] = np.where(np.isnan(values), recorded, values).astype(recorded.dtype)
+        return labelled
 
     def _complete_chunks(self, episode: str) -> Array:
         """Rows of the chunks before the first missing one."""
