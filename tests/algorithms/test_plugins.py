@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from user_sys.algorithms.algorithm import policy_arrays
-from user_sys.compose import PolicyConfig, make_policy
+from user_sys.compose import PolicyConfig, RobotConfig, make_policy
 from user_sys.errors import ConfigError
 from user_sys.learner.config import LearnerConfig
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy
@@ -100,12 +100,10 @@ CONDITIONS = {"conditions": 2, "condition": 1}
 def test_policy_that_an_algorithm_cannot_train_is_refused_in_one_line(
     algorithm: str, kind: str, options: dict[str, Any], problem: str
 ) -> None:
-    spec = example_spec()
-    policy, policy_settings = load_policy(kind, options)
-    found, settings = load_algorithm(algorithm, {})
-    module = policy.make_module(spec, settings=policy_settings)
+    learner, policy = LearnerConfig(algorithm=algorithm), PolicyConfig(kind=kind, options=options)
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach", frame_stride=1, options={"cameras": ["front"]})
     with pytest.raises(ConfigError, match=problem) as caught:
-        found(settings, module, spec)
+        check_plugins(RunConfig(robots=(robot,), learner=learner, policy=policy))
     assert "\n" not in str(caught.value)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hal.errors import SpecError
 from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import (
@@ -422,6 +423,26 @@ def planned_module(make_module: Callable[[], nn.Module], settings: Any) -> nn.Mo
             return apply_train_settings(make_module(), settings)
     except Exception:  # of any type: the policy may be of a package, and is built again
         return None
+
+
+def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec) -> None:
+    """Builds a policy and its algorithm on torch's meta device, which takes no memory, unless the policy reads files.
+
+    Raises:
+        ConfigError, SpecError: as the constructors do.
+    """
+    kind, settings = load_policy(policy.kind, policy.options)
+    algorithm, options = load_algorithm(config.algorithm, config.options)
+    try:
+        if kind.reads_files(settings):
+            return
+        with torch.device("meta"), torch.random.fork_rng([]):
+            module = apply_train_settings(kind.make_module(spec, settings=settings, features=policy.features), settings)
+            algorithm(options, module, spec)
+    except (ConfigError, SpecError):
+        raise
+    except Exception:  # of any type: those of a package may need numbers, and the learner builds them again
+        return
 
 
 def _copies(config: LearnerConfig, device: torch.device) -> int:

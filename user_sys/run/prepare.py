@@ -20,6 +20,7 @@ from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.compose import (
+    PolicyConfig,
     RobotConfig,
     check_execution,
     check_pictures,
@@ -52,7 +53,7 @@ from user_sys.learner.checkpoint import (
 )
 from user_sys.learner.config import LearnerConfig
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
-from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy, load_reward, with_absolute_paths
+from user_sys.plugins import load_algorithm, load_policy, load_reward, with_absolute_paths
 from user_sys.robot_records import (
     LEARNER,
     first_difference,
@@ -202,14 +203,21 @@ def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
 
 def check_plugins(config: RunConfig) -> None:
     """Raises ConfigError if algorithm, policy or reward cannot be imported, or has no such options, location or
-    execution, or if a robot lacks the pictures that the policy reads, or the model that requests help."""
+    execution, or if the algorithm cannot train the policy, or if a robot lacks the pictures that the policy reads, or
+    the model that requests help."""
     load_policy(config.policy.kind, config.policy.options)
     policy_location(config.policy)
     check_execution(config.policy)
-    for robot in _buildable_robots(config):
+    robots = tuple(_buildable_robots(config))
+    for robot in robots:
         check_pictures(config.policy, robot)
-    if config.learner.options or config.learner.algorithm not in ALGORITHMS:  # this imports torch
-        load_algorithm(config.learner.algorithm, config.learner.options)
+    learner, usual = config.learner, LearnerConfig()
+    if learner.options or (learner.algorithm, config.policy.kind) != (usual.algorithm, PolicyConfig().kind):
+        from user_sys.learner.trainer import require_trainable  # imports torch
+
+        load_algorithm(learner.algorithm, learner.options)
+        for spec in {spec.embodiment: spec for spec in map(robot_spec, robots)}.values():
+            require_trainable(learner, config.policy, spec)
     if config.rewards.kind:
         load_reward(config.rewards)
     if config.robots and not config.ray.address:  # in a cluster the robots may be on other computers
