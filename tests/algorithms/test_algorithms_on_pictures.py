@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from hal.spec import IMAGES, Array, RobotSpec
@@ -23,9 +24,9 @@ TRAINED = CnnSettings(hidden=(32,), picture_size=8, pretrain_updates=2)
 FROZEN = replace(TRAINED, encoder="frozen")
 
 
-def rlpd(options: CnnSettings) -> Rlpd:
+def rlpd(options: CnnSettings, settings: RlpdSettings = SMALL) -> Rlpd:
     torch.manual_seed(0)
-    return Rlpd(SMALL, CnnPolicy.make_module(example_spec(), settings=options), example_spec())
+    return Rlpd(settings, CnnPolicy.make_module(example_spec(), settings=options), example_spec())
 
 
 class TestRlpdFromPictures(AlgorithmConformance):
@@ -45,7 +46,7 @@ def changed(before: dict[str, Array], after: dict[str, Array], prefix: str) -> s
 def test_encoder_is_trained_by_the_critics_or_frozen_after_imitation() -> None:
     batch = example_batch(np.random.default_rng(0))
     for options, moves in ((TRAINED, True), (FROZEN, False)):
-        algorithm = rlpd(options)
+        algorithm = rlpd(options, replace(SMALL, critics_first=0))
         states = [save_state(algorithm)]
         for number in range(4):
             algorithm.update(batch, number)
@@ -60,8 +61,9 @@ def test_encoder_is_trained_by_the_critics_or_frozen_after_imitation() -> None:
         )
 
 
-def test_cloned_actor_stays_until_the_critics_have_learned() -> None:
-    batch, algorithm = example_batch(np.random.default_rng(0)), rlpd(FROZEN)
+@pytest.mark.parametrize("options", [TRAINED, FROZEN], ids=["trained", "frozen"])
+def test_cloned_actor_stays_until_the_critics_have_learned(options: CnnSettings) -> None:
+    batch, algorithm = example_batch(np.random.default_rng(0)), rlpd(options)
     states = []
     for number in range(5):
         states.append(save_state(algorithm))

@@ -70,7 +70,7 @@ class SacSettings:
             get the mean of about the last hundred (Polyak and Juditsky, 1992). 1 publishes the actor itself.
         backup_entropy: y includes the entropy of the next action.
         gradient_norm_max: maximum norm of each network's gradient.
-        critics_first: updates that train only the critics, after those that clone the demonstrations
+        critics_first: updates that train only the critics, and no encoder, after those that clone the demonstrations
             (`policy.options.pretrain_updates`). New critics would spoil the cloned actor. No effect without cloning.
         cloning: c, the weight of cloning the steps of people in the actor's loss.
     """
@@ -155,16 +155,17 @@ class Sac(Algorithm):
 
     def update(self, batch: TensorBatch, number: int) -> None:
         """See `Algorithm.update`."""
-        if number < self.actor.pretrain_updates:
+        cloned = self.actor.pretrain_updates
+        if number < cloned:
             self._imitate(batch)
             return
+        actor_waits = bool(cloned) and number < cloned + self._settings.critics_first
         x = self.actor.encode(batch.observation)
-        if 0 <= self.actor.frozen_from <= number:
+        if actor_waits or 0 <= self.actor.frozen_from <= number:
             x = x.detach()
         target = self._target(batch)
         self._update_critics(x, self.actor.scale_action(batch.action).flatten(1), target, self._critic_weight(batch))
-        cloned = self.actor.pretrain_updates
-        if cloned and number < cloned + self._settings.critics_first:
+        if actor_waits:
             return
         if number % self._settings.actor_period == 0:
             log_prob = self._update_actor(x.detach(), batch)
