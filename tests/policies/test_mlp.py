@@ -105,6 +105,34 @@ def test_discrete_gripper_learns(learn: str) -> None:
     assert (action[:, 1] > 0).float().mean() > 0.95
 
 
+@pytest.mark.parametrize("start", [2.0, -2.0])
+def test_entropy_of_a_discrete_gripper_can_be_maximised(start: float) -> None:
+    module = discrete_module()
+    torch.nn.init.zeros_(module.mean.weight)
+    torch.nn.init.constant_(module.mean.bias, start)
+    optimizer, x = torch.optim.Adam([module.mean.bias], 0.05), torch.randn(256, module.observation_size)
+    for _ in range(100):
+        _, log_prob = module.draw(x, torch.randn(256, 2))
+        optimizer.zero_grad()
+        log_prob.mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert float(torch.special.ndtr(module.mean.bias.detach()[1])) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("mean", [0.7, -1.5, 60.0, -60.0])
+def test_gradient_of_a_discrete_grippers_entropy_is_exact_in_each_draw(mean: float) -> None:
+    module = discrete_module()
+    torch.nn.init.zeros_(module.mean.weight)
+    torch.nn.init.constant_(module.mean.bias, mean)
+    at = torch.tensor(mean, dtype=torch.float64)
+    log_odds = torch.special.log_ndtr(at) - torch.special.log_ndtr(-at)
+    expected = float(torch.exp(-0.5 * at.square()) / math.sqrt(2 * math.pi) * log_odds)
+    for noise in (100.0, -100.0):  # it opens, and it closes
+        _, log_prob = module.draw(torch.zeros(1, module.observation_size), torch.tensor([[0.0, noise]]))
+        (gradient,) = torch.autograd.grad(log_prob.sum(), module.mean.bias)
+        assert float(gradient[1]) == pytest.approx(expected, abs=1e-5)
+
+
 def test_discrete_gripper_trains_in_bfloat16() -> None:
     module = discrete_module()
     x, action = torch.randn(8, module.observation_size), torch.rand(8, 2) * 2 - 1

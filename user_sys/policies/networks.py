@@ -297,11 +297,12 @@ class GaussianNetwork(ObservationNetwork):
     def draw(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scaled actions (n, a) at encoded observations `x`, and their log density (n,).
 
-        Differentiable; the gradient of a discrete gripper is that of its squashed Gaussian ("straight through").
+        Differentiable; the gradient of a discrete gripper is that of its squashed Gaussian ("straight through"), and
+        that of its log density is by `drawn_log_probit`.
         """
         mean, log_std = self(x)
         action, log_prob = squash_elements(mean, log_std, noise)
-        log_prob = self._with_gripper(log_prob, lambda: log_probit(mean, action))
+        log_prob = self._with_gripper(log_prob, lambda: drawn_log_probit(mean, action))
         decided = self._with_gripper(action, lambda: action + (torch.where(action < 0, -1.0, 1.0) - action).detach())
         return decided, log_prob.sum(-1)
 
@@ -334,6 +335,17 @@ def log_probit(mean: Tensor, action: Tensor) -> Tensor:
     """Returns log Phi(mean) where `action` is positive, and else log Phi(-mean); float32, as torch has no bfloat16."""
     log_prob: Tensor = torch.special.log_ndtr(torch.where(action < 0, -mean, mean).float())
     return log_prob
+
+
+def drawn_log_probit(mean: Tensor, action: Tensor) -> Tensor:
+    """As `log_probit`, for an `action` that was drawn at `mean`, with the gradient of its expectation over actions.
+
+    The expectation is P log P + (1 - P) log (1 - P), with P = Phi(mean). The sign of an action passes no gradient, so
+    that of `log_probit` lacks the change of P: its own expectation is 0, since P + (1 - P) is constant.
+    """
+    log_chances = torch.special.log_ndtr(torch.stack([mean, -mean]).float())
+    expected: Tensor = (log_chances.exp() * log_chances).sum(0)
+    return log_probit(mean, action).detach() + (expected - expected.detach())
 
 
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
