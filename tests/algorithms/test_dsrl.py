@@ -170,6 +170,22 @@ def test_only_critics_train_at_first() -> None:
         assert changes is (number == 2)
 
 
+def test_each_part_of_a_batch_fits_the_noise_critics_at_noise_of_both_kinds() -> None:
+    """The parts of a batch, such as demonstrations and online steps, are contiguous."""
+    torch.manual_seed(0)
+    module = SteeredPolicy.make_module(POINT, settings=STEERED)
+    assert isinstance(module, SteeredNetwork)
+    algorithm, inputs = Dsrl(replace(SMALL, critics_first=1), module, POINT), list[torch.Tensor]()
+    for layer, value in ((module.mean, 3.0), (module.log_std, -9.0)):  # the policy's noise is about at its bound
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.constant_(layer.bias, value)
+    algorithm.noise_critics.register_forward_hook(lambda _, given, found: inputs.append(given[0]))
+    algorithm.update(chunks(np.zeros((64, 1), np.float32), np.zeros((64, 2, 1), np.float32)), 0)
+    (found,) = inputs
+    by_policy = (found[:, -module.action_size :] > 0.99).all(1)
+    assert by_policy[:32].sum() == by_policy[32:].sum() == 16
+
+
 @pytest.mark.slow
 def test_dsrl_improves_a_mediocre_flow() -> None:
     """The frozen flow moves the point to the origin or away from it, as the noise would have it."""

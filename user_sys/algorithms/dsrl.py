@@ -113,8 +113,8 @@ class Dsrl(Sac):
         """Makes an update of Q^W."""
         with torch.no_grad():
             noise, _ = self._draw(x)
-            half = len(noise) // 2
-            noise[:half] = self.actor.scale_action(torch.randn_like(noise[:half]))
+            # Every second sample: demonstrations and online steps lie one after the other in a batch.
+            noise[::2] = self.actor.scale_action(torch.randn_like(noise[::2]))
             action = self._executed(batch.observation, batch, noise, x)
             target = self.critics(critic_input(self.actor, x, action)).mean(0)
         error = self.noise_critics(critic_input(self.actor, x, noise)) - target
