@@ -39,11 +39,18 @@ class TestRecap(AlgorithmConformance):
 def test_top_share_of_each_instruction_is_positive_and_so_are_people() -> None:
     algorithm, advantage = small(example_spec()), torch.arange(40.0)
     by_person, sentence = torch.zeros(40, dtype=torch.bool), (torch.arange(40) % 2).long()
-    positive = algorithm.is_positive(advantage, by_person, sentence)
+    positive = algorithm.is_positive(advantage, by_person, ~by_person, sentence)
     assert positive.sum() == 12 and (positive[::2] == positive[1::2]).all() and not positive[:28].any()
     by_person[:5] = True
-    assert algorithm.is_positive(advantage, by_person, None)[:5].all()
-    assert algorithm.is_positive(advantage - 100.0, by_person, None).sum() == by_person.sum(), "failures are no example"
+    assert algorithm.is_positive(advantage, by_person, ~by_person, None)[:5].all()
+    failed = algorithm.is_positive(advantage - 100.0, by_person, ~by_person, None)
+    assert failed.sum() == by_person.sum(), "failures are no example"
+
+
+def test_way_back_leaves_the_quantile_of_the_policys_own_steps() -> None:
+    algorithm, advantage, own = small(example_spec()), torch.arange(40.0), torch.arange(40) < 20
+    positive = algorithm.is_positive(advantage, torch.zeros(40, dtype=torch.bool), own, None)
+    assert positive.nonzero()[:, 0].tolist() == [14, 15, 16, 17, 18, 19]
 
 
 def test_chunk_ends_where_control_first_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +73,12 @@ def test_way_back_is_no_example() -> None:
     algorithm = small(POINT)
     batch = chunks(np.zeros((8, 1), np.float32), np.zeros((8, 2, 1), np.float32))
     assert batch.phase is not None
-    for phase, share in ((Phase.CORRECTION, 1.0), (Phase.RECOVERY, 0.0)):
-        algorithm.update(replace(batch, reward=torch.zeros(8), phase=torch.full_like(batch.phase, phase)), 0)
+    rewards, before = torch.linspace(0.1, 1.0, 8), policy_arrays(algorithm.policy)
+    for phase, share in ((Phase.RECOVERY, 0.0), (Phase.CORRECTION, 1.0)):
+        algorithm.update(replace(batch, reward=rewards, phase=torch.full_like(batch.phase, phase)), 0)
         assert algorithm.scalars()["positive_share"] == share
+        changed = any((array != before[name]).any() for name, array in policy_arrays(algorithm.policy).items())
+        assert changed is (phase == Phase.CORRECTION)
 
 
 def test_returns_fall_into_the_bins() -> None:

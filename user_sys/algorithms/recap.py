@@ -4,7 +4,8 @@ Experience", 2025 (arXiv 2511.14759), section IV.
 A value network predicts the distribution of the return of an episode over B bins, by cross-entropy (equation 1). The
 advantage of a step is its return less the expected one. Steps in the top share of advantages among the policy's own
 get the indicator I = 1, and steps of people always do. A flow policy imitates all steps, each under its indicator. The
-indicator is dropped at random, so that guidance can exceed the recorded actions (equation 3):
+indicator is dropped at random, so that guidance can exceed the recorded actions (equation 3). A way back along the path
+(phase RECOVERY) is no example of the task: it trains the value network alone.
 
     L(theta) = -sum_b p_b(R_t) log p_theta(b | s_t),     V(s) = sum_b p_theta(b | s) centre_b
     A_t      = R_t - V(s_t)
@@ -36,6 +37,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.actor_critic import critic_input, follow, value_network
 from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, TensorBatch, TrainingData, refuse_delay_training
 from user_sys.algorithms.sac import by_people
+from user_sys.episode import Phase
 from user_sys.errors import ConfigError
 from user_sys.policies.gated_flow import refuse_gated
 from user_sys.policies.trainable import shared_copy, trained_pairs
@@ -148,14 +150,14 @@ class Recap(Algorithm):
         logits = self.value(critic_input(self.actor, x.detach()))
         value_loss = F.cross_entropy(logits, self.bins_of(batch.reward))
         advantage = batch.reward - (logits.detach().softmax(-1) * self.centres).sum(-1)
-        positive = self.is_positive(advantage, by_people(batch), batch.sentence)
+        positive = self.is_positive(advantage, by_people(batch), batch.phase[:, 0] == Phase.POLICY, batch.sentence)
         condition = torch.where(positive, POSITIVE, NEGATIVE)
         dropped = torch.rand(len(condition), device=condition.device) < self._settings.dropped_share
         condition = torch.where(dropped, NONE, condition)
-        same_source = (batch.phase == batch.phase[:, :1]) & batch.mask
-        same_source = same_source.cumprod(1).bool()  # a chunk ends where control changes
+        imitated = (batch.phase == batch.phase[:, :1]) & batch.mask & (batch.phase != Phase.RECOVERY)
+        imitated = imitated.cumprod(1).bool()  # a chunk ends where control changes
         action = self.actor.scale_action(batch.action)
-        flow_loss = (self.actor.imitation_loss(x, action, same_source, condition) * batch.weight).mean()
+        flow_loss = (self.actor.imitation_loss(x, action, imitated, condition) * batch.weight).mean()
         self._step(flow_loss + value_loss)
         is_mean = number >= self.actor.frozen_from  # before, both encoders must be equal
         follow(self._slow, self._fast, self._settings.acting_rate if is_mean else 1.0)
@@ -174,15 +176,15 @@ class Recap(Algorithm):
         bins = torch.arange(settings.bins, device=returns.device)
         return (1 - (place[:, None] - bins).abs()).clamp(min=0.0)
 
-    def is_positive(self, advantage: Tensor, by_person: Tensor, sentence: Tensor | None) -> Tensor:
-        """Returns I for each sample, bool (n,); the quantile is that of the policy's own steps in the batch."""
+    def is_positive(self, advantage: Tensor, by_person: Tensor, own: Tensor, sentence: Tensor | None) -> Tensor:
+        """Returns I for each sample, bool (n,); the quantile is that of the policy's `own` steps in the batch."""
         positive = by_person.clone()
         groups = torch.zeros_like(by_person, dtype=torch.int64) if sentence is None else sentence
         for group in torch.unique(groups):
-            own = (groups == group) & ~by_person
-            if own.any():
-                threshold = advantage[own].quantile(1.0 - self._settings.positive_share)
-                positive |= own & (advantage > threshold.clamp(min=0.0))
+            among = (groups == group) & own
+            if among.any():
+                threshold = advantage[among].quantile(1.0 - self._settings.positive_share)
+                positive |= among & (advantage > threshold.clamp(min=0.0))
         return positive
 
     def _step(self, loss: Tensor) -> None:
