@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,17 @@ import torch
 
 from hal.spec import IMAGES, Array, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch, save_state
-from user_sys.algorithms.conformance import AlgorithmConformance, example_batch
+from user_sys.algorithms.conformance import AlgorithmConformance, example_batch, example_batch_for
 from user_sys.algorithms.rlpd import Rlpd, RlpdSettings
+from user_sys.algorithms.sac import Sac
+from user_sys.algorithms.sac_flow import SacFlow, SacFlowSettings
 from user_sys.episode import Phase
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import example_spec
+from user_sys.policies.gated_flow import GatedFlowPolicy, GatedFlowSettings
 from user_sys.policies.policy import Policy
 from user_sys.policies.scaling import encoded_feature
+from user_sys.policies.trainable import shared_copy
 
 torch.set_num_threads(1)
 SMALL = RlpdSettings(critic_hidden=(32, 32), critics=3, critics_first=2)
@@ -27,6 +32,13 @@ FROZEN = replace(TRAINED, encoder="frozen")
 def rlpd(options: CnnSettings, settings: RlpdSettings = SMALL) -> Rlpd:
     torch.manual_seed(0)
     return Rlpd(settings, CnnPolicy.make_module(example_spec(), settings=options), example_spec())
+
+
+def sac_flow() -> SacFlow:
+    torch.manual_seed(0)
+    options = GatedFlowSettings(pictures=True, picture_size=8, hidden=(32,))
+    settings = SacFlowSettings(critic_hidden=(32,), critics=2)
+    return SacFlow(settings, GatedFlowPolicy.make_module(example_spec(), settings=options), example_spec())
 
 
 class TestRlpdFromPictures(AlgorithmConformance):
@@ -79,6 +91,19 @@ def test_policy_steps_are_not_imitated() -> None:
     assert changed(before, save_state(algorithm), "network.actor.") == {False}
     algorithm.update(replace(batch, phase=torch.full((32,), int(Phase.TELEOP))), 1)
     assert True in changed(before, save_state(algorithm), "network.actor.")
+
+
+@pytest.mark.parametrize("make", [lambda: rlpd(TRAINED), sac_flow], ids=["rlpd", "sac_flow"])
+def test_divergence_of_the_policy_counts_its_encoder(make: Callable[[], Sac]) -> None:
+    algorithm = make()
+    batch = example_batch_for(algorithm.data, np.random.default_rng(0))
+    reference = shared_copy(algorithm.policy, ())
+    assert algorithm.policy_kl(reference, batch) == 0.0, "no random shift of pictures counts"
+    encoder = algorithm.policy.get_submodule("encoder")
+    with torch.no_grad():
+        for each in encoder.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    assert algorithm.policy_kl(reference, batch) > 1e-3
 
 
 def test_update_with_encoded_pictures_is_that_with_pictures() -> None:

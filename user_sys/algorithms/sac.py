@@ -114,7 +114,7 @@ class Sac(Algorithm):
         actions = self._require(policy)
         self._settings = settings
         self.actor = policy
-        self.policy = shared_copy(policy).requires_grad_(False)
+        self.policy = shared_copy(policy).requires_grad_(False).eval()  # `policy_kl` shifts no pictures at random
         inputs = self.actor.observation_size + actions
         self.critics = CriticEnsemble(inputs, settings.critic_hidden, settings.critics, layer_norm=settings.layer_norm)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
@@ -242,8 +242,8 @@ class Sac(Algorithm):
     @torch.no_grad()
     def policy_kl(self, reference: nn.Module, batch: TensorBatch) -> float:
         """See `PolicyDivergence`. It compares the Gaussians before squashing, which is the same for both."""
-        x = self.actor.encode(batch.observation)
-        (mean, log_std), (mean0, log_std0) = self.policy(x), reference(x)
+        both: tuple[Any, Any] = self.policy, reference
+        (mean, log_std), (mean0, log_std0) = (each(each.encode(batch.observation)) for each in both)
         ratio = (2 * (log_std - log_std0)).exp()
         distance = ((mean - mean0) / log_std0.exp()).square()
         return float((0.5 * (ratio + distance - 1.0) - (log_std - log_std0)).sum(-1).mean())
