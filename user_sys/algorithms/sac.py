@@ -176,8 +176,11 @@ class Sac(Algorithm):
 
     def _imitate(self, batch: TensorBatch) -> None:
         """Makes an update that clones the steps of people; see `ObservationEncoder.pretrain_updates`."""
-        chosen = replace(batch, mask=cloned_steps(batch)).rows(is_cloned(batch))
-        loss = imitation_loss(self.actor, chosen).sum() / max(1, len(chosen.weight))
+        is_example = is_cloned(batch)
+        count = int(is_example.sum())
+        rows = is_example if count else slice(1)  # a loss of 0 passes the parameters that other processes pass
+        losses = imitation_loss(self.actor, replace(batch, mask=cloned_steps(batch)).rows(rows))
+        loss = (losses * is_example[rows]).sum() / max(1, count)
         self._step("imitation", loss)
         follow(*self._followers["policy"], 1.0)
         self._newest |= {"imitation_loss": loss.detach()}
