@@ -343,9 +343,13 @@ def robot_lock(robot: str, holder: str = "", *, simulated: bool) -> MachineLock:
     return MachineLock(robot_files(robot, simulated=simulated).lock_path, holder, robot)
 
 
-def driver_process_of(robot: str) -> str:
-    """The process that drives `robot` on this computer, real or simulated by this user, for people; empty if none."""
-    found = [files for files in known_robot_files() if files.name == robot and files.uid in (None, os.getuid())]
+def driver_process_of(robot: str, *, simulated: bool | None = None) -> str:
+    """The process that drives `robot` on this computer, for people; empty if none.
+
+    A simulated robot is this user's. By default the robot may be real or simulated.
+    """
+    uids = {None: (None, os.getuid()), False: (None,), True: (os.getuid(),)}[simulated]
+    found = [files for files in known_robot_files() if files.name == robot and files.uid in uids]
     return next((owner for files in found if (owner := MachineLock(files.lock_path).owner())), "")
 
 

@@ -22,7 +22,7 @@ from user_sys.compose import RobotConfig
 from user_sys.edge import local_estop
 from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.local_environment import open_local_environment
-from user_sys.edge.local_estop import ConsoleMessage, with_local_estop
+from user_sys.edge.local_estop import ConsoleMessage, LocalEstops, with_local_estop
 from user_sys.messages import OperatorCommand, OperatorReply, PreviewRequest
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -204,6 +204,38 @@ def test_console_e_stop_of_a_simulated_robot_leaves_that_of_another_run_alone() 
     with robot_lock("arm-0", "for /runs/other/edge/arm-0", simulated=True):
         order(E_STOP)
         assert not _pressing() and latched("arm-0", simulated=True) is None
+
+
+def test_console_e_stop_of_a_real_robot_leaves_a_simulated_one_of_its_name_alone() -> None:
+    sent, answers = list[ConsoleMessage](), list[OperatorReply]()
+    order = with_local_estop(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"}, answers.append)
+    with robot_lock("arm-0", "for /runs/other/edge/arm-0", simulated=True):
+        for _ in range(2):  # the page repeats it until the robot's own driver confirms
+            order(E_STOP)
+            until(lambda: not _pressing(), "no press is in progress")
+    assert sent == [E_STOP] * 2 and not answers
+    assert latched("arm-0") is None and latched("arm-0", simulated=True) is None
+
+
+def test_console_e_stop_of_a_robot_elsewhere_is_not_confirmed_by_one_of_its_name() -> None:
+    sent, answers = list[ConsoleMessage](), list[OperatorReply]()
+    order = with_local_estop(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"}, answers.append, elsewhere={"arm-0"})
+    with Driving():
+        for count in (1, 2):
+            order(E_STOP)
+            until(lambda count=count: len(answers) == count and not _pressing(), "the page gets the reply")
+    assert latched("arm-0") is not None, "this one is stopped too"
+    assert sent == [E_STOP] * 2, "the gateway gets every repeat"
+    assert not any(reply.accepted for reply in answers) and "on another computer" in answers[-1].reason
+
+
+def test_local_e_stop_without_a_driver_is_no_confirmation() -> None:
+    answers: list[OperatorReply] = []
+    estops = LocalEstops(answers.append, ())
+    estops.press(E_STOP)
+    until(lambda: answers, "the page gets the reply")
+    assert not answers[0].accepted and "no program of this computer drives it" in answers[0].reason
+    assert latched("arm-0") is not None and not estops.confirms(E_STOP)
 
 
 def _pressing() -> int:

@@ -19,6 +19,7 @@ ACKNOWLEDGE_TIMEOUT_S = 3.0  # a driver reads the latch in each control period, 
 LATCH_POLL_S = 0.005
 MAX_CONFIRMED = 256
 USE_HARDWARE_ESTOP = "press the robot's own e-stop"
+ELSEWHERE = "the run's {} may be on another computer and has not confirmed; the one of that name here"
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,12 @@ class PressResult:
     Attributes:
         ok: the robot is stopped, or no program drives it and it stays stopped.
         text: the result for a person.
+        driven: a program of this computer drove the robot at the press.
     """
 
     ok: bool
     text: str
+    driven: bool = True
 
 
 def press_estop(files: RobotFiles, person: str, reason: str = "") -> PressResult:
@@ -66,15 +69,16 @@ def press_estop(files: RobotFiles, person: str, reason: str = "") -> PressResult
         return PressResult(False, f"{waited}: {USE_HARDWARE_ESTOP}. The e-stop is latched for its next start")
     ended = f"{owner} drove it and has ended" if owner else "no program of this computer drives it"
     if files.uid is not None:
-        return PressResult(True, f"{ended}; a simulated robot keeps no e-stop for its next start")
-    return PressResult(True, f"{ended}; the e-stop is latched for its next start, until a person re-arms it")
+        return PressResult(True, f"{ended}; a simulated robot keeps no e-stop for its next start", bool(owner))
+    text = f"{ended}; the e-stop is latched for its next start, until a person re-arms it"
+    return PressResult(True, text, bool(owner))
 
 
 class LocalEstops:
     """Presses the e-stops of robots on this computer, for the pages of a console. One thread calls it; nothing blocks.
 
-    A page repeats a press until it is confirmed. A repeat of a confirmed press does not stop the robot again, so one
-    that arrives after a re-arm does nothing.
+    A page repeats a press until it is confirmed. Only a program that drove the robot confirms it. A repeat of a
+    confirmed press does not stop the robot again, so one that arrives after a re-arm does nothing.
     """
 
     def __init__(self, on_reply: Callable[[OperatorReply], object], simulated: Container[str]) -> None:
@@ -93,36 +97,49 @@ class LocalEstops:
         self._on_reply(command.reply(accepted=True))
         return True
 
-    def press(self, command: OperatorCommand) -> None:
-        """Presses the e-stop in a thread, unless a press of the robot is in progress."""
+    def press(self, command: OperatorCommand, caveat: str = "") -> None:
+        """Presses the e-stop in a thread, unless a press of the robot is in progress.
+
+        Args:
+            caveat: why this press does not confirm the command: the robot may be another one of the name.
+        """
         if command.robot not in self._in_progress:
             self._in_progress.add(command.robot)
             log.warning("e-stop.local robot=%s by=%s", command.robot, command.operator)
-            threading.Thread(target=self._press, args=(command,), name=f"e-stop {command.robot}").start()
+            threading.Thread(target=self._press, args=(command, caveat), name=f"e-stop {command.robot}").start()
 
-    def _press(self, command: OperatorCommand) -> None:
+    def _press(self, command: OperatorCommand, caveat: str) -> None:
         try:
             files = robot_files(command.robot, simulated=command.robot in self._simulated)
             result = press_estop(files, command.operator, "pressed at a console of its computer")
-            if result.ok and command.press:
+            is_confirmed = result.ok and result.driven and not caveat
+            if is_confirmed and command.press:
                 self._confirmed.append((command.robot, command.press))
         finally:
             self._in_progress.discard(command.robot)
-        self._on_reply(command.reply(accepted=result.ok, reason=result.text))
+        reason = f"{caveat}: {result.text}" if caveat else result.text
+        self._on_reply(command.reply(accepted=is_confirmed, reason=reason))
 
 
 def with_local_estop(
-    send: Send, owned: Mapping[str, str], on_reply: Callable[[OperatorReply], object], simulated: Container[str] = ()
+    send: Send,
+    owned: Mapping[str, str],
+    on_reply: Callable[[OperatorReply], object],
+    simulated: Container[str] = (),
+    elsewhere: Container[str] = (),
 ) -> Send:
     """Wraps `send`, which sends operators' commands to sessions.
 
-    An e-stop is pressed locally too if a program of this computer drives the robot, and either no gateway takes the
-    e-stop, or the program is outside the run, such as an evaluation: then no session receives it.
+    An e-stop is sent until the program that drives the robot has confirmed it. It is pressed locally too if a program
+    of this computer drives the robot, and either no gateway takes the e-stop, or the program is outside the run, such
+    as an evaluation: then no session receives it.
 
     Args:
         owned: the run's robots, and the end of the lock's owner (`MachineLock.owner`) if the run drives one.
         on_reply: called with the result of a local press, in another thread.
         simulated: those of `owned` that are simulated. A program outside the run simulates another robot of the name.
+        elsewhere: those of `owned` that may be on another computer. A program outside the run may drive another robot
+            of the name, so its stop confirms nothing.
     """
     estops = LocalEstops(on_reply, simulated)
 
@@ -131,11 +148,12 @@ def with_local_estop(
             return send(message)
         if estops.confirms(message):
             return True
-        sent, owner = send(message), driver_process_of(message.robot)
-        is_outside = not owner.endswith(owned[message.robot])
-        if not owner or (message.robot in simulated if is_outside else sent is not False):
+        robot, is_simulated = message.robot, message.robot in simulated
+        sent, owner = send(message), driver_process_of(robot, simulated=is_simulated)
+        is_outside = not owner.endswith(owned[robot])
+        if not owner or (is_simulated if is_outside else sent is not False):
             return sent
-        estops.press(message)
+        estops.press(message, ELSEWHERE.format(robot) if is_outside and robot in elsewhere else "")
         return True
 
     return send_and_press

@@ -63,7 +63,8 @@ class ConsoleProcess:
         robots = (*config.robots, *config.remote_robots)
         drivers = {robot.name: f"for {folder.edge(robot.name).resolve()}" for robot in robots}
         simulated = {robot.name for robot in robots if robot.simulated}
-        send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply), simulated)
+        elsewhere = {robot.name for robot in (robots if config.ray.address else config.remote_robots)}
+        send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply), simulated, elsewhere)
         self._hub = ConsoleHub(metadata.name, send, {}, config.learner.max_training_s, folder=folder.path)
         history = previous_episodes(folder), previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
         self._hub.restore_history(*history[0], history[1])
