@@ -35,18 +35,18 @@ class RobotRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         known_since_unix_ns: stays when the spec changes.
-        first_fingerprint: of the embodiment's first spec in this record; empty if the spec has not changed since.
+        first_fingerprints: by embodiment that the robot has been, of the embodiment's first spec in this folder.
     """
 
     robot: str
     spec: RobotSpec
     known_since_unix_ns: int
-    first_fingerprint: str = ""
+    first_fingerprints: dict[str, str] = {}
 
     @property
     def embodiments(self) -> tuple[str, str]:
         """The embodiment's names in stores: its own, and the first fingerprint, by which earlier versions recorded."""
-        return self.spec.embodiment, self.first_fingerprint or self.spec.fingerprint
+        return self.spec.embodiment, self.first_fingerprints.get(self.spec.embodiment, self.spec.fingerprint)
 
 
 def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
@@ -60,10 +60,12 @@ def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
     if known is not None and known.spec.embodiment != spec.embodiment:
         log.warning("robots.embodiment_changed robot=%s: %s", robot, first_difference(known.spec, spec))
     since = time.time_ns() if known is None else known.known_since_unix_ns
-    first = ""
-    if known is not None and known.spec.embodiment == spec.embodiment:
-        first = known.embodiments[1]
-    _write_record(folder, RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since, first_fingerprint=first))
+    others = [record.first_fingerprints for record in read_robot_records(folder)]
+    first = next((each[spec.embodiment] for each in others if spec.embodiment in each), spec.fingerprint)
+    firsts = {spec.embodiment: first}
+    if known is not None:
+        firsts |= {known.embodiments[0]: known.embodiments[1], **known.first_fingerprints}
+    _write_record(folder, RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since, first_fingerprints=firsts))
     return True
 
 

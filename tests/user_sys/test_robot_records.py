@@ -16,6 +16,7 @@ from user_sys.robot_records import (
     copy_robot_records,
     embodiment_names,
     first_difference,
+    learner_from_robot,
     read_robot_records,
     robot_records_of_store,
     save_robot_record,
@@ -58,9 +59,21 @@ def test_name_of_a_learner_stays_when_the_limits_of_its_robot_change(tmp_path: P
     save_robot_record(tmp_path, "first", example_spec())
     names = []
     for reduced_speed in (0.5, 0.25, 0.1):
+        save_robot_record(tmp_path, "second", replace(spec, gripper=-1))  # another embodiment in between
         save_robot_record(tmp_path, "second", replace(spec, limits=replace(spec.limits, reduced_speed=reduced_speed)))
         names.append([*assign_learners(read_robot_records(tmp_path))])
     assert names[0] == names[1] == names[2] and len(names[0]) == 2
+
+
+def test_name_of_a_learner_stays_when_the_robot_that_it_is_named_by_becomes_another_embodiment(tmp_path: Path) -> None:
+    spec = FakeRobot().spec
+    gentle, other = replace(spec, limits=replace(spec.limits, reduced_speed=0.1)), replace(spec, gripper=-1)
+    for name, its_spec in (("first", example_spec()), ("second", spec), ("third", gentle)):
+        save_robot_record(tmp_path, name, its_spec)
+    names = learner_from_robot(read_robot_records(tmp_path))
+    save_robot_record(tmp_path, "second", other)
+    later = learner_from_robot(read_robot_records(tmp_path))
+    assert later["third"] == names["third"] == names["second"] != later["second"]
 
 
 def test_robot_that_becomes_another_embodiment_is_logged_with_the_difference(
