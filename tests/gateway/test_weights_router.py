@@ -118,6 +118,16 @@ def test_relay_is_told_of_a_learner_without_a_version_with_its_embodiment(tmp_pa
     assert offers == [(FIRST, ""), (SECOND, ARM.embodiment)]
 
 
+def test_relay_is_told_of_the_new_embodiment_of_a_learner(tmp_path: Path) -> None:
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(Peer("lab", "relay", "key", "nowhere", b"1"))
+    for spec in (PANDA, PANDA, ARM):  # of several launches
+        bench.router.on_peer_opened(learner(FIRST, spec))
+        bench.work()
+    offers = [said.embodiment for who, said in bench.sent if who == "lab" and isinstance(said, WeightsOffer)]
+    assert offers[1:] == [PANDA.embodiment, ARM.embodiment]
+
+
 def test_restarted_gateway_keeps_the_learners_embodiments(tmp_path: Path) -> None:
     bench = RouterBench(tmp_path)
     bench.router.on_peer_opened(learner(FIRST, PANDA))

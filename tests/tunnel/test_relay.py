@@ -335,6 +335,21 @@ def test_relay_fetches_only_weights_of_its_robots(tmp_path: Path) -> None:
         assert panda.poll() == 10 and not far.relay.weights.deferred_offers
 
 
+def test_relayed_robot_gets_weights_of_a_learner_whose_embodiment_has_changed(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        panda = StoredReader(far.robot("far-0", spec=PANDA), tmp_path)
+        with Publisher(_learner(cloud, "learner", PANDA), signer, PublishConfig()) as publisher:
+            publisher.publish({"w": np.zeros(10, np.float32)}, 10, updates=1)
+            until(lambda: panda.poll() == 10, "the weights arrive")
+        arm = StoredReader(far.robot("far-1", spec=ARM), tmp_path)
+        arm.robot.wait_open(120)
+        with Publisher(_learner(cloud, "learner", ARM), signer, PublishConfig()) as publisher:
+            publisher.publish({"w": np.ones(10, np.float32)}, 11, updates=2)
+            until(lambda: arm.poll() == 11, "the weights of the next launch arrive")
+
+
 def test_policy_server_gets_weights_from_the_relay_of_its_site(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")

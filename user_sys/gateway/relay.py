@@ -236,7 +236,9 @@ class RelayedWeights:
                 self.deferred_offers[learner] = offer
             return
         self.deferred_offers.pop(learner, None)
-        if offer.greeting or learner not in self._offering:  # requests of an earlier connection get no reply
+        is_changed = offer.embodiment not in ("", self.router.embodiment_of(learner))  # by another launch of the run
+        # Requests of an earlier connection get no reply.
+        if offer.greeting or is_changed or learner not in self._offering:
             self.router.on_learner_opened(learner, offer.embodiment)
         if offer.manifests:  # before the learner has connected, its embodiment is unknown
             self._offering.add(learner)

@@ -595,6 +595,11 @@ class WeightsRouter:
         with self._lock:
             return {name for name, each in self._distributors.items() if each.version != NO_VERSION}
 
+    def embodiment_of(self, learner: str) -> str:
+        """The embodiment of a learner's robots; empty if it is not known."""
+        with self._lock:
+            return self._embodiments.get(learner, "")
+
     def learner_of(self, version: bytes) -> str:
         """The learner whose version of this id is being fetched, or ""."""
         with self._lock:
@@ -646,13 +651,13 @@ class WeightsRouter:
             if name not in self._distributors and len(self._distributors) >= MAX_LEARNERS:
                 logger.error("weights.too_many_learners name=%s: the limit is %d", name, MAX_LEARNERS)
                 return
-            is_new = name not in self._distributors
-            distributor = self._open(name) if is_new else self._distributors[name]
+            is_changed = name not in self._distributors or embodiment not in ("", self._embodiments[name])
+            distributor = self._distributors.get(name) or self._open(name)
             self._learner_by_peer[name] = name
             if embodiment:
                 self._set_embodiment(name, embodiment)
             distributor.on_learner_opened(name)
-            for relay in self._relays if is_new else ():  # now that offers name the embodiment
+            for relay in self._relays if is_changed else ():  # now that offers name the embodiment
                 distributor.on_robot_opened(relay)
         for robot in self._robots():
             if self._learner_by_peer.get(robot.name) != self._learner_for(robot):
