@@ -43,6 +43,7 @@ from user_sys.robot_records import (
     LEARNER,
     assign_learners,
     learner_folder,
+    learner_from_embodiment,
     read_robot_records,
     wait_for_robot_record,
 )
@@ -172,7 +173,7 @@ def train(
         make = partial(
             Trainer, spec=spec, reader=reader, policy=config.policy, seed=config.seed, device=device, group=group
         )
-        trainer = make_trainer(config, name, checkpoints, make)
+        trainer = make_trainer(config, name, spec, checkpoints, make)
         if trainer.batches.replay.features.cameras and not config.recorder.cameras:
             raise ConfigError(f"recorder.cameras is false, and {config.learner.algorithm} needs pictures: remove it")
         learner = Learner(config.learner, trainer, publisher=publisher, report=report, checkpoint_dir=checkpoints)
@@ -184,7 +185,9 @@ def train(
             pass
 
 
-def make_trainer(config: RunConfig, name: str, checkpoints: Path, make: Callable[..., Trainer]) -> Trainer:
+def make_trainer(
+    config: RunConfig, name: str, spec: RobotSpec, checkpoints: Path, make: Callable[..., Trainer]
+) -> Trainer:
     """Returns what `make` makes of the learner's settings and of `initial_state`.
 
     If the other run had no robot of this embodiment, and its policy does not fit, the learner starts untrained.
@@ -193,7 +196,7 @@ def make_trainer(config: RunConfig, name: str, checkpoints: Path, make: Callable
         RunError: as `initial_state`.
         WireError: the policy does not fit.
     """
-    is_other, initial = initial_state(config, name, checkpoints)
+    is_other, initial = initial_state(config, name, spec.embodiment, checkpoints)
     try:
         return make(config.learner, initial_state=initial)
     except WireError as error:
@@ -204,7 +207,7 @@ def make_trainer(config: RunConfig, name: str, checkpoints: Path, make: Callable
 
 
 def initial_state(
-    config: RunConfig, name: str, checkpoints: Path
+    config: RunConfig, name: str, embodiment: str, checkpoints: Path
 ) -> tuple[bool, Mapping[str, Array | torch.Tensor] | None]:
     """Whether the run of `learner.initial_policy` had no robot of this embodiment, and the state to start from.
 
@@ -213,8 +216,10 @@ def initial_state(
     """
     if not config.learner.initial_policy or scan_checkpoints(checkpoints).has_updates:
         return False, None
-    first = RunFolder(Path(config.learner.initial_policy)).checkpoints
-    others = learner_folder(first, name)
+    other = RunFolder(Path(config.learner.initial_policy))
+    first = other.checkpoints
+    namesake = learner_from_embodiment(read_robot_records(other.robots)).get(embodiment, name)
+    others = learner_folder(first, namesake)
     if is_other := (found := load_latest_checkpoint(others)) is None and others != first:
         log.warning("learner.initial_policy %s has no checkpoint: %s starts from %s", others, name, first)
         others, found = first, load_latest_checkpoint(first)
