@@ -38,7 +38,7 @@ from inference_kit import (
 from msgspec.structs import replace
 
 from hal.errors import SpecError
-from hal.spec import STATE, Array
+from hal.spec import STATE, Array, SafetyLimits
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import encode_packet
 from user_sys.edge.chunk_executor import ChunkExecutor
@@ -191,6 +191,19 @@ def test_robots_with_equal_policies_share_one(server: EchoServer, robots: list[R
     with remote(lambda: server.endpoint, keys, spec=replace(SPEC, model="another")) as other:
         acts(other)
     assert len(server.opened) == 2
+
+
+def test_robots_that_differ_in_limits_only_share_a_policy(
+    server: EchoServer, robots: list[RemotePolicy], keys: Path
+) -> None:
+    acts(robots[0])
+    limits = SafetyLimits(tool_force_max=5.0, reduced_speed=0.1)
+    with remote(lambda: server.endpoint, keys, "right", replace(SPEC, limits=limits, safe_stop="opens")) as gentle:
+        acts(gentle)
+    assert len(server.opened) == 1
+    with remote(lambda: server.endpoint, keys, "right", replace(SPEC, limits=SafetyLimits(joint_position=(1,)))) as arm:
+        acts(arm)
+    assert len(server.opened) == 2, "vlash reads the places of the joints"
 
 
 def answers_together(policy: EchoPolicy, left: Peer, right: Peer) -> list[ActionResponse]:

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.errors import HalError
-from hal.spec import RobotSpec
+from hal.spec import RobotSpec, SafetyLimits
 from user_sys.codec import Array, ParsedPacket, parse_packet
 from user_sys.errors import WireError
 from user_sys.messages import NO_VERSION, Digest
@@ -49,6 +50,16 @@ class PolicyDescription(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any]
     features: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ARRAYS)]
     spec: RobotSpec
+
+    @property
+    def shared(self) -> PolicyDescription:
+        """That of all robots of the embodiment: without the limits and the safe stop, which no policy reads.
+
+        The places of the joints and the tool in the observation stay.
+        """
+        limits = self.spec.limits
+        places = SafetyLimits(tool_position=limits.tool_position, joint_position=limits.joint_position)
+        return replace(self, spec=replace(self.spec, limits=places, safe_stop=""))
 
 
 class ActionRequest(msgspec.Struct, frozen=True, kw_only=True):

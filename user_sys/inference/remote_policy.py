@@ -205,7 +205,7 @@ class RemotePolicy(ClosedAtExit):
         self.timeout_s = timeout_s
         self._observed: tuple[ArraySpec, ...] = feature_specs(description.spec, description.features)
         self._width = description.spec.action.shape
-        self._description = encode_description(description)
+        self._description = encode_description(description.shared)
         self._digest, self._sends_description = blake3(self._description).digest(), True
         self._explore, self._on_version, self._clock = explore, on_version, clock
         self._connection = _Connection(keys, server_key, locate, clock)
