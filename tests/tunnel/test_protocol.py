@@ -24,7 +24,7 @@ from user_sys.messages import (
     WeightsApplied,
     WeightsBlobs,
 )
-from user_sys.tunnel.client import ClockEstimator
+from user_sys.tunnel.client import CLOCK_SAMPLES, ClockEstimator
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import (
     ALLOWED_MESSAGES,
@@ -148,3 +148,28 @@ def test_echo_from_the_future_is_ignored() -> None:
     clock = ClockEstimator()
     clock.add(Heartbeat(t_client_ns=10, t_gateway_unix_ns=0), 5)
     assert clock.estimate() is None
+
+
+@pytest.mark.parametrize("step_s", [-3.0, 3.0])
+@pytest.mark.parametrize("relays", [0, 1])
+def test_clock_that_was_set_is_followed_after_one_heartbeat_of_each_link(relays: int, step_s: float) -> None:
+    links = [ClockEstimator() for _ in range(1 + relays)]  # a relay echoes what it estimates of the next gateway's
+    offset_ns, now_ns = 1_700_000_000 * 10**9, 0
+
+    def exchange(rtt_ns: int) -> None:
+        nonlocal now_ns
+        now_ns += 10**9
+        for number, link in enumerate(links):
+            at_ns = now_ns - rtt_ns // 2
+            known = links[number - 1].estimate() if number else None
+            unix_ns = at_ns + offset_ns if known is None else known.gateway_unix_ns(at_ns)
+            link.add(Heartbeat(t_client_ns=now_ns - rtt_ns, t_gateway_unix_ns=unix_ns), now_ns)
+
+    for number in range(CLOCK_SAMPLES):
+        exchange(rtt_ns=(1 + number % 3) * 10**7)
+    offset_ns += round(step_s * 1e9)
+    for _ in links:
+        exchange(rtt_ns=9 * 10**7)  # slower than each heartbeat before
+    estimate = links[-1].estimate()
+    assert estimate is not None
+    assert abs(estimate.gateway_unix_ns(now_ns) - (now_ns + offset_ns)) <= 9 * 10**7

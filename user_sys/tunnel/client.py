@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -97,20 +97,25 @@ class ClockEstimate:
 
 
 class ClockEstimator:
-    """Uses the fastest of the last `CLOCK_SAMPLES` heartbeats (NTP's clock filter, RFC 5905 §10)."""
+    """Uses the fastest of the last `CLOCK_SAMPLES` heartbeats (NTP's clock filter, RFC 5905 §10).
+
+    A heartbeat that contradicts an earlier one replaces it: the gateway's clock was set in between.
+    """
 
     def __init__(self) -> None:
-        self._samples: deque[ClockEstimate] = deque(maxlen=CLOCK_SAMPLES)
+        self._samples: tuple[ClockEstimate, ...] = ()
 
     def add(self, echo: Heartbeat, now_ns: int) -> None:
         """Adds an echoed heartbeat that arrived at `now_ns` on our monotonic clock. Ignores one from the future."""
         rtt_ns = now_ns - echo.t_client_ns
         if rtt_ns >= 0:
-            self._samples.append(ClockEstimate(rtt_ns, echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2))
+            new = ClockEstimate(rtt_ns, echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2)
+            kept = (old for old in self._samples if abs(new.offset_ns - old.offset_ns) <= new.rtt_ns + old.rtt_ns)
+            self._samples = (*kept, new)[-CLOCK_SAMPLES:]
 
     def estimate(self) -> ClockEstimate | None:
         """None before the first heartbeat. Any thread may call it."""
-        return min(list(self._samples), default=None)
+        return min(self._samples, default=None)
 
 
 @dataclass(frozen=True, eq=False)
