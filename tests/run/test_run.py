@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from run_kit import user_sys
 
 from hal.spec import RobotSpec
 from user_sys.commands.main import main
-from user_sys.compose import RobotConfig, robot_spec
+from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
@@ -443,27 +442,32 @@ def test_run_with_relative_paths_can_be_resumed_in_another_folder(
         (tmp_path / name).mkdir()
     (tmp_path / "arm.urdf").touch()
     monkeypatch.chdir(tmp_path)
-    names = ("arm.urdf", "panda", "")
-    robots = [{"name": f"r{n}", "driver": "fake", "task": "reach", "description": d} for n, d in enumerate(names)]
-    (tmp_path / "robots.yaml").write_text(json.dumps({"robots": robots}))
-    (tmp_path / "run.yaml").touch()
-
-    def loaded(name: str, kind: str = "mlp", **options: str) -> RunConfig:
-        overrides = [f"--policy.kind={kind}", f"--policy.options={json.dumps(options)}"]
-        return load_run(LaunchRequest("cloud", Path(name), None, False, False, None, overrides))[0]
-
-    assert [robot.description for robot in loaded("robots.yaml").robots] == [str(tmp_path / "arm.urdf"), "panda", ""]
+    robots = tuple(RobotConfig(name=name, description=name) for name in ("arm.urdf", "panda", ""))
+    found = prepare.resolve_paths(RunConfig(robots=robots))
+    assert [robot.description for robot in found.robots] == [str(tmp_path / "arm.urdf"), "panda", ""]
+    found = prepare.resolve_paths(RunConfig(robots=(), remote_robots=robots))
+    assert [robot.description for robot in found.remote_robots] == [str(tmp_path / "arm.urdf"), "panda", ""]
+    for source, absolute in (("arm.urdf", str(tmp_path / "arm.urdf")), ("topic:/description", "topic:/description")):
+        robot = RobotConfig(driver="ros2", options={"description": source})
+        (made,) = prepare.resolve_paths(RunConfig(robots=(robot,))).robots
+        assert made.options == {"description": absolute}
     for kind, option, value, absolute in (
         ("lerobot", "statistics", "lift-data", str(tmp_path / "lift-data")),
         ("lerobot", "statistics", "bounds", "bounds"),
         ("vla", "text_encoder", "encoder", str(tmp_path / "encoder")),
         ("vla", "text_encoder", "google/t5-small", "google/t5-small"),
+        ("lerobot", "path", "encoder", str(tmp_path / "encoder")),
+        ("lerobot", "path", "lerobot/smolvla_base", "lerobot/smolvla_base"),
     ):
         options = {"type": "act"} if kind == "lerobot" else {}
-        found = loaded("run.yaml", kind, **options, **{option: value})
-        assert found.policy.options == {**options, option: absolute}
+        config = RunConfig(policy=PolicyConfig(kind=kind, options={**options, option: value}))
+        assert prepare.resolve_paths(config).policy.options == {**options, option: absolute}
+        steered = {"base": kind, "base_options": {**options, option: value}}
+        config = RunConfig(policy=PolicyConfig(kind="steered", options=steered))
+        found = prepare.resolve_paths(config)
+        assert found.policy.options == {"base": kind, "base_options": {**options, option: absolute}}
     monkeypatch.setattr(prepare, "load_policy", lambda *_: (None, SimpleNamespace(tokenizer={"kind": "a package's"})))
-    assert loaded("run.yaml").policy.options == {}
+    assert prepare.resolve_paths(RunConfig()).policy.options == {}
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class SteeredSettings(PictureSettings):
         super().__post_init__()
 
 
-def _load_base(settings: SteeredSettings) -> tuple[Any, Any]:
+def load_base(settings: SteeredSettings) -> tuple[Any, Any]:
     """Returns the class of the frozen policy, and its settings. Raises ConfigError: there is no such policy."""
     try:
         kind = load_plugin("user_sys.policies", settings.base, BASES)
@@ -239,7 +239,7 @@ class SteeredPolicy(TorchPolicy):
     @classmethod
     def select_cameras(cls, spec: RobotSpec, settings: SteeredSettings) -> tuple[str, ...]:
         """See `TrainablePolicy.select_cameras`; those of either policy."""
-        kind, options = _load_base(settings)
+        kind, options = load_base(settings)
         return (*dict.fromkeys((*cls._own_cameras(spec, settings), *kind.select_cameras(spec, options))),)
 
     @classmethod
@@ -252,7 +252,7 @@ class SteeredPolicy(TorchPolicy):
     ) -> nn.Module:
         """See `TrainablePolicy.make_module`. Raises ConfigError: the frozen policy cannot be built or steered."""
         chosen = settings or cls.settings()
-        kind, options = _load_base(chosen)
+        kind, options = load_base(chosen)
         plain = kind.make_module(spec, settings=options, features=chosen.base_features or features)
         base = apply_train_settings(plain, options)  # with the adapters of the run that trained it
         return SteeredNetwork(spec, features, chosen, cls._own_cameras(spec, chosen), base)
@@ -260,7 +260,7 @@ class SteeredPolicy(TorchPolicy):
     @classmethod
     def execution_delays(cls, settings: SteeredSettings) -> dict[ExecutionMethod, int]:
         """See `TrainablePolicy.execution_delays`: half of the executed actions, as a chunk holds no others."""
-        kind, options = _load_base(settings)
+        kind, options = load_base(settings)
         half: int = kind.execution_delays(options)["switch"]
         if executed := settings.execute or getattr(options, "execute", 0):
             half = min(half, executed // 2)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -137,7 +137,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
             for path, found in _surveyed_checkpoints(folder):
                 if found.is_all_unreadable:
                     raise RunError(unreadable_message(path, found))
-        return _with_absolute_paths(config), folder.path
+        return resolve_paths(config), folder.path
     config = load(RunConfig, request.config, request.overrides)
     if request.verb == "train" and not config.robots:
         raise RunError(
@@ -146,7 +146,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         )
     _require_console(config)
     check_plugins(config)
-    config = _with_absolute_paths(config)
+    config = resolve_paths(config)
     if config.learner.initial_policy:
         config = replace(config, learner=_with_initial_policy(config.learner))
     require_keys(config.gateway.endpoint, request.keys)
@@ -160,7 +160,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
     return config, home
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def resolve_paths(config: RunConfig) -> RunConfig:
     """`config` with absolute paths to the files of its settings, so that the run can be resumed in any folder.
 
     Of robots, the policy and requests for help, to those that exist here.
@@ -169,25 +169,48 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if rewards.kind:
         rewards = with_absolute_paths(rewards)
     _, settings = load_policy(policy.kind, policy.options)
-    given = {name: getattr(settings, name, "") for name in TEXT_PATHS}  # those of a package need not be texts
-    texts = {name: Path(text) for name, text in given.items() if isinstance(text, str) and text not in NOT_PATHS}
-    chosen = {name: value for name, value in vars(settings).items() if isinstance(value, Path)} | texts
-    paths = {name: str(path.resolve()) for name, path in chosen.items() if path.exists()}
-    policy = replace(policy, options={**policy.options, **paths})
+    options = _absolute_options(policy.options, settings)
+    if policy.kind == "steered":
+        from user_sys.policies.steered import load_base  # imports torch, as the policy has
+
+        _, base_settings = load_base(settings)
+        options["base_options"] = _absolute_options(settings.base_options, base_settings)
+    policy = replace(policy, options=options)
     if console.certificate:
         # A renewed certificate is another file behind the same link.
         files = [str(Path(each).absolute()) for each in (console.certificate, console.certificate_key)]
         console = replace(console, certificate=files[0], certificate_key=files[1])
-    if Path(help_.progress).is_file():
-        help_ = replace(help_, progress=str(Path(help_.progress).resolve()))
-    intervention = replace(config.intervention, help=help_)
-    robots = tuple(
-        replace(robot, description=str(Path(robot.description).resolve()))
-        if Path(robot.description).is_file()
-        else robot
-        for robot in config.robots
+    intervention = replace(config.intervention, help=replace(help_, progress=_absolute_file(help_.progress)))
+    return replace(
+        config,
+        rewards=rewards,
+        policy=policy,
+        console=console,
+        intervention=intervention,
+        robots=tuple(map(_with_absolute_description, config.robots)),
+        remote_robots=tuple(map(_with_absolute_description, config.remote_robots)),
     )
-    return replace(config, rewards=rewards, policy=policy, console=console, intervention=intervention, robots=robots)
+
+
+def _absolute_options(options: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """`options` with absolute paths to what exists here; `settings` are a policy's, made from them."""
+    given = {name: getattr(settings, name, "") for name in TEXT_PATHS}  # those of a package need not be texts
+    texts = {name: Path(text) for name, text in given.items() if isinstance(text, str) and text not in NOT_PATHS}
+    chosen = {name: value for name, value in vars(settings).items() if isinstance(value, Path)} | texts
+    return {**options, **{name: str(path.resolve()) for name, path in chosen.items() if path.exists()}}
+
+
+def _with_absolute_description(robot: RobotConfig) -> RobotConfig:
+    """`robot` with absolute paths to its descriptions: of the console's picture, and of its driver, such as ros2."""
+    options, given = robot.options, robot.options.get("description")
+    if isinstance(given, str):
+        options = {**options, "description": _absolute_file(given)}
+    return replace(robot, description=_absolute_file(robot.description), options=options)
+
+
+def _absolute_file(name: str) -> str:
+    """The absolute path of the file `name`; `name` itself if it is no file."""
+    return str(Path(name).resolve()) if Path(name).is_file() else name
 
 
 def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
