@@ -233,6 +233,33 @@ def test_chunk_is_read_again_after_an_error_of_the_file_server(store: Store, mon
         assert (abs(out[CAMERA].astype(int) - 10) <= 2).all()
 
 
+def test_part_of_a_chunk_counts_and_is_logged_until_it_can_be_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(chunk(1, 0, 5, frames={step: raw(100 + step) for step in range(5)}))
+    bad, size = raw(102).tobytes(), raw(102).size
+    unreadable = next(store.path.glob("*.seg*")).read_bytes().index(bad)
+    read = SegmentFileCache.read
+
+    def read_or_fail(cache: SegmentFileCache, name: SegmentName, offset: int, count: int) -> bytes:
+        if offset <= unreadable < offset + count <= offset + 5 * size:  # not the whole record
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(cache, name, offset, count)
+
+    with store.replay(PICTURES) as replay:
+
+        def failed_of(*steps: int) -> list[int]:
+            out = PICTURES.observations((len(steps),), np.zeros)
+            return list(replay.read([ReadPlan(np.array(steps), out, {})])[0].tolist())
+
+        monkeypatch.setattr(SegmentFileCache, "read", read_or_fail)
+        for steps, failed in (((0, 1, 2), [0, 1, 2]), ((0, 1), []), ((2, 3), [0, 1]), ((4,), []), ((2,), [0])):
+            assert failed_of(*steps) == failed and replay.report().damaged
+        assert caplog.text.count("replay.unusable") == 1
+        monkeypatch.setattr(SegmentFileCache, "read", read)
+        assert failed_of(2, 3) == [] and not replay.report().damaged
+
+
 def test_redraws_of_a_slow_disk_end_at_the_deadline(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(chunk(1, 0, 3))  # no camera at all
     monkeypatch.setattr("user_sys.replay.sampler.FILL_DEADLINE_S", -1.0)

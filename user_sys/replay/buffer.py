@@ -113,7 +113,7 @@ class DiskReader:
         except UNUSABLE_ERRORS as error:
             if isinstance(error, LASTING_ERRORS):
                 self._states[chunk] = BAD
-            self._count_damage(f"chunk {chunk}", error)
+            self._count_damage([f"chunk {chunk}"], error)
             raise
         span = self._index.observation_range(chunk)
         with self._lock:
@@ -123,12 +123,13 @@ class DiskReader:
             self._damaged.discard(f"chunk {chunk}")
         return rows
 
-    def _count_damage(self, what: str, error: Exception) -> None:
+    def _count_damage(self, places: Sequence[str], error: Exception) -> None:
+        """Counts `places`, which failed together. Logs the first one if none of them has failed before."""
         with self._lock:
-            known = what in self._damaged
-            self._damaged.add(what)
-        if not known:
-            _logger.warning("replay.unusable %s: %s", what, error)
+            is_new = self._damaged.isdisjoint(places)
+            self._damaged.update(places)
+        if is_new:
+            _logger.warning("replay.unusable %s: %s", places[0], error)
 
     # Frames
 
@@ -186,18 +187,20 @@ class DiskReader:
             try:
                 content = memoryview(self._reader.read_range(chunk, start, stop))
             except StoreError as error:
-                self._count_damage(f"frames of chunk {chunk}", error)
+                self._count_damage([f"chunk {chunk} byte {first}" for first in located["start"][run].tolist()], error)
                 failed += run
                 continue
-            with self._lock:
-                self._damaged.discard(f"frames of chunk {chunk}")
             for at in run:
                 _, first, size, crc = located[at].item()
                 try:
                     _decode(content[first - start : first - start + abs(size)], size < 0, crc, out[at])
                 except (StoreCorrupt, WireError, ValueError) as error:
-                    self._count_damage(f"chunk {chunk} byte {first}", error)
+                    self._count_damage([f"chunk {chunk} byte {first}"], error)
                     failed.append(at)
+                    continue
+                if self._damaged:
+                    with self._lock:
+                        self._damaged.discard(f"chunk {chunk} byte {first}")
         return failed
 
 
