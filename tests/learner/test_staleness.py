@@ -29,6 +29,7 @@ from user_sys.policies.conformance import example_spec
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.sampler import SamplerConfig
 from user_sys.replay.selectors import MixturePartConfig
+from user_sys.store.backup import back_up, restore
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.weights.gpu_copy import PolicySnapshot
 
@@ -73,9 +74,10 @@ class Robots:
 
     versions_ahead, pinned_version, is_busy = 0, -1, False
 
-    def __init__(self, writer: StoreWriter, late: int = 0, batch: int = 1) -> None:
+    def __init__(self, writer: StoreWriter, late: int = 0, batch: int = 1, count: int = 0) -> None:
+        """`count`: of the episodes before, which are different ones."""
         self.versions: list[int] = []
-        self._writer, self._late, self._batch, self._count = writer, late, batch, 0
+        self._writer, self._late, self._batch, self._count = writer, late, batch, count
 
     def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
         for _ in range(self._late if self.versions else 0):
@@ -168,6 +170,29 @@ def test_resumption_is_bit_identical(tmp_path: Path) -> None:
                 _, algorithm, _ = run(make(tmp_path / name, replace(CONFIG, max_updates=stop), Robots(writer, batch=0)))
             totals.append(algorithm.total)
     assert torch.equal(*totals)
+
+
+@pytest.mark.parametrize("grown", [0, 2, 9])
+def test_new_steps_of_a_restored_backup_are_used_once_and_old_ones_not_again(tmp_path: Path, grown: int) -> None:
+    with StoreWriter.open(tmp_path / "store") as writer:
+        robots = Robots(writer)
+        _, first, _ = run(make(tmp_path, replace(CONFIG, max_updates=2), robots))
+        back_up(tmp_path / "store", str(tmp_path / "backup"))
+        _, second, _ = run(make(tmp_path, replace(CONFIG, max_updates=4), robots))
+    restored = tmp_path / "restored"
+    restored.mkdir()
+    restore(str(tmp_path / "backup"), restored / "store")
+    (restored / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    with StoreWriter.open(restored / "store") as writer:
+        for number in range(grown):  # robots went on before the learner started
+            writer.append(episode(f"new-{number}", EpisodeSource.ONLINE, 100 + number, version=robots.versions[-1]))
+        writer.sync()
+        updates = max(1, grown)
+        _, third, reported = run(make(restored, replace(CONFIG, max_updates=4 + updates), Robots(writer, count=50)))
+    assert not {*first.starts, *second.starts} & {*third.starts}
+    assert len(set(third.starts)) == 3 * updates == reported["windows_used"]
+    if grown:
+        assert third.versions == [{robots.versions[-1]}] * grown
 
 
 def run(made: tuple[Learner, Counting, dict[str, float]]) -> tuple[Learner, Counting, dict[str, float]]:

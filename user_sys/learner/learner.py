@@ -18,7 +18,9 @@ An algorithm that uses each step once (`TrainingData.once`) alternates with the 
 
 Checkpoints and the store hold everything that a resumed learner needs, steps used once included. On a CPU, with one
 seed and the same store, a resumed run makes bit-identical updates. Steps of versions that were published after the
-checkpoint are of a lost course of training: an algorithm with a finite staleness drops them.
+checkpoint are of a lost course of training: an algorithm with a finite staleness drops them. If the store was restored
+from a backup that is older than the checkpoint, one that uses each step once leaves out the versions before the
+checkpoint's.
 
 A learner of several processes runs the same loop in each. Rank 0 decides what to do in each iteration and broadcasts
 it; it alone publishes, reports and writes checkpoints.

@@ -243,10 +243,13 @@ class Trainer:
             WireError: the checkpoint is of other settings or another robot.
         """
         load_state(self.algorithm, checkpoint.arrays, self.frozen)
-        if self.lacks_records(checkpoint) or checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
+        lacks_records, once = self.lacks_records(checkpoint), self.batches.once
+        if lacks_records or checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
             self._seed_draws(checkpoint.updates)
-            if self.batches.once is not None:
-                self.batches.once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)
+            if once is not None and lacks_records:  # records up to its position may be new
+                once.skip_versions(int(checkpoint.scalars["version"]), self.batches.replay.index)
+            elif once is not None:
+                once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)
             return False
         prefix = _rank_prefix(self.group.rank)
         own = {name.removeprefix(prefix): value for name, value in checkpoint.arrays.items() if name.startswith(prefix)}

@@ -158,6 +158,11 @@ class OnceSelector(Selector):
         self._waiting = self._ready = NO_ROWS
         self._examine(index, _rows_after(index, sequence))
 
+    def skip_versions(self, before: int, index: Index) -> None:
+        """Leaves out all windows of versions `before` this one: in a restored backup, new records have old numbers."""
+        self._waiting = self._ready = NO_ROWS
+        self._examine(index, np.flatnonzero(index.steps.policy_version >= before))
+
 
 def _steps_in_phase(index: Index, rows: Array) -> Array:
     """How many steps before each of `rows`, which ascend, the source of control last changed, or the episode began."""
