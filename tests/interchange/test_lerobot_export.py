@@ -20,14 +20,16 @@ from interchange_kit import (
     read_store,
     usual_store,
 )
+from msgspec.structs import replace
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
+from robots.fake import FakeRobot
 from user_sys.commands.main import main
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader
 from user_sys.interchange.lerobot_export import export_lerobot
-from user_sys.robot_records import read_robot_records, save_robot_record
+from user_sys.robot_records import embodiment_names, read_robot_records, save_robot_record
 from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel, TrimLabel
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -265,6 +267,20 @@ def test_export_copies_robot_specs(tmp_path: Path) -> None:
     assert main(["store", "import", str(sets), "--output", str(again)]) == 0
     assert [(each.robot, each.spec) for each in read_robot_records(again / "robots")] == [("panda-0", spec)]
     assert not (tmp_path / "outside.json").exists()
+
+
+def test_export_keeps_the_name_by_which_an_earlier_version_recorded_a_robot_since_changed(tmp_path: Path) -> None:
+    first = FakeRobot().spec
+    slower = replace(first, limits=replace(first.limits, reduced_speed=0.1))
+    store, sets, again = tmp_path / "store", tmp_path / "set", tmp_path / "again"
+    save_robot_record(store / "robots", "panda-0", first)
+    save_robot_record(store / "robots", "panda-0", slower)
+    make_store(store, episode_chunks("a", embodiment=first.fingerprint))
+    assert first.fingerprint in embodiment_names(store, slower)
+    assert main(["store", "export", str(store), "--format", "lerobot", "--output", str(sets)]) == 0
+    assert main(["store", "import", str(sets), "--output", str(again)]) == 0
+    assert embodiment_names(again, slower) == embodiment_names(store, slower)
+    assert read_robot_records(again / "robots") == read_robot_records(store / "robots")
 
 
 def test_export_reports_skipped_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

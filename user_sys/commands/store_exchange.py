@@ -27,7 +27,6 @@ from user_sys.robot_records import (
     copy_robot_records,
     read_robot_records,
     robot_records_of_store,
-    save_robot_record,
 )
 from user_sys.store.store import StoreReader
 
@@ -90,10 +89,10 @@ def _export_lerobot(path: Path, output: Path, episode_filter: EpisodeFilter, vid
         plans = plan_export(reader, reader.select(episode_filter), load_robot_specs(path), video=video, fps=fps)
         with progress_bar("exporting", sum(plan.steps for plan in plans)) as advance:
             export_lerobot(reader, plans, output, advance)
-    for record in robot_records_of_store(path):
-        for each in plans:
-            if each.embodiment in record.embodiments:
-                save_robot_record(output / each.folder / META / ROBOTS_FOLDER, record.robot, record.spec)
+    records = robot_records_of_store(path)
+    for each in plans:
+        own = (record for record in records if each.embodiment in record.embodiments)
+        copy_robot_records(own, output / each.folder / META)
     lines = [
         f"{output / each.folder}: {each.episodes} episodes, {each.steps} steps at {each.fps:g} Hz, "
         f"{each.robot_type or 'robot'} ({each.embodiment})"
