@@ -22,9 +22,10 @@ from user_sys.compose import RobotConfig
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.errors import RunError
+from user_sys.learner.config import LearnerConfig
 from user_sys.logs import LOG_VARIABLE
 from user_sys.messages import MetricsReport, ResourceUpdate, RobotStatus
-from user_sys.robot_records import save_robot_record
+from user_sys.robot_records import assign_learners, read_robot_records, save_robot_record
 from user_sys.run import launcher, prepare
 from user_sys.run.allocation import LocalAllocation
 from user_sys.run.compare import read_variants
@@ -204,3 +205,48 @@ def test_log_lines_name_the_robot_whose_name_begins_with_anothers(
     processes.start()
     expected = {f"{name}-{part}": name for name in ("arm", "arm-2") for part in ("driver", "session")}
     assert named.items() >= expected.items() and named["gateway"] == ""
+
+
+@pytest.fixture
+def two_learners(tmp_path: Path) -> tuple[RunProcesses, RunFolder, str, list[str]]:
+    """The processes of a run that `arm` and `visitor`, of another embodiment, have joined. Two processes train each.
+
+    With them the name of the second learner, and the processes that are asked to stop.
+    """
+    spec, stopped = FakeRobot().spec, list[str]()
+    config = RunConfig(runs=tmp_path, learner=LearnerConfig(processes=2))
+    folder, metadata = create_run_folder(config, "r", ENDPOINT)
+    for robot, each in (("arm", spec), ("visitor", msgspec.structs.replace(spec, gripper=-1))):
+        save_robot_record(folder.robots, robot, each)
+    processes: Any = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
+    processes._cluster = SimpleNamespace(
+        local_resource="node:here",
+        start=lambda *args, **settings: None,
+        request_stop=lambda *names: stopped.extend(names),
+    )
+    processes.start_new_learners()
+    return processes, folder, list(assign_learners(read_robot_records(folder.robots)))[1], stopped
+
+
+def test_learner_that_cannot_start_leaves_the_run_to_the_other_robots(
+    two_learners: tuple[RunProcesses, RunFolder, str, list[str]],
+) -> None:
+    processes, folder, second, stopped = two_learners
+    folder.log(second).parent.mkdir(parents=True, exist_ok=True)
+    folder.log(second).write_text("2026-01-01 00:00:00,000 E learner learner.failed SpecError: no camera 'top'\n")
+    failed, running = ProcessStatus(state=ProcessState.FAILED, last_exit=2), ProcessStatus(state=ProcessState.RUNNING)
+    others = {f"{second}-rank-1": failed, "learner": running, "learner-rank-1": running}
+    lines = list[str]()
+    for _ in range(3):
+        processes.report_failures({second: failed, **others}, lines.append)
+    processes.require_running(has_other_robots=True)
+    assert len(lines) == 1 and stopped == [f"{second}-rank-1"], "its other process would start again for ever"
+    words = (f"{second} failed: learner.failed SpecError: no camera 'top'", "continues", "visitor", "--resume")
+    assert not [word for word in words if word not in lines[0]]
+    done = ProcessStatus(state=ProcessState.STOPPED, last_exit=0)
+    assert not processes.are_learners_done({second: failed, **others})
+    assert processes.are_learners_done({second: failed, **others, "learner": done}), "the run ends in time all the same"
+
+    processes.report_failures({"learner-rank-1": failed}, lines.append)
+    with pytest.raises(RunError, match="learner-rank-1 cannot be kept running"):
+        processes.require_running(has_other_robots=True)

@@ -18,6 +18,7 @@ from user_sys.robot_records import (
     EXIT_ORPHANED,
     LEARNER,
     assign_learners,
+    learner_from_robot,
     learner_process_name,
     read_robot_records,
 )
@@ -40,7 +41,8 @@ log = logging.getLogger(__name__)
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 ROBOT_RESTARTS = RestartPolicy()  # for ever: the robot may be switched on, or released by another program
-# Without these processes the run ends. A process that ends with another one of its learner has not failed itself.
+# Without these processes the run ends; without a learner after the first it goes on. A process that ends with another
+# one of its learner has not failed itself.
 VITAL_RESTARTS = RestartPolicy(max_failures=3, tolerated_exits=(EXIT_ORPHANED,))
 ROBOT_REMINDER_S = 60.0  # between two lines about one process of a robot that ends again and again
 SESSION_HEAD_START_S = 1.0  # time for sessions to end their episode before the drivers stop the robots
@@ -109,8 +111,10 @@ class RunProcesses:
         """The processes of the policy server or of the learners, rank 0 first."""
         if use == "policy":
             return [POLICY_NODE] * self._has_policy_server
-        ranks = range(self._config.learner.processes)
-        return [learner_process_name(name, rank) for name in self.learners for rank in ranks]
+        return [process for name in self.learners for process in self._processes_of(name)]
+
+    def _processes_of(self, learner: str) -> list[str]:
+        return [learner_process_name(learner, rank) for rank in range(self._config.learner.processes)]
 
     def _start(self, spec: ProcessSpec, restart: RestartPolicy, slot: ProcessSlot | None = None) -> None:
         gpus: Sequence[str] = slot.gpus if slot else ()
@@ -185,7 +189,8 @@ class RunProcesses:
         for name, status in statuses.items():
             path = self._folder.log(name)
             before, self._restarts[name] = self._restarts.get(name, 0), status.restarts
-            if status.restarts > before and name in (*self._vital, CONSOLE) and status.last_exit != EXIT_ORPHANED:
+            is_printed = name in (*self._vital, *self._names_of("learner"), CONSOLE)
+            if status.restarts > before and is_printed and status.last_exit != EXIT_ORPHANED:
                 print_line(f"{name} ended {exit_reason(status.last_exit or 0)} and was restarted; its log is {path}")
             if status.restarts > before and name in robots and time.monotonic() >= self._remind_at_s.get(name, 0.0):
                 self._remind_at_s[name] = time.monotonic() + ROBOT_REMINDER_S
@@ -194,7 +199,23 @@ class RunProcesses:
                 print_line(f"{reason}; the robot holds meanwhile; its log is {path}")
             if status.state is ProcessState.FAILED and name not in self.failed:
                 self.failed[name] = last_log_message(path) or status.error
-                print_line(f"{name} failed: {self.failed[name]}; its log is {path}")
+                print_line(f"{name} failed: {self.failed[name]}; its log is {path}{self._leave_out(name)}")
+
+    def _leave_out(self, name: str) -> str:
+        """If the failed process is of a learner after the first, stops the learner. Returns what people can do then."""
+        learner = next((each for each in self.learners[1:] if name in self._processes_of(each)), None)
+        if learner is None:
+            return ""
+        others = [each for each in self._processes_of(learner) if each not in self.failed]
+        self.failed |= dict.fromkeys(others, f"{name} has failed")
+        self.cluster.request_stop(*others)
+        learners = learner_from_robot(read_robot_records(self._folder.robots))
+        robots = [robot for robot, each in learners.items() if each == learner]
+        return (
+            f". The run continues without it, and robots get no new weights from it ({', '.join(robots)}): correct "
+            "their configuration and restart them, or mend the cause and continue with "
+            f"`user-sys train --resume {self._folder.path}`"
+        )
 
     def require_running(self, *, has_other_robots: bool) -> None:
         """Raises RunError if a vital process failed, or all sessions did and no other robot is active."""
@@ -210,12 +231,12 @@ class RunProcesses:
     @property
     def _vital(self) -> set[str]:
         own = {GATEWAY_NAME, *([REWARD_PROCESS] if self._config.rewards.kind else [])}
-        return own | {*self._names_of("learner"), *self._names_of("policy")}
+        return own | {*self._processes_of(LEARNER), *self._names_of("policy")}
 
     def are_learners_done(self, statuses: Mapping[str, ProcessStatus]) -> bool:
-        learners = [statuses[name] for name in self.learners if name in statuses]
-        done = all(learner.state is ProcessState.STOPPED and learner.last_exit == 0 for learner in learners)
-        return done and len(learners) == len(self.learners)
+        """Whether all learners have ended, except those that failed."""
+        done = {n for n, each in statuses.items() if each.state is ProcessState.STOPPED and each.last_exit == 0}
+        return {*self.learners} <= done | self.failed.keys()
 
     def stop_robots(self) -> None:
         """Asks sessions and learners to stop, then the drivers, also those that are still starting. Any thread."""
