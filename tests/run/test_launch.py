@@ -97,6 +97,13 @@ class FakeProcesses:
         return lambda *args, **kwargs: None
 
 
+def robot_status(robot: str) -> RobotStatus:
+    return RobotStatus(
+        robot=robot, authority="policy", operator="", phase="policy", episode="", step=0, policy_version=0,
+        real_time=True, outbox_chunks=0, safety_interventions=0,
+    )  # fmt: skip
+
+
 def train(
     folder: RunFolder, config: RunConfig, processes: FakeProcesses, *messages: object, patch: pytest.MonkeyPatch
 ) -> str:
@@ -170,10 +177,7 @@ def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learn
     config, spec = RunConfig(runs=tmp_path), FakeRobot().spec
     folder, _ = create_run_folder(config, "r", ENDPOINT)
     save_robot_record(folder.robots, "arm", spec)
-    status = RobotStatus(
-        robot="arm", authority="policy", operator="", phase="policy", episode="", step=0, policy_version=0,
-        real_time=True, outbox_chunks=0, safety_interventions=0,
-    )  # fmt: skip
+    status = robot_status("arm")
     record = ResourceRecord(kind=Kind.ROBOT, name="arm", model="fake", node="desk", embodiment=spec.embodiment)
     other = msgspec.structs.replace(record, embodiment=msgspec.structs.replace(spec, gripper=-1).embodiment)
     same = (record, msgspec.structs.replace(other, health=Health.LOST), msgspec.structs.replace(other, name="b"))
@@ -183,6 +187,23 @@ def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learn
     assert "arm" in text and "no learner" not in text
     text = train(folder, config, FakeProcesses(), status, ResourceUpdate(record=other), patch=monkeypatch)
     assert "arm has another spec than before" in text and "no learner" in text
+
+
+def test_robot_that_comes_back_with_the_spec_of_others_joins_their_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, spec = RunConfig(runs=tmp_path), FakeRobot().spec
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    wrong = msgspec.structs.replace(spec, gripper=-1)
+    records = iter([("arm", spec), ("visitor", wrong), ("visitor", spec)])  # at each introduction of a robot
+    processes: Any = FakeProcesses()
+    processes.start_new_learners = lambda: save_robot_record(folder.robots, *next(records))
+    record = ResourceRecord(kind=Kind.ROBOT, name="visitor", model="fake", node="desk", embodiment=spec.embodiment)
+    visitor, corrected = robot_status("visitor"), ResourceUpdate(record=record)
+    messages = (robot_status("arm"), visitor, corrected, visitor, corrected, visitor)
+    text = train(folder, config, processes, *messages, patch=monkeypatch)
+    assert "visitor (robot fake) is available" in text and "another spec" not in text
+    assert next(records, None) is None, "the corrected robot was introduced again"
 
 
 def test_log_lines_name_the_robot_whose_name_begins_with_anothers(
@@ -250,3 +271,14 @@ def test_learner_that_cannot_start_leaves_the_run_to_the_other_robots(
     processes.report_failures({"learner-rank-1": failed}, lines.append)
     with pytest.raises(RunError, match="learner-rank-1 cannot be kept running"):
         processes.require_running(has_other_robots=True)
+
+
+def test_learner_that_its_robot_has_left_does_not_hold_up_the_end(
+    two_learners: tuple[RunProcesses, RunFolder, str, list[str]],
+) -> None:
+    processes, folder, second, _ = two_learners
+    done, running = ProcessStatus(state=ProcessState.STOPPED, last_exit=0), ProcessStatus(state=ProcessState.RUNNING)
+    assert not processes.are_learners_done({"learner": done, second: running}), "its robot may still give steps"
+    save_robot_record(folder.robots, "visitor", FakeRobot().spec)
+    assert processes.are_learners_done({"learner": done, second: running})
+    assert not processes.are_learners_done({"learner": running, second: done})

@@ -303,6 +303,10 @@ class RunSupervisor:
         self._console.print(f"{describe_device(record)} is {state}", markup=False, soft_wrap=True)
         known = self._hub.robot_spec(record.name) if record.name in self._seen else None
         if is_available and known is not None and record.embodiment not in ("", known.embodiment):
+            specs = [self._hub.robot_spec(robot.name) for robot in self._hub.view().robots]
+            if any(spec is not None and spec.embodiment == record.embodiment for spec in specs):
+                self._seen.discard(record.name)  # its next status introduces it with this spec and that learner
+                return
             self._console.print(
                 f"{record.name} has another spec than before (logs/gateway.log names the difference): no learner of "
                 "this launch trains for it; restart it with the options that it had",

@@ -234,9 +234,10 @@ class RunProcesses:
         return own | {*self._processes_of(LEARNER), *self._names_of("policy")}
 
     def are_learners_done(self, statuses: Mapping[str, ProcessStatus]) -> bool:
-        """Whether all learners have ended, except those that failed."""
+        """Whether the learners have ended, but for failed ones and those that no robot has, which get no steps."""
         done = {n for n, each in statuses.items() if each.state is ProcessState.STOPPED and each.last_exit == 0}
-        return {*self.learners} <= done | self.failed.keys()
+        others = {*self.learners} - done - self.failed.keys()
+        return LEARNER not in others and not others & assign_learners(read_robot_records(self._folder.robots)).keys()
 
     def stop_robots(self) -> None:
         """Asks sessions and learners to stop, then the drivers, also those that are still starting. Any thread."""
