@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,16 @@ def test_contradictory_settings_are_refused() -> None:
     for options in ({"path": "a", "cameras": ["front"]}, {"tokenizer": "words"}, {"statistics": "checkpoint"}):
         with pytest.raises(ConfigError, match="path"):
             load_policy("lerobot", options)
+
+
+def test_home_folder_in_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    _, settings = load_policy("lerobot", {"path": "~/smolvla", "statistics": "~/cubes", "tokenizer": "~/words"})
+    assert isinstance(settings, LeRobotSettings)
+    found = (settings.path, settings.statistics, settings.tokenizer)
+    assert found == (Path("/home/ann/smolvla"), "/home/ann/cubes", "/home/ann/words")
+    named = LeRobotSettings(path=Path("lerobot/smolvla_base"), tokenizer="google/paligemma")
+    assert (named.source, named.tokenizer) == ("lerobot/smolvla_base", "google/paligemma"), "names on the hub stay"
 
 
 def test_execute_beyond_a_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

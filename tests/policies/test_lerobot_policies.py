@@ -440,6 +440,12 @@ def test_missing_parts_are_named(act: LeRobotSettings) -> None:
     assert "hub gives no config.json" in message(ConfigError, LeRobotSettings(path=Path("nobody/nothing")))
 
 
+def test_a_checkpoint_in_the_home_folder_is_loaded(act: LeRobotSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert act.path is not None
+    monkeypatch.setenv("HOME", str(act.path.parent))
+    assert LeRobotPolicy(SPEC, settings=LeRobotSettings(path=Path("~/copy"))).cameras == ("front",)
+
+
 def test_missing_statistics_are_named(act: LeRobotSettings) -> None:
     from lerobot.policies.factory import make_pre_post_processors
 

@@ -6,6 +6,7 @@ It imports neither torch nor LeRobot: the pictures that a run needs are checked 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +66,11 @@ class LeRobotSettings:
     train: TrainSettings = field(default_factory=TrainSettings)
 
     def __post_init__(self) -> None:
+        """Expands ``~`` in paths, which LeRobot does not."""
+        if self.path is not None:
+            object.__setattr__(self, "path", Path(os.path.expanduser(self.path)))
+        for name in ("statistics", "tokenizer"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         if self.path is None and self.statistics == "checkpoint":
             raise ConfigError("statistics is checkpoint, and path names none; set it to bounds or a dataset's folder")
         if self.path is None and self.tokenizer:
@@ -218,7 +224,7 @@ class PolicyFeatures:
             bounds = {self.names[each.name]: _statistics_of_bounds(each) for each in self.vectors}
             pictures = {self.names[each.feature]: _picture_statistics() for each in self.cameras}
             return bounds | pictures | {"action": _statistics_of_bounds(spec.action)}
-        path = Path(wanted).expanduser() / "meta" / "stats.json"
+        path = Path(wanted) / "meta" / "stats.json"
         try:
             found: Statistics = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -247,7 +253,7 @@ def find_checkpoint_file(settings: LeRobotSettings, name: str) -> Path:
     Raises:
         ConfigError: there is no such file.
     """
-    folder = Path(str(settings.path)).expanduser()
+    folder = Path(str(settings.path))
     if folder.is_dir():
         if (folder / name).is_file():
             return folder / name
