@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -264,6 +265,10 @@ def test_lerobot_loads_the_result_and_acts_alike(
     policy = LeRobotPolicy(SPEC, settings=checkpoints[kind])
     policy.load(policy_arrays(algorithm.policy))
     policy.export(tmp_path / "saved")
+    for device in ("cuda", None):
+        edit_config(checkpoints[kind], device=device)
+        policy.export(tmp_path / str(device))
+        assert json.loads((tmp_path / str(device) / "config.json").read_text())["device"] == device
     observation = example_observation(np.random.default_rng(3))
     noise = None if policy.module.noise_shape is None else torch.randn(1, *policy.module.noise_shape)
     expected = lerobot_actions(tmp_path / "saved", observation, noise)

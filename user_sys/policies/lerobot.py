@@ -27,6 +27,7 @@ from user_sys.policies.lerobot_checkpoint import (
     find_checkpoint_file,
     lerobot_version,
     one_line,
+    stored_device,
     type_and_chunk_length,
 )
 from user_sys.policies.policy import ExecutionMethod
@@ -110,12 +111,20 @@ class LeRobotNetwork(nn.Module):
     frozen_from = -1
 
     def __init__(
-        self, network: Any, processors: LeRobotProcessors, found: PolicyFeatures, is_pretrained: bool = False
+        self,
+        network: Any,
+        processors: LeRobotProcessors,
+        found: PolicyFeatures,
+        is_pretrained: bool = False,
+        device: str | None = None,
     ) -> None:
-        """`network`: LeRobot's policy, on the CPU."""
+        """Args:
+        network: LeRobot's policy, on the CPU.
+        device: for LeRobot's tools, which choose it if it is None.
+        """
         super().__init__()
         self.network, self.processors = network.float().train(), processors
-        self._found, self.is_pretrained, config = found, is_pretrained, network.config
+        self._found, self.is_pretrained, self._device, config = found, is_pretrained, device, network.config
         self.features = tuple(each.name for each in found.vectors)
         self.cameras = tuple(each.name for each in found.cameras)
         deltas: Sequence[int] = config.action_delta_indices
@@ -197,7 +206,10 @@ class LeRobotNetwork(nn.Module):
 
     def export(self, folder: Path) -> None:
         """Writes the policy with its processors, as LeRobot's tools load them, into the new folder `folder`."""
+        config = self.network.config
+        used, config.device = config.device, self._device
         self.network.save_pretrained(folder)
+        config.device = used
         for pipeline in self.processors.pipelines:
             pipeline.save_pretrained(folder)
 
@@ -299,7 +311,7 @@ def build_network(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatu
         setattr(config, name, value)
     processors = LeRobotProcessors(_pipelines(spec, settings, found, config))
     processors.require_statistics(settings.source)
-    return LeRobotNetwork(network, processors, found, is_pretrained=settings.path is not None)
+    return LeRobotNetwork(network, processors, found, settings.path is not None, stored_device(settings))
 
 
 def _configuration(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures) -> Any:

@@ -247,6 +247,15 @@ def type_and_chunk_length(settings: LeRobotSettings) -> tuple[str, int]:
     return kind, int(config.get(name) or CHUNK_LENGTHS.get(kind, 1))
 
 
+def stored_device(settings: LeRobotSettings) -> str | None:
+    """Returns the device on which LeRobot's tools use the checkpoint; None if they choose it, as of a new policy.
+
+    Raises ConfigError: the checkpoint cannot be read.
+    """
+    device = None if settings.path is None else _read_config(settings).get("device")
+    return None if device is None else str(device)
+
+
 def find_checkpoint_file(settings: LeRobotSettings, name: str) -> Path:
     """Returns the path of a file of the checkpoint, from the hub if need be.
 
