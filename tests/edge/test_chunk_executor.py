@@ -180,8 +180,12 @@ def test_measured_delay_is_counted_in_control_periods() -> None:
 def test_chunk_that_is_shorter_than_the_delay_is_named() -> None:
     robot = Robot(Server(takes=2 * LENGTH), mode="async")
     values(robot, 3 * LENGTH + 3)
-    with pytest.raises(PolicyUnavailable, match=r"not arrived after 9 control periods, and a chunk of 6 actions"):
+    with pytest.raises(
+        PolicyUnavailable, match=r"not arrived after 9 control periods, and a chunk of 6 actions"
+    ) as late:
         robot.executor.next_action(lambda: {"t": np.zeros(1, np.float32)}, 0, "go")
+    assert "policy.options.chunk_length" in str(late.value) and "18 or more" in str(late.value)
+    assert "policy.options.config.chunk_size" in str(late.value), "lerobot has no chunk_length"
 
 
 def test_vlash_uses_a_chunk_from_the_end_of_its_promised_actions() -> None:

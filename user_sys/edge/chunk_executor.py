@@ -384,7 +384,9 @@ class ChunkExecutor:
             return PolicyUnavailable("the next action chunk has not arrived; the robot holds")
         return PolicyUnavailable(
             f"the next action chunk has not arrived after {waited} control periods, and a chunk of {length} actions "
-            f"bridges {length // 2}: set policy.options.chunk_length to {2 * waited} or more; the robot holds"
+            f"bridges {length // 2}: set policy.options.chunk_length to {2 * waited} or more (of the kind lerobot "
+            "policy.options.config.chunk_size, of its diffusion n_action_steps; an ACT needs a checkpoint with such "
+            "chunks); the robot holds"
         )
 
     @property
