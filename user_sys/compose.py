@@ -210,35 +210,44 @@ def select_cameras(policy: PolicyConfig, robot: RobotConfig) -> tuple[str, ...]:
 
     Raises ConfigError: the robot lacks one, or the policy cannot act for it.
     """
-    kind, settings = load_policy(policy.kind, policy.options)
     try:
-        kind.check_robot(robot_spec(robot), settings, policy.features)
-        return kind.select_cameras(robot_spec(robot), settings)
+        return _select_cameras(policy, robot_spec(robot))
     except SpecError as error:
         raise ConfigError(build_error_message(robot, error)) from error
 
 
-def check_pictures(policy: PolicyConfig, robot: RobotConfig) -> None:
+def _select_cameras(policy: PolicyConfig, spec: RobotSpec) -> tuple[str, ...]:
+    """As `select_cameras`; SpecError: the policy cannot act for the robot."""
+    kind, settings = load_policy(policy.kind, policy.options)
+    kind.check_robot(spec, settings, policy.features)
+    return kind.select_cameras(spec, settings)
+
+
+def check_pictures(policy: PolicyConfig, robot: RobotConfig, *, at_server: bool = False) -> None:
     """Checks that the robot can give the pictures that the policy reads. Connects to no device.
 
-    A robot's computer need not have the package of a policy that acts in a policy server; nothing is checked then.
+    Args:
+        at_server: only its policy server's computer need have the policy's packages and files. Nothing is checked if
+            they are not here.
 
     Raises:
         ConfigError: the robot lacks a camera, takes too few pictures, or they are too large for a policy server.
     """
+    spec = robot_spec(robot)
     try:
-        load_policy(policy.kind, policy.options)
+        cameras = _select_cameras(policy, spec)
+    except SpecError as error:
+        raise ConfigError(build_error_message(robot, error)) from error
     except ConfigError:
-        if policy_location(policy) == "server":
+        if at_server:
             return
         raise
-    cameras = select_cameras(policy, robot)
     if cameras and robot.picture_stride > 1:
         raise ConfigError(
             f"robot {robot.name}: frame_stride is {robot.frame_stride}, but the policy {policy.kind} reads pictures in "
             "each control period; set frame_stride: 1"
         )
-    read = [camera for camera in robot_spec(robot).cameras if camera.name in cameras]
+    read = [camera for camera in spec.cameras if camera.name in cameras]
     size_bytes = sum(math.prod(camera.shape) for camera in read)
     if size_bytes > MAX_PICTURE_BYTES and policy_location(policy) == "server":
         raise ConfigError(
@@ -247,10 +256,11 @@ def check_pictures(policy: PolicyConfig, robot: RobotConfig) -> None:
         )
 
 
-def check_execution(policy: PolicyConfig) -> None:
+def check_execution(policy: PolicyConfig, *, at_server: bool = False) -> None:
     """Checks that the policy can do the method of asynchronous execution, with chunks that bridge a fixed delay.
 
-    As with `check_pictures`, nothing is checked if the policy's package is only at the policy server.
+    Args:
+        at_server: see `check_pictures`.
 
     Raises:
         ConfigError: it cannot, or its chunks are too short.
@@ -259,11 +269,12 @@ def check_execution(policy: PolicyConfig) -> None:
         return
     try:
         kind, settings = load_policy(policy.kind, policy.options)
+        delays = kind.execution_delays(settings)
     except ConfigError:
-        if policy_location(policy) == "server":
+        if at_server:
             return
         raise
-    delays, method, wanted = kind.execution_delays(settings), policy.execution.method, policy.execution.delay_periods
+    method, wanted = policy.execution.method, policy.execution.delay_periods
     if method not in delays:
         raise ConfigError(
             f"policy.execution.method is {method}, which the policy {policy.kind} cannot do with its present "

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 import user_sys.commands.edge
-from user_sys.commands.edge import run_robots
+from user_sys.commands.edge import EdgeConfig, check_config, run_robots
+from user_sys.compose import PolicyConfig, RobotConfig, check_execution, check_pictures
 from user_sys.edge.robot_processes import RUN_FINISHED, UNREACHABLE, EdgeStatusFile, RobotHealth, RobotProcesses
+from user_sys.errors import ConfigError
+from user_sys.policies.policy import ExecutionConfig
+from user_sys.tunnel.keys import new_keypair, save_keypair
 
 ROUNDS = 20
 FAULT, GOOD = RobotHealth(UNREACHABLE, "the gateway is unreachable"), RobotHealth("driving", "the run drives the robot")
@@ -80,3 +84,19 @@ def test_edge_that_is_stopped_before_its_robots_start_starts_none(
     monkeypatch.setattr(robot, "start", lambda: pytest.fail("a driver starts"))
     (tmp_path / "arm.key").write_text("")
     run_robots([robot], [tmp_path / "arm.key"], stop, lambda line: None, EdgeStatusFile(tmp_path))
+
+
+def test_robot_needs_no_checkpoint_of_a_policy_that_acts_in_a_server(tmp_path: Path) -> None:
+    """torch is here, such as for a progress model; LeRobot or the checkpoint is not."""
+    for name in ("gateway", "policy", "arm"):
+        save_keypair(new_keypair(), tmp_path, name)
+    robot, options = RobotConfig(name="arm", driver="fake", task="reach"), {"path": str(tmp_path / "smolvla")}
+    execution = ExecutionConfig(mode="async", method="rtc")
+    policy = PolicyConfig("lerobot", options, endpoint="tcp://site:5557", execution=execution)
+    check_config(EdgeConfig(robots=(robot,), policy=policy), "tcp://desk:5555", tmp_path)
+    for check in (lambda: check_execution(policy), lambda: check_pictures(policy, robot)):
+        with pytest.raises(ConfigError, match="LeRobot|smolvla"):  # a run's computer trains it
+            check()
+    unfit = EdgeConfig(robots=(robot,), policy=PolicyConfig("cnn", endpoint="tcp://site:5557"))
+    with pytest.raises(ConfigError, match="robot arm: .*no camera"):
+        check_config(unfit, "tcp://desk:5555", tmp_path)

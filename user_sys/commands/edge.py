@@ -119,7 +119,7 @@ def edge(
     if not log.isEnabledFor(logging.INFO):
         logging.getLogger("hal.process_supervisor").setLevel(logging.ERROR)  # `RobotProcesses` prints its events
     settings = load_edge_config(config, robot, overrides)
-    _check_config(settings, connect, keys)
+    check_config(settings, connect, keys)
     folder = folder.resolve()
     page = _write_console_config(settings, folder) if console else None
     for each in settings.robots:
@@ -176,7 +176,7 @@ def load_edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]
     return build(EdgeConfig, settings, str(path), overrides)
 
 
-def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
+def check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
     """Checks configuration, keys and locks before any robot moves. Raises ConfigError, RunError or LeaseHeld."""
     check_connect_endpoint(connect)
     if not config.robots:
@@ -194,15 +194,16 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
                 f"`user-sys train`. Remove the key"
             )
     load_public_key(keys / f"{GATEWAY_NAME}.pub")
-    check_execution(config.policy)
+    at_server = policy_location(config.policy) == "server"
+    check_execution(config.policy, at_server=at_server)
     require_progress_model(config.intervention.help)
-    if policy_location(config.policy) == "server":
+    if at_server:
         check_server_swaps(config.weights)
         load_public_key(keys / f"{POLICY_NODE}.pub")
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")
         check_demonstrable(robot, config.demonstrations)
-        check_pictures(config.policy, robot)
+        check_pictures(config.policy, robot, at_server=at_server)
         with robot_lock(robot.name, "user-sys edge", simulated=robot.simulated):
             pass  # raises LeaseHeld if another program of this computer drives it
 
