@@ -32,8 +32,9 @@ from user_sys.episode import EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import OperatorCommand, OperatorReply, PreviewRequest, RobotStatus, StopRun
 from user_sys.policies.mlp import MlpPolicy
-from user_sys.rewards.networks import FORMAT, RewardMetadata, save_network
+from user_sys.rewards.networks import save_network
 from user_sys.rewards.progress import ProgressNet
+from user_sys.rewards.reward import FORMAT, RewardMetadata
 from user_sys.robot_records import LEARNER
 from user_sys.run.prepare import CONSOLE
 from user_sys.store.log_reader import LogReader

@@ -204,7 +204,8 @@ class TestClassifierConformance(RewardConformance):
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path: Path) -> None:
         from user_sys.rewards.classifier import SuccessNet
-        from user_sys.rewards.networks import FORMAT, RewardMetadata, save_network
+        from user_sys.rewards.networks import save_network
+        from user_sys.rewards.reward import FORMAT, RewardMetadata
 
         self.path = tmp_path / "model.safetensors"
         metadata = RewardMetadata(
@@ -219,8 +220,9 @@ class TestClassifierConformance(RewardConformance):
 class TestProgressConformance(RewardConformance):
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path: Path) -> None:
-        from user_sys.rewards.networks import FORMAT, RewardMetadata, save_network
+        from user_sys.rewards.networks import save_network
         from user_sys.rewards.progress import ProgressNet
+        from user_sys.rewards.reward import FORMAT, RewardMetadata
 
         self.path = tmp_path / "model.safetensors"
         metadata = RewardMetadata(

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from run_kit import user_sys
+from safetensors.numpy import save_file
 
 from hal.spec import RobotSpec
 from user_sys.commands.main import main
@@ -27,12 +28,14 @@ from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
+from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
 from user_sys.gateway import GatewayConfig
 from user_sys.gateway.relay import RelayConfig
 from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
+from user_sys.rewards.reward import FORMAT, RewardMetadata
 from user_sys.robot_records import embodiment_names, read_robot_records
 from user_sys.run import config as config_module
 from user_sys.run import prepare
@@ -51,6 +54,7 @@ from user_sys.run.evaluate import exit_status
 from user_sys.run.pins import GUARD_FILE
 from user_sys.run.prepare import (
     LaunchRequest,
+    check_plugins,
     free_endpoint,
     load_run,
     open_or_create_folder,
@@ -244,6 +248,36 @@ def test_reward_of_a_resumed_run_is_found_from_any_folder(tmp_path: Path, monkey
     assert config.rewards.options["model"] == str(tmp_path / "reward.safetensors")
 
 
+def save_model(path: Path, cameras: list[str], kind: str = "progress") -> None:
+    """A reward's file without tensors."""
+    seen = RewardMetadata(
+        format=FORMAT, cameras=tuple(cameras), tasks=("reach",), temperature=1.0, successes=5, failures=5
+    )
+    save_file({}, path, {kind: msgspec.json.encode(seen).decode()})
+
+
+def test_progress_model_that_robots_cannot_use_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "help.safetensors"
+    robot = RobotConfig(name="arm", driver="fake", task="reach", options={"cameras": ["front"]})
+    help_ = InterventionConfig(help=HelpConfig(progress=str(path)))
+    config = RunConfig(robots=(robot,), intervention=help_)
+    save_model(path, ["front"])
+    check_plugins(config)
+    for cameras, kind, problem in (
+        (["front", "top"], "progress", r"reads the cameras \['top'\]; fake has \['front'\]"),
+        (["front"], "classifier", "help.safetensors holds no progress"),
+    ):
+        save_model(path, cameras, kind)
+        with pytest.raises(ConfigError, match=f"^intervention.help.progress: .*{problem}") as caught:
+            check_plugins(config)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(b"weights")
+    with pytest.raises(ConfigError, match="holds no progress"):
+        check_plugins(config)
+
+
 def test_files_of_a_resumed_run_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder, _ = create_run_folder(replace(fleet(tmp_path), console=ConsoleConfig(enabled=False)), "first", ENDPOINT)
@@ -254,7 +288,7 @@ def test_files_of_a_resumed_run_are_found_from_any_folder(tmp_path: Path, monkey
     request = LaunchRequest("train", None, folder.path, False, False, None, overrides)
     with pytest.raises(ConfigError, match="intervention.help.progress: progress.safetensors is no file; train one"):
         load_run(request)
-    (tmp_path / "progress.safetensors").touch()
+    save_model(tmp_path / "progress.safetensors", cameras=[])
     (tmp_path / "lab.pem").symlink_to("lab-7.pem")  # as certbot does: a renewal makes it point to lab-8.pem
     config, _ = load_run(request)
     found = config.intervention.help.progress, config.console.certificate, config.console.certificate_key

@@ -38,6 +38,7 @@ from user_sys.compose import (
     drawing_source,
     policy_location,
     require_unique_names,
+    robot_spec,
 )
 from user_sys.config import as_dict, build, load, read_yaml, save
 from user_sys.console.config import ConsoleConfig, require_certificate
@@ -196,7 +197,7 @@ def check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
     load_public_key(keys / f"{GATEWAY_NAME}.pub")
     at_server = policy_location(config.policy) == "server"
     check_execution(config.policy, at_server=at_server)
-    require_progress_model(config.intervention.help)
+    require_progress_model(config.intervention.help, map(robot_spec, config.robots))
     if at_server:
         check_server_swaps(config.weights)
         load_public_key(keys / f"{POLICY_NODE}.pub")

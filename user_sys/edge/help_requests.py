@@ -10,8 +10,9 @@ from there; a person guides it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,11 +145,35 @@ class InterventionRules:
         return ""
 
 
-def require_progress_model(config: HelpConfig) -> None:
-    """Raises ConfigError: there is no file of the progress model."""
-    if config.progress and not Path(config.progress).is_file():
+def require_progress_model(config: HelpConfig, specs: Iterable[RobotSpec]) -> None:
+    """Checks the file of the progress model, if there is one, for robots with these specs. Imports no torch.
+
+    Raises ConfigError: it is no file or no progress model, a robot lacks a camera that it reads, or torch is missing.
+    """
+    from user_sys.rewards.reward import read_metadata
+
+    if not config.progress:
+        return
+    if not Path(config.progress).is_file():
         how = f"user-sys reward train RUN --kind progress --output {config.progress}"
         raise ConfigError(f"intervention.help.progress: {config.progress} is no file; train one: {how}")
+    if find_spec("torch") is None:
+        raise ConfigError(f"intervention.help.progress needs torch: {install_hint('learner')}")
+    try:
+        cameras = read_metadata(Path(config.progress), "progress").cameras
+    except ConfigError as error:
+        raise ConfigError(f"intervention.help.progress: {error}") from None
+    for spec in specs:
+        _require_cameras(config, cameras, spec)
+
+
+def _require_cameras(config: HelpConfig, wanted: Iterable[str], spec: RobotSpec) -> None:
+    cameras = [each.name for each in spec.cameras]
+    if missing := set(wanted) - set(cameras):
+        raise ConfigError(
+            f"intervention.help.progress: {config.progress} reads the cameras {sorted(missing)}; {spec.model} has "
+            f"{cameras}; name its cameras so, or train a model on its pictures"
+        )
 
 
 def _progress_watch(config: HelpConfig, spec: RobotSpec) -> ProgressWatch:
@@ -156,7 +181,6 @@ def _progress_watch(config: HelpConfig, spec: RobotSpec) -> ProgressWatch:
         from user_sys.rewards.progress import ProgressWatch
     except ImportError as error:
         raise ConfigError(f"intervention.help.progress needs torch ({error}): {install_hint('learner')}") from None
-    watch, cameras = ProgressWatch(Path(config.progress), config.progress_steps), [each.name for each in spec.cameras]
-    if missing := set(watch.cameras) - set(cameras):
-        raise ConfigError(f"{config.progress} reads the cameras {sorted(missing)}; the robot has {cameras}")
+    watch = ProgressWatch(Path(config.progress), config.progress_steps)
+    _require_cameras(config, watch.cameras, spec)
     return watch

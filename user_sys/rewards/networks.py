@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hal.decode_errors import DECODE_ERRORS
 from hal.durable import replace_durably
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, DataSetError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
-from user_sys.rewards.reward import cameras_of, clip_pictures
+from user_sys.rewards.reward import FORMAT, RewardMetadata, cameras_of, clip_pictures, read_metadata
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.labels import REWARD_PREFIX
 from user_sys.store.store import StoreReader
@@ -34,30 +33,7 @@ MIN_EACH = 5  # successes, and failures, to train on
 PARTS = 10  # of the episodes, by the hash of their names: 0 and 1 for audits, 2 for the temperature, the others train
 AUDIT_PARTS, TEMPERATURE_PART = (0, 1), 2
 
-FORMAT = 1  # of a file
 Network = TypeVar("Network", bound="RewardNetwork")
-
-
-class RewardMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward's file has besides its tensors.
-
-    Attributes:
-        cameras: names of the cameras that it reads, in this order.
-        tasks: names of the tasks that it was trained on; a progress model needs a success of each. Episodes of others
-            stay as they are.
-        temperature: divides the network's logits.
-        successes, failures: episodes that it was trained on.
-    """
-
-    format: int
-    cameras: tuple[str, ...]
-    tasks: tuple[str, ...]
-    temperature: float
-    successes: int
-    failures: int
-
-    def probability(self, logit: float) -> float:
-        return float(1 / (1 + np.exp(-logit / self.temperature)))
 
 
 @dataclass(frozen=True)
@@ -260,18 +236,12 @@ def load_network(path: Path, make: type[Network]) -> tuple[RewardMetadata, Netwo
     """Reads a reward. Raises ConfigError: there is no such file, or it holds no reward of this kind and version."""
     from safetensors import SafetensorError, safe_open
 
-    kind = make.kind
-    if not path.is_file():
-        how = f"user-sys reward train RUN --kind {kind} --output {path}"
-        raise ConfigError(f"{path}: no such file; train a {kind}: {how}")
+    metadata = read_metadata(path, make.kind)
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = msgspec.json.decode((file.metadata() or {})[kind], type=RewardMetadata)
             tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.format != FORMAT:
-            raise ConfigError(f"{path} has {kind} format {metadata.format}, not {FORMAT}; train it again")
         net = make(len(metadata.cameras))
         net.load_state_dict(tensors)
-    except (SafetensorError, KeyError, RuntimeError, *DECODE_ERRORS) as error:
-        raise ConfigError(f"{path} holds no {kind}: {type(error).__name__}; train it again") from None
+    except (SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"{path} holds no {make.kind}: {type(error).__name__}; train it again") from None
     return metadata, net.eval()

@@ -9,15 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
+from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import Array
 from user_sys.episode import IMAGE_PREFIX, EpisodeSource
-from user_sys.errors import DataSetError
+from user_sys.errors import ConfigError, DataSetError
 from user_sys.interchange.episodes import StoredEpisode, is_camera
 from user_sys.interchange.frames import decode_frame
+
+FORMAT = 1  # of a reward's file
 
 
 @dataclass(frozen=True)
@@ -140,3 +145,45 @@ def clip_pictures(episode: StoredEpisode, cameras: Sequence[str], places: Sequen
                 raise DataSetError(where)
         first = place + 1
         yield dict(newest)
+
+
+class RewardMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward's file has besides its tensors.
+
+    Attributes:
+        cameras: names of the cameras that it reads, in this order.
+        tasks: names of the tasks that it was trained on; a progress model needs a success of each. Episodes of others
+            stay as they are.
+        temperature: divides the network's logits.
+        successes, failures: episodes that it was trained on.
+    """
+
+    format: int
+    cameras: tuple[str, ...]
+    tasks: tuple[str, ...]
+    temperature: float
+    successes: int
+    failures: int
+
+    def probability(self, logit: float) -> float:
+        return float(1 / (1 + np.exp(-logit / self.temperature)))
+
+
+def read_metadata(path: Path, kind: str) -> RewardMetadata:
+    """Reads what a reward's file has besides its tensors. Imports no torch.
+
+    Raises ConfigError: there is no such file, or it holds no reward of this kind and version.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        how = f"user-sys reward train RUN --kind {kind} --output {path}"
+        raise ConfigError(f"{path}: no such file; train a {kind}: {how}")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = msgspec.json.decode((file.metadata() or {})[kind], type=RewardMetadata)
+    except (SafetensorError, KeyError, *DECODE_ERRORS) as error:
+        raise ConfigError(f"{path} holds no {kind}: {type(error).__name__}; train it again") from None
+    if metadata.format != FORMAT:
+        raise ConfigError(f"{path} has {kind} format {metadata.format}, not {FORMAT}; train it again")
+    return metadata
