@@ -35,7 +35,8 @@ class RobotRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         known_since_unix_ns: stays when the spec changes.
-        first_fingerprints: by embodiment that the robot has been, of the embodiment's first spec in this folder.
+        first_fingerprints: by embodiment that the robot has been, the oldest first, of the embodiment's first spec in
+            this folder.
     """
 
     robot: str
@@ -62,9 +63,8 @@ def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
     since = time.time_ns() if known is None else known.known_since_unix_ns
     others = [record.first_fingerprints for record in read_robot_records(folder)]
     first = next((each[spec.embodiment] for each in others if spec.embodiment in each), spec.fingerprint)
-    firsts = {spec.embodiment: first}
-    if known is not None:
-        firsts |= {known.embodiments[0]: known.embodiments[1], **known.first_fingerprints}
+    firsts = {} if known is None else {**known.first_fingerprints, known.embodiments[0]: known.embodiments[1]}
+    firsts.setdefault(spec.embodiment, first)
     _write_record(folder, RobotRecord(robot=robot, spec=spec, known_since_unix_ns=since, first_fingerprints=firsts))
     return True
 
@@ -171,18 +171,17 @@ _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9]+")
 
 
 def assign_learners(records: Iterable[RobotRecord]) -> dict[str, RobotSpec]:
-    """The name of each learner, and the spec of its embodiment, in the order of the embodiments' first records.
+    """The name of each learner, and the spec of its embodiment, in the order in which the robots' records had them.
 
-    Each name begins with `LEARNER`, which is the name of the first. It stays with the embodiment.
+    Each name begins with `LEARNER`, which is the name of the first. It stays with the embodiment while a robot has it.
     """
+    records = tuple(records)
+    first = {record.spec.embodiment: record for record in reversed(records)}
     learners: dict[str, RobotSpec] = {}
-    known = set[str]()
-    for record in records:
-        embodiment = record.spec.embodiment
-        if embodiment not in known:
+    for embodiment in dict.fromkeys(e for r in records for e in (*r.first_fingerprints, r.spec.embodiment)):
+        if (record := first.get(embodiment)) is not None:
             model = _UNSAFE_CHARACTERS.sub("-", record.spec.model)
             learners[f"{LEARNER}-{model}-{record.embodiments[1][:6]}" if learners else LEARNER] = record.spec
-            known.add(embodiment)
     return learners
 
 

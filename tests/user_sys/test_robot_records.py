@@ -76,6 +76,17 @@ def test_name_of_a_learner_stays_when_the_robot_that_it_is_named_by_becomes_anot
     assert later["third"] == names["third"] == names["second"] != later["second"]
 
 
+def test_first_learner_stays_with_the_other_robots_when_the_oldest_becomes_another_embodiment(tmp_path: Path) -> None:
+    spec, other = FakeRobot().spec, replace(FakeRobot().spec, gripper=-1)
+    for number in range(4):
+        save_robot_record(tmp_path, f"arm-{number}", spec)
+    save_robot_record(tmp_path, "arm-0", other)
+    learners = learner_from_robot(read_robot_records(tmp_path))
+    assert {learners[f"arm-{number}"] for number in (1, 2, 3)} == {"learner"} and learners["arm-0"] != "learner"
+    save_robot_record(tmp_path, "arm-0", spec)
+    assert set(learner_from_robot(read_robot_records(tmp_path)).values()) == {"learner"}
+
+
 def test_robot_that_becomes_another_embodiment_is_logged_with_the_difference(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
