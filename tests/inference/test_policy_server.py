@@ -38,7 +38,7 @@ from inference_kit import (
 from msgspec.structs import replace
 
 from hal.errors import SpecError
-from hal.spec import STATE, Array, SafetyLimits
+from hal.spec import ENVIRONMENT_STATE, STATE, Array, SafetyLimits
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import encode_packet
 from user_sys.edge.chunk_executor import ChunkExecutor
@@ -63,7 +63,7 @@ from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig,
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
 OLD_REQUEST = Path(__file__).parent / "policy-protocol-4.msgpack"
-DESCRIPTION = encode_description(PolicyDescription(kind="mlp", options={}, features=(), spec=SPEC))
+DESCRIPTION = encode_description(PolicyDescription(kind="mlp", options={}, features=(), spec=SPEC).shared)
 
 
 @pytest.fixture
@@ -630,6 +630,13 @@ def test_server_survives_any_message(server: EchoServer, robots: list[RemotePoli
 
 
 # Pictures
+
+
+def test_server_gets_all_vectors_as_a_frozen_policy_may_read_other_features(server: EchoServer, keys: Path) -> None:
+    with remote(lambda: server.endpoint, keys, features=(ENVIRONMENT_STATE,)) as policy:
+        acts(policy)
+        (served,) = server.opened
+        assert set(served.seen) == {STATE, ENVIRONMENT_STATE}
 
 
 def test_pictures_are_sent_once_the_server_has_named_the_cameras(server: EchoServer, keys: Path) -> None:

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from hal.context import ClosedAtExit
 from hal.errors import SpecError
-from hal.spec import IMAGES, ArraySpec, RobotSpec
+from hal.spec import IMAGES, RobotSpec
 from user_sys.codec import encode_packet
 from user_sys.errors import ConfigError, PolicyUnavailable, WireError
 from user_sys.inference.protocol import (
@@ -203,7 +203,8 @@ class RemotePolicy(ClosedAtExit):
         """
         self.version, self.awaits_weights, self.cameras = NO_VERSION, False, tuple[str, ...]()
         self.timeout_s = timeout_s
-        self._observed: tuple[ArraySpec, ...] = feature_specs(description.spec, description.features)
+        feature_specs(description.spec, description.features)  # all are sent: the policy may read more, as steered does
+        self._observed = description.spec.observation
         self._width = description.spec.action.shape
         self._description = encode_description(description.shared)
         self._digest, self._sends_description = blake3(self._description).digest(), True
