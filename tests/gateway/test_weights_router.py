@@ -232,6 +232,16 @@ def test_robot_is_reassigned_when_its_learner_connects(tmp_path: Path) -> None:
     assert not bench.answered("b")
 
 
+def test_robot_whose_learner_has_not_connected_is_told_that_there_is_no_version(tmp_path: Path) -> None:
+    bench = RouterBench(tmp_path)
+    bench.router.on_peer_opened(learner(FIRST, PANDA))
+    bench.router.on_peer_opened(robot("b", ARM))
+    bench.router.on_peer_opened(robot("c", ARM, via="lab"))
+    bench.work()
+    offers = [(who, said) for who, said in bench.sent if isinstance(said, WeightsOffer)]
+    assert offers == [("b", WeightsOffer(manifests=(), signer=b"", greeting=True))]
+
+
 def test_metrics_of_other_learners_have_a_prefix(tmp_path: Path) -> None:
     bench = RouterBench(tmp_path)
     bench.router.on_peer_opened(learner(SECOND, ARM))

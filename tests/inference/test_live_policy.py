@@ -24,6 +24,7 @@ from user_sys.tunnel.protocol import Envelope, TunnelState
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, UpdatePlanner
 
 OBSERVATION = example_observation(np.random.default_rng(0))
+EMPTY = WeightsOffer(manifests=(), signer=b"", greeting=True)
 
 
 class Constant(Policy):
@@ -81,7 +82,17 @@ class World:
 
 
 def test_policy_without_weights_holds_unless_it_may_explore(tmp_path: Path) -> None:
-    assert World(tmp_path, explore=True).act() == -1
+    world = World(tmp_path, explore=True)
+    with world.policy:
+        with pytest.raises(PolicyUnavailable, match="waiting for weights"):  # the gateway may have a version
+            world.act()
+        assert world.policy.awaits_weights
+        world.client.offers.append(EMPTY)
+        until(lambda: not world.policy.awaits_weights, "the gateway has no version")
+        world.client.state = TunnelState.LOST
+        assert world.act() == -1, "a session goes on without its gateway"
+        world.client.offers.append(WeightsOffer(manifests=(SignedRecord(b"", bytes(64)),), signer=bytes(32)))
+        until(lambda: world.policy.awaits_weights, "a version is offered, and has not arrived")
     world = World(tmp_path, explore=False)
     with pytest.raises(PolicyUnavailable, match="waiting for weights"):
         world.act()
@@ -95,17 +106,16 @@ def test_policy_may_explore_only_after_the_gateway_has_said_in_this_session_that
 ) -> None:
     world = World(tmp_path, explore=False)
     policy, client = world.policy, world.client
-    empty = WeightsOffer(manifests=(), signer=b"", greeting=True)
     with policy:
         assert not policy.may_explore
-        client.offers.append(empty)
+        client.offers.append(EMPTY)
         until(lambda: policy.may_explore, "the gateway has no version")
         assert policy.scalars()["weights/refused"] == 0
         client.state = TunnelState.LOST
         assert not policy.may_explore
         client.state, client.counters["lost"] = TunnelState.OPEN, 1
         assert not policy.may_explore, "it is another session"
-        client.offers.append(empty)
+        client.offers.append(EMPTY)
         until(lambda: policy.may_explore, "nor has it in this session")
         client.offers.append(WeightsOffer(manifests=(SignedRecord(b"", bytes(64)),), signer=bytes(32)))
         until(lambda: not policy.may_explore, "there are weights, also if they are refused")
@@ -124,12 +134,15 @@ def test_weights_are_swapped_between_chunks_and_reported(tmp_path: Path) -> None
 
 def test_weights_are_swapped_between_episodes_only(tmp_path: Path) -> None:
     world = World(tmp_path, explore=True, swap_at="episode")
-    world.load(1)
-    world.policy.pause()
-    assert world.act() == -1
-    world.policy.begin_episode()
-    world.load(2)
-    assert world.act() == 1
+    with world.policy:
+        world.client.offers.append(EMPTY)
+        until(lambda: world.policy.may_explore, "the gateway has no version")
+        world.load(1)
+        world.policy.pause()
+        assert world.act() == -1
+        world.policy.begin_episode()
+        world.load(2)
+        assert world.act() == 1
 
 
 def test_robot_that_is_paused_before_its_episode_ends_uses_no_version_until_it_acts(tmp_path: Path) -> None:

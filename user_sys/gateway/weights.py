@@ -533,8 +533,8 @@ class WeightsDistributor(ThreadedService):
 class WeightsRouter:
     """One `WeightsDistributor` for each learner; it starts when the learner connects, and at later gateway starts.
 
-    A robot without a spec gets the first learner's weights; a robot whose embodiment has no learner gets none; a relay
-    gets all of them. Its public methods never block, except `close`, and any thread may call them.
+    A robot without a spec gets the first learner's weights; a robot whose embodiment has no learner gets none, and an
+    empty offer; a relay gets all of them. Its public methods never block, except `close`, and any thread may call them.
     """
 
     def __init__(
@@ -548,7 +548,7 @@ class WeightsRouter:
     ) -> None:
         """`robots` lists the connected robots; `is_relay` as for `WeightsDistributor`. Raises OSError."""
         self._folder, self._send, self._robots = folder, send, robots
-        self._make_distributor = partial(WeightsDistributor, kept=kept, is_relay=is_relay)
+        self._make_distributor, self._is_relay = partial(WeightsDistributor, kept=kept, is_relay=is_relay), is_relay
         self._lock = threading.RLock()
         self._running = False
         self._distributors: dict[str, WeightsDistributor] = {}  # by learner
@@ -707,6 +707,8 @@ class WeightsRouter:
             distributors[former].on_peer_closed(peer.name)
         if name is not None and not peer.via:
             distributors[name].on_robot_opened(peer.name)
+        elif not peer.via and not self._is_relay:  # it may explore until its learner connects
+            self._send(peer.name, WeightsOffer(manifests=(), signer=b"", greeting=True), None)
 
     def _learner_for(self, peer: Peer) -> str | None:
         if peer.spec is None:

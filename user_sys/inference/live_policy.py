@@ -47,7 +47,7 @@ class LivePolicy(StartedAtEntry):
         client: the tunnel through which weights arrive and reports about them leave.
         name: the robot or policy server, as in its reports.
         keys, folder: as for `WeightsReceiver`.
-        explore: `act` acts at random until weights arrive.
+        explore: `act` acts at random once the gateway has said that there is no version, until it offers one.
         """
         self._policies, self._client, self._name, self._config, self._explore = policies, client, name, config, explore
         self._governor = Governor(config.governor)
@@ -81,12 +81,17 @@ class LivePolicy(StartedAtEntry):
     @property
     def awaits_weights(self) -> bool:
         """No weights have arrived, and the policy may not explore."""
-        return not self._explore and self.version == NO_VERSION
+        return self.version == NO_VERSION and not self._explores
 
     @property
     def may_explore(self) -> bool:
         """See `WeightsReceiver.is_without_version`; otherwise a policy server may have lost its weights."""
         return self._receiver.is_without_version()
+
+    @property
+    def _explores(self) -> bool:
+        """Whether `act` acts at random without weights. The session goes on while the gateway is away."""
+        return self._explore and self._receiver.was_without_version()
 
     def hold_reason(self, *, explore: bool) -> str:
         """Why a robot must hold, for its operators; empty if the policy may act."""
@@ -115,9 +120,9 @@ class LivePolicy(StartedAtEntry):
 
     def act(self, query: PolicyQuery) -> ActionChunk:
         """As `Policy.act`. Raises PolicyUnavailable: no weights, or too old ones."""
-        if self._config.swap_at == "chunk" or self.hold_reason(explore=self._explore):
+        if self._config.swap_at == "chunk" or self.hold_reason(explore=self._explores):
             self.swap()
-        if reason := self.hold_reason(explore=self._explore):
+        if reason := self.hold_reason(explore=self._explores):
             raise PolicyUnavailable(reason)
         self._set_paused(False)
         started_s = time.perf_counter()

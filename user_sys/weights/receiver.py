@@ -453,9 +453,13 @@ class WeightsReceiver(ThreadedService):
 
     def is_without_version(self) -> bool:
         """Whether the gateway is there and has said in this session that it has no version, and never offered one."""
-        channel, planner = self._channel, self.planner
+        channel = self._channel
         is_current = channel.state is TunnelState.OPEN and self._empty_session == channel.counters["lost"]
-        return is_current and planner.newest_version == NO_VERSION
+        return is_current and self.was_without_version()
+
+    def was_without_version(self) -> bool:
+        """Whether the gateway has said that it has no version, and never offered one; it may be away now."""
+        return self._empty_session >= 0 and self.planner.newest_version == NO_VERSION
 
     def is_too_stale(self) -> bool:
         """Whether the acting policy is too many versions behind; never before the first version.
