@@ -433,6 +433,16 @@ def test_a_checkpoint_of_another_version_is_refused(act: LeRobotSettings) -> Non
     assert "no config.json" in message(ConfigError, act)
 
 
+def test_a_checkpoint_of_a_gpu_needs_none(act: LeRobotSettings, tmp_path: Path) -> None:
+    assert act.path is not None
+    edit_config(act, device="cuda")
+    steps = act.path / "policy_preprocessor.json"
+    steps.write_text(steps.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    module_of(act).export(tmp_path / "saved")
+    for name in ("config.json", "policy_preprocessor.json"):
+        assert '"device": "cuda"' in (tmp_path / "saved" / name).read_text()
+
+
 def test_missing_parts_are_named(act: LeRobotSettings) -> None:
     assert act.path is not None
     for states in act.path.glob("policy_preprocessor_*.safetensors"):

@@ -54,7 +54,7 @@ class LeRobotProcessors:
         from lerobot.processor import DeviceProcessorStep
 
         self.pipelines = pipelines
-        # The tensors are on the right device already; that of the checkpoint may not exist here.
+        # The tensors are on the right device already.
         self._before, self._after = (
             [step for step in each.steps if not isinstance(step, DeviceProcessorStep)] for each in pipelines
         )
@@ -360,6 +360,7 @@ def _network(settings: LeRobotSettings, config: Any) -> Any:
 
 def _pipelines(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures, config: Any) -> tuple[Any, Any]:
     from lerobot.policies.factory import make_pre_post_processors
+    from lerobot.processor import DeviceProcessorStep
 
     statistics, tensors = found.statistics(spec, settings), None
     if statistics is not None:
@@ -368,16 +369,20 @@ def _pipelines(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatures
         options: dict[str, Any] = {"dataset_stats": tensors}
     else:
         _require_processors(settings)
-        tokenizer = {"tokenizer_processor": {"tokenizer_name": settings.tokenizer}} if settings.tokenizer else {}
+        chosen = {"device_processor": {"device": "cpu"}}  # that of the checkpoint may not exist here
+        chosen |= {"tokenizer_processor": {"tokenizer_name": settings.tokenizer}} if settings.tokenizer else {}
         scaling = {} if tensors is None else {"stats": tensors}
         options = {
             "pretrained_path": str(settings.path),
-            "preprocessor_overrides": tokenizer | ({"normalizer_processor": scaling} if scaling else {}),
+            "preprocessor_overrides": chosen | ({"normalizer_processor": scaling} if scaling else {}),
             "postprocessor_overrides": {"unnormalizer_processor": scaling} if scaling else {},
         }
     with _translated(settings, "is its tokenizer on this computer? policy.options.tokenizer names another"):
         before, after = make_pre_post_processors(config, **options)
-        return before, after
+    for step in before.steps:
+        if isinstance(step, DeviceProcessorStep):
+            step.device = stored_device(settings) or step.device  # it is saved, and never called
+    return before, after
 
 
 def _require_processors(settings: LeRobotSettings) -> None:
