@@ -141,6 +141,22 @@ def test_robot_whose_driver_ends_at_each_start_ends_the_run(
     assert text.count(f"arm cannot be driven: its driver ends {ended}: its log is empty; see ") == 2, "and as the error"
 
 
+def test_session_that_fails_at_each_start_is_printed_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(runs=tmp_path, robots=(RobotConfig(name="arm", driver="lab"),))
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    folder.log("arm-session").parent.mkdir(parents=True, exist_ok=True)
+    folder.log("arm-session").write_text("2026-01-01 00:00:00,000 E session session.failed SpecError: no joint 7\n")
+    driver = ProcessStatus(state=ProcessState.RUNNING)
+    for restarts, times in ((1, 0), (2, 1)):
+        session = ProcessStatus(state=ProcessState.WAITING, restarts=restarts, last_exit=1)
+        statuses = {"arm-driver": driver, "arm-session": session}
+        text = train(folder, config, FakeProcesses(statuses), patch=monkeypatch)
+        assert text.count("arm holds: its session ends with exit status 1 at each start") == times
+        assert ("session.failed SpecError: no joint 7; see " in text) == bool(times)
+
+
 def test_training_sets_the_results_of_the_run_s_earlier_end_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

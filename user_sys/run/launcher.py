@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from rich.console import Console
 
-from hal.process_supervisor import ProcessStatus, exit_reason
+from hal.process_supervisor import ProcessState, ProcessStatus, exit_reason
 from hal.resource import Health, ResourceRecord
 from hal.signals import TerminationRequest, bounded_shutdown
 from hal.spec import RobotSpec
@@ -62,7 +62,7 @@ LEAVE_DEADLINE_S = 60.0  # sessions deliver their outbox and the learner writes 
 SAVE_DEADLINE_S, PROCESS_DEADLINE_S, GATEWAY_DEADLINE_S = 5.0, 6.0, 7.0
 REMOTE_DEADLINE_S = 2.0  # robots on other computers keep what they have not delivered; one that left is noticed late
 INTERRUPTED = "interrupted by a person"
-MAX_ROBOT_STARTS = 3  # after so many failed starts, a robot that has sent no status is missing
+MAX_ROBOT_STARTS = 3  # after so many failed starts of its driver, a robot that has sent no status is missing
 
 
 def launch_run(request: LaunchRequest) -> int:
@@ -122,6 +122,10 @@ def _run(
         logger.close(summary.as_json())
     console.print(f"the files of this run are in {folder.path}")
     return exit_status(config, summary, request.any_result, console)
+
+
+def _fails_at_each_start(status: ProcessStatus) -> bool:
+    return status.restarts >= MAX_ROBOT_STARTS - 1 and status.last_exit not in (None, 0)
 
 
 class GatewayLink:
@@ -356,12 +360,12 @@ class RunSupervisor:
                 self._reasons.print(f"checkpoints of {name}", f"{name} {text}", display.print_line)
 
     def _check_robots(self, statuses: Mapping[str, ProcessStatus], display: ProgressDisplay) -> None:
-        """Prints robots whose driver fails at each start. Raises RunError if there is no other robot."""
+        """Prints robots whose driver or session fails at each start. Raises RunError if none can be driven."""
         for number, robot in enumerate(self._config.robots):
             driver = f"{robot.name}-driver"
             path, status = self._folder.log(driver), statuses[driver]
             message = last_log_message(path)
-            failed = status.restarts >= MAX_ROBOT_STARTS - 1 and status.last_exit not in (None, 0)
+            failed, session = _fails_at_each_start(status), statuses.get(f"{robot.name}-session")
             if robot.name in self._seen:
                 self._missing.pop(robot.name, None)
             elif message.startswith(WAITING_LOG_PREFIX):
@@ -374,6 +378,11 @@ class RunSupervisor:
                 why = f"{ends}: {message or 'its log is empty'}; see {path}"
                 self._missing[robot.name] = f"{robot.name} cannot be driven: {why}"
                 display.print_line(self._missing[robot.name])
+            elif session and not failed and session.state is ProcessState.WAITING and _fails_at_each_start(session):
+                path = self._folder.log(f"{robot.name}-session")  # its last line is the reason while it waits
+                ends = f"its session ends {exit_reason(session.last_exit or 0)} at each start"
+                reason = f"{robot.name} holds: {ends}: {last_log_message(path) or 'its log is empty'}; see {path}"
+                self._reasons.print(robot.name, reason, display.print_line)
         if self._missing and len(self._missing) == len(self._config.robots) and not self._active_remote_robots():
             raise RunError("; ".join(self._missing.values()))
 
