@@ -245,7 +245,7 @@ def test_log_lines_name_the_robot_whose_name_begins_with_anothers(
 
 
 @pytest.fixture
-def two_learners(tmp_path: Path) -> tuple[RunProcesses, RunFolder, str, list[str]]:
+def two_learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunProcesses, RunFolder, str, list[str]]:
     """The processes of a run that `arm` and `visitor`, of another embodiment, have joined. Two processes train each.
 
     With them the name of the second learner, and the processes that are asked to stop.
@@ -255,12 +255,14 @@ def two_learners(tmp_path: Path) -> tuple[RunProcesses, RunFolder, str, list[str
     folder, metadata = create_run_folder(config, "r", ENDPOINT)
     for robot, each in (("arm", spec), ("visitor", msgspec.structs.replace(spec, gripper=-1))):
         save_robot_record(folder.robots, robot, each)
-    processes: Any = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
-    processes._cluster = SimpleNamespace(
+    cluster = SimpleNamespace(
         local_resource="node:here",
         start=lambda *args, **settings: None,
         request_stop=lambda *names: stopped.extend(names),
     )
+    monkeypatch.setattr(LocalAllocation, "connect", lambda *_: cluster)
+    processes = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
+    processes.connect()
     processes.start_new_learners()
     return processes, folder, list(assign_learners(read_robot_records(folder.robots)))[1], stopped
 

@@ -130,9 +130,9 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
             raise _in_use_error(lock, folder.path)
         _require_keys_folder(folder)
         _require_console(config)
+        _require_same_training(config, folder)
         check_plugins(config)
         _require_embodiments(config, folder)
-        _require_same_training(config, folder)
         if not request.restart_if_unreadable:
             for path, found in _surveyed_checkpoints(folder):
                 if found.is_all_unreadable:
