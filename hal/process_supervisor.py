@@ -274,9 +274,9 @@ class ProcessSupervisor:
                 with contextlib.suppress(OSError):  # a full disk: the older half of the log is lost
                     shift_copies(self._log_path)
                     copy = self._log_path.with_name(f"{self._log_path.name}.1")
-                    with self._log_path.open("rb") as full, copy.open("wb") as half:
-                        full.seek(-self._max_log_bytes, os.SEEK_END)
-                        half.write(full.read(self._max_log_bytes))
+                    with self._log_path.open("rb") as log, copy.open("wb") as newest:
+                        log.seek(-self._max_log_bytes, os.SEEK_END)
+                        newest.write(log.read(self._max_log_bytes))
                     shutil.copymode(self._log_path, copy)
                 os.truncate(self._log_path, 0)
         except OSError as error:
