@@ -203,8 +203,8 @@ class RemotePolicy(ClosedAtExit):
         """
         self.version, self.awaits_weights, self.cameras = NO_VERSION, False, tuple[str, ...]()
         self.timeout_s = timeout_s
-        feature_specs(description.spec, description.features)  # all are sent: the policy may read more, as steered does
-        self._observed = description.spec.observation
+        feature_specs(description.spec, description.features)  # raises SpecError
+        self._observed = description.spec.observation  # all are sent: a steered policy reads `base_features` too
         self._width = description.spec.action.shape
         self._description = encode_description(description.shared)
         self._digest, self._sends_description = blake3(self._description).digest(), True

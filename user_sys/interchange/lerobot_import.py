@@ -56,9 +56,7 @@ from user_sys.video import VideoReader
 _BROKEN = (pa.ArrowException, OSError)  # pyarrow's exceptions
 _FIELD = re.compile(r"\{(chunk_index|file_index|video_key)(?::0?(\d)?d)?\}")  # in a path
 MAX_VIDEO_S = 1e9
-UNKNOWN_START_NS = (
-    0  # of foreign episodes; the same at all sites, so that their stores can be merged, and before any run
-)
+UNKNOWN_START_NS = 0  # of foreign episodes: before any run, and the same at all sites, whose stores are merged
 CHUNK_STEPS = 32  # of episodes without a recorded division
 # Defaults of columns that a dataset lacks; otherwise 0.
 UNKNOWN: Mapping[str, float] = {"policy_version": -1, "log_prob": float("nan")}

@@ -244,7 +244,7 @@ def check_plugins(config: RunConfig) -> None:
     if config.rewards.kind:
         load_reward(config.rewards)
     if config.robots and not config.ray.address:  # in a cluster the robots may be on other computers
-        require_progress_model(config.intervention.help, map(robot_spec, _buildable_robots(config)))
+        require_progress_model(config.intervention.help, map(robot_spec, robots))
 
 
 def _require_embodiments(config: RunConfig, folder: RunFolder) -> None:
