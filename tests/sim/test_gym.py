@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,17 @@ from hal.robot import Robot
 from hal.safety import SafetyKernel
 from hal.spec import STATE, RobotSpec
 from sim.gym import GymCamera, GymConfig, GymRobot, GymTask
-from user_sys.compose import RobotConfig, build_robot_setup
+from user_sys.algorithms.algorithm import SentenceReader, policy_arrays
+from user_sys.algorithms.conformance import example_batch_for
+from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, make_policy, robot_spec
 from user_sys.edge.agents import NewestFrames, task_outcome
 from user_sys.edge.environment import RobotEnvironment
+from user_sys.errors import ConfigError
+from user_sys.learner.config import LearnerConfig
+from user_sys.plugins import load_algorithm, load_policy
+from user_sys.run.config import RunConfig
 from user_sys.run.metrics import read_metrics
+from user_sys.run.prepare import check_plugins
 from user_sys.store.store import StoreReader
 
 PICTURE = spaces.Box(0, 255, (8, 6, 3), np.uint8)
@@ -127,6 +135,8 @@ class PointEnv(gymnasium.Env[Any, Any]):
 
 
 gymnasium.register("TestPoint-v0", entry_point=PointEnv, max_episode_steps=30)
+VIEW = spaces.Dict({"front": spaces.Box(0, 255, (24, 32, 3), np.uint8)})  # as the conformance suites show it
+gymnasium.register("TestView-v0", entry_point=PointEnv, max_episode_steps=30, kwargs={"observation": VIEW})
 
 
 def point(**options: Any) -> GymRobot:
@@ -371,6 +381,59 @@ def test_action_spans_the_whole_range() -> None:
     assert 0.05 < rise <= 0.125
     assert after["state"][20] < 0.06, "the gripper closes at -1"
     env.close()
+
+
+TINY_VLA = {"width": 16, "heads": 2, "expert_layers": 1}
+PICTURE_POLICIES: list[tuple[str, str, dict[str, Any]]] = [
+    ("rlpd", "cnn", {"hidden": [16], "picture_size": 8, "pretrain_updates": 1}),
+    ("ppo", "cnn", {"hidden": [16], "picture_size": 8}),
+    ("bc", "flow", {"pictures": True, "hidden": [16], "prefix_max": 2}),
+    ("sac_flow", "gated_flow", {"pictures": True, "hidden": [16]}),
+    ("hg_dagger", "vla", TINY_VLA),
+    ("sac_flow", "vla", {**TINY_VLA, "gated": True}),
+    ("dsrl", "steered", {"pictures": True, "hidden": [16], "base": "vla", "base_options": TINY_VLA}),
+    ("dsrl", "steered", {"reads_base": True, "hidden": [16], "base": "vla", "base_options": TINY_VLA}),
+]
+DRIVER = RobotConfig(name="gym-0", driver="gym", task="drive", frame_stride=1, options={"id": "TestView-v0"})
+
+
+@pytest.mark.parametrize(("algorithm", "kind", "options"), PICTURE_POLICIES)
+def test_environment_of_pictures_alone_is_trained_on(algorithm: str, kind: str, options: dict[str, Any]) -> None:
+    policy, spec = PolicyConfig(kind=kind, options=options), robot_spec(DRIVER)
+    check_plugins(RunConfig(robots=(DRIVER,), learner=LearnerConfig(algorithm=algorithm), policy=policy))
+    (camera,) = spec.cameras
+    chosen, settings = load_policy(kind, options)
+    trained, trained_settings = load_algorithm(algorithm, {})
+    learner = trained(trained_settings, chosen.make_module(spec, settings=settings), spec)
+    assert (learner.data.features, learner.data.cameras) == ((), (camera.name,))
+    batch = example_batch_for(learner.data, np.random.default_rng(0), n=4)
+    shown, following = (each[camera.feature] for each in (batch.observation, batch.next_observation))
+    batch = replace(batch, observation={camera.feature: shown}, next_observation={camera.feature: following})
+    if isinstance(learner.policy, SentenceReader):
+        batch = batch.with_sentences(learner.policy.encode_sentences(batch.sentences))
+    for number in range(2):
+        learner.update(batch, number)
+    acting = make_policy(policy, spec, 0)
+    acting.load(policy_arrays(learner.policy))
+    chunk = acting.act({camera.feature: np.zeros(camera.shape, np.uint8)}, "drive", deterministic=True)
+    assert np.isfinite(chunk.actions).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("mlp", {}, "the policy mlp reads vectors, and .* has only pictures: set policy.kind to one that reads pict"),
+        ("flow", {}, "the policy without policy.options.pictures reads vectors, .*: set pictures: true"),
+        ("flow", {"pictures": True, "correction_hidden": [8]}, "correction_hidden reads vectors, .*: leave it out"),
+        ("flow", {"pictures": True, "offset_max": 2}, "offset_max is 2, and the policy reads only pictures"),
+        ("steered", {"base": "vla"}, "the policy steered without policy.options.pictures reads vectors"),
+    ],
+)
+def test_policy_that_reads_no_pictures_is_refused_before_the_run(
+    kind: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^robot gym-0: .*{reason}"):
+        check_plugins(RunConfig(robots=(DRIVER,), policy=PolicyConfig(kind=kind, options=options)))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium names the version

@@ -28,7 +28,7 @@ from user_sys.policies.cnn import PictureSettings
 from user_sys.policies.networks import ObservationNetwork, PictureEncoder
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionMethod
 from user_sys.policies.rtc import ChunkPrefix, RtcSettings, draw_prefix_lengths, sample_given, sample_guided
-from user_sys.policies.scaling import INPUT_CLIP, feature_specs
+from user_sys.policies.scaling import INPUT_CLIP, feature_specs, require_vectors
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 from user_sys.policies.vlash import OFFSET, StateForecast
 
@@ -288,13 +288,17 @@ class FlowPolicy(TorchPolicy):
     @classmethod
     def check_robot(cls, spec: RobotSpec, settings: Any, features: Sequence[str] = ()) -> None:
         """See `TrainablePolicy.check_robot`: with `offset_max` the actions must move a state that the policy reads."""
+        if not getattr(settings, "pictures", True):
+            require_vectors(spec, features, "the policy without policy.options.pictures", "set pictures: true")
+        if getattr(settings, "correction_hidden", ()):
+            require_vectors(spec, features, "the network of policy.options.correction_hidden", "leave it out")
         if not getattr(settings, "offset_max", 0):
             return
         read = [each.name for each in feature_specs(spec, features)]
         if STATE not in read:
             raise SpecError(
-                f"policy.options.offset_max is {settings.offset_max}, and the policy reads {', '.join(read)}: add "
-                f"{STATE} to policy.features, or leave out offset_max"
+                f"policy.options.offset_max is {settings.offset_max}, and the policy reads "
+                f"{', '.join(read) or 'only pictures'}: add {STATE} to policy.features, or leave out offset_max"
             )
         if not StateForecast(spec).is_possible:
             raise SpecError(

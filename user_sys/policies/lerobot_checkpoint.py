@@ -17,7 +17,7 @@ from hal.errors import SpecError, install_hint
 from hal.settings import Limit, Positive, suggest
 from hal.spec import ENVIRONMENT_STATE, IMAGES, STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
-from user_sys.policies.scaling import feature_specs
+from user_sys.policies.scaling import feature_specs, require_vectors
 from user_sys.policies.trainable import TrainSettings
 
 TYPES = ("act", "diffusion", "pi0", "pi05", "smolvla")
@@ -145,6 +145,7 @@ class PolicyFeatures:
             raise SpecError(
                 f"policy.options.cameras: {spec.model} has no camera {unknown[0]!r}; {suggest(unknown[0], by_name)}"
             )
+        require_vectors(spec, features, "a new policy of LeRobot", "choose another policy.kind")
         named = feature_specs(spec, features)
         vectors = tuple(each for each in named if each.name in TYPE_OF_VECTOR)
         if not vectors or (features and vectors != named):

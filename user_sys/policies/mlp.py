@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from user_sys.policies.scaling import (
     discrete_gripper,
     feature_specs,
     require_features,
+    require_vectors,
 )
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class MlpPolicy(TrainablePolicy):
     ) -> None:
         """See `TrainablePolicy`; the weights give the widths."""
         self._settings = settings or MlpSettings()
+        self.check_robot(spec, self._settings, features)
         self._gripper = discrete_gripper(spec, self._settings.gripper)
         self._specs = feature_specs(spec, features)
         self._bounds = ActionBounds(spec.action)
@@ -169,6 +171,11 @@ class MlpPolicy(TrainablePolicy):
         return mean, log_std
 
     @classmethod
+    def check_robot(cls, spec: RobotSpec, settings: Any, features: Sequence[str] = ()) -> None:
+        """See `TrainablePolicy.check_robot`."""
+        require_vectors(spec, features, "the policy mlp", "set policy.kind to one that reads pictures, such as cnn")
+
+    @classmethod
     def make_module(
         cls, spec: RobotSpec, *, settings: MlpSettings | None = None, features: Sequence[str] = ()
     ) -> torch.nn.Module:
@@ -176,6 +183,7 @@ class MlpPolicy(TrainablePolicy):
         from user_sys.policies.networks import GaussianNetwork  # torch, which only learners and policy servers have
 
         options = settings or MlpSettings()
+        cls.check_robot(spec, options, features)
         return GaussianNetwork(
             feature_specs(spec, features),
             spec.action,

@@ -217,9 +217,16 @@ class ObservationNetwork(nn.Module):
         A camera's picture is `IMAGES` + its name, uint8 (n, h, w, 3), shifted at random while the module is in training
         mode. If the observation has `encoded_feature` of the camera, (n, k), that replaces the picture.
         """
-        x = torch.cat([observation[name] for name in self.features], -1)
-        x = x.sub_(self.input.offset).mul_(self.input.scale).clamp_(-INPUT_CLIP, INPUT_CLIP)
+        x = self.scale_vectors(observation)
         return torch.cat([x, *(self._encoded(camera, observation) for camera in self.cameras)], -1)
+
+    def scale_vectors(self, observation: Mapping[str, Tensor]) -> Tensor:
+        """Returns the scaled vectors, float32 (n, k); k is 0 for a policy that reads only pictures."""
+        if not self.features:
+            none: Tensor = self.input.offset.new_empty(len(next(iter(observation.values()))), 0)
+            return none
+        x = torch.cat([observation[name] for name in self.features], -1)
+        return x.sub_(self.input.offset).mul_(self.input.scale).clamp_(-INPUT_CLIP, INPUT_CLIP)
 
     def _encoded(self, camera: str, observation: Mapping[str, Tensor]) -> Tensor:
         encoded = observation.get(encoded_feature(camera))

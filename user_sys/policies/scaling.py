@@ -27,10 +27,10 @@ def encoded_feature(camera: str) -> str:
 def bounds_affine(specs: Sequence[ArraySpec]) -> tuple[Array, Array]:
     """Returns (offset, scale) that map the concatenated `specs` from their bounds to [-1, 1].
 
-    An element without finite bounds, or with equal bounds, gets offset 0 and scale 1.
+    An element without finite bounds, or with equal bounds, gets offset 0 and scale 1. Both are empty without `specs`.
     """
-    low = np.concatenate([np.asarray(s.low, np.float64) for s in specs])
-    high = np.concatenate([np.asarray(s.high, np.float64) for s in specs])
+    low = np.array([bound for spec in specs for bound in spec.low], np.float64)
+    high = np.array([bound for spec in specs for bound in spec.high], np.float64)
     usable = np.isfinite(low) & np.isfinite(high) & (high > low)
     centre = np.where(usable, 0.5 * (np.where(usable, low, 0.0) + np.where(usable, high, 0.0)), 0.0)
     half = np.where(usable, 0.5 * (np.where(usable, high, 1.0) - np.where(usable, low, -1.0)), 1.0)
@@ -62,6 +62,12 @@ def discrete_gripper(spec: RobotSpec, gripper: Gripper) -> int:
 def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArraySpec, ...]:
     """Returns the observations that a policy reads, in order: `features`, or all vectors of the robot."""
     return tuple(spec.feature(name) for name in features) if features else spec.observation
+
+
+def require_vectors(spec: RobotSpec, features: Sequence[str], reader: str, instead: str) -> None:
+    """Raises SpecError: the robot has only pictures, and `reader` reads no picture; `instead` says what to change."""
+    if not feature_specs(spec, features):
+        raise SpecError(f"{reader} reads vectors, and {spec.model} has only pictures: {instead}")
 
 
 def camera_specs(spec: RobotSpec, cameras: Sequence[str]) -> tuple[CameraSpec, ...]:

@@ -29,7 +29,7 @@ from user_sys.errors import ConfigError
 from user_sys.policies.cnn import PictureSettings
 from user_sys.policies.networks import Affine, GaussianNetwork
 from user_sys.policies.policy import SENTENCE, ExecutionMethod
-from user_sys.policies.scaling import action_affine, feature_specs
+from user_sys.policies.scaling import action_affine, feature_specs, require_vectors
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 from user_sys.policies.trainable import apply_train_settings
 
@@ -237,6 +237,12 @@ class SteeredPolicy(TorchPolicy):
         self._specs = feature_specs(spec, self.module.reads[0])
 
     @classmethod
+    def check_robot(cls, spec: RobotSpec, settings: Any, features: Sequence[str] = ()) -> None:
+        """See `TrainablePolicy.check_robot`."""
+        if not settings.pictures and not settings.reads_base:
+            require_vectors(spec, features, "the policy steered without policy.options.pictures", "set pictures: true")
+
+    @classmethod
     def select_cameras(cls, spec: RobotSpec, settings: SteeredSettings) -> tuple[str, ...]:
         """See `TrainablePolicy.select_cameras`; those of either policy."""
         kind, options = load_base(settings)
@@ -252,6 +258,7 @@ class SteeredPolicy(TorchPolicy):
     ) -> nn.Module:
         """See `TrainablePolicy.make_module`. Raises ConfigError: the frozen policy cannot be built or steered."""
         chosen = settings or cls.settings()
+        cls.check_robot(spec, chosen, features)
         kind, options = load_base(chosen)
         plain = kind.make_module(spec, settings=options, features=chosen.base_features or features)
         base = apply_train_settings(plain, options)  # with the adapters of the run that trained it

@@ -49,7 +49,7 @@ from user_sys.policies.gated_flow import GATE_BIAS, INITIAL_LOG_STD, GatedFlow, 
 from user_sys.policies.networks import ObservationNetwork, random_shift
 from user_sys.policies.policy import AGE_SUFFIX, SENTENCE
 from user_sys.policies.rtc import RtcSettings
-from user_sys.policies.scaling import INPUT_CLIP, LOG_STD_MAX, LOG_STD_MIN, camera_specs, feature_specs
+from user_sys.policies.scaling import LOG_STD_MAX, LOG_STD_MIN, camera_specs, feature_specs
 from user_sys.policies.sentences import HASHED_WORDS, VOCABULARY, hash_words, load_text_encoder
 from user_sys.policies.torch_policy import PromisedActions
 from user_sys.policies.trainable import TrainSettings
@@ -164,9 +164,7 @@ class VlaNetwork(FlowMatching, ObservationNetwork):
         A camera's picture is `IMAGES` + its name, uint8 (n, h, w, 3), shifted at random in training mode. Its age,
         float32 (n, 1), s, counts as 0 if it is missing.
         """
-        state = torch.cat([observation[name] for name in self.features], -1)
-        state = ((state - self.input.offset) * self.input.scale).clamp(-INPUT_CLIP, INPUT_CLIP)
-        encoded: Tensor = self.encoder["prefix"](observation, state)
+        encoded: Tensor = self.encoder["prefix"](observation, self.scale_vectors(observation))
         return encoded
 
     def velocity_given(self, context: Tensor) -> Velocity:
