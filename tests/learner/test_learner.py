@@ -656,6 +656,21 @@ def test_samplers_with_feedback_resume_bit_identically(bench: LearnerBench, samp
         np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
 
 
+@pytest.mark.parametrize("before", ["mixed", "uniform", "tasks", "prioritized"])
+@pytest.mark.parametrize("after", ["mixed", "uniform", "tasks", "prioritized"])
+def test_training_goes_on_with_a_sampler_of_another_kind(
+    bench: LearnerBench, before: SelectorKind, after: SelectorKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene(bench)
+    config = replace(CONFIG, batches_ahead=2, max_updates=4)
+    bench.train(replace(config, sampler=SamplerConfig(kind=before)))
+    for updates in (6, 8):
+        learner = bench.train(replace(config, sampler=SamplerConfig(kind=after), max_updates=updates))
+        assert learner.updates == updates
+    starts_anew = after == "prioritized" != before
+    assert caplog.text.count("learner.sampler_changed kind=prioritized") == starts_anew, "at the first resumption"
+
+
 def test_filter_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
     scene(bench)
     stop, readings = threading.Event(), itertools.count()

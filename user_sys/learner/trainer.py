@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +31,7 @@ from user_sys.algorithms.algorithm import (
 from user_sys.algorithms.distributed import TrainingGroup, divide, is_divided, own_part, whole
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
-from user_sys.errors import ConfigError, RunError
+from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.batch_source import BatchSource
 from user_sys.learner.checkpoint import Checkpoint
 from user_sys.learner.config import CPU, ComputeConfig, LearnerConfig
@@ -40,6 +41,8 @@ from user_sys.store.store import StoreReader
 from user_sys.trace import span
 from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot, as_array, make_host_copier
 from user_sys.weights.state import NotFinite
+
+log = logging.getLogger(__name__)
 
 SAMPLER_PREFIX = "sampler."  # prefix of the sampler's arrays in a checkpoint
 OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process to process
@@ -236,26 +239,36 @@ class Trainer:
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Continues from `checkpoint`, after a `refresh`. All processes call it.
 
-        Returns False if another number of processes wrote it, or if it has read records that the store lacks: networks
-        and optimizers are loaded, and sampler and generators start from their seeds.
+        Returns False if another number of processes or a sampler of another kind wrote it, or if it has read records
+        that the store lacks: networks and optimizers are loaded, and sampler and generators start from their seeds.
 
         Raises:
             WireError: the checkpoint is of other settings or another robot.
         """
         load_state(self.algorithm, checkpoint.arrays, self.frozen)
         lacks_records, once = self.lacks_records(checkpoint), self.batches.once
-        if lacks_records or checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) != self.group.world:
-            self._seed_draws(checkpoint.updates)
-            if once is not None and lacks_records:  # records up to its position may be new
-                once.skip_versions(int(checkpoint.scalars["version"]), self.batches.replay.index)
-            elif once is not None:
-                once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)
-            return False
+        has_as_many = checkpoint.scalars.get(PROCESS_COUNT_KEY, 1) == self.group.world
+        if has_as_many and not lacks_records and self._load_draws(checkpoint):
+            return True
+        self._seed_draws(checkpoint.updates)
+        if once is not None and lacks_records:  # records up to its position may be new
+            once.skip_versions(int(checkpoint.scalars["version"]), self.batches.replay.index)
+        elif once is not None:
+            once.skip(int(checkpoint.scalars["position"]), self.batches.replay.index)
+        return False
+
+    def _load_draws(self, checkpoint: Checkpoint) -> bool:
+        """Restores sampler and generators of this process. Returns False if the state is of another kind of sampler."""
         prefix = _rank_prefix(self.group.rank)
         own = {name.removeprefix(prefix): value for name, value in checkpoint.arrays.items() if name.startswith(prefix)}
-        load_generators(own)
         sampler = {k.removeprefix(SAMPLER_PREFIX): v for k, v in own.items() if k.startswith(SAMPLER_PREFIX)}
-        self.batches.load_state_dict(sampler)
+        try:
+            self.batches.load_state_dict(sampler)
+        except WireError as error:
+            kind = self._config.sampler.kind
+            log.warning("learner.sampler_changed kind=%s: the sampler starts from its seed (%s)", kind, error)
+            return False
+        load_generators(own)
         return True
 
 

@@ -212,9 +212,10 @@ class Sampler:
         if columns[0].size and columns[0].shape[1] != self.batch_size:  # e.g. lowered to fit the GPU's memory
             _logger.warning("replay.pending_draws_dropped count=%d: of another batch size", len(columns[0]))
             columns = [column[:0] for column in columns]
-        self._bits.state = json.loads(state_column(state, "generator").tobytes())
+        generator = state_column(state, "generator")
         inner = {n.removeprefix(SELECTOR_PREFIX): v for n, v in state.items() if n.startswith(SELECTOR_PREFIX)}
         self._selector.load_state_dict(inner, self._replay.index)
+        self._bits.state = json.loads(generator.tobytes())
         draws: list[PendingBatch] = []
         for sequence, step, weight, group in zip(*columns, strict=True):
             rows = rows_of(self._replay.index, sequence, step)
