@@ -206,6 +206,15 @@ def test_full_disk_and_pinned_version_warn_until_they_end(hub: ConsoleHub) -> No
     assert not hub.view().warning
 
 
+def test_lack_of_steps_to_train_on_warns_until_it_ends(hub: ConsoleHub) -> None:
+    hub.update(MetricsReport(node="learner", count=0, scalars={"nothing_to_sample": 1.0}))
+    run = hub.view()
+    assert "no stored step is one that the algorithm trains on" in run.warning
+    assert run.warning in plain_line(run, "starting")
+    hub.update(MetricsReport(node="learner", count=1, scalars={"nothing_to_sample": 0.0}))
+    assert not hub.view().warning
+
+
 def test_lost_device_warns_until_it_returns(hub: ConsoleHub) -> None:
     gpu = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", health=Health.LOST)
     hub.update_resource(gpu)

@@ -671,8 +671,19 @@ def test_training_goes_on_with_a_sampler_of_another_kind(
     assert caplog.text.count("learner.sampler_changed kind=prioritized") == starts_anew, "at the first resumption"
 
 
-def test_filter_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
-    scene(bench)
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (LearnerConfig(sampler=SamplerConfig(kind="uniform", only=StepFilter(robots=("nobody",)))), "sampler.only"),
+        (LearnerConfig(algorithm="bc"), "no stored step is one that bc trains on"),
+        (LearnerConfig(sampler=SamplerConfig(mixture=(MixturePartConfig(tasks=("lift_read",)),))), "sampler.mixture"),
+    ],
+    ids=["filter", "algorithm", "mixture"],
+)
+def test_lack_of_steps_to_train_on_is_logged_once_and_reported(
+    bench: LearnerBench, caplog: pytest.LogCaptureFixture, config: LearnerConfig, cause: str
+) -> None:
+    bench.fill(EpisodeSource.ONLINE, 2)
     stop, readings = threading.Event(), itertools.count()
 
     def clock() -> float:
@@ -680,11 +691,16 @@ def test_filter_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest
             stop.set()
         return reading / 100
 
-    sampler = SamplerConfig(kind="uniform", only=StepFilter(robots=("nobody",)))
-    learner = bench.learner(replace(CONFIG, sampler=sampler), clock=clock)
+    learner = bench.learner(replace(config, batch_size=16), clock=clock)
     learner.run(stop)
     assert learner.updates == 0 and bench.reported[-1][1]["online_steps"] == 2 * STEPS
-    assert caplog.text.count("learner.nothing_to_sample") == 1
+    (line,) = (each for each in caplog.messages if "learner.nothing_to_sample" in each)
+    assert cause in line and ("sampler.only" in line) == (cause == "sampler.only")
+    assert bench.reported[-1][1]["nothing_to_sample"] == 1
+    bench.fill(EpisodeSource.DEMO, 1)
+    if config.algorithm == "bc":
+        bench.train(replace(config, batch_size=16, max_updates=1))
+        assert bench.reported[-1][1]["nothing_to_sample"] == 0
 
 
 def test_part_of_a_mixture_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:

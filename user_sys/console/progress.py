@@ -32,6 +32,10 @@ EVALUATION = "evaluation/"  # begins the name of a task that is evaluated during
 BEST_VERSION_SCALAR = "acting_with_version"  # of a run's metrics; see `user_sys.run.pins`
 STORE_FULL_HINT = "robots keep their steps in their outboxes, and hold when these are full"
 LEARNER_DISK_FULL_HINT = "training pauses until a checkpoint can be written"
+NOTHING_TO_SAMPLE_WARNING = (
+    "training waits: no stored step is one that the algorithm trains on; give it demonstrations or corrections, or "
+    "check learner.sampler"
+)
 PINNED_VERSION_WARNING = (
     "training waits: an older version of the weights is pinned, and robots may be at most "
     "learner.staleness behind; `user-sys weights release` unpins it"
@@ -425,8 +429,10 @@ class RunProgress:
         lost = f"lost: {', '.join(map(describe_device, self._lost_devices.values()))}" if self._lost_devices else ""
         is_pinned = any(scalars.get("held_by_pin", 0) for scalars in self.metrics.values())
         pinned = PINNED_VERSION_WARNING if is_pinned else ""
+        has_nothing = any(scalars.get("nothing_to_sample", 0) for scalars in self.metrics.values())
+        nothing = NOTHING_TO_SAMPLE_WARNING if has_nothing else ""
         success = self._best_version_warning or self._autonomous.warning
-        return " | ".join(filter(None, (self.disk_warning, lost, self._silent_learners, success or pinned)))
+        return " | ".join(filter(None, (self.disk_warning, lost, self._silent_learners, nothing, success or pinned)))
 
     @property
     def _total_updates(self) -> int:

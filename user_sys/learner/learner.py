@@ -49,6 +49,7 @@ from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, RECORD_KEY, Trainer
 from user_sys.messages import NO_VERSION
 from user_sys.policies.trainable import shared_copy
+from user_sys.replay.selectors import StepFilter
 from user_sys.store.files import free_bytes
 from user_sys.trace import span
 from user_sys.weights.publisher import PublishConfig
@@ -280,7 +281,7 @@ class Learner:
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._counters, self._steps = _Counters(), _StepStatistics()
         self._timers = _Timers(config, clock)
-        self._has_warned = False  # that no stored step passes the sampler's filter
+        self._has_warned = False  # that it has nothing to sample
         self._disk_full: DiskFull | None = None  # training pauses
         self._unreadable_checkpoints = 0
         self._frozen_digest = ""  # of the policy's frozen weights, which checkpoints name
@@ -405,13 +406,30 @@ class Learner:
             self._add_version(trainer.group.broadcast(newest))
         trainer.refresh()
         self._counters.refresh_online(len(self._batches.demo_online.online))
-        is_waiting = self._batches.once is None and len(self._batches.demo_online) > 0 and not trainer.can_sample
-        if is_waiting and not self._has_warned:
-            log.warning("learner.nothing_to_sample no stored step passes learner.sampler.only: training waits")
+        if self._has_nothing_to_sample and not self._has_warned:
+            log.warning("learner.nothing_to_sample %s: training waits", self._missing_steps())
             self._has_warned = True
         if self._versions is not None:
             self._versions.update_episode_count(self._batches.finished_episodes)
             self._versions.warn_if_held_by_pin()
+
+    @property
+    def _has_nothing_to_sample(self) -> bool:
+        """Whether the store has steps, and none that this learner trains on."""
+        is_possible = self._batches.once is not None or self._trainer.can_sample
+        return not is_possible and len(self._batches.demo_online) > 0
+
+    def _missing_steps(self) -> str:
+        """What no stored step meets."""
+        sampler, algorithm = self._config.sampler, self._config.algorithm
+        if sampler.only != StepFilter():
+            return f"no stored step that {algorithm} trains on passes learner.sampler.only; check its names"
+        if sampler.mixture:
+            return "no stored step belongs to a part of learner.sampler.mixture; check its roles and the names of tasks"
+        return (
+            f"no stored step is one that {algorithm} trains on; give it demonstrations or corrections, change "
+            "learner.options, or choose another learner.algorithm"
+        )
 
     def _add_version(self, version: int) -> None:
         if self._batches.once is not None and version != NO_VERSION:
@@ -560,6 +578,7 @@ class Learner:
                 "policy_version": float(self._versions.version),
                 "publish_ms": 1e3 * self._versions.publish_s,
                 "held_by_pin": float(self._versions.is_held_by_pin),
+                "nothing_to_sample": float(self._has_nothing_to_sample),
                 "checkpoints_unreadable": float(self._unreadable_checkpoints),
                 "disk_needed_bytes": float(full.needed_bytes if full else 0),
                 "disk_free_bytes": float(full.free_bytes if full else 0),
