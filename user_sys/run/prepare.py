@@ -131,6 +131,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         _require_keys_folder(folder)
         _require_console(config)
         _require_same_training(config, folder)
+        config = replace(config, learner=_with_changed_initial_policy(config.learner, folder))
         check_plugins(config)
         _require_embodiments(config, folder)
         if not request.restart_if_unreadable:
@@ -222,6 +223,24 @@ def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
             "trained"
         )
     return replace(config, initial_policy=str(path))
+
+
+def _with_changed_initial_policy(config: LearnerConfig, folder: RunFolder) -> LearnerConfig:
+    """`config` of a resumed run, as `_with_initial_policy` if that setting was changed before the first update.
+
+    Raises ConfigError: it was changed later, or the other run has no checkpoint.
+    """
+    before = open_run_folder(folder.path)[1].learner.initial_policy
+    wanted = str(Path(config.initial_policy).resolve()) if config.initial_policy else ""
+    if wanted == before or config.initial_policy == before:
+        return replace(config, initial_policy=before)
+    if any(found.has_updates for _, found in _surveyed_checkpoints(folder)):
+        origin = f"from {before}" if before else "without it"
+        raise ConfigError(
+            f"learner.initial_policy is {config.initial_policy!r}, and {folder.path} has trained {origin}: leave "
+            "it as it was, or start a new run"
+        )
+    return _with_initial_policy(config) if wanted else config
 
 
 def check_plugins(config: RunConfig) -> None:
