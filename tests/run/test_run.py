@@ -8,6 +8,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -393,6 +394,26 @@ MISTAKES = {
     "nothing is not a run folder": ["evaluate", "nothing"],
     "robot arm: the task 'tidy' has no scripted expert: set --demonstrations.episodes=0": ["train", "own.yaml"],
     "the task 'tidy' has no scripted expert: .* [(]docs/people.md[)]": ["record", "own.yaml"],
+    "learner.sampler.kind is prioritized, which needs TD errors; bc has none: remove it": [
+        *("train", "fake.yaml", "--learner.algorithm=bc", "--learner.sampler.kind=prioritized")
+    ],
+    "learner.publish.kl is 0.1; bc does not measure it": [
+        *("train", "fake.yaml", "--learner.algorithm=bc", "--learner.publish.kl=0.1")
+    ],
+    "learner.sampler.kind has no effect with ppo, which uses each step once": [
+        *("train", "fake.yaml", "--learner.algorithm=ppo", "--learner.sampler.kind=uniform")
+    ],
+    "learner.compute.divide: this algorithm keeps a second copy of the policy, which .*; use bc": [
+        *("train", "fake.yaml", "--learner.algorithm=bc", "--learner.compute.divide=true", "--learner.processes=2")
+    ],
+    "compute.divide: this algorithm keeps": [
+        *("train", "fake.yaml", "--learner.compute.divide=true", "--learner.processes=2")
+    ],
+    "robot left: .*observation.nothing": ["train", "fake.yaml", "--policy.features=[observation.nothing]"],
+    "policy.options.gripper is discrete, and the action of .* has no gripper": [
+        *("train", "fake.yaml", "--policy.options.gripper=discrete", "--demonstrations.episodes=0"),
+        "--robots=[{name: left, driver: gym, task: go, options: {id: Reacher-v5}}]",
+    ],
     "compute, 9999 processors: missing [(].* has .* processors": ["train", "greedy.yaml"],
 }
 
@@ -410,6 +431,16 @@ def test_mistake_prints_one_line_and_creates_nothing(
     assert main(MISTAKES[message]) == 2
     require_one_error(capsys.readouterr().err, message)
     assert not (config.parent / "runs").exists()
+
+
+def test_default_training_is_checked_without_torch() -> None:
+    """Its import would delay the start of most runs by seconds."""
+    checked = (
+        "check_plugins(RunConfig(robots=(RobotConfig(name='left', driver='fake', task='reach'),))); import sys; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    imports = "from user_sys.run.prepare import *; from user_sys.run.config import RunConfig; "
+    subprocess.run([sys.executable, "-c", imports + checked], check=True, timeout=120)
 
 
 TABLE = {"cameras": ["front"], "image_size": 32, "table": {"force_max": 20}}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -187,13 +188,24 @@ def divide(module: nn.Module, device: str, least: int = DIVIDED_ELEMENTS) -> Non
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), torch.device(device).type)
-    names = [id(each) for _, each in module.named_parameters(remove_duplicate=False)]
-    for each in list(module.modules()):
-        if type(each) is nn.Linear and each.weight.numel() >= least and each.weight.requires_grad:
-            if names.count(id(each.weight)) == 1:  # others are tied to an embedding, which reads them too
-                fully_shard(each, mesh=mesh, reshard_after_forward=True)
-                # FSDP2's hook in the result of a layer is lost if that is a view and the policy adds to it in place.
-                each.register_forward_hook(lambda layer, given, result: result.clone(), prepend=True)
+    for each in _divided_layers(module, least):
+        fully_shard(each, mesh=mesh, reshard_after_forward=True)
+        # FSDP2's hook in the result of a layer is lost if that is a view and the policy adds to it in place.
+        each.register_forward_hook(lambda layer, given, result: result.clone(), prepend=True)
+
+
+def mark_divided(module: nn.Module) -> None:
+    """Makes `is_divided` true of what `divide` would divide, to see without other processes what refuses that."""
+    for each in _divided_layers(module, DIVIDED_ELEMENTS):
+        vars(each.weight)["full_tensor"] = None
+
+
+def _divided_layers(module: nn.Module, least: int) -> list[nn.Linear]:
+    counts = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
+    linear = (each for each in module.modules() if type(each) is nn.Linear)
+    trained = (each for each in linear if each.weight.requires_grad and each.weight.numel() >= least)
+    # Others are tied to an embedding, which reads them too.
+    return [each for each in trained if counts[id(each.weight)] == 1]
 
 
 def is_divided(tensor: Tensor) -> bool:

@@ -60,9 +60,9 @@ class BatchSource:
             group: the processes that train together.
 
         Raises:
-            ConfigError: the settings do not fit the robot or the algorithm.
+            ConfigError: the settings do not fit the robot or what the algorithm trains on.
         """
-        _require_suitable(config, algorithm.data)
+        require_suitable(config, algorithm.data)
         self._config, self._algorithm, self._device, self._reader = config, algorithm, device, reader
         self._embodiments = embodiment_names(reader.path, spec)
         self._sentences = torch.empty(0)  # what the policy reads of each sentence in the store
@@ -99,10 +99,6 @@ class BatchSource:
             pin=device.type != CPU,
         )
         self._batches = Prefetcher(sampler, 0 if data.once else config.batches_ahead)
-        if self._batches.sampler.uses_feedback and not isinstance(algorithm, TdErrors):
-            raise ConfigError(
-                f"learner.sampler.kind is {config.sampler.kind}, which needs TD errors; {config.algorithm} has none"
-            )
 
     def require_columns(self) -> None:
         """Checks the newest stored chunk, and the newest in which a policy acted, after the first refresh.
@@ -255,7 +251,8 @@ class BatchSource:
         self._batches.load_state_dict(state)
 
 
-def _require_suitable(config: LearnerConfig, data: TrainingData) -> None:
+def require_suitable(config: LearnerConfig, data: TrainingData) -> None:
+    """Raises ConfigError: the settings do not fit what the algorithm trains on, `data`."""
     name = config.algorithm
     for key in ("kind", "mixture") if data.once else ():
         if getattr(config.sampler, key) != getattr(SamplerConfig(), key):

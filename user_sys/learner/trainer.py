@@ -22,17 +22,18 @@ from user_sys.algorithms.algorithm import (
     GENERATOR,
     Algorithm,
     PolicyDivergence,
+    TdErrors,
     fits_policy,
     load_generators,
     load_policy_state,
     load_state,
     save_state,
 )
-from user_sys.algorithms.distributed import TrainingGroup, divide, is_divided, own_part, whole
+from user_sys.algorithms.distributed import TrainingGroup, divide, is_divided, mark_divided, own_part, whole
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError, RunError, WireError
-from user_sys.learner.batch_source import BatchSource
+from user_sys.learner.batch_source import BatchSource, require_suitable
 from user_sys.learner.checkpoint import Checkpoint
 from user_sys.learner.config import CPU, ComputeConfig, LearnerConfig
 from user_sys.plugins import load_algorithm, load_policy
@@ -115,14 +116,11 @@ class Trainer:
         if config.compute.divide:
             divide(module.to(on), device)
         algorithm, settings = load_algorithm(config.algorithm, config.options)
+        _require_measures(config, algorithm)
         self.algorithm = algorithm(settings, module, spec).to(on)
         self._step = TrainingStep(self.algorithm, config.compute, on, self.frozen.values())
         group.average_gradients(self.algorithm)
         self._seed_draws(0)
-        if config.publish.kl > 0 and not isinstance(self.algorithm, PolicyDivergence):
-            raise ConfigError(
-                f"learner.publish.kl is {config.publish.kl:g}; {config.algorithm} does not measure it: set it to 0"
-            )
         self.batches = BatchSource(config, spec, reader, self.algorithm, seed=seed, device=on, group=group)
 
     def _seed_draws(self, updates: int) -> None:
@@ -441,20 +439,38 @@ def planned_module(make_module: Callable[[], nn.Module], settings: Any) -> nn.Mo
         return None
 
 
+def _require_measures(config: LearnerConfig, algorithm: type[Algorithm]) -> None:
+    """Raises ConfigError: the settings need a measure that the algorithm lacks."""
+    if config.sampler.uses_feedback and not issubclass(algorithm, TdErrors):
+        raise ConfigError(
+            f"learner.sampler.kind is {config.sampler.kind}, which needs TD errors; {config.algorithm} has none: "
+            "remove it"
+        )
+    if config.publish.kl > 0 and not issubclass(algorithm, PolicyDivergence):
+        raise ConfigError(
+            f"learner.publish.kl is {config.publish.kl:g}; {config.algorithm} does not measure it: set it to 0"
+        )
+
+
 def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec) -> None:
-    """Builds a policy and its algorithm on torch's meta device, which takes no memory, unless the policy reads files.
+    """Checks that the algorithm can train the policy, and that the learner's settings suit it.
+
+    It builds both on torch's meta device, which takes no memory, unless the policy reads files.
 
     Raises:
-        ConfigError, SpecError: as the constructors do.
+        ConfigError, SpecError: as the constructors do, and `Trainer`.
     """
     kind, settings = load_policy(policy.kind, policy.options)
     algorithm, options = load_algorithm(config.algorithm, config.options)
+    _require_measures(config, algorithm)
     try:
         if kind.reads_files(settings):
             return
         with torch.device("meta"), torch.random.fork_rng([]):
             module = apply_train_settings(kind.make_module(spec, settings=settings, features=policy.features), settings)
-            algorithm(options, module, spec)
+            if config.compute.divide:
+                mark_divided(module)
+            require_suitable(config, algorithm(options, module, spec).data)
     except (ConfigError, SpecError):
         raise
     except Exception:  # of any type: those of a package may need numbers, and the learner builds them again

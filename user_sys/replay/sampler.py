@@ -364,6 +364,11 @@ class SamplerConfig:
         """Whether it is what the algorithm trains on, without a filter."""
         return self.kind == "mixed" and self.only == StepFilter() and not self.mixture
 
+    @property
+    def uses_feedback(self) -> bool:
+        """Whether its selector needs the algorithm's TD errors."""
+        return self.make_selector((), 0.5).uses_feedback
+
     def make_selector(
         self,
         embodiments: tuple[str, ...],

@@ -20,7 +20,6 @@ from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.compose import (
-    PolicyConfig,
     RobotConfig,
     check_execution,
     check_pictures,
@@ -253,17 +252,22 @@ def check_plugins(config: RunConfig) -> None:
     robots = tuple(_buildable_robots(config))
     for robot in robots:
         check_pictures(config.policy, robot)
-    learner, usual = config.learner, LearnerConfig()
-    if learner.options or (learner.algorithm, config.policy.kind) != (usual.algorithm, PolicyConfig().kind):
+    if _training_settings(config) != _training_settings(RunConfig()):  # the defaults suit each other and any robot
         from user_sys.learner.trainer import require_trainable  # imports torch
 
-        load_algorithm(learner.algorithm, learner.options)
+        load_algorithm(config.learner.algorithm, config.learner.options)
         for spec in {spec.embodiment: spec for spec in map(robot_spec, robots)}.values():
-            require_trainable(learner, config.policy, spec)
+            require_trainable(config.learner, config.policy, spec)
     if config.rewards.kind:
         load_reward(config.rewards)
     if config.robots and not config.ray.address:  # in a cluster the robots may be on other computers
         require_progress_model(config.intervention.help, map(robot_spec, robots))
+
+
+def _training_settings(config: RunConfig) -> tuple[object, ...]:
+    """The settings that decide whether the algorithm can train the policy."""
+    learner, policy = config.learner, config.policy
+    return learner.algorithm, learner.options, learner.compute, policy.kind, policy.options, policy.features
 
 
 def _require_embodiments(config: RunConfig, folder: RunFolder) -> None:
