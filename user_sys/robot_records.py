@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from hal.spec import RobotSpec
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
 ROBOTS_FOLDER = "robots"  # in a run's folder, or in a store that belongs to no run
 MAX_RECORD_BYTES = 1 << 20
 _SUFFIX = ".json"
@@ -34,7 +32,7 @@ class RobotRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A robot of a run.
 
     Attributes:
-        known_since_unix_ns: stays when the spec changes.
+        known_since_unix_ns: stays when the spec changes. That of a new robot is the greatest, whatever the clock.
         first_fingerprints: by embodiment that the robot has been, the oldest first, of the embodiment's first spec in
             this folder.
     """
@@ -60,8 +58,10 @@ def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
         return False
     if known is not None and known.spec.embodiment != spec.embodiment:
         log.warning("robots.embodiment_changed robot=%s: %s", robot, first_difference(known.spec, spec))
-    since = time.time_ns() if known is None else known.known_since_unix_ns
-    others = [record.first_fingerprints for record in read_robot_records(folder)]
+    records = read_robot_records(folder)
+    newest_ns = max((record.known_since_unix_ns for record in records), default=0)
+    since = max(time.time_ns(), newest_ns + 1) if known is None else known.known_since_unix_ns
+    others = [record.first_fingerprints for record in records]
     first = next((each[spec.embodiment] for each in others if spec.embodiment in each), spec.fingerprint)
     firsts = {} if known is None else {**known.first_fingerprints, known.embodiments[0]: known.embodiments[1]}
     firsts.setdefault(spec.embodiment, first)
@@ -135,18 +135,6 @@ def embodiment_names(store: Path, spec: RobotSpec) -> tuple[str, ...]:
     return tuple(sorted({spec.embodiment, spec.fingerprint}.union(*(record.embodiments for record in records))))
 
 
-def wait_for_robot_record(folder: Path, stop: threading.Event) -> RobotRecord | None:
-    """Blocks until a robot is known. Returns the one known longest, or None if `stop` was set first."""
-    is_logged = False
-    while not (records := read_robot_records(folder)):
-        if not is_logged:
-            log.info("robots.waiting_for_first folder=%s", folder)
-            is_logged = True
-        if stop.wait(POLL_S):
-            return None
-    return records[0]
-
-
 def _read_record(path: Path) -> RobotRecord | None:
     try:
         with path.open("rb") as file:
@@ -171,17 +159,20 @@ _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9]+")
 
 
 def assign_learners(records: Iterable[RobotRecord]) -> dict[str, RobotSpec]:
-    """The name of each learner, and the spec of its embodiment, in the order in which the robots' records had them.
+    """The name of each learner, and the spec of its embodiment: of those embodiments that a robot has now.
 
-    Each name begins with `LEARNER`, which is the name of the first. It stays with the embodiment while a robot has it.
+    An embodiment keeps its learner's name for the whole run. `LEARNER` is that of the first embodiment of the robot
+    known longest, also while no robot has it: it has that embodiment's training. The other names begin with `LEARNER`.
+    They are in the order in which the records had the embodiments.
     """
     records = tuple(records)
     first = {record.spec.embodiment: record for record in reversed(records)}
     learners: dict[str, RobotSpec] = {}
-    for embodiment in dict.fromkeys(e for r in records for e in (*r.first_fingerprints, r.spec.embodiment)):
+    embodiments = dict.fromkeys(each for r in records for each in (*r.first_fingerprints, r.spec.embodiment))
+    for number, embodiment in enumerate(embodiments):
         if (record := first.get(embodiment)) is not None:
             model = _UNSAFE_CHARACTERS.sub("-", record.spec.model)
-            learners[f"{LEARNER}-{model}-{record.embodiments[1][:6]}" if learners else LEARNER] = record.spec
+            learners[f"{LEARNER}-{model}-{record.embodiments[1][:6]}" if number else LEARNER] = record.spec
     return learners
 
 

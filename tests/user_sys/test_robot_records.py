@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from hal.spec import RobotSpec
 from robots.fake import FakeRobot
+from user_sys.errors import RunError
 from user_sys.policies.conformance import example_spec
 from user_sys.robot_records import (
+    LEARNER,
     ROBOTS_FOLDER,
     assign_learners,
     copy_robot_records,
@@ -21,6 +25,7 @@ from user_sys.robot_records import (
     robot_records_of_store,
     save_robot_record,
 )
+from user_sys.run.learner_process import wait_for_spec
 
 NESTED = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
@@ -85,6 +90,47 @@ def test_first_learner_stays_with_the_other_robots_when_the_oldest_becomes_anoth
     assert {learners[f"arm-{number}"] for number in (1, 2, 3)} == {"learner"} and learners["arm-0"] != "learner"
     save_robot_record(tmp_path, "arm-0", spec)
     assert set(learner_from_robot(read_robot_records(tmp_path)).values()) == {"learner"}
+
+
+X, Y, Z = (replace(FakeRobot().spec, gripper=gripper) for gripper in (-1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        [("A", X), ("C", X), ("A", Z), ("A", X)],
+        [("A", X), ("A", Z), ("C", X)],  # the first option was wrong, and another robot has it later
+        [("A", X), ("B", Y), ("A", Y), ("C", Z), ("A", X)],  # corrected to the embodiment of others
+    ],
+)
+def test_embodiment_keeps_its_learner_whatever_the_robots_become(
+    tmp_path: Path, joined: list[tuple[str, RobotSpec]]
+) -> None:
+    name_of = dict[str, str]()
+    for robot, spec in joined:
+        save_robot_record(tmp_path, robot, spec)
+        for name, its_spec in assign_learners(read_robot_records(tmp_path)).items():
+            assert name_of.setdefault(its_spec.embodiment, name) == name
+            assert wait_for_spec(tmp_path, name, threading.Event()) == its_spec, "of the process of that name"
+    assert name_of[joined[0][1].embodiment] == LEARNER and len({*name_of.values()}) == len(name_of)
+
+
+def test_first_learner_waits_while_no_robot_has_its_embodiment(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    assert wait_for_spec(tmp_path, LEARNER, stop) is None
+    for spec in (X, Z):
+        save_robot_record(tmp_path, "A", spec)
+    assert wait_for_spec(tmp_path, LEARNER, stop) is None
+    with pytest.raises(RunError, match="no robot for learner-b"):
+        wait_for_spec(tmp_path, "learner-b", stop)
+
+
+def test_first_learner_stays_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_robot_record(tmp_path, "B", X)
+    monkeypatch.setattr("time.time_ns", lambda: 0)
+    save_robot_record(tmp_path, "A", Y)
+    assert learner_from_robot(read_robot_records(tmp_path))["B"] == LEARNER
 
 
 def test_robot_that_becomes_another_embodiment_is_logged_with_the_difference(

@@ -45,7 +45,6 @@ from user_sys.robot_records import (
     learner_folder,
     learner_from_embodiment,
     read_robot_records,
-    wait_for_robot_record,
 )
 from user_sys.run.config import RunConfig, RunFolder, open_run_folder
 from user_sys.run.metrics import MetricsWriter
@@ -56,6 +55,7 @@ from user_sys.weights.signing import run_id_of
 log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 60.0
+ROBOT_POLL_S = 0.5  # while the run has no robot for its first learner
 DELIVERY_TIMEOUT_S, DELIVERY_POLL_S = 10.0, 0.1  # of the last version, beside what its size takes
 DELIVERED_BYTES_PER_S = 2e6  # the least rate: a slow link
 
@@ -114,7 +114,7 @@ def _run(path: Path, name: str, endpoint: str, place: RankEnvironment) -> int:
     torch.set_flush_denormal(True)  # arithmetic on denormal weights is ten times slower
     stop, stop_now = threading.Event(), threading.Event()
     stop_on_signals(stop, stop_now)
-    if (spec := _wait_for_spec(folder.robots, name, stop)) is None:
+    if (spec := wait_for_spec(folder.robots, name, stop)) is None:
         return 0
     checkpoints = learner_folder(folder.checkpoints, name)
     is_first = place.rank == 0
@@ -259,20 +259,24 @@ def _is_delivery_over(publisher: PublisherClient, deadline_s: float, stop_now: t
     return is_over
 
 
-def _wait_for_spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:
-    """Returns the spec that the learner trains for: that of the run's first robot, or of its own embodiment.
+def wait_for_spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:
+    """Returns the spec of a robot that the learner trains for. The run's first learner waits for one.
 
     Returns:
-        None if `stop` was set before the first robot.
+        None if `stop` was set before.
 
     Raises:
         RunError: the run has no robot for this learner.
     """
-    first = wait_for_robot_record(robots, stop)
-    if first is None or name == LEARNER:
-        return None if first is None else first.spec
-    if (spec := assign_learners(read_robot_records(robots)).get(name)) is None:
-        raise RunError(f"the run has no robot for {name}; resume it with a robot of that embodiment")
+    is_logged = False
+    while (spec := assign_learners(read_robot_records(robots)).get(name)) is None:
+        if name != LEARNER:
+            raise RunError(f"the run has no robot for {name}; resume it with a robot of that embodiment")
+        if not is_logged:
+            log.info("learner.waiting_for_robot folder=%s", robots)
+            is_logged = True
+        if stop.wait(ROBOT_POLL_S):
+            return None
     return spec
 
 
