@@ -182,9 +182,14 @@ def learner_from_embodiment(records: Iterable[RobotRecord]) -> dict[str, str]:
 
 
 def learner_from_robot(records: Sequence[RobotRecord]) -> dict[str, str]:
-    """The name of each robot's learner."""
+    """The name of each robot's learner, in the order of `assign_learners`."""
     names = learner_from_embodiment(records)
-    return {record.robot: names[record.spec.embodiment] for record in records}
+    return {record.robot: name for e, name in names.items() for record in records if record.spec.embodiment == e}
+
+
+def first_learner(learners: Iterable[str]) -> str:
+    """The run's first learner, of names in the order of `assign_learners`: the next while no robot has `learner`."""
+    return next(iter(learners), LEARNER)
 
 
 def learner_process_name(learner: str, rank: int) -> str:

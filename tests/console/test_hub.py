@@ -194,6 +194,14 @@ def test_staleness_is_relative_to_the_robots_own_learner(hub: ConsoleHub) -> Non
     assert hub.view().staleness == 1
 
 
+def test_training_is_of_the_next_learner_while_no_robot_has_the_first(hub: ConsoleHub) -> None:
+    for node, number in (("learner", 9.0), ("learner-arm-1", 4.0)):
+        hub.update(MetricsReport(node=node, count=9, scalars={"policy_version": number, "training_s": number}))
+    assert (hub.view().policy_version, hub.view().training_s) == (9, 9.0)
+    hub.set_learners({"left": "learner-arm-1", "right": "learner-arm-1"})
+    assert (hub.view().policy_version, hub.view().training_s) == (4, 4.0)
+
+
 def test_full_disk_and_pinned_version_warn_until_they_end(hub: ConsoleHub) -> None:
     for node, folder in (("gateway", "store"), ("learner-ur5e-1", "checkpoints/learner-ur5e-1")):
         full = {"disk_needed_bytes": 5e6, "disk_free_bytes": 4096.0}

@@ -25,7 +25,7 @@ from user_sys.errors import RunError
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import LOG_VARIABLE
 from user_sys.messages import MetricsReport, ResourceUpdate, RobotStatus
-from user_sys.robot_records import assign_learners, read_robot_records, save_robot_record
+from user_sys.robot_records import assign_learners, learner_from_robot, read_robot_records, save_robot_record
 from user_sys.run import launcher, prepare
 from user_sys.run.allocation import LocalAllocation
 from user_sys.run.compare import read_variants
@@ -300,3 +300,45 @@ def test_learner_that_its_robot_has_left_does_not_hold_up_the_end(
     save_robot_record(folder.robots, "visitor", FakeRobot().spec)
     assert processes.are_learners_done({"learner": done, second: running})
     assert not processes.are_learners_done({"learner": running, second: done})
+
+
+def test_first_learner_that_its_robot_has_left_does_not_hold_up_the_end_or_a_resume(
+    two_learners: tuple[RunProcesses, RunFolder, str, list[str]],
+) -> None:
+    processes, folder, second, _ = two_learners
+    done, running = ProcessStatus(state=ProcessState.STOPPED, last_exit=0), ProcessStatus(state=ProcessState.RUNNING)
+    save_robot_record(folder.robots, "arm", msgspec.structs.replace(FakeRobot().spec, gripper=-1))
+    assert learner_from_robot(read_robot_records(folder.robots)) == {"arm": second, "visitor": second}
+    assert processes.are_learners_done({"learner": running, second: done})
+    assert not processes.are_learners_done({"learner": running, second: running})
+    failed = ProcessStatus(state=ProcessState.FAILED, last_exit=2)
+    processes.report_failures({second: failed}, lambda line: None)
+    assert not processes.are_learners_done({"learner": running, second: failed}), "none has ended"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_run_starts_the_learners_of_its_robots_and_without_robots_the_first(
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, started = RunConfig(runs=tmp_path), list[str]()
+    folder, metadata = create_run_folder(config, "r", ENDPOINT)
+    for spec in (FakeRobot().spec, msgspec.structs.replace(FakeRobot().spec, gripper=-1)) if is_known else ():
+        save_robot_record(folder.robots, "arm", spec)  # it was corrected
+    cluster = SimpleNamespace(
+        start=lambda name, *args, **settings: started.append(name),
+        local_resource="node:here",
+        has_resource=lambda _: False,
+        release_robot_locks=lambda: None,
+        request_stop=lambda *names: None,
+    )
+    monkeypatch.setattr(LocalAllocation, "connect", lambda *_: cluster)
+    processes = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
+    processes.connect()
+    processes.start()
+    (expected,) = assign_learners(read_robot_records(folder.robots)) or ["learner"]
+    assert [name for name in started if name.startswith("learner")] == [expected]
+    assert (expected == "learner") == (not is_known)
+    assert not processes.are_learners_done({expected: ProcessStatus(state=ProcessState.RUNNING)})
+    processes.report_failures({expected: ProcessStatus(state=ProcessState.FAILED, last_exit=2)}, lambda line: None)
+    with pytest.raises(RunError, match=f"{expected} cannot be kept running"):
+        processes.require_running(has_other_robots=True)

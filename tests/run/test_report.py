@@ -25,11 +25,11 @@ from hal.camera import CameraFrame as CameraFrame
 from hal.errors import HardwareLost
 from hal.spec import Array
 from user_sys.commands.main import main
-from user_sys.compose import PolicyConfig, RobotConfig
+from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport
-from user_sys.robot_records import LEARNER
+from user_sys.robot_records import LEARNER, save_robot_record
 from user_sys.run.compare import read_variants, success_band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.evaluate import evaluate, evaluate_and_report, success_by_task, video_listener
@@ -194,6 +194,21 @@ def test_interrupt_ends_the_evaluation_and_keeps_what_is_finished(
         return
     assert evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console).episodes == 3
     assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3 and asked[-1] == interrupted
+
+
+def test_evaluation_of_the_next_learner_counts_while_no_robot_has_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    robot, folder = RobotConfig(name="left", driver="fake", task="reach"), RunFolder(tmp_path)
+    for spec in (msgspec.structs.replace(robot_spec(robot), gripper=-1), robot_spec(robot)):
+        save_robot_record(folder.robots, "left", spec)  # it was corrected
+    report = EpisodeReport(
+        robot="left", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
+    )
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", lambda *args: ([report] * 3, [], None))
+    config, console = RunConfig(robots=(robot,)), Console(file=io.StringIO())
+    summary = evaluate_and_report(config, folder, _summary(0, 0), console)
+    assert (summary.successes, summary.episodes) == (3, 3)
 
 
 def test_task_that_a_person_judges_needs_a_person() -> None:

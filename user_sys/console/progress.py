@@ -16,7 +16,7 @@ from hal.resource import Health, ResourceRecord
 from user_sys.episode import EpisodeSource
 from user_sys.errors import WireError, disk_full_message
 from user_sys.messages import NO_VERSION, EpisodeReport, MetricsReport, RobotStatus
-from user_sys.robot_records import LEARNER, learner_folder
+from user_sys.robot_records import LEARNER, first_learner, learner_folder
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 MAX_POINTS = 240
@@ -385,7 +385,7 @@ class RunProgress:
             interventions=self.interventions,
             updates=self._total_updates,
             updates_per_s=self._update_rate.per_s(self._clock()),
-            policy_version=self._newest_version(LEARNER, 0),
+            policy_version=self._newest_version(self._first_learner, 0),
             staleness=max((robot.behind for robot in robots), default=0),
             success=share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]),
             success_20=self.success_rate(20),
@@ -406,7 +406,11 @@ class RunProgress:
 
     @property
     def _training_s(self) -> float:
-        return self.metrics.get(LEARNER, {}).get("training_s", 0.0)
+        return self.metrics.get(self._first_learner, {}).get("training_s", 0.0)
+
+    @property
+    def _first_learner(self) -> str:
+        return first_learner(self._learner_from_robot.values())
 
     @property
     def _helped(self) -> float | None:

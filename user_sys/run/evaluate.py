@@ -42,7 +42,14 @@ from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
 from user_sys.messages import EpisodeReport, WeightsManifest
 from user_sys.policies.policy import ActionChunk, PolicyQuery
 from user_sys.rewards.reward import side_by_side
-from user_sys.robot_records import LEARNER, learner_folder, learner_from_embodiment, read_robot_records
+from user_sys.robot_records import (
+    LEARNER,
+    assign_learners,
+    first_learner,
+    learner_folder,
+    learner_from_embodiment,
+    read_robot_records,
+)
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.pins import current_pin
 from user_sys.run.report import FAILURES, VIDEO, RunSummary, success_text, training_history, write_report, write_video
@@ -289,12 +296,13 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
         RunError: there is no policy to evaluate, or a file cannot be written.
     """
     summary, total = counts, config.evaluation.episodes
+    first = first_learner(assign_learners(read_robot_records(folder.robots)))
     for learner, robot in robots_to_evaluate(config, folder).items() if total > 0 else ():
         try:
-            if learner == LEARNER:
-                episodes, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot)
+            if learner == first:
+                episodes, film, _ = run_evaluation(config, folder, total, console, learner, robot)
                 summary = _summary(counts, episodes, robot)
-                _film_failures(config, folder, console, robot, episodes, film)
+                _film_failures(config, folder, console, learner, robot, episodes, film)
             else:
                 _evaluate_other(config, folder, console, learner, robot)
         except (HalError, PolicyUnavailable) as error:  # the robot is lost, and the run is not
@@ -331,6 +339,7 @@ def _film_failures(
     config: RunConfig,
     folder: RunFolder,
     console: Console,
+    learner: str,
     robot: RobotConfig,
     episodes: Sequence[EpisodeReport],
     film: list[Array],
@@ -343,7 +352,7 @@ def _film_failures(
         if film:
             write_video(folder.path / VIDEO, film, fps)
         if failed := failed[: config.evaluation.video_failures]:
-            _, film, _ = run_evaluation(config, folder, total, console, LEARNER, robot, failed)
+            _, film, _ = run_evaluation(config, folder, total, console, learner, robot, failed)
             if film:
                 write_video(folder.path / FAILURES, film, fps)
     except (HalError, PolicyUnavailable, RunError, KeyboardInterrupt) as error:  # the evaluation counts all the same

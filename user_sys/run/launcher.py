@@ -25,7 +25,7 @@ from user_sys.messages import (
     RobotStatus,
     StopRun,
 )
-from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
+from user_sys.robot_records import LEARNER, assign_learners, first_learner, learner_from_robot, read_robot_records
 from user_sys.run.allocation import Allocation
 from user_sys.run.cluster_allocation import acquire_resources
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata
@@ -239,12 +239,12 @@ class RunSupervisor:
 
     def summary(self) -> RunSummary:
         """The run's counts, without its evaluation."""
-        run = self._hub.view()
+        run, learners = self._hub.view(), assign_learners(read_robot_records(self._folder.robots))
         return RunSummary(
             run=self._folder.path.name,
             successes=0,
             episodes=0,
-            training_s=run.training_s + run.metrics.get(LEARNER, {}).get("waited_s", 0.0),
+            training_s=run.training_s + run.metrics.get(first_learner(learners), {}).get("waited_s", 0.0),
             env_steps=run.env_steps,
             updates=run.updates,
             interventions=run.interventions,

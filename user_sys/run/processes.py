@@ -69,7 +69,7 @@ class RunProcesses:
     """Starts, watches and stops the processes of one run. One thread calls it, except `stop_robots`.
 
     Attributes:
-        learners: names of the learners that were started.
+        learners: names of the learners that were started, the run's first one first.
         failed: processes that cannot be kept running, with the reason.
     """
 
@@ -94,7 +94,8 @@ class RunProcesses:
         for spec in self._specs:
             self._start(spec, VITAL_RESTARTS if spec.name in (GATEWAY_NAME, REWARD_PROCESS) else ROBOT_RESTARTS)
         self._start_policy_server()
-        self._start_learner(LEARNER)
+        if not read_robot_records(self._folder.robots):
+            self._start_learner(LEARNER)  # it waits for the first robot
         self.start_new_learners()
 
     @property
@@ -151,7 +152,7 @@ class RunProcesses:
         return slots
 
     def start_new_learners(self) -> None:
-        """Starts a learner for each embodiment that has none. The first learner waits for its robot by itself."""
+        """Starts a learner for each embodiment of a robot that has none."""
         for name, spec in assign_learners(read_robot_records(self._folder.robots)).items():
             if name not in self.learners:
                 log.info("run.learner_started name=%s model=%s", name, spec.model)
@@ -231,13 +232,15 @@ class RunProcesses:
     @property
     def _vital(self) -> set[str]:
         own = {GATEWAY_NAME, *([REWARD_PROCESS] if self._config.rewards.kind else [])}
-        return own | {*self._processes_of(LEARNER), *self._names_of("policy")}
+        first = [process for name in self.learners[:1] for process in self._processes_of(name)]
+        return own | {*first, *self._names_of("policy")}
 
     def are_learners_done(self, statuses: Mapping[str, ProcessStatus]) -> bool:
-        """Whether the learners have ended, but for failed ones and those that no robot has, which get no steps."""
-        done = {n for n, each in statuses.items() if each.state is ProcessState.STOPPED and each.last_exit == 0}
+        """Whether learners have ended, and all have but failed ones and those that no robot has, which get no steps."""
+        ended = {n for n, each in statuses.items() if each.state is ProcessState.STOPPED and each.last_exit == 0}
+        done = ended.intersection(self.learners)
         others = {*self.learners} - done - self.failed.keys()
-        return LEARNER not in others and not others & assign_learners(read_robot_records(self._folder.robots)).keys()
+        return bool(done) and not others & assign_learners(read_robot_records(self._folder.robots)).keys()
 
     def stop_robots(self) -> None:
         """Asks sessions and learners to stop, then the drivers, also those that are still starting. Any thread."""
