@@ -32,7 +32,13 @@ from user_sys.messages import EpisodeReport
 from user_sys.robot_records import LEARNER, save_robot_record
 from user_sys.run.compare import read_variants, success_band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
-from user_sys.run.evaluate import evaluate, evaluate_and_report, success_by_task, video_listener
+from user_sys.run.evaluate import (
+    evaluate,
+    evaluate_and_report,
+    load_acting_weights,
+    success_by_task,
+    video_listener,
+)
 from user_sys.run.metrics import MetricsWriter
 from user_sys.run.report import (
     EpisodePoint,
@@ -209,6 +215,35 @@ def test_evaluation_of_the_next_learner_counts_while_no_robot_has_the_first(
     config, console = RunConfig(robots=(robot,)), Console(file=io.StringIO())
     summary = evaluate_and_report(config, folder, _summary(0, 0), console)
     assert (summary.successes, summary.episodes) == (3, 3)
+
+
+def test_learner_without_weights_leaves_the_summary_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    robots = [RobotConfig(name=name, driver="fake", task="reach") for name in ("left", "right")]
+    report = EpisodeReport(
+        robot="left", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
+    )
+
+    def run_evaluation(
+        config: RunConfig, folder: RunFolder, total: int, console: Console, learner: str, robot: object, *failed: object
+    ) -> tuple[list[EpisodeReport], list[Frame], None]:
+        if learner != LEARNER or first_fails:
+            load_acting_weights(folder, learner)
+        return [report] * 3, [], None
+
+    learners = dict(zip((LEARNER, "learner-b"), robots, strict=True))
+    monkeypatch.setattr(user_sys.run.evaluate, "robots_to_evaluate", lambda config, folder: learners)
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", run_evaluation)
+    config, message, first_fails = RunConfig(robots=tuple(robots)), io.StringIO(), False
+    console = Console(file=message, width=500)
+    assert evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console).episodes == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3
+    assert "right is not evaluated: " in message.getvalue()
+    assert "learner-b has published no weights" in message.getvalue()
+    first_fails = True
+    with pytest.raises(RunError, match="learner has published no weights"):
+        evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console)
 
 
 def test_task_that_a_person_judges_needs_a_person() -> None:

@@ -293,7 +293,7 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
         counts: the run's counts; the evaluation of its first learner is added.
 
     Raises:
-        RunError: there is no policy to evaluate, or a file cannot be written.
+        RunError: the first learner has no policy, or a file cannot be written.
     """
     summary, total = counts, config.evaluation.episodes
     first = first_learner(assign_learners(read_robot_records(folder.robots)))
@@ -305,7 +305,9 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
                 _film_failures(config, folder, console, learner, robot, episodes, film)
             else:
                 _evaluate_other(config, folder, console, learner, robot)
-        except (HalError, PolicyUnavailable) as error:  # the robot is lost, and the run is not
+        except (HalError, PolicyUnavailable, RunError) as error:  # the robot or this learner is lost, the run is not
+            if learner == first and isinstance(error, RunError):
+                raise
             console.print(f"{robot.name} is not evaluated: {error}", highlight=False, markup=False, soft_wrap=True)
         except KeyboardInterrupt:  # the finished evaluation counts all the same
             if summary is counts:
