@@ -6,7 +6,8 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,19 @@ from wait_kit import until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.console.config import ConsoleConfig
+from user_sys.console.hub import ConsoleHub
+from user_sys.console.progress import RunView
 from user_sys.edge.robot_processes import module_argv
 from user_sys.errors import RunError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.run import console_process
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder, open_run_folder
 from user_sys.run.prepare import free_endpoint, gateway_client, prepare_run_folder
+from user_sys.run.status import StatusFile
 from user_sys.run.topology import CONSOLE, topology
 from user_sys.tunnel.keys import GATEWAY_NAME
 
@@ -76,6 +81,27 @@ def test_console_whose_port_is_taken_leaves_the_address_of_the_one_that_runs(
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="is in use"):
         console_process.serve_console(folder.path, taken.getsockname()[1], lambda address: None)
     assert folder.console_address.read_text() == "http://127.0.0.1:8088/?token=abc"
+
+
+def test_console_learns_from_the_status_which_processes_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, ended = threading.Event(), list[set[str]]()
+
+    class Hub(ConsoleHub):
+        def set_ended(self, processes: Iterable[str]) -> None:
+            ended.append(set(processes))
+            stop.set()
+
+    monkeypatch.setattr(console_process, "ConsoleHub", Hub)
+    config = RunConfig(runs=tmp_path, console=ConsoleConfig(port=0))
+    folder, metadata = create_run_folder(config, "run", free_endpoint(GatewayConfig().endpoint))
+    prepare_run_folder(config, folder, metadata)
+    states = {"learner": ProcessState.RUNNING, "learner-b": ProcessState.FAILED, "learner-c": ProcessState.STOPPED}
+    statuses = {name: ProcessStatus(state=state) for name, state in states.items()}
+    StatusFile(folder.path).write("training", RunView(run="run"), statuses, {})
+    console_process.ConsoleProcess(folder, config, metadata, is_restart=False).serve(stop)
+    assert ended == [{"learner-b", "learner-c"}]
 
 
 @pytest.fixture

@@ -106,6 +106,19 @@ def test_learner_that_has_finished_is_not_missed(hub: ConsoleHub, clock: Clock) 
     assert hub.view().warning == "training stands still: no report from learner; read logs/learner.log"
 
 
+def test_learner_that_has_ended_for_good_is_not_missed(hub: ConsoleHub, clock: Clock) -> None:
+    for node in ("learner", "learner-b"):
+        hub.update(MetricsReport(node=node, count=5, scalars={}))
+    hub.set_ended({"learner-b", "camera"})
+    clock.now_s += 61.0
+    assert hub.view().warning == "training stands still: no report from learner; read logs/learner.log"
+    assert hub.view().updates == 10
+    for node in ("learner", "learner-b"):
+        hub.update(MetricsReport(node=node, count=5, scalars={}))
+    clock.now_s += 61.0
+    assert "no report from learner, learner-b; " in hub.view().warning, "it works again"
+
+
 def test_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().robots[0].status is None and not hub.view().robots[0].lost
     hub.update(status(step=9))

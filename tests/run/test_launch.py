@@ -33,6 +33,7 @@ from user_sys.run.config import RunConfig, RunFolder, create_run_folder, read_ru
 from user_sys.run.launcher import RunSupervisor
 from user_sys.run.prepare import record_all_demonstrations
 from user_sys.run.processes import RunProcesses
+from user_sys.run.status import read_status
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -203,6 +204,7 @@ def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learn
     assert "arm" in text and "no learner" not in text
     text = train(folder, config, FakeProcesses(), status, ResourceUpdate(record=other), patch=monkeypatch)
     assert "arm has another spec than before" in text and "no learner" in text
+    assert f"or end the run and continue with `user-sys train --resume {folder.path}`" in text
 
 
 def test_robot_that_comes_back_with_the_spec_of_others_joins_their_learner(
@@ -289,6 +291,16 @@ def test_learner_that_cannot_start_leaves_the_run_to_the_other_robots(
     processes.report_failures({"learner-rank-1": failed}, lines.append)
     with pytest.raises(RunError, match="learner-rank-1 cannot be kept running"):
         processes.require_running(has_other_robots=True)
+
+
+def test_learner_that_is_left_out_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.console.progress.LEARNER_SILENT_S", -1.0)
+    config = RunConfig(runs=tmp_path)
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    processes = FakeProcesses({"learner-b": ProcessStatus(state=ProcessState.FAILED, last_exit=2)})
+    reports = [MetricsReport(node=node, count=1, scalars={}) for node in ("learner", "learner-b")]
+    train(folder, config, processes, *reports, patch=monkeypatch)
+    assert "no report from learner; " in read_status(folder.path).run.warning
 
 
 def test_learner_that_its_robot_has_left_does_not_hold_up_the_end(

@@ -88,6 +88,15 @@ def test_each_fault_is_a_sentence_with_a_reaction(found: RunStatus, words: str) 
     assert words in str(fault)
 
 
+def test_learner_that_is_left_out_is_continued_by_a_resume() -> None:
+    file = StatusFile(Path("/nonexistent"))
+    file.write("training", RunView(run="r"), {"learner-b": ended(ProcessState.FAILED, 2, "no camera")}, {})
+    assert file.newest is not None
+    (fault,) = find_faults(file.newest, Path("runs/r"))
+    assert fault.problem.endswith("is not started again: no camera") and "its checkpoint" not in fault.reaction
+    assert "without new weights" in fault.reaction and "`user-sys train --resume runs/r`" in fault.reaction
+
+
 def test_healthy_run_and_an_ended_one_have_no_fault() -> None:
     assert not find_faults(status(robot()), Path("run"))
     assert not find_faults(status(robot(lost=True), stage="ended"), Path("run"))

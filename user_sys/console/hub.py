@@ -180,6 +180,11 @@ class ConsoleHub:
         with self._lock:
             self._progress.set_learners(learner_from_robot)
 
+    def set_ended(self, processes: Iterable[str]) -> None:
+        """See `RunProgress.set_ended`."""
+        with self._lock:
+            self._progress.set_ended(processes)
+
     def update(self, message: HubMessage) -> None:
         """Applies one message, and calls the listeners in the caller's thread."""
         with self._lock:

@@ -357,6 +357,11 @@ class RunProgress:
         self._update_rate.add(self._clock(), self._total_updates)
         self._add_losses(report)
 
+    def set_ended(self, processes: Iterable[str]) -> None:
+        """Sets the processes that have ended and are not started again. A learner among them need not report."""
+        for name in self._updates.keys() & set(processes):
+            self._updates[name] = self._updates[name][0], math.inf
+
     def _add_losses(self, report: MetricsReport) -> None:
         for name, value in report.scalars.items():
             curve = f"{report.node}/{name}"
@@ -446,7 +451,7 @@ class RunProgress:
     def _silent_learners(self) -> str:
         """The learners that have not reported for `LEARNER_SILENT_S`; they report each second, also while they wait.
 
-        One that has finished need not report.
+        One that has finished or ended need not report.
         """
         since_s = self._clock() - LEARNER_SILENT_S
         learners = [name for name in sorted(self._updates) if not self.metrics[name].get("finished", 0)]

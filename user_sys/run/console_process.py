@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from user_sys.run.config import RunConfig, RunFolder, RunMetadata, open_run_fold
 from user_sys.run.metrics import METRICS, RUN
 from user_sys.run.prepare import gateway_client
 from user_sys.run.progress import previous_elapsed_s, previous_episodes, previous_losses, previous_outcomes
+from user_sys.run.status import ended_processes, read_status
 from user_sys.run.topology import CONSOLE
 from user_sys.tunnel.protocol import TunnelState
 
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 FORWARD_POLL_S = 0.5
+STATUS_POLL_S = 2.0
 
 
 class ConsoleProcess:
@@ -58,7 +61,7 @@ class ConsoleProcess:
             RunError: the port is in use, or a key is missing.
             ConfigError: the console needs accounts, and there is none.
         """
-        self._folder, self._seen = folder, set[str]()
+        self._folder, self._seen, self._read_status_at_s = folder, set[str](), 0.0
         self._client = gateway_client(folder, metadata, CONSOLE)
         robots = (*config.robots, *config.remote_robots)
         drivers = {robot.name: f"for {folder.edge(robot.name).resolve()}" for robot in robots}
@@ -110,6 +113,15 @@ class ConsoleProcess:
             self._show(self._hub.update, message)
         if isinstance(message, ResourceUpdate):
             self._hub.update_resource(message.record)
+        if (now_s := time.monotonic()) >= self._read_status_at_s:
+            self._read_status_at_s = now_s + STATUS_POLL_S
+            self._read_status()
+
+    def _read_status(self) -> None:
+        """The processes that have ended, from the launcher's file, if it has written one."""
+        with suppress(RunError):
+            status = read_status(self._folder.path)
+            self._hub.set_ended(ended_processes({each.name: each for each in status.processes}))
 
     def _read_robot_records(self) -> None:
         """The specs of the robots that have connected, and their learners."""

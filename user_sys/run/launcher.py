@@ -47,7 +47,7 @@ from user_sys.run.prepare import (
 from user_sys.run.processes import PrintedReasons, RunProcesses
 from user_sys.run.progress import ProgressDisplay, previous_elapsed_s, previous_episodes, run_scalars
 from user_sys.run.report import RunSummary, link_latest, set_aside_results
-from user_sys.run.status import StatusFile
+from user_sys.run.status import StatusFile, ended_processes
 from user_sys.trace import merge_trace, prepare_trace
 from user_sys.tunnel.keys import GATEWAY_NAME
 
@@ -313,7 +313,8 @@ class RunSupervisor:
                 return
             self._console.print(
                 f"{record.name} has another spec than before (logs/gateway.log names the difference): no learner of "
-                "this launch trains for it; restart it with the options that it had",
+                "this launch trains for it. Restart it with the options that it had, or end the run and continue with "
+                f"`user-sys train --resume {self._folder.path}`",
                 markup=False,
                 soft_wrap=True,
             )
@@ -347,6 +348,7 @@ class RunSupervisor:
         self._check_robots(statuses, display)
         processes.report_failures(statuses, display.print_line, self._seen)
         self._report_unreadable_checkpoints(display)
+        self._hub.set_ended(ended_processes(statuses))
         run = self._hub.view()
         self.status.write("training" if run.updates else "starting", run, statuses, self._missing)
         processes.require_running(has_other_robots=bool(self._active_remote_robots()))

@@ -25,6 +25,7 @@ from user_sys.robot_records import (
 from user_sys.run.allocation import Allocation, PrintLine, Use
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata
 from user_sys.run.prepare import allow_process, free_port, local_endpoint
+from user_sys.run.status import ended_processes
 from user_sys.run.topology import (
     CONSOLE,
     REWARD_PROCESS,
@@ -258,8 +259,7 @@ class RunProcesses:
 
     def still_running(self, names: Collection[str]) -> set[str]:
         statuses = self.cluster.statuses()
-        ended = (ProcessState.STOPPED, ProcessState.FAILED)
-        return {name for name in names if name in statuses and statuses[name].state not in ended}
+        return statuses.keys() & set(names) - ended_processes(statuses)
 
     def shutdown(self, within_s: float) -> None:
         """Kills what still runs. Harmless if called twice."""

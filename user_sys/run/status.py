@@ -161,6 +161,12 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def ended_processes(statuses: Mapping[str, ProcessStatus]) -> set[str]:
+    """The processes that have ended and are not started again."""
+    ended = (ProcessState.STOPPED, ProcessState.FAILED)
+    return {name for name, status in statuses.items() if status.state in ended}
+
+
 def read_status(folder: Path) -> RunStatus:
     """The newest status of the run. Raises RunError: there is none, or another version wrote it."""
     try:
@@ -231,6 +237,11 @@ def _process_faults(status: RunStatus, folder: Path, now_s: float) -> Iterator[F
         log = folder / "logs" / f"{process.name}.log"
         if process.state is ProcessState.FAILED:
             problem = f"ended {process.restarts + 1} times and is not started again: {process.error}"
+            if is_learner_name(process.name):
+                reaction = (
+                    "the run and its robots continue without new weights from it; mend the cause and continue with "
+                    f"`user-sys train --resume {folder}`"
+                )
             yield Fault(subject=process.name, problem=problem, reaction=f"{reaction}; its log is {log}")
         elif process.state is ProcessState.WAITING and process.last_exit is None:
             if status.run.elapsed_s > CONNECT_S:
