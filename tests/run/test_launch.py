@@ -293,6 +293,20 @@ def test_learner_that_cannot_start_leaves_the_run_to_the_other_robots(
         processes.require_running(has_other_robots=True)
 
 
+def test_learner_that_is_left_out_stays_so_when_the_others_move_to_another_node(
+    two_learners: tuple[RunProcesses, RunFolder, str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, _, second, _ = two_learners
+    processes.report_failures({second: ProcessStatus(state=ProcessState.FAILED, last_exit=2)}, lambda line: None)
+    started = list[str]()
+    monkeypatch.setattr(processes.cluster, "start", lambda name, *args, **settings: started.append(name))
+    monkeypatch.setattr(processes.cluster, "kill", lambda *names: None, raising=False)
+    monkeypatch.setattr(LocalAllocation, "release_lost", lambda self, use: ("b",) if use == "learner" else ())
+    monkeypatch.setattr(LocalAllocation, "reacquire", lambda self, use: "" if use == "learner" else None)
+    processes.poll_compute(lambda line: None)
+    assert started == ["learner", "learner-rank-1"] and processes.leaving() == {"learner"}
+
+
 def test_learner_that_is_left_out_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("user_sys.console.progress.LEARNER_SILENT_S", -1.0)
     config = RunConfig(runs=tmp_path)

@@ -178,7 +178,8 @@ class RunProcesses:
     def _restart(self, use: Use) -> Sequence[ProcessSlot]:
         if use == "policy":
             return self._start_policy_server()
-        return [slot for name in self.learners for slot in self._start_learner(name)]
+        working = [name for name in self.learners if name not in self.failed]
+        return [slot for name in working for slot in self._start_learner(name)]
 
     def report_failures(
         self, statuses: Mapping[str, ProcessStatus], print_line: PrintLine, driven: Collection[str] = ()
