@@ -94,6 +94,20 @@ def test_steps_of_people_and_changed_actions_do_not_train() -> None:
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("start", [1.5, -1.5])
+def test_entropy_bonus_trains_a_discrete_gripper(start: float) -> None:
+    module = MlpPolicy.make_module(example_spec(), settings=MlpSettings((32, 32), gripper="discrete"))
+    algorithm = Ppo(replace(SMALL, entropy_bonus=0.01), module, example_spec())
+    torch.nn.init.constant_(algorithm.actor.mean.bias, start)
+    torch.nn.init.zeros_(algorithm.actor.mean.weight)
+    for parameter in algorithm.value.parameters():
+        torch.nn.init.zeros_(parameter)  # without rewards too, all advantages are 0
+    batch = example_windows(np.random.default_rng(0), SMALL.window, sequence=True)
+    algorithm.update(replace(batch, reward=torch.zeros_like(batch.reward)), 0)
+    mean, _ = algorithm.actor(algorithm.actor.encode(batch.next_observation))
+    assert (mean[:, 0] == start).all() and (mean[:, 1].abs() < abs(start)).all()
+
+
 def test_invalid_settings_are_refused() -> None:
     for wrong in ({"window": 0}, {"discount": 1.0}, {"clip": 0.0}, {"importance_max": 0.5}, {"value_hidden": ()}):
         with pytest.raises(ConfigError):

@@ -133,6 +133,15 @@ def test_gradient_of_a_discrete_grippers_entropy_is_exact_in_each_draw(mean: flo
         assert float(gradient[1]) == pytest.approx(expected, abs=1e-5)
 
 
+def test_entropy_is_that_of_the_gaussian_and_of_the_discrete_gripper() -> None:
+    module = discrete_module()
+    x = torch.randn(8, module.observation_size)
+    mean, log_std = module(x)
+    gaussian = torch.distributions.Normal(mean[:, 0], log_std[:, 0].exp())
+    gripper = torch.distributions.Bernoulli(torch.special.ndtr(mean[:, 1]))
+    torch.testing.assert_close(module.entropy(x), gaussian.entropy() + gripper.entropy())
+
+
 def test_discrete_gripper_trains_in_bfloat16() -> None:
     module = discrete_module()
     x, action = torch.randn(8, module.observation_size), torch.rand(8, 2) * 2 - 1

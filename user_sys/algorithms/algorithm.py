@@ -249,6 +249,9 @@ class GaussianPolicy(ObservationEncoder, Protocol):
     def log_prob(self, x: Tensor, action: Tensor) -> Tensor:
         """Returns the log density (n,) of scaled actions (n, a)."""
 
+    def entropy(self, x: Tensor) -> Tensor:
+        """Returns the entropy (n,) before squashing, in nats. Differentiable."""
+
     def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the loss (n,) that clones scaled actions (n, a)."""
 

@@ -199,7 +199,7 @@ class Ppo(Algorithm):
         weight, advantage = steps.ratio[rows].clamp(max=settings.importance_max), steps.advantage[rows]
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         gain = weight * torch.minimum(ratio * advantage, clipped * advantage)
-        entropy = self.actor(x)[1].sum(-1) if settings.entropy_bonus else torch.zeros_like(gain)
+        entropy = self.actor.entropy(x) if settings.entropy_bonus else torch.zeros_like(gain)
         policy_loss = -((gain + settings.entropy_bonus * entropy) * usable).sum() / count
         value_loss = ((self.value(x)[:, 0] - steps.returns[rows]).square() * usable).sum() / count
         for name in trained:

@@ -323,6 +323,12 @@ class GaussianNetwork(ObservationNetwork):
         _, log_prob = squash_elements(mean, log_std, (u - mean) / log_std.exp())
         return self._with_gripper(log_prob, lambda: log_probit(mean, action)).sum(-1)
 
+    def entropy(self, x: Tensor) -> Tensor:
+        """Returns the entropy (n,) before squashing, in nats, at encoded observations `x`."""
+        mean, log_std = self(x)
+        entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
+        return self._with_gripper(entropy, lambda: -expected_log_probit(mean)).sum(-1)
+
     def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the loss (n,) that clones scaled actions (n, a) at encoded observations `x`; `mask` has no effect.
 
@@ -344,14 +350,20 @@ def log_probit(mean: Tensor, action: Tensor) -> Tensor:
     return log_prob
 
 
+def expected_log_probit(mean: Tensor) -> Tensor:
+    """Returns P log P + (1 - P) log (1 - P), with P = Phi(mean): the negated entropy of a discrete gripper."""
+    log_chances = torch.special.log_ndtr(torch.stack([mean, -mean]).float())
+    expected: Tensor = (log_chances.exp() * log_chances).sum(0)
+    return expected
+
+
 def drawn_log_probit(mean: Tensor, action: Tensor) -> Tensor:
     """As `log_probit`, for an `action` that was drawn at `mean`, with the gradient of its expectation over actions.
 
-    The expectation is P log P + (1 - P) log (1 - P), with P = Phi(mean). The sign of an action passes no gradient, so
-    that of `log_probit` lacks the change of P: its own expectation is 0, since P + (1 - P) is constant.
+    The sign of an action passes no gradient, so that of `log_probit` lacks the change of P = Phi(mean): its own
+    expectation is 0, since P + (1 - P) is constant.
     """
-    log_chances = torch.special.log_ndtr(torch.stack([mean, -mean]).float())
-    expected: Tensor = (log_chances.exp() * log_chances).sum(0)
+    expected = expected_log_probit(mean)
     return log_probit(mean, action).detach() + (expected - expected.detach())
 
 
