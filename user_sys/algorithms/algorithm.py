@@ -240,17 +240,20 @@ class SentenceReader(Protocol):
 class GaussianPolicy(ObservationEncoder, Protocol):
     """A policy's module with a squashed Gaussian density over actions, for actor-critic algorithms."""
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (mean, log_std) before squashing, each (n, a), for encoded observations `x`."""
-
     def draw(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns scaled actions (n, a) for standard normal `noise`, (n, a), and their log density, (n,)."""
+        """Returns scaled actions (n, a) at encoded observations `x`, and their log density, (n,).
+
+        `noise`: standard normal, (n, a).
+        """
 
     def log_prob(self, x: Tensor, action: Tensor) -> Tensor:
         """Returns the log density (n,) of scaled actions (n, a)."""
 
     def entropy(self, x: Tensor) -> Tensor:
         """Returns the entropy (n,) before squashing, in nats. Differentiable."""
+
+    def kl(self, x: Tensor, reference: Any, reference_x: Tensor) -> Tensor:
+        """Returns KL(self || `reference`), (n,), in nats. `reference`: a copy, with its own encoded observations."""
 
     def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the loss (n,) that clones scaled actions (n, a)."""

@@ -244,12 +244,10 @@ class Sac(Algorithm):
 
     @torch.no_grad()
     def policy_kl(self, reference: nn.Module, batch: TensorBatch) -> float:
-        """See `PolicyDivergence`. It compares the Gaussians before squashing, which is the same for both."""
+        """See `PolicyDivergence`."""
         both: tuple[Any, Any] = self.policy, reference
-        (mean, log_std), (mean0, log_std0) = (each(each.encode(batch.observation)) for each in both)
-        ratio = (2 * (log_std - log_std0)).exp()
-        distance = ((mean - mean0) / log_std0.exp()).square()
-        return float((0.5 * (ratio + distance - 1.0) - (log_std - log_std0)).sum(-1).mean())
+        x, reference_x = (each.encode(batch.observation) for each in both)
+        return float(both[0].kl(x, reference, reference_x).mean())
 
 
 def is_cloned(batch: TensorBatch) -> Tensor:
