@@ -93,6 +93,7 @@ CONDITIONS = {"conditions": 2, "condition": 1}
         ("recap", "vla", {"gated": True, **CONDITIONS}, "recap does not train a gated flow"),
         ("q_chunking", "gated_flow", {"flow_steps": 1}, "q_chunking does not train a gated flow"),
         ("ppo", "mlp", {"pretrain_updates": 9}, "policy.options.pretrain_updates is 9, and ppo clones no"),
+        ("ppo", "cnn", {"encoder": "frozen", "pretrain_updates": 9}, "leave out pretrain_updates and encoder: frozen"),
         ("recap", "flow", {"conditions": 2}, "policy.options.condition is 0, .*: set it to 1"),
         ("recap", "vla", {"conditions": 2, "condition": 2}, "policy.options.condition is 2, .*: set it to 1"),
     ],

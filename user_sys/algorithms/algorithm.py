@@ -330,6 +330,16 @@ def refuse_delay_training(policy: nn.Module, algorithm: str) -> None:
         )
 
 
+def refuse_cloning(policy: ObservationEncoder, algorithm: str) -> None:
+    """Raises ConfigError: the policy needs updates at the start that clone, which `algorithm` does not do."""
+    if policy.pretrain_updates:
+        ignored = "pretrain_updates" if policy.frozen_from < 0 else "pretrain_updates and encoder: frozen"
+        raise ConfigError(
+            f"policy.options.pretrain_updates is {policy.pretrain_updates}, and {algorithm} clones no demonstrations: "
+            f"leave out {ignored}, and start from a run of bc by learner.initial_policy"
+        )
+
+
 def refuse_steered(policy: nn.Module, algorithm: str) -> None:
     """Raises ConfigError: the policy's actions are noise of a frozen policy, and no recorded action is one."""
     if isinstance(policy, SteeredNetwork):

@@ -40,7 +40,14 @@ from torch import Tensor, nn
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.actor_critic import value_network
-from user_sys.algorithms.algorithm import Algorithm, GaussianPolicy, TensorBatch, TrainingData, refuse_steered
+from user_sys.algorithms.algorithm import (
+    Algorithm,
+    GaussianPolicy,
+    TensorBatch,
+    TrainingData,
+    refuse_cloning,
+    refuse_steered,
+)
 from user_sys.algorithms.distributed import mean_over_processes
 from user_sys.episode import Phase
 from user_sys.errors import ConfigError
@@ -112,11 +119,7 @@ class Ppo(Algorithm):
         refuse_steered(policy, "ppo")
         if not isinstance(policy, GaussianPolicy):
             raise ConfigError("learner.algorithm: ppo needs a policy with a squashed Gaussian density, such as mlp")
-        if policy.pretrain_updates:
-            raise ConfigError(
-                f"policy.options.pretrain_updates is {policy.pretrain_updates}, and ppo clones no demonstrations: "
-                "leave it out, and start from a run of bc by learner.initial_policy"
-            )
+        refuse_cloning(policy, "ppo")
         self._settings = settings
         self.actor = policy.eval()  # a random shift of pictures would change the ratio of the densities
         self.value = value_network(self.actor.observation_size, settings.value_hidden)

@@ -57,7 +57,9 @@ class PictureSettings:
 
     def __post_init__(self) -> None:
         if self.encoder == "frozen" and not self.pretrain_updates:
-            raise ConfigError("encoder is frozen, and nothing trains it: set pretrain_updates above 0")
+            raise ConfigError(
+                "encoder is frozen, and nothing trains it: set pretrain_updates above 0, or leave out encoder"
+            )
         if {bool(self.timm_model), bool(self.timm_file)} != {self.backbone == "timm"}:
             raise ConfigError(f"backbone is {self.backbone}; timm_model and timm_file belong to timm, which needs both")
 
