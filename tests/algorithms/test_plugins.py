@@ -80,6 +80,7 @@ def test_each_built_in_algorithm_is_chosen_by_config_alone(algorithm: str) -> No
 
 
 CONDITIONS = {"conditions": 2, "condition": 1}
+CLONED = {"flow_steps": 1, "pretrain_updates": 9}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,9 @@ CONDITIONS = {"conditions": 2, "condition": 1}
         ("q_chunking", "gated_flow", {"flow_steps": 1}, "q_chunking does not train a gated flow"),
         ("ppo", "mlp", {"pretrain_updates": 9}, "policy.options.pretrain_updates is 9, and ppo clones no"),
         ("ppo", "cnn", {"encoder": "frozen", "pretrain_updates": 9}, "leave out pretrain_updates and encoder: frozen"),
+        ("q_chunking", "flow", CLONED, "policy.options.pretrain_updates is 9, and q_chunking clones no demonstrations"),
+        ("q_chunking", "flow", {"pictures": True, **CLONED}, "pretrain_updates is 9, and q_chunking clones no"),
+        ("q_chunking", "vla", CLONED, "pretrain_updates is 9, and q_chunking clones no"),
         ("recap", "flow", {"conditions": 2}, "policy.options.condition is 0, .*: set it to 1"),
         ("recap", "vla", {"conditions": 2, "condition": 2}, "policy.options.condition is 2, .*: set it to 1"),
     ],

@@ -131,8 +131,7 @@ def test_algorithm_learns_from_a_sparse_reward() -> None:
 
 def test_only_the_steps_of_a_person_are_cloned() -> None:
     """A chunk that begins in a correction may go on with steps of the policy or of the robot."""
-    module = network(POINT)
-    module.pretrain_updates = 1
+    module = network(POINT, replace(FLOW, pretrain_updates=1))
     algorithm = SacFlow(replace(SMALL, cloning=1.0, critics_first=0), module, POINT)
     masks: list[list[list[bool]]] = []
     original = module.imitation_loss

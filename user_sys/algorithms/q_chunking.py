@@ -28,7 +28,14 @@ from torch import Tensor, nn
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
-from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, TensorBatch, TrainingData, refuse_delay_training
+from user_sys.algorithms.algorithm import (
+    Algorithm,
+    ChunkPolicy,
+    TensorBatch,
+    TrainingData,
+    refuse_cloning,
+    refuse_delay_training,
+)
 from user_sys.errors import ConfigError
 from user_sys.policies.gated_flow import refuse_gated
 from user_sys.policies.trainable import shared_copy, trained_pairs
@@ -95,6 +102,8 @@ class QChunking(Algorithm):
                 "learner.algorithm: q_chunking needs a policy that draws chunks in one step, such as "
                 "policy: {kind: flow, options: {flow_steps: 1}}"
             )
+        if policy.frozen_from < 0:  # else they train the encoder, by the critics' loss
+            refuse_cloning(policy, "q_chunking")
         self._settings = settings
         self.actor = policy
         self.policy = shared_copy(policy).requires_grad_(False)

@@ -42,7 +42,7 @@ class FlowSettings(RtcSettings, PictureSettings):
     """The settings of the policy `flow`. The last two train it for methods of asynchronous execution; 0 or empty: no.
 
     Attributes:
-        pictures: whether it reads cameras; the settings of pictures have no effect otherwise.
+        pictures: whether it reads cameras; other settings of pictures than pretrain_updates need it.
         chunk_length: actions of a chunk.
         execute: actions of a chunk that the robot executes before the next one is drawn; 0 for all.
         flow_steps: Euler steps from noise to a chunk.
@@ -192,7 +192,7 @@ class FlowNetwork(FlowMatching, ObservationNetwork):
         forecast: StateForecast | None = None,
     ) -> None:
         """`encoders`: one for each camera that it reads. `forecast`: of the robot's state, for `offset_max`."""
-        updates, frozen_from = (settings.pretrain_updates, settings.frozen_from) if encoders else (0, -1)
+        updates, frozen_from = settings.pretrain_updates, settings.frozen_from if encoders else -1
         super().__init__(specs, action, encoders, pretrain_updates=updates, frozen_from=frozen_from)
         self.chunk_length, self.flow_steps = settings.chunk_length, settings.flow_steps
         self.prefix_max, self.forecast = settings.prefix_max, forecast
