@@ -123,7 +123,7 @@ class RobotConfig:
 
     @property
     def picture_stride(self) -> int:
-        """Pictures are taken in every n-th control period, in training as in evaluation."""
+        """Pictures are taken in every n-th control period, in training as in evaluation; for a film in each one."""
         return 1 if self.follows_clock else self.frame_stride
 
     def __post_init__(self) -> None:

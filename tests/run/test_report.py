@@ -24,11 +24,13 @@ import user_sys.run.evaluate
 from hal.camera import CameraFrame as CameraFrame
 from hal.errors import HardwareLost
 from hal.spec import Array
+from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.commands.main import main
 from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport
+from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.robot_records import LEARNER, save_robot_record
 from user_sys.run.compare import read_variants, success_band
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, create_run_folder
@@ -270,6 +272,14 @@ def test_video_frame_joins_the_newest_picture_of_each_camera() -> None:
     for frames in ({"a": red}, {"b": blue}, {}, {"a": blue}):
         show(TimeStep({}, frames, 0, None, 0, 0, NO_OUTCOME, 0, False), None)
     assert [(picture[0, 0, 0], picture[0, 2, 0]) for picture in film] == [(9, 5), (5, 5)]
+
+
+def test_film_lasts_as_long_as_its_episodes() -> None:
+    robot, film = RobotConfig(name="left", driver="fake", task="reach", options={"cameras": ["front"]}), list[Array]()
+    policy = MlpPolicy.make_module(robot_spec(robot), settings=MlpSettings((8,)))
+    config = EvaluationConfig(episodes=3, video_episodes=2)
+    reports = list(evaluate(robot, PolicyConfig(), policy_arrays(policy), config, film.append))
+    assert robot.picture_stride > 1 and len(film) == sum(report.steps for report in reports[:2])
 
 
 def test_video_frame_of_cameras_of_other_heights_shows_all_of_each() -> None:

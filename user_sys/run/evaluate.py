@@ -114,7 +114,8 @@ def evaluate(
         kind = PolicyAgent if policy.execution.mode == "wait" else HoldingAgent
         alone = kind(control or acting, setup.robot.spec, policy.execution, deterministic=True)
         agent = alone if judge is None else JudgedAgent(alone, setup.robot.spec, judge)
-        with open_local_environment(setup, robot, check_stop=check_stop) as environment, ExitStack() as stack:
+        driven = replace(robot, frame_stride=1) if filmed else robot  # a film has a frame for each control period
+        with open_local_environment(setup, driven, check_stop=check_stop) as environment, ExitStack() as stack:
             listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
             if filmed:
                 for camera in setup.film_cameras:
