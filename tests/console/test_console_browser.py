@@ -582,6 +582,12 @@ def test_scene_is_prepared_over_the_start_picture(page: Any, simulated: Simulate
     page.wait_for_selector("img[alt='start of an episode: front']")
     assert page.get_by_role("button", name="Success").is_disabled()
     picture(page, "reset", after_ms=500)
+    simulated.authority.emergency_stop("ana")
+    assert badge(page, "stopped") == "STOPPED"
+    page.get_by_role("button", name="Re-arm").click()
+    assert badge(page, "hold") == "RESET"
+    page.wait_for_selector(".note:text-matches('^put the cube on the mark · held')")
+    assert page.locator(".start").count() and page.get_by_role("button", name="Success").is_disabled()
     page.get_by_role("button", name="Reset done").click()
     badge(page, "policy")
     page.wait_for_selector(".start", state="detached")

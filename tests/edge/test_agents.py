@@ -854,6 +854,41 @@ def test_episode_waits_for_a_person_who_prepares_the_scene(make: Callable[..., S
     assert session.replies[-1].reason == "no episode runs; label a recorded one on the Episodes page"
 
 
+@pytest.mark.parametrize("orders", [("e-stop", "re-arm"), ("pause",)], ids=["stopped", "paused"])
+def test_scene_is_still_to_be_prepared_after_a_stop_or_a_pause(
+    make: Callable[..., Session], orders: tuple[str, ...]
+) -> None:
+    session = make(intervention=InterventionConfig(ends_episode=True, reset_instructions="put the cube on the mark"))
+    session.period()
+    for order in orders:
+        session.order(order)
+        assert session.period() == (None, None)
+        assert session.authority.awaits_reset and session.authority.help_reason == "put the cube on the mark"
+    session.order("success")
+    assert session.period() == (None, None), "no episode has begun that could be a success"
+    assert session.replies[-1].reason == "no episode runs; label a recorded one on the Episodes page"
+    session.order("hand-back")
+    selected, outcome = session.period()
+    assert selected is not None and selected.phase is Phase.POLICY and outcome is not None and not outcome.is_last
+    assert not session.authority.awaits_reset and not session.authority.help_reason
+
+
+def test_scene_of_the_next_episode_is_to_be_prepared_too_if_a_person_holds_the_robot(
+    make: Callable[..., Session],
+) -> None:
+    session = make(intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
+    session.period()
+    session.order("pause")
+    session.order("reset")
+    _, outcome = session.period()
+    assert outcome is not None and outcome.is_last
+    session.begin()
+    assert session.authority.state is ControlState.HOLD and session.authority.awaits_reset
+    session.order("take-over")
+    session.period()
+    assert not session.authority.awaits_reset, "the person who drives has the scene"
+
+
 def test_policy_acts_after_a_prepared_scene_though_a_hand_back_ends_the_episode(make: Callable[..., Session]) -> None:
     session = make(intervention=InterventionConfig(ends_episode=True, reset_instructions="put the cube on the mark"))
     session.period()

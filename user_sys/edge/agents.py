@@ -455,11 +455,11 @@ class SharedControlAgent:
         self._policy.begin_episode()
         self._policy_agent.begin_episode(time_step, task)
         self.authority.begin_episode()
-        if self._rules.reset_instructions and self.authority.state is ControlState.POLICY:
-            self.authority.request_help(self._rules.reset_instructions, for_reset=True)
-            self.authority.mark_policy_idle()
         if time_step.stopped:
             self.authority.mark_no_episode()
+        elif self._rules.reset_instructions and self.authority.state is not ControlState.HUMAN:
+            self.authority.request_help(self._rules.reset_instructions, for_reset=True)
+            self.authority.mark_policy_idle()
         self._applied.reset(time_step)
         self._path.begin(self._applied.rest_action())
         self._rules.begin_episode(task)
@@ -545,7 +545,7 @@ class SharedControlAgent:
         if time_step.stopped and self.authority.state is not ControlState.STOPPED:
             self.authority.emergency_stop(time_step.stopped_by, "latched")
         self._apply_commands()  # after the e-stop: a queued re-arm is newer than the time step
-        was_held = self.authority.is_held_by_person
+        was_held = self.authority.is_held_by_person and not self.authority.awaits_reset
         self.authority.apply_local_input(time_step.local_input)
         state = self.authority.update()
         if state is not ControlState.POLICY:

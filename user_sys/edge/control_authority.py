@@ -170,16 +170,23 @@ class ControlAuthority:
 
     @property
     def awaits_reset(self) -> bool:
-        """The robot requests that a person prepares the scene and hands back; `help_reason` has the instructions."""
+        """The scene is not prepared: a person prepares it and hands back; `help_reason` has the instructions.
+
+        A pause or an e-stop does not end that. A hand-back, a take-over or the next episode does.
+        """
         return self._help_request.for_reset
 
     def request_help(self, reason: str, wait_s: float = 0.0, *, for_reset: bool = False) -> None:
         """The robot holds until an operator acts; after `wait_s` the policy goes on, but not if it is 0.
 
+        Args:
+            for_reset: see `awaits_reset`. A robot that is held or stopped stays so.
+
         Raises:
             AuthorityError: the policy does not drive.
         """
-        self._move(ControlState.REQUESTING, "", f"help: {reason}")
+        if not for_reset or self.state not in (ControlState.HOLD, ControlState.STOPPED):
+            self._move(ControlState.REQUESTING, "", f"help: {reason}")
         self._help_request = _Request(reason, self.clock() + wait_s if wait_s else math.inf, for_reset)
 
     @property
@@ -248,6 +255,7 @@ class ControlAuthority:
         help."""
         if self.state is ControlState.REQUESTING:
             self._move(ControlState.POLICY, "", "a new episode")
+        self._help_request = _NO_REQUEST
         self._policy_acted = self.state is ControlState.POLICY
         self._label, self._reset = None, False
 
@@ -433,7 +441,9 @@ class ControlAuthority:
         if after not in _LEGAL_TRANSITIONS[before]:
             raise AuthorityError(f"{self.robot}: no transition from {before} to {after} ({cause})")
         self.state = after
-        self._control_request = self._help_request = _NO_REQUEST
+        self._control_request = _NO_REQUEST
+        if after in (ControlState.POLICY, ControlState.HUMAN) or not self.awaits_reset:
+            self._help_request = _NO_REQUEST
         self.operator = "" if after is ControlState.POLICY or before is ControlState.STOPPED else operator
         _log.info(
             "authority.changed robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after

@@ -110,7 +110,7 @@ function percent(share) {
 
 function showRun(view) {
   el("run").textContent = view.run;
-  const waiting = view.robots.filter(({ status, lost }) => status?.authority === "requesting" && !lost);
+  const waiting = view.robots.filter(({ status, lost }) => (status?.authority === "requesting" || status?.awaits_reset) && !lost);
   const help = waiting.map(({ name, status }) => `${name} ${status.awaits_reset ? "waits for its scene" : "requests help"}: ${status.help}.`).join(" ");
   el("warning").textContent = [help, ...view.alarms, view.warning].filter(Boolean).join(" | ");
   el("warning").hidden = !el("warning").textContent;

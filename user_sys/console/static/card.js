@@ -114,10 +114,11 @@ export class Card {
     const out = lost ? "lost" : robot.health === "quarantined" && status?.authority !== "stopped" ? "quarantined" : "";
     const state = out || (status?.authority ?? "waiting");
     const driver = status?.operator === me ? "YOU" : status?.operator;
-    const words = { policy: "POLICY", human: driver, requesting: status?.awaits_reset ? "RESET" : "HELP", hold: "HOLD", stopped: "STOPPED", waiting: "WAITING", lost: "LOST", quarantined: "QUARANTINED" };
+    const scene = status?.awaits_reset ? status.help : "";
+    const words = { policy: "POLICY", human: driver, requesting: scene ? "RESET" : "HELP", hold: scene ? "RESET" : "HOLD", stopped: "STOPPED", waiting: "WAITING", lost: "LOST", quarantined: "QUARANTINED" };
     const notes = {
       human: status?.phase === "policy" ? "" : status?.phase,
-      requesting: status?.awaits_reset ? status.help : `requests help: ${status?.help}`,
+      requesting: scene ? "" : `requests help: ${status?.help}`,
       hold: driver ? `held · last: ${driver}` : "held",
       stopped: driver ? `by ${driver} · re-arm to go on` : "re-arm to go on",
       waiting: `has not come in yet, for ${silent}`,
@@ -126,7 +127,7 @@ export class Card {
     const order = ["quarantined", "draining"].includes(robot.health) ? `${robot.health} ${robot.health_note}` : "";
     const limits = state === "human" && status.limits.length ? `at its limit: ${limitWords(status.limits)}` : "";
     const silence = status && !lost && robot.silent_s > SILENT_S ? `no report for ${robot.silent_s.toFixed(1)} s` : "";
-    const note = [silence, notes[state], limits, order, lost ? "" : status?.note].filter(Boolean).join(" · ");
+    const note = [silence, scene, notes[state], limits, order, lost ? "" : status?.note].filter(Boolean).join(" · ");
     this.badge(this.mine && !out ? "you" : state, words[state] ?? state, note);
   }
 
