@@ -43,7 +43,7 @@ FAULT_WINDOW_S = 60.0
 MAX_FAULTS = 10  # within the window; one more leads to a quarantine
 _NS = 1_000_000_000
 _REGISTRY_NAME = "the registry"
-_OVERRIDDEN = (Health.QUARANTINED, Health.DRAINING)
+OVERRIDDEN = (Health.QUARANTINED, Health.DRAINING)
 
 OverrideKind = Literal["quarantined", "draining"]
 
@@ -184,7 +184,7 @@ class Registry:
         self._revoked: list[tuple[Lease, str]] = []
         self._in_force: dict[str, Override] = {}
         saved = {name: resource.record for name, resource in self._resources.items()}
-        self._audited = {n: (r.health, r.note) for n, r in saved.items() if r.health in _OVERRIDDEN}
+        self._audited = {n: (r.health, r.note) for n, r in saved.items() if r.health in OVERRIDDEN}
         self._written: dict[str, ResourceRecord] = {}
         self._apply_overrides()
 

@@ -160,6 +160,18 @@ def test_card_names_quarantine_missing_cameras_and_active_limit(page: Any, simul
     picture(page, "limit")
 
 
+def test_silent_robot_that_a_person_took_out_of_use_is_not_shown_as_lost(page: Any, simulated: SimulatedRun) -> None:
+    for name, health in (("arm-0", Health.QUARANTINED), ("arm-1", Health.DRAINING)):
+        simulated.add(name)
+        page.wait_for_selector(f"[aria-label='Robot {name}'] .badge[data-state=policy]")
+        arm = ResourceRecord(kind=Kind.ROBOT, name=name, model="panda", node="desk", note="by ana: oil", health=health)
+        simulated.hub.update_resource(arm)
+    simulated.close()  # no robot reports any more
+    for name, word in (("panda-0", "LOST"), ("arm-0", "QUARANTINED"), ("arm-1", "DRAINING")):
+        page.wait_for_selector(f"[aria-label='Robot {name}'].lost .badge:text-is('{word}')")
+    assert page.locator("#warning").inner_text() == "no report from panda-0: check the robot's computer and its network"
+
+
 def test_fleet_of_eight_fits_and_a_robot_opens_alone(page: Any, simulated: SimulatedRun) -> None:
     others = [simulated.add(f"arm-{number}") for number in range(7)]
     page.wait_for_selector("#robots.fleet .card:nth-of-type(8) .badge[data-state=policy]")

@@ -319,6 +319,17 @@ def test_lost_robot_and_stale_camera_are_alarms(hub: ConsoleHub, clock: Clock) -
     assert hub.view().alarms == ("no report from panda-0: check the robot's computer and its network",)
 
 
+@pytest.mark.parametrize("health", [Health.QUARANTINED, Health.DRAINING])
+def test_silent_robot_that_a_person_took_out_of_use_is_no_alarm(hub: ConsoleHub, clock: Clock, health: Health) -> None:
+    hub.update(status())
+    arm = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk", health=health)
+    hub.update_resource(arm)
+    clock.now_s += 60.0
+    assert not hub.view().alarms, "its session waits for a lease"
+    hub.update_resource(msgspec.structs.replace(arm, health=Health.LOST))
+    assert hub.view().alarms == ("no report from panda-0: check the robot's computer and its network",)
+
+
 def test_cameras_have_the_order_of_the_spec(hub: ConsoleHub) -> None:
     cameras = tuple(CameraSpec(name=name, height=8, width=8, rate_hz=10.0) for name in ("wrist", "front"))
     hub.set_robot_spec("panda-0", msgspec.structs.replace(bus("x y z g"), cameras=cameras))

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from hal.registry import LOSS_TIMEOUT_S, OperatorOverrides
+from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN, OperatorOverrides
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import RobotSpec
 from hal.state_database import STATE_FILE, StateDatabase
@@ -447,8 +447,11 @@ class ConsoleHub:
         return "" if found is None or found.spec is None else found.spec.model
 
     def _alarms(self, robots: tuple[RobotView, ...], now_s: float) -> Iterator[str]:
-        """Lost robots, and cameras without new pictures while a page requests them."""
-        if lost := [robot.name for robot in robots if robot.lost]:
+        """Lost robots, and cameras without new pictures while a page requests them.
+
+        The session of a robot that is out of use waits for its lease and sends no report.
+        """
+        if lost := [robot.name for robot in robots if robot.lost and robot.health not in OVERRIDDEN]:
             yield f"no report from {', '.join(lost)}: check the robot's computer and its network"
         for robot in robots:
             found = self._robots[robot.name]

@@ -111,11 +111,13 @@ export class Card {
   showBadge(robot, me) {
     const { status, lost } = robot;
     const silent = minutes(robot.silent_s);
-    const out = lost ? "lost" : robot.health === "quarantined" && status?.authority !== "stopped" ? "quarantined" : "";
+    // Out of use it is silent: its session waits for a lease.
+    const unused = lost ? ["quarantined", "draining"].includes(robot.health) : robot.health === "quarantined" && status?.authority !== "stopped";
+    const out = unused ? robot.health : lost ? "lost" : "";
     const state = out || (status?.authority ?? "waiting");
     const driver = status?.operator === me ? "YOU" : status?.operator;
-    const scene = status?.awaits_reset ? status.help : "";
-    const words = { policy: "POLICY", human: driver, requesting: scene ? "RESET" : "HELP", hold: scene ? "RESET" : "HOLD", stopped: "STOPPED", waiting: "WAITING", lost: "LOST", quarantined: "QUARANTINED" };
+    const scene = !out && status?.awaits_reset ? status.help : "";
+    const words = { policy: "POLICY", human: driver, requesting: scene ? "RESET" : "HELP", hold: scene ? "RESET" : "HOLD", stopped: "STOPPED", waiting: "WAITING", lost: "LOST", quarantined: "QUARANTINED", draining: "DRAINING" };
     const notes = {
       human: status?.phase === "policy" ? "" : status?.phase,
       requesting: scene ? "" : `requests help: ${status?.help}`,
