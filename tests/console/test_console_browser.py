@@ -669,6 +669,23 @@ def test_second_page_requests_control_and_gets_it(page: Any, browser: Any, url: 
     context.close()
 
 
+def test_driver_answers_a_request_for_control_in_the_fleet_view(page: Any, simulated: SimulatedRun) -> None:
+    for name in ("arm-0", "arm-1"):
+        simulated.add(name)
+    page.wait_for_selector("#robots.fleet")
+    page.keyboard.press("t")
+    badge(page, "you")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#robots.fleet")
+    simulated.hub.send_order("panda-0", "bob", "request-control")
+    page.wait_for_selector(".request:has-text('bob requests control')")
+    picture(page, "request-fleet")
+    assert page.locator(".request button:visible").all_inner_texts() == ["Accept", "Decline"]
+    assert page.evaluate("[...document.querySelectorAll('.card')].every((e) => e.scrollWidth <= e.clientWidth)")
+    page.get_by_role("button", name="Accept").click()
+    until(lambda: simulated.authority.operator == "bob")
+
+
 def test_resumed_robot_keeps_its_gripper(page: Any, simulated: SimulatedRun) -> None:
     page.keyboard.press("t")
     badge(page, "you")
