@@ -467,11 +467,14 @@ def draw_arm(source: str, spec: RobotSpec) -> ArmDrawing:
 
 
 class RobotDescription(NamedTuple):
-    """`has_expert`: each of the robot's tasks has a scripted expert. `is_judged`: a person judges at least one."""
+    """`has_expert`: each of the robot's tasks has a scripted expert. `is_judged`: a person judges at least one.
+    `max_steps`: of its first task.
+    """
 
     spec: RobotSpec
     has_expert: bool
     is_judged: bool
+    max_steps: int
 
 
 _DESCRIPTIONS: dict[str, RobotDescription] = {}
@@ -482,7 +485,8 @@ def describe_robot(config: RobotConfig) -> RobotDescription:
     key = repr(config)
     if key not in _DESCRIPTIONS:
         setup = build_robot_setup(config, cameras=False)
-        _DESCRIPTIONS[key] = RobotDescription(setup.robot.spec, setup.task.has_expert, setup.task.is_judged)
+        task = setup.task
+        _DESCRIPTIONS[key] = RobotDescription(setup.robot.spec, task.has_expert, task.is_judged, task.max_steps)
     return _DESCRIPTIONS[key]
 
 

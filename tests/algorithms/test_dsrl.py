@@ -238,3 +238,4 @@ def test_frozen_policy_acts_under_its_condition(reads_base: bool) -> None:
 def test_steered_policy_bridges_half_of_the_executed_actions(options: dict[str, Any], bound: int) -> None:
     settings = SteeredSettings(base_options={"chunk_length": 8}, **options)
     assert SteeredPolicy.execution_delays(settings) == {"switch": bound, "ensemble": bound}
+    assert SteeredPolicy.actions_left(settings) == 0, "a chunk holds no others"

@@ -248,6 +248,14 @@ def type_and_chunk_length(settings: LeRobotSettings) -> tuple[str, int]:
     return kind, int(config.get(name) or CHUNK_LENGTHS.get(kind, 1))
 
 
+def executed_actions(settings: LeRobotSettings) -> int:
+    """Returns how many actions of a chunk the robot executes. Raises ConfigError: the checkpoint cannot be read."""
+    config = settings.config if settings.path is None else _read_config(settings) | settings.config
+    kind, length = type_and_chunk_length(settings)
+    usual = min(length, CHUNK_LENGTHS.get(kind, length))
+    return settings.execute or int(config.get("n_action_steps") or usual)
+
+
 def stored_device(settings: LeRobotSettings) -> str | None:
     """Returns the device on which LeRobot's tools use the checkpoint; None if they choose it, as of a new policy.
 
