@@ -769,6 +769,24 @@ def test_policy_without_success_requests_help_and_goes_on_after_its_time(make: C
     assert session.act().phase is Phase.CORRECTION
 
 
+@pytest.mark.parametrize(("answers", "left"), [(False, 2), (True, 10)], ids=["nobody-answers", "person-answers"])
+def test_only_a_person_who_answers_a_request_for_help_gives_the_policy_its_steps_again(
+    make: Callable[..., Session], answers: bool, left: int
+) -> None:
+    session = make(max_steps=10, intervention=InterventionConfig(help=HelpConfig(after_steps=8, wait_s=10.0)))
+    for _ in range(8):
+        session.act()
+    for _ in range(3):
+        assert session.period() == (None, None)
+    if answers:
+        session.order("hand-back")
+    else:
+        session.now_s += 10.1
+    outcomes = [session.period()[1] for _ in range(left)]
+    assert [outcome and outcome.is_last for outcome in outcomes] == [False] * (left - 1) + [True]
+    assert outcomes[-1] is not None and outcomes[-1].success is False
+
+
 @pytest.mark.parametrize("order", ["failure", "success", "reset"])
 def test_request_for_help_ends_with_its_episode(make: Callable[..., Session], order: str) -> None:
     session = make(intervention=InterventionConfig(help=HelpConfig(after_steps=4, wait_s=0.0)))

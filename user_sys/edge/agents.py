@@ -516,8 +516,10 @@ class SharedControlAgent:
         self._rules.end_return()
         self.chunks.discard()
         self._policy.pause()  # no chunk is in progress: a learner that waits for the robots need not wait for operators
+        if state is not ControlState.HUMAN:
+            return None
         self._policy_steps = 0
-        return self._operator_action(time_step) if state is ControlState.HUMAN else None
+        return self._operator_action(time_step)
 
     def _last_phase(self, state: ControlState) -> Phase:
         """Of the last step, in which the robot rests: a person's only if one drives, or has driven from the start.
@@ -572,8 +574,9 @@ class SharedControlAgent:
             if rearms and (why := self._rearm(command.operator, pending.estop_sequence)):
                 self.authority.emergency_stop("the driver", why)
                 reply = command.reply(accepted=False, reason=why)
-            if reply.accepted and command.order == "hand-back" and self._rules.ends_episode and not prepares_scene:
-                self._reset = True
+            if reply.accepted and command.order == "hand-back":
+                self._policy_steps = 0
+                self._reset = self._reset or (self._rules.ends_episode and not prepares_scene)
             if command.order != "drive":
                 self._commands.send_reply(reply)
         order_id.set("")
