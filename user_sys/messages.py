@@ -399,9 +399,14 @@ class DevicesReport(Message, frozen=True, kw_only=True, tag="devices"):
 
 
 class ResourceUpdate(Message, frozen=True, kw_only=True, tag="resource"):
-    """To consoles: a robot or device of the run is new, lost or back; see its `health`."""
+    """To consoles: a robot or device of the run is new, lost or back; see its `health`.
+
+    Attributes:
+        is_change: False in the present records that a console gets when it connects.
+    """
 
     record: ResourceRecord
+    is_change: bool = True
 
 
 class StopRun(Message, frozen=True, kw_only=True, tag="stop-run"):

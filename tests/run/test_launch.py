@@ -207,6 +207,18 @@ def test_robot_that_comes_back_with_another_spec_is_named_as_one_without_a_learn
     assert f"or end the run and continue with `user-sys train --resume {folder.path}`" in text
 
 
+def test_present_records_of_a_new_connection_are_no_news_unless_a_robot_is_out_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(runs=tmp_path)
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    record = ResourceRecord(kind=Kind.ROBOT, name="arm", model="fake", node="desk")
+    out = msgspec.structs.replace(record, name="b", health=Health.QUARANTINED, note="by ana")
+    present = [ResourceUpdate(record=each, is_change=False) for each in (record, out)]
+    text = train(folder, config, FakeProcesses(), *present, patch=monkeypatch)
+    assert "b (robot fake) is quarantined by ana" in text and "is available" not in text
+
+
 def test_robot_that_comes_back_with_the_spec_of_others_joins_their_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,6 +266,23 @@ def test_quarantine_revokes_the_lease_at_once(run: Path) -> None:
         assert (refusal.token, refusal.reason) == (grant.token, "panda-0 is quarantined by carol: oil on the floor")
 
 
+def test_console_that_connects_again_learns_that_a_robot_was_restored(run: Path) -> None:
+    overrides = OperatorOverrides(StateDatabase(run / STATE_FILE))
+    with serving(run) as site:
+        site.client("panda-0")
+        until(lambda: "panda-0" in health(run), "the robot is known")
+        overrides.set_override("panda-0", "quarantined", "carol")
+        until(lambda: health(run)["panda-0"] == "quarantined", "the gateway has applied the quarantine")
+        console = site.client("console-0")
+        news = next_of(console, ResourceUpdate)
+        assert isinstance(news, ResourceUpdate) and (news.record.health, news.is_change) == ("quarantined", False)
+        console.close()
+        overrides.clear_override("panda-0", "carol")
+        until(lambda: health(run)["panda-0"] == "ready", "the gateway has applied the restore")
+        news = next_of(site.client("console-0"), ResourceUpdate)
+        assert isinstance(news, ResourceUpdate) and (news.record.health, news.is_change) == ("ready", False)
+
+
 def test_commands_reach_the_robot_and_replies_all_consoles(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("console-0")

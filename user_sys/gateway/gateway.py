@@ -212,11 +212,12 @@ class ResourceService:
         ]
         return list(changes), refusals
 
-    def unavailable(self) -> list[ResourceRecord]:
-        """The present records of the resources that cannot be leased: lost, quarantined or draining."""
+    def present(self) -> list[ResourceRecord]:
+        """The present records of all robots, and of the devices that are lost, quarantined or draining."""
         with self._lock:
             records = self.registry.snapshot()
-        return [each for each in records if each.health not in (Health.READY, Health.LEASED)]
+        usable = (Health.READY, Health.LEASED)
+        return [each for each in records if each.kind is Kind.ROBOT or each.health not in usable]
 
     def on_lease_request(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
@@ -406,8 +407,8 @@ class Gateway:
             self._resources_thread.run(lambda: self.resources.announce(peer))
             self._resources_thread.run(lambda: self._save_robot_record(peer))
         if peer.role == "console":
-            for record in self.resources.unavailable():
-                self.server.send(peer.name, ResourceUpdate(record=record))
+            for record in self.resources.present():  # changes while it was away were not reported to it
+                self.server.send(peer.name, ResourceUpdate(record=record, is_change=False))
         else:
             self.weights.on_peer_opened(peer)
         if self._stop_run is not None:

@@ -298,7 +298,8 @@ class RunSupervisor:
                     self._logger.log(message.node, count, message.scalars)
                 case ResourceUpdate(record=record):
                     self._hub.update_resource(record)
-                    self._print_resource(record)
+                    if message.is_change or record.health not in (Health.READY, Health.LEASED):
+                        self._print_resource(record)
             message = self._link.client.receive(0.0)
 
     def _print_resource(self, record: ResourceRecord) -> None:
