@@ -195,7 +195,7 @@ function showLayout() {
 }
 
 function choose(card) {
-  if (!chosen?.mine) select(card); // release one robot before you select the next
+  if (!driving || chosen?.name !== driving) select(card); // release one robot before you select the next
 }
 
 function select(card) {
