@@ -30,7 +30,7 @@ from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.control_authority import ToolDrive
 from user_sys.messages import OperatorCommand
-from user_sys.store.labels import SuccessLabel, queued_files, read_queued_labels, remove_queued
+from user_sys.store.labels import SuccessLabel, UndoLabel, queued_files, read_queued_labels, remove_queued
 
 pytestmark = [pytest.mark.browser, pytest.mark.long(40)]
 
@@ -231,6 +231,24 @@ def test_label_from_the_episodes_page_names_the_person(page: Any, tmp_path: Path
     remove_queued(queued_files(tmp_path / "store")[0])
     opened.value.wait_for_selector(".answer:text-is('The label is stored.')")
     assert label.labeller == "ana"
+
+
+def test_label_that_waits_for_the_gateway_can_be_undone(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.console.episodes.STORE_TIMEOUT_S", 0.0)  # no gateway stores the labels
+    write_episode(tmp_path / "store", "panda-0-1")
+    page.goto(f"{page.url}episodes")
+    page.locator("tbody button").first.click()
+    undo = page.get_by_role("button", name="Undo")
+    page.wait_for_selector(".badge:text-is('SUCCESS')")
+    assert undo.is_disabled()
+    page.get_by_role("button", name="Delete").click()
+    page.wait_for_selector(".labels li:has-text('deleted (waits for the gateway)')")
+    undo.click()
+    page.wait_for_selector(".labels li", state="detached")
+    deletion, reverted = [read_queued_labels(file)[0] for file in queued_files(tmp_path / "store")]
+    assert isinstance(reverted, UndoLabel) and reverted.undone_at_unix_ns == deletion.at_unix_ns
 
 
 @pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Pago_Pago"])  # 14 hours ahead of UTC, and 11 behind

@@ -241,6 +241,8 @@ def test_undo_reverts_the_newest_label_of_a_person_even_one_that_waits(
     add_labels(store, [SuccessLabel(episode="a", labeller="bob", at_unix_ns=1, success=False)])
     for given in ({"deleted": True}, {"undo": True}):
         assert site.post("/api/episodes/a/label", **given).json() == {"stored": False}
+        waits = ["ana: deleted (waits for the gateway)"] if "deleted" in given else []
+        assert site.get("/api/episodes/a").json()["labels"] == [*waits, "bob: failed"]
     add_labels(store, [DeleteLabel(episode="a", labeller=RETENTION_LABELLER, at_unix_ns=2)])
     assert site.get("/api/episodes/a").json()["labels"] == ["retention: deleted", "bob: failed"]
     site.post("/api/episodes/a/label", undo=True)

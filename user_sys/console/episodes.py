@@ -96,7 +96,7 @@ class Trace(msgspec.Struct, frozen=True):
 
 class EpisodeDetail(msgspec.Struct, frozen=True):
     """One episode. `phases`: of each step. `kept`: first and last step of its trim. `labels`: as text, the
-    one that applies last first.
+    one that applies last first. Those that wait for the gateway are among them, and have no other effect yet.
 
     `rate_hz`: steps per second, also of its video.
     """
@@ -164,11 +164,15 @@ class EpisodeLibrary:
 
     def detail(self, episode: str) -> EpisodeDetail:
         """Raises StoreError, DataSetError: there is no such episode, or it cannot be read."""
+        queued = queued_labels(self._path, episode)
         with self._lock:
             store, summary, spec = self._described(episode)
-            valid = by_precedence(store.index.labels(episode))
-            labels = dict.fromkeys(map(_label_text, reversed(valid)))  # a crash repeats one
-            trim = newest_trim(valid)
+            applied = store.index.labels(episode)
+            waiting = [label for label in queued if label not in applied]
+            valid = by_precedence([*applied, *waiting])
+            texts = [_label_text(label) + (" (waits for the gateway)" if label in waiting else "") for label in valid]
+            labels = dict.fromkeys(reversed(texts))  # a crash repeats one
+            trim = newest_trim(by_precedence(applied))
             stored = self._read(store, episode)
         names = element_labels(spec)
         phases = stored.columns.get("phase", np.full(stored.steps, Phase.POLICY))
