@@ -401,6 +401,8 @@ def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:
     until(lambda: _authority(console) == "policy", "the policy drives again")
     recorded = len(site.recorded())
     assert _confirmed(console, msgspec.structs.replace(press, sequence=5)), "a repeat that comes late"
+    renamed = msgspec.structs.replace(press, sequence=5, operator="ada 2")
+    assert _confirmed(console, renamed), "of a page that has another name since it connected again"
     until(lambda: len(site.recorded()) > recorded + 3, "the policy drives on")
     assert driver.log.count("estop.latched") == 1
     assert _confirmed(console, msgspec.structs.replace(press, sequence=6, press=8))

@@ -154,7 +154,8 @@ class EmergencyStopForwarder(StartedAtEntry):
     It runs from `start` to `close` and needs no lease. It repeats an e-stop until the driver confirms it. It
     writes an e-stop for an unreachable driver to the latch file, which the driver reads at its start, even after this
     session has ended. A repeat of a confirmed press is confirmed again and does not stop the robot again, so a repeat
-    that arrives after a re-arm does nothing.
+    that arrives after a re-arm does nothing. The number of a press identifies it: after a reconnection a page may
+    repeat it under another operator's name.
 
     Attributes:
         on_press: called with each new press before it goes to the driver; must return at once.
@@ -165,7 +166,7 @@ class EmergencyStopForwarder(StartedAtEntry):
         self.on_press: Callable[[OperatorCommand], object] = lambda press: None
         self._robot, self._client, self._latch_path = robot, client, latch_path
         self._sequence = itertools.count(1)
-        self._confirmed: deque[tuple[str, int]] = deque(maxlen=MAX_CONFIRMED)
+        self._confirmed: deque[int] = deque(maxlen=MAX_CONFIRMED)
         self._unconfirmed: tuple[OperatorCommand, int] | None = None  # a press and its e-stop sequence
         self._stopping = threading.Event()
         self._failure: Exception | None = None
@@ -201,11 +202,11 @@ class EmergencyStopForwarder(StartedAtEntry):
                 self._failure = error
 
     def _on_command(self, driver: DriverClient, press: OperatorCommand) -> None:
-        if press.press and (press.operator, press.press) in self._confirmed:
+        if press.press and press.press in self._confirmed:
             self._client.send(press.reply(accepted=True))
             return
         waiting = self._unconfirmed
-        if waiting is not None and press.press and _key(waiting[0]) == _key(press):
+        if waiting is not None and press.press and waiting[0].press == press.press:
             self._forward(driver, *waiting)
             return
         self.on_press(press)
@@ -215,7 +216,7 @@ class EmergencyStopForwarder(StartedAtEntry):
         try:
             driver.emergency_stop(press.issuer, estop_sequence)
         except HalError as error:
-            is_first_attempt = self._unconfirmed is None or _key(self._unconfirmed[0]) != _key(press)
+            is_first_attempt = self._unconfirmed is None or self._unconfirmed[0].press != press.press
             self._unconfirmed = press, estop_sequence
             if is_first_attempt:
                 log.error("e-stop.undelivered %s; trying again", error)
@@ -223,7 +224,7 @@ class EmergencyStopForwarder(StartedAtEntry):
             self._client.send(press.reply(accepted=False, reason=str(error)))
             return
         self._unconfirmed = None
-        self._confirmed.append(_key(press))
+        self._confirmed.append(press.press)
         self._client.send(press.reply(accepted=True))
 
     def _write_latch(self, person: str) -> None:
@@ -231,10 +232,6 @@ class EmergencyStopForwarder(StartedAtEntry):
             EstopLatch(self._latch_path).press(new_emergency_stop(person, "pressed while the driver was unreachable"))
         except (OSError, HalError) as error:  # the forwarder goes on trying to reach the driver
             log.error("e-stop.latch_write_failed %s", error)
-
-
-def _key(press: OperatorCommand) -> tuple[str, int]:
-    return press.operator, press.press
 
 
 class ControlInbox:
