@@ -314,6 +314,59 @@ def test_rule_is_evaluated_again_on_what_was_recorded(run: Run, tmp_path: Path) 
     assert run(*argv, "--options.config=none.yaml")[0] == 2
 
 
+TASKS_MODULE = """
+from dataclasses import dataclass
+from hal.task import TaskOutcome
+from robots.fake import FakeTask
+
+@dataclass(frozen=True)
+class Settings:
+    radius_m: float = 0.05
+    fails: bool = False
+
+class Near(FakeTask):
+    name, settings = "near", Settings
+
+    @classmethod
+    def for_robot(cls, robot, settings):
+        made = cls(settings.radius_m)
+        made.fails = settings.fails
+        return made
+
+    def evaluate(self, observation):
+        outcome = super().evaluate(observation)
+        return TaskOutcome(0.0, True, False) if self.fails and not outcome.terminated else outcome
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with the task ``near``."""
+    installed = tmp_path / "tasks_of_rewards-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tasks-of-rewards\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[user_sys.tasks]\nnear = tasks_of_rewards:Near\n")
+    (tmp_path / "tasks_of_rewards.py").write_text(TASKS_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(("options", "success"), [("radius_m: 0.15", True), ("fails: true", False)])
+def test_episode_ends_for_the_rule_at_the_first_step_that_terminates(
+    options: str, success: bool, run: Run, tmp_path: Path
+) -> None:
+    """With a wider tolerance several steps are near the goal, and the recorded one succeeded after a failure."""
+    for file, own in (("recorded.yaml", "{}"), ("changed.yaml", f"{{{options}}}")):
+        Path(file).write_text(f"robots: [{{name: arm, driver: fake, task: [{{name: near, options: {own}}}]}}]")
+    store = tmp_path / "store"
+    assert run("record", "recorded.yaml", "--output", store, "--episodes", "3")[0] == 0
+    assert run("store", "relabel", store, "--reward", "rule", "--options.config=changed.yaml")[0] == 0
+    found = episodes(store).values()
+    assert [each.success for each in found] == [success] * 3
+    assert [each.episode_return for each in found] == [float(success)] * 3
+    assert all(each.steps > 2 for each in found), "so that several steps could be rewarded"
+
+
 def test_audit_shows_calibration_and_false_positives(run: Run, model: Path, tmp_path: Path) -> None:
     status, text = run("reward", "audit", model.parent / "store", f"--options.model={model}", "--json")
     found = json.loads(text)

@@ -61,4 +61,6 @@ class RuleReward(Reward):
             outcome = task.evaluate(Observation(arrays, int(times[-1 if last else step + 1])))
             rewards[step] = outcome.reward
             success = outcome.success if outcome.success is not None else success
+            if outcome.terminated or outcome.truncated:
+                break  # it would have ended here, so that later steps have no reward
         return EpisodeReward(bool(success), rewards)
