@@ -28,7 +28,7 @@ from hal.errors import HalError, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
-from hal.task import TaskMix, TaskOutcome
+from hal.task import TaskOutcome
 from hal.teleoperator import Teleoperator
 
 
@@ -271,8 +271,7 @@ class TaskConformance(ABC):
         """A fresh robot, not connected, with the task."""
 
     def test_task_describes_itself(self) -> None:
-        task = self.make_setup().task
-        for each in task.tasks if isinstance(task, TaskMix) else (task,):
+        for each in self.make_setup().task.parts:
             assert each.name and each.instruction, "a task has a name and an instruction"
             assert each.max_steps >= 1, f"{each.name}: max_steps is {each.max_steps}"
             assert all(each.sentences), f"{each.name}: a sentence is empty"

@@ -84,9 +84,14 @@ class Task(ABC):
         return cls()
 
     @property
+    def parts(self) -> tuple[Task, ...]:
+        """The tasks of which each reset draws one: itself, or those of a `TaskMix`, also of a wrapped one."""
+        return (self,)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the tasks of which each reset draws one."""
-        return (self.name,)
+        return tuple(part.name for part in self.parts)
 
     def drawn_name(self, seed: int) -> str:
         """The name of the task that a reset with ``numpy.random.default_rng(seed)`` draws."""
@@ -160,9 +165,9 @@ class TaskMix(Task):
         task.reset(robot, rng)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """See `Task.names`."""
-        return tuple(task.name for task in self.tasks)
+    def parts(self) -> tuple[Task, ...]:
+        """See `Task.parts`."""
+        return self.tasks
 
     def drawn_name(self, seed: int) -> str:
         """See `Task.drawn_name`."""

@@ -93,8 +93,8 @@ class _OperatedTask(Task):
         return self._task.evaluate(observation)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self._task.names
+    def parts(self) -> tuple[Task, ...]:
+        return self._task.parts
 
     def drawn_name(self, seed: int) -> str:
         return self._task.drawn_name(seed)

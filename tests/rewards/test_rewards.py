@@ -252,18 +252,21 @@ class TestRuleConformance(RewardConformance):
         return replace(plain, columns=columns, final=final)
 
 
+def still_episode(robot: RobotConfig, steps: int) -> StoredEpisode:
+    """Of the robot's first task, with observations of zeros."""
+    final = {each.name: np.zeros(each.shape, np.float32) for each in robot_spec(robot).observation}
+    plain = example_episode(np.random.default_rng(0), steps, task=robot.tasks[0].name)
+    others = {name: column for name, column in plain.columns.items() if not name.startswith("observation")}
+    columns = {name: np.zeros((steps, *value.shape), np.float32) for name, value in final.items()}
+    return replace(plain, columns={**others, **columns}, final=final)
+
+
 def test_rule_that_counts_control_periods_starts_anew_in_each_episode(tmp_path: Path) -> None:
     (tmp_path / "sim.yaml").write_text("robots: [{name: example, driver: sim, task: follow}]")
     reward = load_reward(RewardConfig(kind="rule", options={"config": str(tmp_path / "sim.yaml")}))
-    final = {  # the tool is at its target
-        each.name: np.zeros(each.shape, np.float32)
-        for each in robot_spec(RobotConfig(name="example", driver="sim", task="follow")).observation
-    }
-    for steps, success in ((20, False), (20, False), (30, True)):
-        columns = {name: np.zeros((steps, *value.shape), np.float32) for name, value in final.items()}
-        plain = example_episode(np.random.default_rng(0), steps, task="follow")
-        others = {name: column for name, column in plain.columns.items() if not name.startswith("observation")}
-        assert reward.evaluate(replace(plain, columns={**others, **columns}, final=final)).success is success
+    robot = RobotConfig(name="example", driver="sim", task="follow")
+    for steps, success in ((20, False), (20, False), (30, True)):  # the tool is at its target
+        assert reward.evaluate(still_episode(robot, steps)).success is success
 
 
 def test_classifier_labels_what_it_sees(run: Run, model: Path, tmp_path: Path) -> None:
@@ -336,16 +339,23 @@ class Near(FakeTask):
     def evaluate(self, observation):
         outcome = super().evaluate(observation)
         return TaskOutcome(0.0, True, False) if self.fails and not outcome.terminated else outcome
+
+class Judged(FakeTask):
+    name, is_judged = "judged", True
+
+    def evaluate(self, observation):
+        return TaskOutcome(0.0, False)
 """
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with the task ``near``."""
+    """An installed package with the tasks ``near`` and ``judged``."""
     installed = tmp_path / "tasks_of_rewards-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tasks-of-rewards\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[user_sys.tasks]\nnear = tasks_of_rewards:Near\n")
+    names = "near = tasks_of_rewards:Near\njudged = tasks_of_rewards:Judged\n"
+    (installed / "entry_points.txt").write_text(f"[user_sys.tasks]\n{names}")
     (tmp_path / "tasks_of_rewards.py").write_text(TASKS_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -365,6 +375,25 @@ def test_episode_ends_for_the_rule_at_the_first_step_that_terminates(
     assert [each.success for each in found] == [success] * 3
     assert [each.episode_return for each in found] == [float(success)] * 3
     assert all(each.steps > 2 for each in found), "so that several steps could be rewarded"
+
+
+def test_rule_evaluates_each_of_the_tasks_that_a_scripted_operator_corrects(tmp_path: Path) -> None:
+    tasks, config = ("lift_red", "lift_green", "lift_blue", "lift_yellow"), tmp_path / "robots.yaml"
+    robot = {"name": "example", "driver": "sim", "task": tasks, "teleoperators": [{"kind": "scripted"}]}
+    config.write_text(json.dumps({"robots": [robot]}))
+    reward = load_reward(RewardConfig(kind="rule", options={"config": str(config)}))
+    for task in tasks:
+        found = reward.evaluate(still_episode(RobotConfig(name="example", driver="sim", task=task), 5))
+        assert found.success is False, "nothing is lifted"
+
+
+@pytest.mark.usefixtures("package")
+def test_rule_leaves_out_the_task_of_a_package_that_a_person_judges(tmp_path: Path) -> None:
+    (tmp_path / "fake.yaml").write_text("robots: [{name: example, driver: fake, task: [near, judged]}]")
+    reward = load_reward(RewardConfig(kind="rule", options={"config": str(tmp_path / "fake.yaml")}))
+    for task, success in (("near", True), ("judged", None)):
+        found = reward.evaluate(still_episode(RobotConfig(name="example", driver="fake", task=task), 5))
+        assert found.success is success
 
 
 def test_audit_shows_calibration_and_false_positives(run: Run, model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hal.robot import Observation
-from hal.task import Task, TaskMix
+from hal.task import Task
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import build, read_yaml
 from user_sys.errors import ConfigError, DataSetError
@@ -38,9 +38,8 @@ class RuleReward(Reward):
         self._tasks: dict[tuple[str, str], Task] = {}
         for number, item in enumerate(read_yaml(settings.config).get("robots", ())):
             robot = build(RobotConfig, item, f"{settings.config}: robots.{number}")
-            task = build_robot_setup(robot, cameras=False).task
-            for each in task.tasks if isinstance(task, TaskMix) else (task,):
-                if each.reads_observation:
+            for each in build_robot_setup(robot, cameras=False).task.parts:
+                if each.reads_observation and not each.is_judged:
                     self._tasks[robot.name, each.name] = each
         if not self._tasks:
             how = "set --options.config to the config.yaml of a run with such a task"
