@@ -100,7 +100,10 @@ def test_mcap_has_only_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:
     with StoreWriter.open(store) as writer:
         writer.append_label(TrimLabel(episode="a", first_step=2, steps=5, labeller="ada", at_unix_ns=1))
         writer.sync()
-    _, messages = read(export(tmp_path) / "panda-0/a.mcap")
+    file = export(tmp_path) / "panda-0/a.mcap"
+    with file.open("rb") as stream:
+        assert [each.metadata["episode"] for each in make_reader(stream).iter_metadata()] == ["a-2-7"]
+    _, messages = read(file)
     start_ns = 1_700_000_000_000_000_000
     assert [at for at, _ in messages["/panda-0/action"]] == [start_ns + 100_000_000 * n for n in range(2, 7)]
     assert len(messages["/panda-0/observation.images.wrist"]) == 4  # of steps 3, 4 and 6, and what step 2 shows

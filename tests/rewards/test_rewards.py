@@ -35,7 +35,7 @@ from user_sys.rewards.audit import AuditedEpisode, audit, rank_correlation
 from user_sys.rewards.conformance import TASK, RewardConformance, example_episode
 from user_sys.rewards.labelling import EpisodeLabeller
 from user_sys.rewards.networks import labelled_episodes
-from user_sys.rewards.reward import EpisodeReward, Reward, RewardConfig, final_pictures
+from user_sys.rewards.reward import EpisodeReward, Reward, RewardConfig, clip_pictures, final_pictures
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.reward_process import label_new
 from user_sys.store.index import EpisodeSummary
@@ -575,6 +575,16 @@ def test_reward_labels_the_steps_that_a_trim_keeps(success: bool, tmp_path: Path
         assert seen == [4] and reader.episodes()[0].success is success
         assert steps.reward[steps.alive].tolist() == given.tolist()
         assert steps.terminated[steps.alive].tolist() == [False, False, False, success]
+
+
+def test_message_about_a_trimmed_episode_has_its_stored_id_and_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        return EpisodeReward(bool(list(clip_pictures(asked, ["wrist"], [0]))))
+
+    label_by(trimmed_store(tmp_path / "store", True), find)
+    assert "reward.unusable episode e has no picture of the camera 'wrist' at step 2" in caplog.text
 
 
 def test_rewards_train_on_the_steps_that_a_trim_keeps(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ class StoredEpisode:
         final: the observation after the last step; empty if the episode never ended.
         frames: a camera's feature name to T frames; None repeats the previous frame.
         captured_ns: a camera's feature name to int64 (T,), capture time of the shown frame; 0 without one.
+        first_step: of a part, the number of its first step in the recorded episode; None for a whole episode.
     """
 
     header: ChunkHeader
@@ -103,16 +104,22 @@ class StoredEpisode:
     final: Mapping[str, Array]
     frames: Mapping[str, list[Frame | None]]
     captured_ns: Mapping[str, Array]
+    first_step: int | None = None
 
     @property
     def steps(self) -> int:
         return sum(self.chunk_steps)
 
+    @property
+    def exported_id(self) -> str:
+        """Its id; of a part ``<id>-<first>-<end>``, because the chunks of a part are no chunks of the episode."""
+        first = self.first_step
+        return self.header.episode + ("" if first is None else f"-{first}-{first + self.steps}")
+
     def part(self, first: int, end: int) -> StoredEpisode:
         """The steps from `first` to before `end`. The observation of step `end`, if it exists, becomes the final one.
 
-        The first step has each camera's newest earlier frame. Times and outcome are those of the episode. The id is
-        ``<id>-<first>-<end>``, because the chunks of a part are no chunks of the episode.
+        The first step has each camera's newest earlier frame. Id, times and outcome are those of the episode.
         """
         rows, ends = slice(first, end), np.cumsum(self.chunk_steps)
         kept = np.minimum(ends, end) - np.maximum(ends - self.chunk_steps, first)
@@ -128,16 +135,13 @@ class StoredEpisode:
             }
         outcome = self.header.end
         return StoredEpisode(
-            header=replace(
-                self.header,
-                episode=f"{self.header.episode}-{first}-{end}",
-                end=None if outcome is None else replace(outcome, steps=end - first),
-            ),
+            header=replace(self.header, end=None if outcome is None else replace(outcome, steps=end - first)),
             chunk_steps=tuple(int(steps) for steps in kept if steps > 0),
             columns={name: column[rows] for name, column in self.columns.items()},
             final=final,
             frames=frames,
             captured_ns={name: times[rows] for name, times in self.captured_ns.items()},
+            first_step=first,
         )
 
 
@@ -176,10 +180,6 @@ class EpisodeReader:
         """Number of steps that `read` returns."""
         first, end = self._kept(episode, int(self._index.chunks.steps[self._complete_chunks(episode)].sum()))
         return max(0, end - first)
-
-    def first_step(self, episode: str) -> int:
-        """Number, in the recorded episode, of the first step that `read` returns."""
-        return self._kept(episode, 0)[0]
 
     def label_count(self, episode: str) -> int:
         """Number of its labels, with those that others revert."""

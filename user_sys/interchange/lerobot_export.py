@@ -60,7 +60,7 @@ MAX_PIXELS = 96  # per side of such a frame
 Statistics = Mapping[str, Array]
 
 _USER_COLUMNS: Mapping[str, tuple[pa.DataType, Callable[[StoredEpisode], object]]] = {
-    "episode": (pa.string(), lambda episode: episode.header.episode),
+    "episode": (pa.string(), lambda episode: episode.exported_id),
     "task": (pa.string(), lambda episode: episode.header.task),
     "sentence": (pa.string(), lambda episode: episode.header.sentence),
     "seed": (pa.int64(), lambda episode: episode.header.seed),

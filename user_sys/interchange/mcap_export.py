@@ -87,7 +87,7 @@ def _episode_metadata(episode: StoredEpisode) -> dict[str, str]:
     header = episode.header
     success = None if header.end is None else header.end.success
     return {
-        "episode": header.episode,
+        "episode": episode.exported_id,
         "robot": header.robot,
         "embodiment": header.embodiment,
         "task": header.task,

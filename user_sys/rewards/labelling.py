@@ -70,7 +70,8 @@ class EpisodeLabeller:
             assert reader is not None
             self._done.add(episode.episode)
             try:
-                found = self._reward.evaluate(reader.read(episode.episode))
+                recorded = reader.read(episode.episode)
+                found = self._reward.evaluate(recorded)
             except (DataSetError, StoreError) as error:
                 self.unusable += 1
                 log.warning("reward.unusable %s", error)
@@ -81,7 +82,7 @@ class EpisodeLabeller:
                 raise
             if episode.reward_source == PERSON:
                 found = replace(found, success=None, rewards=None if found.rewards is None else found.rewards[:-1])
-            labels = self._labels(episode, found, reader.first_step(episode.episode))
+            labels = self._labels(episode, found, recorded.first_step or 0)
             try:
                 for label in labels:
                     encode_label(label)

@@ -141,7 +141,8 @@ def clip_pictures(episode: StoredEpisode, cameras: Sequence[str], places: Sequen
             if new:
                 newest[camera] = decode_frame(new[-1])
             elif camera not in newest:
-                where = f"episode {episode.header.episode} has no picture of the camera {camera!r} at step {place}"
+                step = (episode.first_step or 0) + place
+                where = f"episode {episode.header.episode} has no picture of the camera {camera!r} at step {step}"
                 raise DataSetError(where)
         first = place + 1
         yield dict(newest)
