@@ -410,6 +410,25 @@ def test_audit_shows_calibration_and_false_positives(run: Run, model: Path, tmp_
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_episode_without_pictures_is_left_out_and_counted(
+    run: Run, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    header = chunk_header("blind", 2, task="lift", end=EpisodeEnd(steps=2, success=True))
+    blind = Chunk(header, {"reward": np.array([0, 1], np.float32)}, {}).encode()
+    alone = make_store(tmp_path / "alone", [blind])
+    mixed = make_store(tmp_path / "mixed", [blind, *(episode(f"e{n:03d}", n % 2 == 0) for n in range(30))])
+    trained = ("reward", "train", "--output", tmp_path / "new.safetensors", "--updates", "1")
+    audited = ("reward", "audit", "--all", f"--options.model={model}")
+    for argv in (trained, audited):
+        status, text = run(*argv, mixed)
+        assert status == 0 and "1 could not be evaluated" in text
+        assert "reward.unusable episode blind has no picture" in caplog.text
+        caplog.clear()
+        status, text = run(*argv, alone)
+        assert status == 2 and "episode blind has no picture" in text
+    assert json.loads(run(*audited, mixed, "--json")[1])["unusable"] == 1
+
+
 def test_audit_replaces_no_file_but_a_picture(run: Run, model: Path, tmp_path: Path) -> None:
     (kept := tmp_path / "model.safetensors").write_bytes(content := model.read_bytes())
     audited = ("reward", "audit", model.parent / "store", f"--options.model={kept}", "--output")

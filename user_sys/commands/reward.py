@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +14,15 @@ from rich.table import Table
 from user_sys.commands.options import COUNT, PATH, ConfiguredVerb, json_option
 from user_sys.commands.output import print_json, print_line, print_table, progress_bar
 from user_sys.config import build
-from user_sys.errors import DataSetError
+from user_sys.errors import DataSetError, StoreError
 from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
 from user_sys.plugins import load_reward
 from user_sys.rewards.audit import CLIPS_MAX, Audit, AuditedEpisode, ClipProgress, audit, audit_progress, draw_sheet
 from user_sys.rewards.labelling import store_of
 from user_sys.rewards.reward import RewardConfig, cameras_of, final_pictures, side_by_side
 from user_sys.store.store import StoreReader
+
+log = logging.getLogger(__name__)
 
 SHEET = "false_positives.png"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -54,7 +57,7 @@ def train(path: Path, kind: str, output: Path, cameras: tuple[str, ...], task: s
     audit = "" if kind == "classifier" else f" --reward {kind}"
     print_line(
         f"{output}: trained on {metadata.successes} successes and {metadata.failures} failures of "
-        f"{', '.join(metadata.tasks)}, cameras {', '.join(metadata.cameras)}; "
+        f"{', '.join(metadata.tasks)}, cameras {', '.join(metadata.cameras)}{_unusable(clips.unusable)}; "
         f"next: user-sys reward audit {path}{audit} --options.model={output}"
     )
 
@@ -77,7 +80,7 @@ def audit_(path: Path, kind: str, output: Path, everything: bool, as_json: bool,
         raise DataSetError(f"{output} exists and is not a PNG, which the audit would replace; choose another --output")
     config = build(RewardConfig, {"kind": kind}, "rewards", overrides)
     reward, found, pictures = load_reward(config), list[AuditedEpisode](), dict[str, np.ndarray]()
-    clips = list[StoredEpisode]()
+    clips, unusable = list[StoredEpisode](), list[DataSetError | StoreError]()
     with StoreReader.open(store_of(path)) as store:
         reader = EpisodeReader(store, trimmed=True)
         known = labelled_episodes(reader)
@@ -87,22 +90,34 @@ def audit_(path: Path, kind: str, output: Path, everything: bool, as_json: bool,
             raise DataSetError(f"{path} has no labelled episode to audit with; label some, or add --all")
         with progress_bar("auditing", len(labelled)) as advance:
             for summary in labelled:
-                episode = reader.read(summary.episode)
-                result = reward.evaluate(episode)
+                try:
+                    episode = reader.read(summary.episode)
+                    result = reward.evaluate(episode)
+                except (DataSetError, StoreError) as error:
+                    unusable.append(error)
+                    log.warning("reward.unusable %s", error)
+                    continue
+                finally:
+                    advance(1)
                 success = bool(summary.success)
                 found.append(AuditedEpisode(summary.episode, success, result.success, result.probability))
                 if result.success and not success and (picture := _picture(episode)) is not None:
                     pictures[summary.episode] = picture
                 if success and result.progress is not None and len(clips) < CLIPS_MAX:
                     clips.append(episode)
-                advance(1)
+    if unusable and not found:
+        raise unusable[0]
     progress = audit_progress(reward, clips, sentences)
     audited = audit(found)
     sheet = [(_title(each), pictures[each.episode]) for each in audited.false_positives if each.episode in pictures]
     output.unlink(missing_ok=True)
     if sheet:
         draw_sheet(output, sheet)
-    _print(audited, progress, output if sheet else None, as_json)
+    _print(audited, progress, len(unusable), output if sheet else None, as_json)
+
+
+def _unusable(episodes: int) -> str:
+    return f", {episodes} could not be evaluated" if episodes else ""
 
 
 def _is_png(path: Path) -> bool:
@@ -125,7 +140,9 @@ def _title(episode: AuditedEpisode) -> str:
     return f"{probability}{episode.episode}"
 
 
-def _print(result: Audit, progress: Mapping[str, ClipProgress], sheet: Path | None, as_json: bool) -> None:
+def _print(
+    result: Audit, progress: Mapping[str, ClipProgress], unusable: int, sheet: Path | None, as_json: bool
+) -> None:
     wrong, missed = len(result.false_positives), len(result.false_negatives)
     if as_json:
         print_json(
@@ -135,6 +152,7 @@ def _print(result: Audit, progress: Mapping[str, ClipProgress], sheet: Path | No
                 "false_positives": [each.episode for each in result.false_positives],
                 "false_negatives": [each.episode for each in result.false_negatives],
                 "unsure": result.unsure,
+                "unusable": unusable,
                 "calibration_error": result.calibration_error,
                 "bins": [asdict(each) for each in result.bins],
                 "progress": {kind: asdict(each) for kind, each in progress.items()},
@@ -160,7 +178,7 @@ def _print(result: Audit, progress: Mapping[str, ClipProgress], sheet: Path | No
     successes = len(result.episodes) - result.failures
     print_line(
         f"{len(result.episodes)} labelled episodes: false positives {wrong} of {result.failures} failures, "
-        f"false negatives {missed} of {successes} successes, {result.unsure} left as they are"
+        f"false negatives {missed} of {successes} successes, {result.unsure} left as they are{_unusable(unusable)}"
     )
     if sheet:
         print_line(f"the pictures of the false positives are in {sheet}")

@@ -5,6 +5,7 @@ Temperature scaling (Guo et al., 2017, "On Calibration of Modern Neural Networks
 
 from __future__ import annotations
 
+import logging
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from hal.durable import replace_durably
 from user_sys.codec import Array
-from user_sys.errors import ConfigError, DataSetError
+from user_sys.errors import ConfigError, DataSetError, StoreError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
 from user_sys.rewards.reward import FORMAT, RewardMetadata, cameras_of, clip_pictures, read_metadata
 from user_sys.store.index import EpisodeSummary
@@ -32,6 +33,8 @@ SHIFT = 4  # pixels: random shift while training
 MIN_EACH = 5  # successes, and failures, to train on
 PARTS = 10  # of the episodes, by the hash of their names: 0 and 1 for audits, 2 for the temperature, the others train
 AUDIT_PARTS, TEMPERATURE_PART = (0, 1), 2
+
+log = logging.getLogger(__name__)
 
 Network = TypeVar("Network", bound="RewardNetwork")
 
@@ -45,6 +48,7 @@ class LabelledClips:
         pictures: of each, uint8 (k, C, SIZE, SIZE, 3), evenly spaced in time up to the end.
         success: bool (n,).
         cameras: names.
+        unusable: other labelled episodes, that lack a picture of a camera or cannot be read.
     """
 
     episodes: list[str]
@@ -53,6 +57,7 @@ class LabelledClips:
     pictures: list[Array]
     success: Array
     cameras: tuple[str, ...]
+    unusable: int = 0
 
     def part(self, parts: Sequence[int]) -> list[int]:
         """The episodes that belong to these of the `PARTS`."""
@@ -118,25 +123,35 @@ def read_clip(episode: StoredEpisode, cameras: Sequence[str], most: int) -> Arra
 
 
 def read_labelled_clips(store: StoreReader, most: int, cameras: Sequence[str] = (), task: str = "") -> LabelledClips:
-    """The clips of all `labelled_episodes`, each of the steps that its trim keeps.
+    """The clips of the `labelled_episodes` that have pictures, each of the steps that its trim keeps.
 
     Args:
         most: pictures of a clip.
-        cameras: by default all of the first episode.
+        cameras: by default all of the first episode that has any.
         task: only its episodes; by default of all tasks.
 
     Raises:
-        DataSetError: no episode matches, or one has no picture of a camera.
+        DataSetError, StoreError: no episode matches, or none of them can be used.
     """
-    reader = EpisodeReader(store, trimmed=True)
-    chosen, names, pictures, sentences = labelled_episodes(reader, task), tuple(cameras), list[Array](), list[str]()
-    for summary in chosen:
-        episode = reader.read(summary.episode)
-        names = names or cameras_of(episode)
-        pictures.append(read_clip(episode, names, most))
+    reader, names, unusable = EpisodeReader(store, trimmed=True), tuple(cameras), list[DataSetError | StoreError]()
+    chosen, pictures, sentences = list[EpisodeSummary](), list[Array](), list[str]()
+    for summary in labelled_episodes(reader, task):
+        try:
+            episode = reader.read(summary.episode)
+            names = names or cameras_of(episode)
+            clip = read_clip(episode, names, most)
+        except (DataSetError, StoreError) as error:
+            unusable.append(error)
+            log.warning("reward.unusable %s", error)
+            continue
+        chosen.append(summary)
+        pictures.append(clip)
         sentences.append(episode.header.sentence)
+    if unusable and not chosen:
+        raise unusable[0]
     ids, tasks = [summary.episode for summary in chosen], [summary.task for summary in chosen]
-    return LabelledClips(ids, tasks, sentences, pictures, np.array([bool(s.success) for s in chosen], bool), names)
+    success = np.array([bool(summary.success) for summary in chosen], bool)
+    return LabelledClips(ids, tasks, sentences, pictures, success, names, len(unusable))
 
 
 def resized(picture: Array) -> Array:

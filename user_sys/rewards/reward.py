@@ -93,7 +93,7 @@ def cameras_of(episode: StoredEpisode) -> tuple[str, ...]:
     """The names of all cameras. Raises DataSetError: there are none."""
     names = tuple(sorted(name.removeprefix(IMAGE_PREFIX) for name in episode.frames if is_camera(name)))
     if not names:
-        raise DataSetError("the episodes have no pictures; record with cameras")
+        raise DataSetError(f"episode {episode.header.episode} has no pictures; record with cameras")
     return names
 
 
