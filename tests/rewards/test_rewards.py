@@ -596,6 +596,32 @@ def test_reward_labels_the_steps_that_a_trim_keeps(success: bool, tmp_path: Path
         assert steps.terminated[steps.alive].tolist() == [False, False, False, success]
 
 
+@pytest.mark.parametrize("restarts", [True, False])
+def test_steps_that_a_new_trim_brings_back_are_rewarded(restarts: bool, tmp_path: Path) -> None:
+    """Also those that the undo of a trim brings back; each trim is evaluated once."""
+    store, evaluated = trimmed_store(tmp_path / "store", True), list[int]()
+
+    def find(asked: StoredEpisode) -> EpisodeReward:
+        evaluated.append(asked.steps)
+        return EpisodeReward(True, np.array([0.125] * (asked.steps - 1) + [1.125], np.float32))
+
+    with StoreReader.open(store) as reader:
+        labeller = EpisodeLabeller(reader, GivenReward(find), "given")
+        for changes, kept in (
+            ([], 4),
+            ([TrimLabel(episode="e", labeller="ann", at_unix_ns=2, first_step=0, steps=6)], 6),
+            ([UndoLabel(episode="e", labeller="ann", at_unix_ns=9, undone_at_unix_ns=n) for n in (1, 2)], 8),
+        ):
+            add_labels(store, changes)
+            for _ in range(2):
+                again = EpisodeLabeller(reader, GivenReward(find), "given") if restarts else labeller
+                add_labels(store, [label for *_, new in again.new_labels() for label in new])
+            reader.refresh()
+            steps = reader.index.steps
+            assert steps.reward[steps.alive].tolist() == [0.125] * (kept - 1) + [1.125]
+    assert evaluated == [4, 6, 8]
+
+
 def test_message_about_a_trimmed_episode_has_its_stored_id_and_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -636,8 +662,11 @@ def test_label_that_a_person_undid_is_not_made_again(tmp_path: Path) -> None:
         reader.refresh()
         (made,) = reader.index.labels("e")
     add_labels(store, [UndoLabel(episode="e", labeller="ann", at_unix_ns=1, undone_at_unix_ns=made.at_unix_ns)])
-    label_by(store, lambda _: EpisodeReward(True))
-    assert episodes(store)["e"].success is None
+    trim = TrimLabel(episode="e", labeller="ann", at_unix_ns=2, first_step=0, steps=2)
+    for changes in ([], [trim]):
+        add_labels(store, changes)
+        label_by(store, lambda _: EpisodeReward(True))
+        assert episodes(store)["e"].success is None
 
 
 def test_episode_at_which_the_server_fails_does_not_delay_others(tmp_path: Path) -> None:

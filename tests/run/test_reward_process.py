@@ -27,8 +27,7 @@ class Labeller(EpisodeLabeller):
 
     def new_labels(self):  # type: ignore[no-untyped-def]
         for name, reward in self._rewards.items():
-            if name not in self._done:
-                self._done.add(name)
+            if name not in self.evaluated:
                 self.evaluated.append(name)
                 label = RewardLabel(episode=name, labeller=self.labeller, first_step=0, rewards=(reward,), at_unix_ns=1)
                 yield SimpleNamespace(episode=name), SimpleNamespace(success=None, probability=None), [label]

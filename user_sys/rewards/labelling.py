@@ -13,12 +13,13 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import DataSetError, LinkDown, StoreError, WireError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader
 from user_sys.rewards.reward import EpisodeReward, Reward
-from user_sys.store.index import PERSON, EpisodeSummary
+from user_sys.store.index import PERSON, EpisodeSummary, newest_trim
 from user_sys.store.labels import (
     REWARD_PREFIX,
     Label,
     RewardLabel,
     SuccessLabel,
+    TrimLabel,
     UndoLabel,
     effective_labels,
     encode_label,
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeLabeller:
-    """Evaluates each complete episode of a store once; of a trimmed one, the steps that are kept.
+    """Evaluates each complete episode of a store once; of a trimmed one, the steps that are kept, again for a new trim.
 
     Of episodes whose success a person has judged, only a dense reward labels steps, all but the last.
 
@@ -48,9 +49,9 @@ class EpisodeLabeller:
         self._store, self._reward, self._selection, self._again = store, reward, selection, again
         self.labeller = REWARD_PREFIX + kind
         self.unusable = 0
-        self._done: set[str] = set()
+        self._done: dict[str, TrimLabel | None] = {}  # the trim with which an episode was evaluated
         self._failures: Counter[str] = Counter()  # of the server, by episode
-        self._chunks = 0  # of the store at the last whole pass
+        self._seen = (0, 0)  # chunks and labels of the store at the last whole pass
 
     def new_labels(self) -> Iterator[tuple[EpisodeSummary, EpisodeReward, list[Label]]]:
         """Reads new records of the store, and yields the labels of each episode that has to be evaluated.
@@ -60,15 +61,15 @@ class EpisodeLabeller:
                 at which the server has failed less often.
         """
         self._store.refresh()
-        chunks = len(self._store.index.chunks)
-        if chunks == self._chunks:
+        seen = (len(self._store.index.chunks), self._store.index.label_total)
+        if seen == self._seen:
             return
         waiting = [episode for episode in self._store.episodes() if self._is_due(episode)]
         waiting.sort(key=lambda episode: self._failures[episode.episode])
         reader = EpisodeReader(self._store, trimmed=True) if waiting else None
         for episode in waiting:
             assert reader is not None
-            self._done.add(episode.episode)
+            self._done[episode.episode] = newest_trim(effective_labels(self._store.index.labels(episode.episode)))
             try:
                 recorded = reader.read(episode.episode)
                 found = self._reward.evaluate(recorded)
@@ -78,7 +79,7 @@ class EpisodeLabeller:
                 continue
             except LinkDown:
                 self._failures[episode.episode] += 1
-                self._done.discard(episode.episode)
+                del self._done[episode.episode]
                 raise
             if episode.reward_source == PERSON:
                 found = replace(found, success=None, rewards=None if found.rewards is None else found.rewards[:-1])
@@ -92,14 +93,23 @@ class EpisodeLabeller:
                 continue
             if labels:
                 yield episode, found, labels
-        self._chunks = chunks
+        self._seen = seen
 
     def _is_due(self, episode: EpisodeSummary) -> bool:
-        if episode.episode in self._done or episode.deleted or not self._selection.matches(episode):
+        if episode.deleted or not self._selection.matches(episode):
             return False
         if episode.reward_source == PERSON and not self._reward.is_dense:
             return False
-        return self._again or not self._own(self._store.index.labels(episode.episode))
+        labels = self._store.index.labels(episode.episode)
+        own, valid = self._own(labels), effective_labels(labels)
+        if episode.episode in self._done:
+            evaluated = self._done[episode.episode]
+        elif self._again or not own:
+            return True
+        else:
+            evaluated = newest_trim(effective_labels(labels[: labels.index(own[-1])]))
+        is_undone = bool(own) and not self._own(valid)
+        return newest_trim(valid) != evaluated and not is_undone
 
     def _own(self, labels: Sequence[Label]) -> list[Label]:
         return [label for label in labels if label.labeller == self.labeller]

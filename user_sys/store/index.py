@@ -216,11 +216,16 @@ class IndexChange:
 
 
 class Index:
-    """Steps, chunks and episodes of a store; `apply` adds blocks in storage order."""
+    """Steps, chunks and episodes of a store; `apply` adds blocks in storage order.
+
+    Attributes:
+        label_total: number of labels, also of those that others revert.
+    """
 
     def __init__(self) -> None:
         self.steps, self.chunks, self.episodes = StepTable(), ChunkTable(), EpisodeTable()
         self._labels: dict[str, list[Label]] = {}
+        self.label_total = 0
         self._columns: dict[str, Array] = {}  # labelled columns: float32, NaN without a label, with spare rows
         self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
         self._ends: dict[int, EndRecord] = {}
@@ -308,6 +313,7 @@ class Index:
             ended += self._add_chunks(block, touched)
             for label in block.labels:
                 self._labels.setdefault(label.episode, []).append(label)
+                self.label_total += 1
                 touched.add(label.episode)
         lost = self._drop_records(dropped)
         for name, column in self._columns.items():
