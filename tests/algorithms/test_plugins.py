@@ -9,10 +9,12 @@ import pytest
 
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import PolicyConfig, RobotConfig, make_policy
+from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
 from user_sys.learner.config import LearnerConfig
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy
 from user_sys.policies.conformance import example_spec
+from user_sys.rewards.reward import RewardConfig
 from user_sys.run.config import RunConfig
 from user_sys.run.prepare import check_plugins
 
@@ -109,6 +111,27 @@ def test_policy_that_an_algorithm_cannot_train_is_refused_in_one_line(
     robot = RobotConfig(name="fake-0", driver="fake", task="reach", frame_stride=1, options={"cameras": ["front"]})
     with pytest.raises(ConfigError, match=problem) as caught:
         check_plugins(RunConfig(robots=(robot,), learner=learner, policy=policy))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sources", "is_refused"),
+    [("ppo", ("online",), True), ("ppo", ("demo",), False), ("sac", ("online",), False)],
+)
+def test_reward_whose_labels_come_after_the_steps_are_used_is_refused(
+    algorithm: str, sources: tuple[str, ...], is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "robots.yaml").write_text("robots: [{name: fake-0, driver: fake, task: reach}]")
+    rewards = RewardConfig(
+        kind="rule", options={"config": str(tmp_path / "robots.yaml")}, sources=tuple(map(EpisodeSource, sources))
+    )
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach")
+    config = RunConfig(robots=(robot,), learner=LearnerConfig(algorithm=algorithm), rewards=rewards)
+    if not is_refused:
+        check_plugins(config)
+        return
+    with pytest.raises(ConfigError, match=r"rewards.kind is rule, .* learner.algorithm is ppo") as caught:
+        check_plugins(config)
     assert "\n" not in str(caught.value)
 
 

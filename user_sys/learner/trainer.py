@@ -23,6 +23,7 @@ from user_sys.algorithms.algorithm import (
     Algorithm,
     PolicyDivergence,
     TdErrors,
+    TrainingData,
     fits_policy,
     load_generators,
     load_policy_state,
@@ -452,10 +453,12 @@ def _require_measures(config: LearnerConfig, algorithm: type[Algorithm]) -> None
         )
 
 
-def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec) -> None:
+def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec) -> TrainingData | None:
     """Checks that the algorithm can train the policy, and that the learner's settings suit it.
 
     It builds both on torch's meta device, which takes no memory, unless the policy reads files.
+
+    Returns what the algorithm trains on; None if only the learner can build it.
 
     Raises:
         ConfigError, SpecError: as the constructors do, and `Trainer`.
@@ -465,16 +468,18 @@ def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSp
     _require_measures(config, algorithm)
     try:
         if kind.reads_files(settings):
-            return
+            return None
         with torch.device("meta"), torch.random.fork_rng([]):
             module = apply_train_settings(kind.make_module(spec, settings=settings, features=policy.features), settings)
             if config.compute.divide:
                 mark_divided(module)
-            require_suitable(config, algorithm(options, module, spec).data)
+            data = algorithm(options, module, spec).data
+            require_suitable(config, data)
+            return data
     except (ConfigError, SpecError):
         raise
     except Exception:  # of any type: those of a package may need numbers, and the learner builds them again
-        return
+        return None
 
 
 def _copies(config: LearnerConfig, device: torch.device) -> int:

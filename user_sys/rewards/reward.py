@@ -39,6 +39,19 @@ class RewardConfig:
     options: dict[str, Any] = field(default_factory=dict)
     sources: tuple[EpisodeSource, ...] = (EpisodeSource.ONLINE,)
 
+    def require_replay(self, algorithm: str) -> None:
+        """Raises ConfigError if it labels online episodes, of which `algorithm` uses each step once, before its label.
+
+        Args:
+            algorithm: name of one with `TrainingData.once`.
+        """
+        if self.kind and EpisodeSource.ONLINE in self.sources:
+            raise ConfigError(
+                f"rewards.kind is {self.kind}, which labels an episode after its end, and learner.algorithm is "
+                f"{algorithm}, which uses each step once, before its label: remove rewards, or choose an algorithm "
+                "that replays steps, such as rlpd"
+            )
+
 
 @dataclass(frozen=True)
 class EpisodeReward:

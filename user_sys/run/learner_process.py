@@ -176,6 +176,8 @@ def train(
         trainer = make_trainer(config, name, spec, checkpoints, make)
         if trainer.batches.replay.features.cameras and not config.recorder.cameras:
             raise ConfigError(f"recorder.cameras is false, and {config.learner.algorithm} needs pictures: remove it")
+        if trainer.batches.once is not None:  # of a robot that the launcher could not build
+            config.rewards.require_replay(config.learner.algorithm)
         learner = Learner(config.learner, trainer, publisher=publisher, report=report, checkpoint_dir=checkpoints)
         learner.run(stop, stop_now)
         size_bytes = 0 if publisher is None else publisher.size_bytes

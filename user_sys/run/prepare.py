@@ -244,8 +244,8 @@ def _with_changed_initial_policy(config: LearnerConfig, folder: RunFolder) -> Le
 
 def check_plugins(config: RunConfig) -> None:
     """Raises ConfigError if algorithm, policy or reward cannot be imported, or has no such options, location or
-    execution, or if the algorithm cannot train the policy, or if a robot lacks the pictures that the policy reads, or
-    the model that requests help, or could never request it."""
+    execution, or if the algorithm cannot train the policy or uses steps before the reward labels them, or if a robot
+    lacks the pictures that the policy reads, or the model that requests help, or could never request it."""
     load_policy(config.policy.kind, config.policy.options)
     policy_location(config.policy)
     check_execution(config.policy)
@@ -257,7 +257,9 @@ def check_plugins(config: RunConfig) -> None:
 
         load_algorithm(config.learner.algorithm, config.learner.options)
         for spec in {spec.embodiment: spec for spec in map(robot_spec, robots)}.values():
-            require_trainable(config.learner, config.policy, spec)
+            data = require_trainable(config.learner, config.policy, spec)
+            if data is not None and data.once:
+                config.rewards.require_replay(config.learner.algorithm)
     if config.rewards.kind:
         load_reward(config.rewards)
     others = bool(config.remote_robots) or len(robots) < len(config.robots)  # their tasks are not known here
