@@ -673,10 +673,12 @@ def test_promised_actions_travel_with_a_request(server: EchoServer, keys: Path) 
         assert "prefix" not in server.opened[0].seen
 
 
-def test_correction_travels_with_its_chunk(server: EchoServer, keys: Path) -> None:
-    with remote(lambda: server.endpoint, keys) as policy:
+@pytest.mark.parametrize("features", [(), (ENVIRONMENT_STATE,), (ENVIRONMENT_STATE, STATE)])
+def test_correction_travels_with_its_chunk(server: EchoServer, keys: Path, features: tuple[str, ...]) -> None:
+    """It reads the vectors that the policy reads, in the policy's order."""
+    with remote(lambda: server.endpoint, keys, features=features) as policy:
         assert acts(policy).correction is None
-        names, two = tuple(spec.name for spec in SPEC.observation), np.ones(2, np.float32)
+        names, two = features or tuple(spec.name for spec in SPEC.observation), np.ones(2, np.float32)
         seen = np.concatenate([OBSERVATION[name] for name in names])
         layer = np.zeros((2, 2 * len(seen) + 3), np.float32), 0.5 * two
         sent = ChunkCorrection(names, seen, seen, seen, 0 * two, two, 1, (layer,))

@@ -203,9 +203,8 @@ class RemotePolicy(ClosedAtExit):
         """
         self.version, self.awaits_weights, self.cameras = NO_VERSION, False, tuple[str, ...]()
         self.timeout_s = timeout_s
-        feature_specs(description.spec, description.features)  # raises SpecError
-        self._observed = description.spec.observation  # all are sent: a steered policy reads `base_features` too
-        self._width = description.spec.action.shape
+        self._spec = description.spec  # all its vectors are sent: a steered policy reads `base_features` too
+        self._features = feature_specs(description.spec, description.features)  # a correction reads these only
         self._description = encode_description(description.shared)
         self._digest, self._sends_description = blake3(self._description).digest(), True
         self._explore, self._on_version, self._clock = explore, on_version, clock
@@ -248,11 +247,11 @@ class RemotePolicy(ClosedAtExit):
             PolicyUnavailable: the server is not connected.
         """
         observation, context = query.observation, query.context
-        require_features(self._observed, observation)
+        require_features(self._spec.observation, observation)
         if self._connection.renew():
             self.cameras = ()  # until its first request the server takes few bytes of a connection, so no pictures
         pictures = [IMAGES + camera for camera in self.cameras]
-        arrays = {spec.name: observation[spec.name] for spec in self._observed}
+        arrays = {spec.name: observation[spec.name] for spec in self._spec.observation}
         arrays |= {name: observation[name] for each in pictures for name in (each, each + AGE_SUFFIX)}
         if context is not None:
             arrays[PREFIX] = np.ascontiguousarray(context.prefix, np.float32)
@@ -333,13 +332,14 @@ class RemotePolicy(ClosedAtExit):
         actions, log_prob = arrays.get(ACTIONS), arrays.get(LOG_PROB)
         if actions is None or log_prob is None or actions.ndim != 2 or len(actions) == 0:
             raise self._connection.unavailable("answers with actions that are not this robot's")
-        fits = actions.shape[1:] == self._width and log_prob.shape == actions.shape[:1]
+        width = self._spec.action.shape
+        fits = actions.shape[1:] == width and log_prob.shape == actions.shape[:1]
         if not fits or actions.dtype != np.float32 or log_prob.dtype != np.float32:
             raise self._connection.unavailable("answers with actions that are not this robot's")
         found = {n.removeprefix(CORRECTION): each for n, each in arrays.items() if n.startswith(CORRECTION)}
         try:
-            sizes = {spec.name: spec.shape[0] for spec in self._observed}
-            correction = ChunkCorrection.from_arrays(sizes, *self._width, len(actions), found) if found else None
+            sizes = {spec.name: spec.shape[0] for spec in self._features}
+            correction = ChunkCorrection.from_arrays(sizes, *width, len(actions), found) if found else None
         except WireError as error:
             raise self._connection.unavailable(f"answers with {error}") from None
         return ActionChunk(actions.copy(), log_prob.copy(), min(execute, len(actions)), correction)
