@@ -12,6 +12,7 @@ from user_sys.compose import PolicyConfig, RobotConfig, make_policy
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
 from user_sys.learner.config import LearnerConfig
+from user_sys.learner.trainer import require_trainable
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy
 from user_sys.policies.conformance import example_spec
 from user_sys.rewards.reward import RewardConfig
@@ -133,6 +134,30 @@ def test_reward_whose_labels_come_after_the_steps_are_used_is_refused(
     with pytest.raises(ConfigError, match=r"rewards.kind is rule, .* learner.algorithm is ppo") as caught:
         check_plugins(config)
     assert "\n" not in str(caught.value)
+
+
+TEXT = {"text_encoder": str(Path(__file__).parent)}  # a folder without an encoder
+TIMM = {"backbone": "timm", "timm_model": "resnet18", "timm_file": "nothing.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "options"),
+    [
+        ("bc", "vla", TEXT),
+        ("sac", "cnn", TIMM),
+        ("bc", "flow", TIMM | {"pictures": True}),
+        ("dsrl", "steered", TIMM | {"pictures": True}),
+        ("dsrl", "steered", {"base": "vla", "base_options": TEXT}),
+        ("dsrl", "steered", {"base_options": TIMM | {"pictures": True}}),
+    ],
+)
+def test_policy_that_reads_files_is_built_by_the_learner_only(
+    algorithm: str, kind: str, options: dict[str, Any]
+) -> None:
+    """On torch's meta device what reads pretrained weights fails, and is no reason to refuse a run."""
+    found, settings = load_policy(kind, options)
+    assert found.reads_files(settings)
+    require_trainable(LearnerConfig(algorithm=algorithm), PolicyConfig(kind=kind, options=options), example_spec())
 
 
 def run(algorithm: str = "rlpd", kind: str = "mlp", **options: object) -> RunConfig:

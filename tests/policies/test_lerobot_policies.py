@@ -33,7 +33,10 @@ from user_sys.algorithms.algorithm import (
 from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_for
 from user_sys.algorithms.dsrl import Dsrl, DsrlSettings
 from user_sys.algorithms.hg_dagger import HgDagger, HgDaggerSettings
+from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError
+from user_sys.learner.config import LearnerConfig
+from user_sys.learner.trainer import require_trainable
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.lerobot import LeRobotNetwork, LeRobotPolicy, lerobot_version
@@ -356,8 +359,10 @@ def test_training_is_as_fast_as_a_bare_loop(kind: str, checkpoints: dict[str, Le
 def test_dsrl_steers_a_checkpoint(checkpoints: dict[str, LeRobotSettings]) -> None:
     """Its noise is trained, and its weights stay."""
     for kind in ("diffusion", "smolvla"):
-        options = {"base": "lerobot", "base_options": {"path": str(checkpoints[kind].path)}, "cameras": ["front"]}
-        found, settings = load_policy("steered", options | {"pictures": True, "picture_size": 8})
+        pictures: dict[str, Any] = {"pictures": True, "picture_size": 8, "cameras": ["front"]}
+        options = {"base": "lerobot", "base_options": {"path": str(checkpoints[kind].path)}, **pictures}
+        require_trainable(LearnerConfig(algorithm="dsrl"), PolicyConfig(kind="steered", options=options), SPEC)
+        found, settings = load_policy("steered", options)
         chosen = DsrlSettings(critic_hidden=(32,), critics=2, critics_first=0)
         algorithm = Dsrl(chosen, found.make_module(SPEC, settings=settings), SPEC)
         before = policy_arrays(algorithm.policy)

@@ -265,6 +265,12 @@ class SteeredPolicy(TorchPolicy):
         return SteeredNetwork(spec, features, chosen, cls._own_cameras(spec, chosen), base)
 
     @classmethod
+    def reads_files(cls, settings: SteeredSettings) -> bool:
+        """See `TrainablePolicy.reads_files`; for either policy. Raises ConfigError as `load_base`."""
+        kind, options = load_base(settings)
+        return super().reads_files(settings) or bool(kind.reads_files(options))
+
+    @classmethod
     def execution_delays(cls, settings: SteeredSettings) -> dict[ExecutionMethod, int]:
         """See `TrainablePolicy.execution_delays`: half of the executed actions, as a chunk holds no others."""
         kind, options = load_base(settings)

@@ -111,6 +111,11 @@ class TorchPolicy(TrainablePolicy):
         self._exploration = RandomExploration(self._bounds, np.random.default_rng(seed))
         self._generator = torch.Generator().manual_seed(seed)
 
+    @classmethod
+    def reads_files(cls, settings: Any) -> bool:
+        """See `TrainablePolicy.reads_files`; by default whether pictures are read by a pretrained model of timm."""
+        return getattr(settings, "timm_file", None) is not None
+
     @abstractmethod
     def draw(
         self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
