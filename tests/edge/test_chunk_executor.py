@@ -14,6 +14,7 @@ from hal.spec import ArraySpec
 from user_sys.edge.chunk_executor import ChunkExecutor
 from user_sys.edge.recorder import SelectedAction
 from user_sys.errors import ConfigError, PolicyUnavailable
+from user_sys.plugins import load_policy
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, PolicyQuery
 
@@ -186,6 +187,9 @@ def test_chunk_that_is_shorter_than_the_delay_is_named() -> None:
         robot.executor.next_action(lambda: {"t": np.zeros(1, np.float32)}, 0, "go")
     assert "policy.options.chunk_length" in str(late.value) and "18 or more" in str(late.value)
     assert "policy.options.config.chunk_size" in str(late.value), "lerobot has no chunk_length"
+    assert "of steered policy.options.execute and base_options.chunk_length" in str(late.value)
+    steered, settings = load_policy("steered", {"execute": 18, "base_options": {"chunk_length": 18}})
+    assert steered.execution_delays(settings)["switch"] == 9
 
 
 def test_vlash_uses_a_chunk_from_the_end_of_its_promised_actions() -> None:

@@ -386,7 +386,8 @@ class ChunkExecutor:
             f"the next action chunk has not arrived after {waited} control periods, and a chunk of {length} actions "
             f"bridges {length // 2}: set policy.options.chunk_length to {2 * waited} or more (of the kind lerobot "
             "policy.options.config.chunk_size, of its diffusion n_action_steps; an ACT needs a checkpoint with such "
-            "chunks); the robot holds"
+            "chunks; of steered policy.options.execute and base_options.chunk_length, over lerobot "
+            "base_options.config.n_action_steps and chunk_size); the robot holds"
         )
 
     @property
