@@ -545,6 +545,8 @@ def test_device_changes_are_reported_to_consoles(run: Path, monkeypatch: pytest.
         forged = [camera("head", "1", kind=Kind.ROBOT), camera("elsewhere", "2", name="no-node")]
         robot.send(DevicesReport(records=(camera("cart", "9"), *forged)))
         until(lambda: health(run) == {"cart/camera-9": "ready", "head/camera-7": "ready", "panda-0": "leased"}, "known")
+        present = next_of(console, ResourceUpdate)
+        assert isinstance(present, ResourceUpdate) and (present.record.name, present.is_change) == ("panda-0", False)
         plugged.clear()
         news = next_of(console, ResourceUpdate)
         assert isinstance(news, ResourceUpdate) and (news.record.name, news.record.health) == ("head/camera-7", "lost")
