@@ -125,7 +125,8 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         tool_force: indices of the external force on the tool, x, y, z in the base frame, in ``observation.state``;
             empty if it is not measured.
         tool_force_max: limit of that force (Euclidean norm), N. Above it, no axis of the tool moves against the force.
-            One period's step can raise the force above the limit.
+            One period's step can raise the force above the limit. A driver that integrates steps then moves its target
+            back to the tool on these axes.
         joint_position: indices of the joint angles in ``observation.state``.
         joint_low, joint_high: joint limits, rad.
         joint_velocity: indices of the joint velocities in ``observation.state``; empty if they are not measured.

@@ -184,7 +184,31 @@ class DeltaTarget:
         self._size = len(spec.joint_delta or spec.tool_delta)
         self._max_lead = MAX_TARGET_LEAD_S * (config.joint_speed if config.moves_joints else config.tool_speed)
         self._limiter = make_step_limiter(spec)
+        self._tool_limits, self._force_indices = ToolLimits(spec), list(spec.limits.tool_force)
+        self._state = np.zeros(len(spec.feature(STATE).labels))
         self._low, self._high = (np.array(each, np.float32) for each in (spec.action.low, spec.action.high))
+
+    def withdraw(self, measured: Array, force: Array) -> Array:
+        """Move the target back to the tool on the axes on which it leads the tool against a force above the limit.
+
+        Steps against such a force are blocked, but the target is ahead of the tool by the robot's lag, and the tool
+        would press on. Call it before `next`.
+
+        Args:
+            measured: as for `next`.
+            force: (3,), on the tool, in the base frame, N.
+
+        Returns:
+            The change of the target, with the shape of `measured`.
+        """
+        change = np.zeros(len(measured))
+        self._state[self._force_indices] = force
+        blocked = self._tool_limits.blocked_directions(self._state)
+        if self.value is not None and blocked is not None:
+            (down, up), back = blocked, (measured - self.value)[: self._size]
+            change[: self._size] = np.where(down, np.maximum(back, 0.0), 0.0) + np.where(up, np.minimum(back, 0.0), 0.0)
+            self.value = self.value + change
+        return change
 
     def next(self, action: Array, measured: Array) -> tuple[Array, Array]:
         """The target after `action`, and the applied action, float32. The caller sets `value` once it is commanded."""

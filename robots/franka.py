@@ -135,8 +135,8 @@ class FrankaRobot(Robot):
         ):  # franky tells during a motion only
             raise HardwareLost(f"{self._name}: no new reading for {silent_s:.1f} s")
         require_fresh(self._name, self._captured_ns, stale_after_s)
-        pose, force = state.O_T_EE, -state.O_F_ext_hat_K[:3]  # libfranka gives the tool's force on the environment
-        numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], force)
+        pose = state.O_T_EE
+        numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], force_on_tool(state))
         vector = np.concatenate([np.ravel(each) for each in numbers]).astype(np.float32)
         return Observation({STATE: vector}, self._captured_ns)
 
@@ -146,6 +146,7 @@ class FrankaRobot(Robot):
         if self._target.value is None:
             self._rotation = np.ravel(state.O_T_EE.quaternion).copy()
         measured = np.ravel(state.q if self.config.moves_joints else state.O_T_EE.translation)
+        self._target.withdraw(measured, force_on_tool(state))
         target, applied = self._target.next(action, measured)
         self._call("commanding", lambda: self._arm.move(self._motion(target), asynchronous=True))
         self._target.value = target
@@ -214,6 +215,12 @@ class FrankaRobot(Robot):
         if thread is not None:
             thread.close()
         self._device_lock.release()
+
+
+def force_on_tool(state: Any) -> Array:
+    """(3,), in the base frame, N. libfranka gives the tool's force on the environment, in `state` of franky."""
+    force: Array = -np.ravel(state.O_F_ext_hat_K)[:3]
+    return force
 
 
 def stop_reason(state: Any) -> str:

@@ -92,8 +92,10 @@ class UrRobot(Robot):
         reading = connection.read()
         if not connection.continues_servo():
             self._target.value = None
-        target, applied = self._target.next(action, reading.q if joints else reading.pose)
-        connection.servo(target, self.spec.period_s, joints)
+        measured = reading.q if joints else reading.pose
+        shift = self._target.withdraw(measured, reading.force)
+        target, applied = self._target.next(action, measured)
+        connection.servo(target, self.spec.period_s, joints, shift)
         self._target.value = target
         if self._gripper:
             applied[-1] = self._gripper.move_to_width(float(applied[-1]))

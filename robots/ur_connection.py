@@ -203,12 +203,19 @@ class UrConnection:
             raise HardwareLost(f"{self._name}: {reason}")
         return reading
 
-    def servo(self, target: Array, lasts_s: float, joints: bool) -> None:
+    def servo(self, target: Array, lasts_s: float, joints: bool, shift: Array | None = None) -> None:
         """Move straight to `target` in `lasts_s`: joint angles or a pose, (6,). The arm holds at the end, and after
-        `config.watchdog_s` without a call. Raises HardwareLost."""
+        `config.watchdog_s` without a call.
+
+        Args:
+            shift: distance of the new path's start from the present path, (6,); None for 0.
+
+        Raises:
+            HardwareLost: the connection broke, or the arm was stopped.
+        """
         reading, now_s, command = self.read(), time.monotonic(), self._command
         if isinstance(command, ServoCommand) and command.joints == joints:
-            start = command.at(now_s)
+            start = command.at(now_s) + (0.0 if shift is None else shift)
         else:
             start = reading.q if joints else reading.pose
         self._set_command(ServoCommand(joints, start, target, now_s, lasts_s))

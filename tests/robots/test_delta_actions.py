@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from hal.robot import Observation
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, Box
-from robots.delta_actions import add_step, make_step_limiter
+from robots import ur_connection
+from robots.delta_actions import DeltaTarget, add_step, make_step_limiter
 from robots.ur import ur_spec
-from robots.ur_connection import UrConfig
+from robots.ur_connection import ServoCommand, UrConfig, UrConnection
 
 HIGH = (0.5, 0.3, 0.4)
 POST = Box((0.2, -0.1, 0.0), (0.3, 0.1, 0.4))
@@ -101,3 +103,71 @@ def test_blocked_robot_limits_target_lead() -> None:
 def test_target_of_a_sagging_joint_does_not_sink_by_itself(step: float, target: float) -> None:
     following, made = add_step(np.array([0.4]), np.array([0.0]), np.array([step]), max_lead=0.2)
     assert (following.tolist(), made.tolist()) == (pytest.approx([target]), pytest.approx([target - 0.4]))
+
+
+LAG_S, STIFFNESS_N_PER_M, TABLE_M = 0.1, 20_000.0, 0.1
+
+
+class Pressing:
+    """A compliant arm that follows its servo path with a lag, above a table, behind the safety kernel."""
+
+    def __init__(self, config: UrConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spec, self._now_s = ur_spec(config), 1.0
+        self.pose: Array = np.array([*PLACE[:2], TABLE_M + 0.01, 0.0, 0.0, 0.0])
+        clock = SimpleNamespace(monotonic=lambda: self._now_s, monotonic_ns=lambda: round(self._now_s * 1e9))
+        monkeypatch.setattr(ur_connection, "time", clock)
+        self._target = DeltaTarget(self.spec, config)
+        self._connection = UrConnection(config, self._receive())
+        self._kernel = SafetyKernel(self.spec, clock=clock.monotonic_ns)
+
+    @property
+    def force(self) -> Array:
+        return np.array([0.0, 0.0, STIFFNESS_N_PER_M * max(0.0, TABLE_M - float(self.pose[2]))])
+
+    def command(self, step: tuple[float, float, float]) -> Array:
+        """Runs one control period; returns the applied action."""
+        state = np.zeros(len(self.spec.feature(STATE).labels), np.float32)
+        state[list(self.spec.limits.tool_position)] = self.pose[:3]
+        state[list(self.spec.limits.tool_force)] = self.force
+        seen = Observation({STATE: state}, round(self._now_s * 1e9))
+        decision = self._kernel.filter(np.array(step, np.float32), seen)
+        assert decision.applied is not None, decision.text
+        shift = self._target.withdraw(self.pose, self.force)
+        target, applied = self._target.next(decision.applied, self.pose)
+        self._connection.servo(target, self.spec.period_s, joints=False, shift=shift)
+        self._target.value = target
+        self._kernel.set_applied(applied)
+        for _ in range(50):
+            self._now_s += self.spec.period_s / 50
+            path = self._connection.current_command()
+            assert isinstance(path, ServoCommand)
+            self.pose[:3] += (path.at(self._now_s)[:3] - self.pose[:3]) * self.spec.period_s / 50 / LAG_S
+        return applied
+
+    def _receive(self) -> Any:
+        return SimpleNamespace(
+            getTimestamp=lambda: self._now_s,
+            getActualQ=lambda: [0.0] * 6,
+            getActualQd=lambda: [0.0] * 6,
+            getActualTCPPose=lambda: self.pose.tolist(),
+            getActualTCPForce=lambda: [*self.force, 0.0, 0.0, 0.0],
+            isConnected=lambda: True,
+            getSafetyMode=lambda: 1,
+            getRobotMode=lambda: 7,
+        )
+
+
+@pytest.mark.parametrize("tool_speed", [0.05, 0.1, 0.25])
+def test_blocked_tool_does_not_press_on_by_its_lag(tool_speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = UrConfig("nowhere", tool_speed=tool_speed, force_max=30.0)
+    arm, down = Pressing(config, monkeypatch), (0.0, 0.0, -tool_speed / config.rate_hz)
+    while np.linalg.norm(arm.force) <= 30.0:
+        assert arm.command(down)[2] < 0
+    pressed = arm.force[2]
+    for _ in range(20):
+        applied = arm.command((-down[2], 0.0, down[2]))
+        assert applied[2] == 0 and arm.force[2] <= pressed
+    assert arm.pose[0] - PLACE[0] > 0.9 * 18 * applied[0], "the tool slides along the table"
+    for _ in range(20):
+        assert arm.command((0.0, 0.0, -down[2]))[2] > 0
+    assert arm.force[2] == 0

@@ -105,6 +105,18 @@ def test_safety_kernel_stops_motion_against_measured_force(simulated: FrankaSimu
         assert up.applied is not None and up.applied[2] > 0
 
 
+def test_target_of_a_tool_returns_to_it_under_too_much_force(simulated: FrankaSimulator) -> None:
+    with arm(simulated, dynamics=0.02) as robot:
+        for _ in range(5):
+            robot.command(np.array([0.0, 0.0, -0.02], np.float32))
+        simulated.set("O_F_ext_hat_K", [0, 0, -80.0, 0, 0, 0])
+        eventually(lambda: state(robot)[25] == 80, "the force is not reported")
+        height = state(robot)[16]
+        assert robot.command(np.zeros(3, np.float32)).tolist() == [0.0] * 3
+        eventually(lambda: stands(robot), "the tool does not stop")
+        assert state(robot)[16] > height - 0.02, "the tool presses on"
+
+
 def test_reflex_is_reported_and_not_recovered(simulated: FrankaSimulator) -> None:
     words = "a reflex"
     robot = arm(simulated)

@@ -363,6 +363,24 @@ def test_safety_kernel_stops_motion_against_measured_force(controller: Simulated
         assert up.applied is not None and up.applied[2] > 0
 
 
+def test_target_of_a_blocked_tool_returns_to_it_under_too_much_force(controller: SimulatedController) -> None:
+    with arm(controller) as robot:
+        controller.set("lag_s", 1e9)
+        x, _, z = controller.state["tool"][:3]
+
+        def target_is(place: tuple[float, float]) -> bool:
+            servo = controller.state["servo"]
+            return servo is not None and (servo[0], servo[2]) == pytest.approx(place, abs=1e-6)
+
+        for _ in range(3):
+            robot.command(np.array([0.01, 0, -0.01], np.float32))
+        eventually(lambda: target_is((x + 0.03, z - 0.03)), "the target does not lead")
+        controller.set("force", [0.0, 0.0, 80.0, 0.0, 0.0, 0.0])
+        eventually(lambda: state(robot)[23] == 80, "no force was reported")
+        assert robot.command(np.zeros(3, np.float32)).tolist() == [0.0] * 3
+        eventually(lambda: target_is((x + 0.03, z)), "the tool presses on, or the other axes lose their target")
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

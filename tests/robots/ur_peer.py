@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 STEP_S = 0.004
-LAG_S = 0.05  # lag of a servoed joint behind its target
 FORMATS = {"DOUBLE": "d", "UINT32": "I", "INT32": "i", "VECTOR6D": "6d"}
 TYPES = {
     "timestamp": "DOUBLE",
@@ -54,6 +53,7 @@ class Arm:
     """The robot and its controller.
 
     Attributes:
+        lag_s: lag of a servoed joint or tool behind its target.
         program: the uploaded script runs.
         commands: number of starts of each command of the script, by its number.
         watchdog_hz: the least rate of updates of the command register; 0 for no watchdog.
@@ -64,6 +64,7 @@ class Arm:
     tool: list[float] = field(default_factory=lambda: list(TOOL))
     qd: list[float] = field(default_factory=lambda: [0.0] * 6)
     force: list[float] = field(default_factory=lambda: [0.0] * 6)
+    lag_s: float = 0.05
     robot_mode: int = RUNNING
     safety_mode: int = NORMAL
     remote: int = 1
@@ -152,7 +153,7 @@ class Controller:
             arm.stop_program()
             arm.watchdog_stops += 1
         before = np.array(arm.tool if arm.servo_tool else arm.q)
-        after = before if arm.servo is None else before + (np.array(arm.servo) - before) * min(1.0, STEP_S / LAG_S)
+        after = before if arm.servo is None else before + (np.array(arm.servo) - before) * min(1.0, STEP_S / arm.lag_s)
         if arm.servo_tool:
             arm.tool, arm.qd = after.tolist(), [0.0] * 6
         else:
