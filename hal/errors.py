@@ -3,6 +3,7 @@
 HalError
 ├── SpecError            discard: a value does not fit the spec; the robot never received it
 ├── HardwareLost         reconnect: the device does not answer; nothing was commanded
+│   └── StoppedAtRobot   latch the e-stop too: a person stopped or guides the robot at the robot itself
 ├── StaleObservation     retry: the newest reading is too old to act upon
 ├── LeaseError           yield: another session drives this robot
 │   ├── LeaseHeld        retry later: names the holder
@@ -29,6 +30,11 @@ class SpecError(HalError):
 
 class HardwareLost(HalError):
     """The device stopped answering or was unplugged."""
+
+
+class StoppedAtRobot(HardwareLost):
+    """A person stopped or guides the robot at the robot itself, which ended the connection. The e-stop latches, so that
+    the robot does not move by itself once it is connected again."""
 
 
 class StaleObservation(HalError):

@@ -59,7 +59,7 @@ class Robot(ABC):
 
         Raises:
             HardwareLost: the device does not answer; the message has its address.
-            EmergencyStopped: the robot's own stop button is pressed; nothing moves, the e-stop latches.
+            EmergencyStopped, StoppedAtRobot: the robot's own stop button is pressed; nothing moves, the e-stop latches.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Robot(ABC):
         """The newest reading, without waiting for a newer one.
 
         Raises:
-            HardwareLost: the connection broke.
+            HardwareLost: the connection broke. StoppedAtRobot if a person stopped the robot at the robot itself.
             StaleObservation: the newest reading is older than ``spec.limits.stale_after_s``.
         """
 
@@ -81,7 +81,7 @@ class Robot(ABC):
             SpecError: the action does not fit the spec; nothing was commanded.
             EmergencyStopped: the robot's own stop button is pressed, or `check_stop` raised it; nothing was commanded,
                 the e-stop latches.
-            HardwareLost: the connection broke.
+            HardwareLost: the connection broke. StoppedAtRobot if a person stopped the robot at the robot itself.
         """
 
     @abstractmethod

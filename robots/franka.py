@@ -5,7 +5,7 @@ franky's motion by one to the new target. franky's online trajectory generator j
 `dynamics` of the arm's limits. The driver does not change load, end effector and impedances, which are set in Desk.
 
 A reflex, the user stop, guiding or any error makes the robot lost; the message has the reason. The driver never
-recovers from errors by itself.
+recovers from errors by itself. The user stop and guiding latch the e-stop too.
 
 The force in the state is that of the environment on the tool, as `SafetyLimits.tool_force` says: the negative of
 libfranka's `O_F_ext_hat_K`.
@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 
 from hal.driver import RobotSetup, RobotSetupRequest, read_options
-from hal.errors import HardwareLost
+from hal.errors import HardwareLost, StoppedAtRobot
 from hal.robot import Observation, Robot, StopLevel
 from hal.settings import Positive
 from hal.spec import STATE, Array, RobotSpec
@@ -56,6 +56,8 @@ ROBOT_MODES = {
     "AutomaticErrorRecovery": "a recovery started by another program",
     "Other": "an unknown state",
 }
+
+STOPPED_BY_PERSON = ("UserStopped", "Guiding")
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,8 @@ class FrankaRobot(Robot):
         """See `hal.robot.Robot`.
 
         Raises:
-            HardwareLost: also if the arm is in a reflex, stopped or guided, or another process has locked it.
+            HardwareLost: also if the arm is in a reflex, or another process has locked it. StoppedAtRobot if the arm is
+                stopped or guided by a person.
             SpecError: franky is not installed.
         """
         if self._thread is not None:
@@ -194,14 +197,19 @@ class FrankaRobot(Robot):
         """franky's newest state; `_captured_ns` is its capture time. Raises HardwareLost if the arm is stopped."""
         state = self._call("reading", self._sense, timeout_s)
         if reason := stop_reason(state):
-            raise HardwareLost(f"{self._name}: {reason}")
+            kind = StoppedAtRobot if state.robot_mode.name in STOPPED_BY_PERSON else HardwareLost
+            raise kind(f"{self._name}: {reason}")
         if state.time.to_sec() != self._stamp_s:  # a new stamp is a new packet; a frozen arm repeats the last one
             self._stamp_s, self._captured_ns = state.time.to_sec(), time.monotonic_ns()
         return state
 
     def _sense(self) -> Any:
-        """The newest state. Raises franky's exception if an error ended the motion."""
-        self._arm.poll_motion()
+        """The newest state. Raises franky's exception if an error ended the motion, and not a person."""
+        try:
+            self._arm.poll_motion()
+        except Exception:  # of franky
+            if self._arm.state.robot_mode.name not in STOPPED_BY_PERSON:
+                raise
         return self._arm.state
 
     def _call(self, operation: str, function: Callable[[], T], timeout_s: float | None = None) -> T:

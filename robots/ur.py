@@ -4,7 +4,8 @@ Steps of the tool or of the joints add to the last commanded target, see `robots
 change payload, tool centre point, speed slider and safety settings, which are set at the pendant.
 
 A protective stop, emergency stop or safeguard stop, or the end of the program, makes the robot lost; the message has
-the reason. The driver never unlocks the arm: after a person has, connecting works again.
+the reason. The driver never unlocks the arm: after a person has, connecting works again. An emergency stop and the
+three-position switch latch the e-stop too.
 
 Safe stop: the arm brakes, the program on the controller ends, and the controller holds the arm. If this process dies,
 hangs or is disconnected for two control periods (`silence_s`), the controller's watchdog does the same. A gripper keeps
@@ -62,7 +63,7 @@ class UrRobot(Robot):
 
         Raises:
             HardwareLost: also if the arm is stopped, off or not in remote control, the gripper is not activated, or
-                another process of this machine has locked the arm.
+                another process of this machine has locked the arm. StoppedAtRobot if a person stopped the arm.
             SpecError: ur_rtde is not installed.
         """
         if self._connection is not None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from hal.errors import HardwareLost
+from hal.errors import HardwareLost, StoppedAtRobot
 from hal.robot import no_op
 from hal.settings import Positive
 from hal.spec import Array
@@ -55,6 +55,7 @@ SAFETY_MODES = {
     13: "the three-position switch",
 }
 NORMAL, REDUCED = 1, 2
+STOPPED_BY_PERSON = (6, 7, 13)
 ROBOT_MODES = {-1: "not under control", 0: "disconnected", 3: "powered off", 5: "idle, its brakes on"}
 RUNNING = 7
 RTDE_VARIABLES = (
@@ -153,7 +154,7 @@ class UrConnection:
         self._lock = threading.Lock()
         self._command: _Command = Rest.HOLD
         self._updated_s = 0.0
-        self._lost = ""
+        self._lost: HardwareLost | None = None
         self._changed, self._opened, self._running = threading.Event(), threading.Event(), threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"ur {config.host}", daemon=True)
@@ -197,10 +198,10 @@ class UrConnection:
             t_capture_ns=self._clock.captured_ns(int(stamp_s * 1e9), now_ns),
         )
         if not receive.isConnected():
-            self._lost = self._lost or CONNECTION_BROKEN
+            self._lost = self._lost or HardwareLost(CONNECTION_BROKEN)
             self._require_open()
-        if reason := stop_reason(receive):
-            raise HardwareLost(f"{self._name}: {reason}")
+        if stopped := stop_error(receive):
+            raise self._named(stopped)
         return reading
 
     def servo(self, target: Array, lasts_s: float, joints: bool, shift: Array | None = None) -> None:
@@ -243,9 +244,9 @@ class UrConnection:
         self._closing = True
         receive = self._receive
         if receive is not None and not receive.isConnected():
-            self._lost = self._lost or CONNECTION_BROKEN
+            self._lost = self._lost or HardwareLost(CONNECTION_BROKEN)
         if self._clock.newest_ns is not None and age_s(self._clock.newest_ns) > self.config.watchdog_s:
-            self._lost = self._lost or "it sends no readings any more"
+            self._lost = self._lost or HardwareLost("it sends no readings any more")
         self._set_command(Rest.STOP_PROGRAM)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -261,7 +262,7 @@ class UrConnection:
         while not (event.wait(STOP_CHECK_INTERVAL_S) or self._lost):
             check_stop()
             if time.monotonic() >= until_s:
-                self._lost = self._lost or otherwise
+                self._lost = self._lost or HardwareLost(otherwise)
         self._require_open()
         check_stop()
 
@@ -272,9 +273,12 @@ class UrConnection:
 
     def _require_open(self) -> None:
         if self._lost:
-            raise HardwareLost(f"{self._name}: {self._lost}")
+            raise self._named(self._lost)
         if self._closing:
             raise HardwareLost(f"{self._name}: not connected")
+
+    def _named(self, error: HardwareLost) -> HardwareLost:
+        return type(error)(f"{self._name}: {error}")
 
     def _require_dashboard(self) -> None:
         """Check that the dashboard answers: ur_rtde waits long for a controller that is off or frozen."""
@@ -303,7 +307,8 @@ class UrConnection:
                 self._changed.wait(1 / self.config.rtde_hz)
                 self._changed.clear()
         except Exception as error:  # any exception of the library or of this module; the next call raises it
-            self._lost = self._lost or self._reason_of_loss() or str(error)
+            lost = error if isinstance(error, HardwareLost) else HardwareLost(str(error))
+            self._lost = self._lost or self._reason_of_loss() or lost
             log.warning("ur.lost host=%s %s", self.config.host, self._lost)
         finally:
             self._opened.set()
@@ -314,18 +319,18 @@ class UrConnection:
                     end.disconnect()
         self._receive = None
 
-    def _reason_of_loss(self) -> str:
-        """The reason by a controller state that is newer than the end of the program; empty if there is none."""
+    def _reason_of_loss(self) -> HardwareLost | None:
+        """The reason by a controller state that is newer than the end of the program; None if there is none."""
         receive = self._receive
         if receive is None:
-            return ""
+            return None
         if not receive.isConnected():
-            return CONNECTION_BROKEN
+            return HardwareLost(CONNECTION_BROKEN)
         newer_s = receive.getTimestamp() + STATE_LAG_PACKAGES / self.config.rtde_hz
         until_s = time.monotonic() + RESPONSE_TIMEOUT_S
         while receive.isConnected() and receive.getTimestamp() < newer_s and time.monotonic() < until_s:
             time.sleep(1 / self.config.rtde_hz)
-        return stop_reason(receive)
+        return stop_error(receive)
 
     def _connect(self) -> tuple[Any, Any]:
         host, hz = self.config.host, self.config.rtde_hz
@@ -335,8 +340,8 @@ class UrConnection:
             if time.monotonic() > until_s:
                 raise HardwareLost("it sends no state")
             time.sleep(1 / hz)
-        if reason := stop_reason(receive):
-            raise HardwareLost(reason)
+        if stopped := stop_error(receive):
+            raise stopped
         return receive, import_library("rtde_control", "ur").RTDEControlInterface(host, hz)
 
     def current_command(self) -> _Command:
@@ -411,14 +416,17 @@ class _ControlProgram:
         _require_success(self._control.setWatchdog(1 / patience_s), "the watchdog cannot be set")
 
 
-def stop_reason(receive: Any) -> str:
-    """Why the arm cannot be driven, in words; empty if it can."""
+def stop_error(receive: Any) -> HardwareLost | None:
+    """Why the arm cannot be driven: StoppedAtRobot if a person stopped it; None if it can be driven."""
     safety, mode = receive.getSafetyMode(), receive.getRobotMode()
     if safety not in (NORMAL, REDUCED):
-        return f"{SAFETY_MODES.get(safety, f'safety mode {safety}')}; a person must clear it at the pendant"
+        kind = StoppedAtRobot if safety in STOPPED_BY_PERSON else HardwareLost
+        return kind(f"{SAFETY_MODES.get(safety, f'safety mode {safety}')}; a person must clear it at the pendant")
     if mode != RUNNING:
-        return f"it is {ROBOT_MODES.get(mode, f'in robot mode {mode}')}; a person must start it at the pendant"
-    return ""
+        return HardwareLost(
+            f"it is {ROBOT_MODES.get(mode, f'in robot mode {mode}')}; a person must start it at the pendant"
+        )
+    return None
 
 
 def _has_state(receive: Any) -> bool:

@@ -11,7 +11,7 @@ from edge_kit import STILL, RecordingRobot
 
 import user_sys.edge.local_environment
 from hal.driver import RobotSetup, RobotSetupRequest
-from hal.errors import EmergencyStopped, LeaseHeld
+from hal.errors import EmergencyStopped, HardwareLost, LeaseHeld, StoppedAtRobot
 from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import driver_process_of, robot_lock
 from hal.machine_folder import robot_files
@@ -121,6 +121,23 @@ def test_robots_own_stop_ends_the_work_and_stays() -> None:
     with pytest.raises(EmergencyStopped, match="button at the door"), open_local_environment(setup, REAL):
         robot.command(STILL)
     assert len(robot.commands) == 1
+
+
+class ButtonRobot(RecordingRobot):
+    """A robot whose own stop button ends the connection."""
+
+    def stop(self, level: StopLevel) -> None:
+        raise StoppedAtRobot("the arm's button is pressed")
+
+
+def test_robot_that_a_person_stopped_at_the_robot_awaits_a_re_arm() -> None:
+    robot = ButtonRobot()
+    setup = RobotSetup("arm-0", robot, FakeTask())
+    with pytest.raises(HardwareLost, match="button"), open_local_environment(setup, REAL) as driver:
+        driver.hold()
+    with pytest.raises(EmergencyStopped, match="the robot fake: re-arm it"), open_local_environment(setup, REAL):
+        robot.command(STILL)
+    assert robot.commands == []
 
 
 class PressedTask(FakeTask):

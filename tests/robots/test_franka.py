@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from peer_kit import PeerProcess, eventually, free_host
 
 from hal.conformance import RobotConformance
 from hal.driver import RobotSetupRequest
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import HardwareLost, SpecError, StaleObservation, StoppedAtRobot
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
+from robots import franka
 from robots.franka import FrankaConfig, FrankaRobot, make_robot_setup
 
 
@@ -36,7 +38,7 @@ class FrankaSimulator(PeerProcess):
 
 pytestmark = pytest.mark.franka
 PATIENT = {"rate_hz": 10.0, "answer_within_s": 30.0, "stale_after_s": 30.0, "realtime": False}
-REFLEX = 4
+GUIDING, REFLEX, USER_STOPPED = 3, 4, 5
 
 
 @pytest.fixture
@@ -129,6 +131,40 @@ def test_reflex_is_reported_and_not_recovered(simulated: FrankaSimulator) -> Non
     simulated.set("robot_mode", 1)
     with robot:
         robot.observe()
+
+
+@pytest.mark.parametrize(("mode", "words"), [(USER_STOPPED, "the user stop"), (GUIDING, "guiding by hand")])
+def test_person_at_the_arm_stops_it(simulated: FrankaSimulator, mode: int, words: str) -> None:
+    robot = arm(simulated)
+    with robot:
+        simulated.set("robot_mode", mode)
+        with pytest.raises(StoppedAtRobot, match=f"{words}.*; a person must clear it"):
+            eventually(lambda: robot.observe() is None, "nothing was reported")
+    with pytest.raises(StoppedAtRobot, match=words):
+        robot.connect()
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("UserStopped", StoppedAtRobot), ("Reflex", HardwareLost)])
+def test_abort_of_a_motion_is_a_persons_by_the_state(
+    monkeypatch: pytest.MonkeyPatch, mode: str, kind: type[HardwareLost]
+) -> None:
+    """With libfranka's exception, which the simulation does not cause."""
+
+    def abort() -> None:
+        if device.state.robot_mode.name == mode:
+            raise RuntimeError("libfranka: Move command aborted: User Stop pressed!")
+
+    state = SimpleNamespace(robot_mode=SimpleNamespace(name="Idle"), time=SimpleNamespace(to_sec=lambda: 1.0))
+    state.last_motion_errors = state.current_errors = ""
+    device = SimpleNamespace(state=state, poll_motion=abort, join_motion=lambda timeout_s: True)
+    realtime = SimpleNamespace(Enforce=0, Ignore=1)
+    library = SimpleNamespace(Robot=lambda host, **settings: device, RealtimeConfig=realtime)
+    monkeypatch.setattr(franka, "import_library", lambda *names: library)
+    with FrankaRobot(FrankaConfig(host=free_host(), answer_within_s=30.0)) as robot:
+        device.state.robot_mode.name = mode
+        with pytest.raises(HardwareLost) as caught:
+            robot.observe()
+        assert type(caught.value) is kind
 
 
 def test_killed_arm_is_lost(simulated: FrankaSimulator) -> None:

@@ -18,7 +18,7 @@ from ur_kit import SimulatedController, simulated_controller
 
 from hal.conformance import RobotConformance
 from hal.driver import RobotSetupRequest
-from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation, StoppedAtRobot
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.long(45)
 
 PATIENT = {"rate_hz": 10.0, "silence_s": 30.0, "stale_after_s": 30.0}  # a busy machine is late by seconds
 SERVOJ, SERVO_STOP = 11, 16
-PROTECTIVE_STOP = 3
+PROTECTIVE_STOP, EMERGENCY_STOP = 3, 7
 HOME = (0.2, -1.4, 1.4, -1.5, -1.5, 0.1)
 
 
@@ -216,18 +216,30 @@ def test_stop_ends_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
     answers.set()
 
 
-def test_controller_stop_is_reported_and_not_unlocked(controller: SimulatedController) -> None:
-    robot, words = arm(controller), "a protective stop"
+@pytest.mark.parametrize(
+    ("mode", "words", "kind"),
+    [
+        (PROTECTIVE_STOP, "a protective stop", HardwareLost),
+        (EMERGENCY_STOP, "the robot's emergency stop", StoppedAtRobot),
+    ],
+)
+def test_controller_stop_is_reported_and_not_unlocked(
+    controller: SimulatedController, mode: int, words: str, kind: type[HardwareLost]
+) -> None:
+    robot = arm(controller)
     with robot:
         robot.command(np.array([0.01, 0, 0], np.float32))
-        controller.set("safety_mode", PROTECTIVE_STOP)
-        with pytest.raises(HardwareLost, match=f"{words}; a person must clear it"):
+        controller.set("safety_mode", mode)
+        with pytest.raises(HardwareLost, match=f"{words}; a person must clear it") as caught:
             eventually(lambda: robot.observe() is None, "no stop was reported")
-        with pytest.raises(HardwareLost, match=words):
-            robot.command(np.zeros(3, np.float32))
-    with pytest.raises(HardwareLost, match=words):
+        for call in (lambda: robot.command(np.zeros(3, np.float32)), robot.observe):
+            with pytest.raises(HardwareLost, match=words) as again:
+                call()
+            assert type(caught.value) is type(again.value) is kind
+    with pytest.raises(HardwareLost, match=words) as refused:
         robot.connect()
-    assert (controller.state["safety_mode"], controller.state["uploads"]) == (PROTECTIVE_STOP, 1)
+    assert type(refused.value) is kind
+    assert (controller.state["safety_mode"], controller.state["uploads"]) == (mode, 1)
     controller.set("safety_mode", 1)
     with robot:
         robot.command(np.zeros(3, np.float32))

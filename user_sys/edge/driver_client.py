@@ -18,7 +18,16 @@ import zmq
 
 from hal.camera import CameraFrame
 from hal.context import ClosedAtExit
-from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError, StaleObservation, StaleToken
+from hal.errors import (
+    EmergencyStopped,
+    HalError,
+    HardwareLost,
+    LeaseHeld,
+    SpecError,
+    StaleObservation,
+    StaleToken,
+    StoppedAtRobot,
+)
 from hal.lease import driver_process_of
 from hal.machine_folder import runtime_folder
 from hal.spec import Array, RobotSpec
@@ -54,7 +63,16 @@ DriverCommand = Literal["describe", "attach", "reset", "command", "hold", "e-sto
 
 ERRORS_BY_NAME: dict[str, type[HalError]] = {
     kind.__name__: kind
-    for kind in (StaleToken, LeaseHeld, SpecError, HardwareLost, StaleObservation, EmergencyStopped, HalError)
+    for kind in (
+        StaleToken,
+        LeaseHeld,
+        SpecError,
+        HardwareLost,
+        StoppedAtRobot,
+        StaleObservation,
+        EmergencyStopped,
+        HalError,
+    )
 }
 
 

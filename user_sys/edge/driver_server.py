@@ -11,7 +11,8 @@ later it stops it safely. A session may be killed, stopped or replaced at any ti
   after a reset.
 - **A lost robot** ends the process with exit status 4 (`EXIT_ROBOT_LOST`), and its supervisor restarts it. To start is
   to connect: no state of the lost connection remains. The e-stop latch and the fencing token are on disk. A robot
-  without a connection is in its own safe state. Exit status 2 (`EXIT_FATAL`) means that a restart does not help.
+  without a connection is in its own safe state. If a person stopped it at the robot itself, the e-stop latches: it does
+  not move by itself once it is connected again. Exit status 2 (`EXIT_FATAL`) means that a restart does not help.
 - **A robot that another run of this machine drives** makes the process wait. It logs the owner.
 - **An expired lease** holds the robot, with or without another session. Requests that would move the robot are answered
   by a hold until a renewal arrives. The expiry uses a clock that no clock setting changes.
@@ -39,7 +40,7 @@ import zmq
 
 from hal.driver import RobotSetup
 from hal.durable import make_folder_durably
-from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld, SpecError, StaleToken, StoppedAtRobot
 from hal.estop import EstopLatch
 from hal.lease import Fence, MachineLock, lease_clock_ns, robot_lock
 from hal.machine_folder import make_runtime_folder, robot_files
@@ -447,6 +448,9 @@ def _run(config: RobotConfig, state: Path) -> None:
             if realtime:
                 server.refused_realtime = _log_realtime(config, refused)
             server.run()
+        except StoppedAtRobot as error:
+            environment.latch_own_stop(error)
+            raise
         finally:
             counts = {name: count for name, count in kernel.reason_counts.items() if count}
             log.info("safety.counts robot=%s %s", config.name, counts)

@@ -231,7 +231,7 @@ class RobotEnvironment:
         try:
             self.robot.connect()
         except EmergencyStopped as error:
-            self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
+            self.latch_own_stop(error)
             raise HardwareLost(f"{error}: release it, then re-arm at the console") from error
         self._connected = True
         self.on_robot_connected()
@@ -301,7 +301,14 @@ class RobotEnvironment:
         try:
             self.robot.stop(StopLevel.SAFE)
         finally:
-            self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
+            self.latch_own_stop(error)
+
+    def latch_own_stop(self, error: HalError) -> None:
+        """Latches a stop that a person made at the robot itself.
+
+        Every method may raise StoppedAtRobot. The caller then latches it, before it connects again.
+        """
+        self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
 
     def hold(self) -> TimeStep:
         self.stop_if_latched()

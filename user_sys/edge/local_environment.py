@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from hal.driver import RobotSetup
-from hal.errors import EmergencyStopped, LeaseHeld
+from hal.errors import EmergencyStopped, LeaseHeld, StoppedAtRobot
 from hal.estop import EstopLatch
 from hal.lease import MachineLock, robot_lock
 from hal.machine_folder import robot_files
@@ -136,6 +136,7 @@ def open_local_environment(
         )
         stack.callback(environment.close)
         environment.robot.check_stop = lambda: _check_both(environment, check_stop)
+        stack.enter_context(_latch_own_stop(environment))
         environment.connect()
         check_stop()
         environment.real_time = config.follows_clock and not config.simulated
@@ -151,6 +152,15 @@ def raise_if_stopped(time_step: TimeStep, selected: SelectedAction | None) -> No
     """
     if time_step.stopped:
         raise EmergencyStopped("the robot was stopped, and a person must re-arm it")
+
+
+@contextmanager
+def _latch_own_stop(environment: RobotEnvironment) -> Iterator[None]:
+    try:
+        yield
+    except StoppedAtRobot as error:
+        environment.latch_own_stop(error)
+        raise
 
 
 def _check_both(environment: RobotEnvironment, check_stop: StopCheck) -> None:
