@@ -16,7 +16,7 @@ from edge_kit import RecordingRobot
 from msgspec.structs import replace
 
 from hal.errors import HalError, HardwareLost
-from hal.robot import StopLevel
+from hal.robot import Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.teleoperator import TeleopInput
@@ -439,6 +439,28 @@ def test_take_over_after_a_reset_keeps_a_closed_gripper(session: Session) -> Non
     session.order("take-over")
     session.order("drive", (0.1, 0, 0, 0))
     assert session.act().action[3] == 0
+
+
+class LeavingTask(FakeTask):
+    """Its reset leaves the robot as it is."""
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_taken_over", [True, False])
+def test_first_action_of_a_session_keeps_the_measured_grip(is_taken_over: bool) -> None:
+    robot = RecordingRobot()
+    environment = RobotEnvironment(robot, LeavingTask(), SafetyKernel(robot.spec))
+    environment.connect()
+    environment.step(np.array([0, 0, 0, 0.02], np.float32))
+    session = Session(robot, environment, MarchingPolicy(version=0))
+    if is_taken_over:
+        session.order("take-over")
+        session.order("drive", (0.1, 0, 0, 0))
+    else:
+        session.stopping = True
+    assert session.act().action[3] == np.float32(0.02) < GRIPPER_M
 
 
 @pytest.mark.parametrize("order", ["success", "failure"])

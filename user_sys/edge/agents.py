@@ -13,7 +13,7 @@ import numpy as np
 from hal.camera import CameraFrame, default_stale_after_s
 from hal.errors import HalError, HardwareLost, LeaseError, SpecError
 from hal.motion_limits import SafetyReason, commanded_speeds
-from hal.spec import Array, RobotSpec
+from hal.spec import STATE, Array, RobotSpec
 from user_sys.edge.chunk_executor import ActingPolicy, ChunkExecutor
 from user_sys.edge.control_authority import MOVING_ORDERS, ControlAuthority, ControlState, OperatorLabel
 from user_sys.edge.environment import TaskInfo, TimeStep
@@ -363,12 +363,19 @@ class _AppliedAction:
         self._spec = spec
         self._neutral = np.array(spec.neutral, np.float32)
         self.value: Array = self._neutral.copy()
+        self._has_acted, self._measured_grip = False, _measured_grip(spec)
 
     def reset(self, time_step: TimeStep) -> None:
-        """The gripper's element stays, since a reset may leave the gripper closed; it is neutral before any action."""
+        """The gripper's element stays, since a reset may leave the gripper closed. Before any action it is the measured
+        one; neutral if the state has none."""
         self.value = self._at_rest(time_step)
+        if not self._has_acted and self._measured_grip >= 0:
+            grip, action = self._spec.gripper, self._spec.action
+            measured = time_step.observation[STATE][self._measured_grip]
+            self.value[grip] = np.clip(measured, action.low[grip], action.high[grip])
 
     def update(self, time_step: TimeStep) -> None:
+        self._has_acted |= time_step.applied is not None
         self.value = self._at_rest(time_step) if time_step.applied is None else time_step.applied
 
     def rest_action(self) -> Array:
@@ -389,6 +396,13 @@ class _AppliedAction:
         if joints := list(self._spec.joint_target):
             rest[joints] = self._spec.rest_action(time_step.observation)[joints]
         return rest
+
+
+def _measured_grip(spec: RobotSpec) -> int:
+    """The index of the gripper's position in the state, by its label in the action; -1 if there is none."""
+    labels = next((each.labels for each in spec.observation if each.name == STATE), ())
+    name = spec.action.labels[spec.gripper] if spec.gripper >= 0 and spec.neutral else ""
+    return labels.index(name) if name in labels else -1
 
 
 class SharedControlAgent:
