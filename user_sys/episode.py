@@ -8,12 +8,12 @@ Columns of a chunk of T steps (row t is step ``first_step + t``):
 ====================== ================ ======================================================================
 ``observation.*``      float32 (T, d)   sensor values before the step
 ``action``             float32 (T, a)   requested by the policy or operator, in the action spec's units
-``action.applied``     float32 (T, a)   passed by the safety kernel and applied by the robot
+``action.applied``     float32 (T, a)   applied by the robot, which may round what the safety kernel passed to it
 ``reward``             float32 (T,)     of this step
 ``terminated``         bool (T,)        the task ended here; do not bootstrap
 ``truncated``          bool (T,)        cut off here; bootstrap from the final observation
 ``phase``              uint8 (T,)       `Phase`: the source of control
-``safety``             uint16 (T,)      bit set of ``hal.safety.Reason``: reason for a difference of applied; 0 if equal
+``safety``             uint16 (T,)      bit set of `SafetyReason`: why ``action`` did not reach the robot; 0 if it did
 ``policy_version``     int64 (T,)       version of the weights; -1 without a policy, -2 for another run's weights
 ``log_prob``           float32 (T,)     of the behaviour policy; NaN without one
 ``action_chunk``       int32 (T,)       number of the policy's action chunk in the episode; -1 without one

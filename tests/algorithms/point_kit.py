@@ -64,7 +64,7 @@ def windows(x: Array, actions: Array) -> TensorBatch:
         weight=torch.ones(n),
         mask=exists,
         phase=torch.zeros(n, length, dtype=torch.uint8),
-        extras={"safety": torch.zeros(n, length)},
+        extras={ACTION: action, "safety": torch.zeros(n, length)},
     )
 
 

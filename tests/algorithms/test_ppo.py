@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from point_kit import POINT, step_point, success_rate, windows
 
-from hal.spec import STATE, RobotSpec
+from hal.safety import SafetyKernel, SafetyReason
+from hal.spec import ACTION, STATE, Array, RobotSpec
+from robots.fake import GRIPPER_M, FakeRobot, FakeTask
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch, policy_arrays
 from user_sys.algorithms.conformance import AlgorithmConformance, example_windows
 from user_sys.algorithms.ppo import Ppo, PpoSettings, advantages, effective_share, normalized
-from user_sys.episode import Phase
+from user_sys.compose import PolicyConfig, make_policy
+from user_sys.edge.agents import LoadedPolicy, PolicyAgent
+from user_sys.edge.environment import RobotEnvironment
+from user_sys.edge.loop import run_episode
+from user_sys.edge.recorder import Recorder
+from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError
+from user_sys.learner.config import LearnerConfig
+from user_sys.learner.trainer import Trainer
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.networks import squash
 from user_sys.policies.policy import Policy
+from user_sys.store.store import StoreReader, StoreWriter
 
 torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
 PICTURES = CnnSettings(hidden=(32,), picture_size=8, cameras=("wrist",))
@@ -106,6 +117,45 @@ def test_entropy_bonus_trains_a_discrete_gripper(start: float) -> None:
     algorithm.update(replace(batch, reward=torch.zeros_like(batch.reward)), 0)
     mean, _ = algorithm.actor(algorithm.actor.encode(batch.next_observation))
     assert (mean[:, 0] == start).all() and (mean[:, 1].abs() < abs(start)).all()
+
+
+def test_requested_action_that_is_not_finite_spoils_no_weights() -> None:
+    algorithm, batch = small(example_spec()), example_windows(np.random.default_rng(0), SMALL.window, sequence=True)
+    requested, safety = batch.action.clone(), batch.extras["safety"].clone()
+    requested[:, 0], safety[:, 0] = torch.nan, int(SafetyReason.NOT_FINITE)
+    algorithm.update(replace(batch, extras=batch.extras | {ACTION: requested, "safety": safety}), 0)
+    assert all(np.isfinite(array).all() for array in policy_arrays(algorithm.policy).values())
+
+
+class RoundingRobot(FakeRobot):
+    """Its gripper has five widths."""
+
+    def command(self, action: Array) -> Array:
+        rounded = action.copy()
+        rounded[3] = GRIPPER_M / 4 * np.round(4 * action[3] / GRIPPER_M)
+        return super().command(rounded)
+
+
+def test_fresh_steps_count_in_full_if_the_robot_rounds_its_actions(tmp_path: Path) -> None:
+    robot, policy = RoundingRobot(), PolicyConfig(kind="mlp", options={"hidden": [32, 32]})
+    learner = LearnerConfig(algorithm="ppo", batch_size=8, options={"window": 4, "epochs": 1})
+    with StoreWriter.open(tmp_path) as store, StoreReader.open(tmp_path) as reader:
+        trainer = Trainer(learner, robot.spec, reader, policy=policy)
+        acting = LoadedPolicy(make_policy(policy, robot.spec, 0), version=1)
+        acting.policy.load(policy_arrays(trainer.policy))
+        environment = RobotEnvironment(robot, FakeTask(max_steps=8), SafetyKernel(robot.spec))
+        agent = PolicyAgent(acting, robot.spec, deterministic=False)
+        recorder = Recorder(robot.spec, "fake-0", store.append)
+        environment.connect()
+        for seed in range(8):
+            run_episode(environment, agent, recorder, source=EpisodeSource.ONLINE, seed=seed)
+        store.sync()
+        trainer.refresh()
+        trainer.update(0)
+        scalars = trainer.algorithm.scalars()
+        trainer.close()
+    assert scalars["usable_share"] > 0.5
+    assert scalars["effective_share"] == pytest.approx(1.0, abs=1e-3)
 
 
 def test_invalid_settings_are_refused() -> None:

@@ -424,9 +424,11 @@ def test_request_with_an_older_token_is_refused_and_counted(site: Site) -> None:
 
 def test_expired_lease_holds_the_robot_until_renewal(site: Site) -> None:
     site.client.token, site.client.lease_until_ns = 2, 100
-    assert site.client.step(RIGHT).applied is not None
+    first = site.client.step(RIGHT)
+    assert first.applied is not None and not first.safety_reasons
     site.lease_ns = 100
     time_step = site.client.step(RIGHT)
+    assert time_step.safety_reasons == SafetyReason.TOKEN, "it tells the step from one that was applied"
     assert time_step.applied is None and len(site.robot.commands) == 1 and site.robot.stops[-1] is StopLevel.HOLD
     with pytest.raises(HalError, match="the lease of fake-0 has expired"):
         site.client.reset(0)

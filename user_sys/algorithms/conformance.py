@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hal.spec import Array, RobotSpec
+from hal.spec import ACTION, Array, RobotSpec
 from user_sys.algorithms.algorithm import (
     NETWORK,
     Algorithm,
@@ -76,7 +76,7 @@ def example_windows(rng: np.random.Generator, length: int, n: int = 32, *, seque
         weight=first.weight,
         mask=mask,
         phase=torch.zeros(n, length, dtype=torch.uint8),
-        extras={"log_prob": torch.zeros(n, length), "safety": torch.zeros(n, length)},
+        extras={ACTION: windows(steps.action), "log_prob": torch.zeros(n, length), "safety": torch.zeros(n, length)},
     )
 
 

@@ -24,8 +24,9 @@ with delta_t = r_t + gamma V(s_{t+1}) - V(s_t):
 
 A window ends after H steps, with the episode, or where the source of control changes. The value of the observation
 after it is bootstrapped unless the episode terminated there. Steps of people, steps without a density, and steps whose
-action the safety kernel changed do not train. If a window ends just before the step of an operator's label, in which
-the robot rests, that step's reward and end count for the window.
+action the safety kernel changed do not train. The action a is the requested one: a robot that rounds or clips it is
+part of the environment. If a window ends just before the step of an operator's label, in which the robot rests, that
+step's reward and end count for the window.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hal.spec import RobotSpec
+from hal.spec import ACTION, RobotSpec
 from user_sys.algorithms.actor_critic import value_network
 from user_sys.algorithms.algorithm import (
     Algorithm,
@@ -144,7 +145,7 @@ class Ppo(Algorithm):
             lambda n_step: windows,
             self.actor.features,
             self.actor.cameras,
-            extras={"log_prob": (), "safety": ()},
+            extras={ACTION: (self.actor.action_size,), "log_prob": (), "safety": ()},
             once=True,
         )
 
@@ -174,7 +175,9 @@ class Ppo(Algorithm):
         settings, mask = self._settings, batch.mask
         assert mask is not None and batch.phase is not None  # a batch of the learner has them
         observation = {name: value.flatten(0, 1) for name, value in batch.observation.items()}
-        action = self.actor.scale_action(batch.action).flatten(0, 1)
+        requested = batch.extras[ACTION]  # what the policy drew: the robot may have rounded it
+        requested = torch.where(requested.isfinite(), requested, batch.action)  # of a refused step it may be anything
+        action = self.actor.scale_action(requested).flatten(0, 1)
         x = self.actor.encode(observation)
         behaviour, log_prob = batch.extras["log_prob"].flatten(), self.actor.log_prob(x, action)
         usable = mask & (batch.phase == Phase.POLICY) & (batch.extras["safety"] == 0)
@@ -233,7 +236,7 @@ class _Steps:
 
     Attributes:
         observation: feature to (m, ...).
-        action: (m, a), scaled.
+        action: (m, a), requested and scaled.
         log_prob: log pi_p, (m,).
         ratio: u, (m,); 1 for a step that does not train.
         advantage, returns: A, normalized, and R, (m,).

@@ -323,6 +323,8 @@ class DriverServer:
             time_step = environment.hold()
             if expired and request.order == "reset":
                 raise LeaseError(f"the lease of {self._setup.name} has expired: no reset")
+            if request.order == "command":
+                time_step = replace(time_step, safety_reasons=time_step.safety_reasons | int(SafetyReason.TOKEN))
         elif request.order == "reset":
             time_step = environment.reset(request.seed)
         else:

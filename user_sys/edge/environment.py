@@ -59,7 +59,7 @@ class TimeStep:
         frames: new images by camera; after a reset the newest of each camera.
         t_capture_ns: when the features were sensed, by the monotonic clock of the edge; each frame has its own time.
         applied: float32 (a,), the action that was applied in the period; None after a reset or a hold.
-        safety_reasons: bit set of `SafetyReason`: why the applied action differs from the requested one.
+        safety_reasons: bit set of `SafetyReason`: why the requested action did not reach the robot; 0 if it did.
         t_command_ns: when the action was applied; 0 without an action.
         outcome: the task's outcome of the period.
         held_periods: control periods since the previous time step in which the watchdog held the robot.

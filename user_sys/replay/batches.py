@@ -12,8 +12,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from hal.spec import ACTION, RobotSpec
+from hal.spec import RobotSpec
 from user_sys.codec import Array
+from user_sys.episode import APPLIED_ACTION
 from user_sys.errors import ConfigError
 from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.store.index import Index
@@ -38,8 +39,8 @@ class ObservationFeatures:
         vectors: observation feature to its length; float32.
         action_size: length of the applied action.
         cameras: observation feature (``observation.images.<camera>``) to (height, width, 3); uint8, decoded.
-        extras: other numeric column of a step, such as ``log_prob`` or a policy's noise, to its shape; float32. NaN
-            if a chunk lacks the column.
+        extras: other numeric column of a step, such as ``log_prob`` or the requested ``action``, to its shape; float32.
+            NaN if a chunk lacks the column.
         encoded: feature of a camera to the column that replaces it in batches.
     """
 
@@ -81,8 +82,8 @@ class ObservationFeatures:
         )
 
     def step_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the float32 columns of a step that are no observation: `ACTION` and the extras."""
-        return {ACTION: (self.action_size,), **self.extras}
+        """Shapes of the float32 columns of a step that are no observation: `APPLIED_ACTION` and the extras."""
+        return {APPLIED_ACTION: (self.action_size,), **self.extras}
 
     def vector_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all float32 columns."""
@@ -153,7 +154,7 @@ class ReadPlan(NamedTuple):
 
     Attributes:
         numbers: int64 (m,); equally many for each sample, sample after sample.
-        out: feature, `ACTION` or extra to (m, ...).
+        out: feature, `APPLIED_ACTION` or extra to (m, ...).
         labelled: extra to labelled values, float32 (m,), which replace those that were read; NaN replaces none.
     """
 
@@ -205,7 +206,7 @@ class BatchSpec:
             weight=allocate((n,), "float32"),
             observation=features.observations(lead if self.sequence else (n,), allocate),
             next_observation=features.observations((n,), allocate),
-            action=of_steps.pop(ACTION),
+            action=of_steps.pop(APPLIED_ACTION),
             extras=of_steps,
             phase=allocate(lead, "uint8"),
             policy_version=allocate(lead, "int64"),
@@ -236,7 +237,7 @@ class BatchSpec:
         if self.sequence:
             self._join_label(index, batch, last)
         batch.sentence[:] = index.episodes.sentence[index.episode_of(batch.row)]
-        of_steps = {ACTION: batch.action, **batch.extras, **batch.steps}
+        of_steps = {APPLIED_ACTION: batch.action, **batch.extras, **batch.steps}
         before, after = index.observation_before(batch.row), index.observation_after(last)
         labelled = _labelled_columns(index, acted.reshape(-1), batch.extras)
         following = ReadPlan(after, batch.next_observation, {})

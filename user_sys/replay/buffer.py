@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hal.context import ClosedAtExit
-from hal.spec import ACTION
 from user_sys.codec import Array, checksum, jpeg_size
 from user_sys.episode import (
     APPLIED_ACTION,
@@ -218,8 +217,8 @@ def chunk_vectors(chunk: Chunk, features: ObservationFeatures) -> dict[str, Arra
         if name.endswith(AGE_SUFFIX):
             table[:steps, 0] = _ages_s(chunk, name.removesuffix(AGE_SUFFIX))
             continue
-        column = chunk.columns.get(APPLIED_ACTION if name == ACTION else name)
-        if column is None and (name in features.extras or name == ACTION):
+        column = chunk.columns.get(name)
+        if column is None and (name in features.extras or name == APPLIED_ACTION):
             table[:steps] = np.nan
             continue
         table[:steps] = _shaped(name, column, (steps, *shape))
