@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -89,8 +90,7 @@ class Robots:
 
     def _record(self, version: int) -> None:
         self._count += 1
-        name = f"online-{version}-{self._count}"
-        self._writer.append(episode(name, EpisodeSource.ONLINE, self._count, version=version))
+        self._writer.append(online(version, self._count))
 
     def observe(self, seconds: float) -> None:
         return
@@ -100,6 +100,12 @@ class Robots:
 
     def scalars(self) -> dict[str, float]:
         return {}
+
+
+def online(version: int, number: int, after_s: int = 1) -> bytes:
+    """An online episode that was captured `after_s` seconds from now: after the start of a learner that exists."""
+    name, at_s = f"online-{version}-{number}", int(time.time()) + after_s
+    return episode(name, EpisodeSource.ONLINE, number, version=version, at_s=at_s)
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +176,27 @@ def test_resumption_is_bit_identical(tmp_path: Path) -> None:
                 _, algorithm, _ = run(make(tmp_path / name, replace(CONFIG, max_updates=stop), Robots(writer, batch=0)))
             totals.append(algorithm.total)
     assert torch.equal(*totals)
+
+
+def test_steps_of_another_run_with_the_same_version_numbers_are_not_used(tmp_path: Path) -> None:
+    config = replace(CONFIG, staleness=1, max_updates=3)
+    with StoreWriter.open(tmp_path / "store") as writer:
+        for version in range(1, 4):  # of a training whose checkpoints are lost
+            writer.append(online(version, 50 + version, after_s=-60))
+        writer.sync()
+        _, first, reported = run(make(tmp_path, config, Robots(writer)))
+        assert first.versions == [{1}, {2}, {3}] and reported["windows_stale"] == 3 * 3
+        newest = 4 + 2000 + 1  # of the resumed learner
+        writer.append(online(newest, 60, after_s=-60))  # delivered late
+        _, second, _ = run(make(tmp_path, replace(config, max_updates=6), Robots(writer, count=10)))
+    assert second.versions == [{4}, {newest}, {newest + 1}]
+    foreign = {tuple(step) for number in (51, 52, 53, 60) for step in actions(online(1, number))}
+    assert len({*first.starts, *second.starts}) == 6 * 3 and not foreign & {*first.starts, *second.starts}
+
+
+def actions(packet: bytes) -> list[list[float]]:
+    found: list[list[float]] = parse_chunk(packet).unpack().columns["action"].tolist()
+    return found
 
 
 @pytest.mark.parametrize("grown", [0, 2, 9])

@@ -46,7 +46,15 @@ from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, l
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_frozen, save_frozen
 from user_sys.learner.publisher_client import PublisherClient
-from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, RECORD_KEY, Trainer
+from user_sys.learner.trainer import (
+    ALGORITHM_KEY,
+    LOG_ID_KEY,
+    NUMBERED_KEY,
+    POLICY_KEY,
+    PROCESS_COUNT_KEY,
+    RECORD_KEY,
+    Trainer,
+)
 from user_sys.messages import NO_VERSION
 from user_sys.policies.trainable import shared_copy
 from user_sys.replay.selectors import StepFilter
@@ -404,7 +412,7 @@ class Learner:
         if self._batches.once is not None:
             newest = NO_VERSION if self._versions is None else self._versions.published_version(self.updates)
             self._add_version(trainer.group.broadcast(newest))
-        trainer.refresh()
+        self._refresh_batches()
         self._counters.refresh_online(len(self._batches.demo_online.online))
         if self._has_nothing_to_sample and not self._has_warned:
             log.warning("learner.nothing_to_sample %s: training waits", self._missing_steps())
@@ -456,6 +464,7 @@ class Learner:
             "position": position,
             RECORD_KEY: self._batches.record_at(position),
             LOG_ID_KEY: self._batches.log_id(),
+            NUMBERED_KEY: self._batches.replay.index.numbered_since_ns,
             "online_steps": counters.online_steps,
             "online_seen": counters.online_seen,
             "version": self._versions.version,
@@ -492,9 +501,8 @@ class Learner:
         self._disk_full = DiskFull(full.path, full.needed_bytes, free_bytes(full.path))
         return self._disk_full.free_bytes >= full.needed_bytes
 
-    def _resume(self) -> None:
-        self._trainer.refresh()
-        self._batches.require_columns()
+    def _load_checkpoint(self) -> Checkpoint | None:
+        """Returns the checkpoint that all processes continue from, whose versions are this learner's."""
         checkpoint = None
         if self._versions is not None:
             self._unreadable_checkpoints = len(scan_checkpoints(self._folder).unreadable)
@@ -504,6 +512,21 @@ class Learner:
             checkpoint = load_latest_checkpoint(self._folder)
             if checkpoint is None or checkpoint.updates != updates:
                 raise RunError(f"the checkpoint of update {updates} in {self._folder} has vanished")
+        if checkpoint is not None and self._versions is not None:
+            self._versions.version = int(checkpoint.scalars.get("version", 0)) + 2 * VERSIONS_PER_CHECKPOINT
+        numbered_ns = time.time_ns() if checkpoint is None else int(checkpoint.scalars.get(NUMBERED_KEY, 0))
+        self._batches.replay.index.numbered_since_ns = self._trainer.group.broadcast(numbered_ns)
+        return checkpoint
+
+    def _refresh_batches(self) -> None:
+        newest = NO_VERSION if self._versions is None else self._versions.version
+        self._batches.replay.index.newest_version = self._trainer.group.broadcast(newest)
+        self._trainer.refresh()
+
+    def _resume(self) -> None:
+        checkpoint = self._load_checkpoint()
+        self._refresh_batches()
+        self._batches.require_columns()
         if checkpoint is None:
             self._frozen_digest = frozen_digest(self._trainer.frozen)
             return
@@ -522,10 +545,9 @@ class Learner:
         scalars, counters = checkpoint.scalars, self._counters
         where = f"the checkpoint of update {checkpoint.updates} in {self._folder}"
         try:
-            algorithm, position = scalars[ALGORITHM_KEY], int(scalars["position"])
+            algorithm, position, _ = scalars[ALGORITHM_KEY], int(scalars["position"]), scalars["version"]
             counters.online_steps, counters.online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
             counters.training_s, counters.waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
-            version = int(scalars["version"]) + 2 * VERSIONS_PER_CHECKPOINT
         except (KeyError, ValueError) as error:
             raise WireError(
                 f"{where} lacks {error}: another version of user-sys wrote it; resume with that version, or move the "
@@ -551,8 +573,6 @@ class Learner:
                 )
             log.warning("learner.store_is_older read=%d end=%d: the sampler starts from its seed", position, end)
         counters.updates = checkpoint.updates
-        if self._versions is not None:
-            self._versions.version = version
 
     def _report(self, *, finished: bool = False) -> None:
         """Reports scalars. Raises NotFinite if a loss is not finite."""
