@@ -176,6 +176,21 @@ def test_refused_policy_holds_with_the_reason_and_fails_after_a_pause(
         world.policy.raise_failure()
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_robot_without_weights_of_this_run_holds_if_they_are_refused_and_says_why(tmp_path: Path, stored: bool) -> None:
+    world = World(tmp_path, explore=False)
+    if stored:
+        world.policies.load(100, {"value": np.float32(1.0)}, run=b"the last run")
+        assert world.act() == -2, "until this run offers weights"
+    with world.policy:
+        world.client.offers.append(WeightsOffer(manifests=(SignedRecord(b"", bytes(64)),), signer=bytes(32)))
+        until(lambda: "refused" in world.policy.hold_reason(explore=False), "the refusal is shown")
+        with pytest.raises(PolicyUnavailable, match="holds: this run's weights are refused: .*sign"):
+            world.act()
+        world.load(1)
+        assert world.act() == 1, "it holds no robot that has weights of this run"
+
+
 def run_receiver(world: World, *, fails: bool) -> None:
     with world.policy:
         world.load(1)

@@ -126,6 +126,9 @@ def test_precision_is_the_first_that_both_sides_have(tmp_path: Path) -> None:
     transfer = DirectTransfer(tmp_path)
     transfer.push(weights, 1, precision="bf16")
     assert not transfer.loaded and transfer.planner.rejected == 1
+    assert transfer.planner.rejection == "version 1 comes as bf16; this robot takes exact"
+    transfer.push(weights, 2)
+    assert [number for number, *_ in transfer.loaded] == [2] and not transfer.planner.rejection
 
 
 def test_long_table_of_tensors_is_fetched_like_a_blob(tmp_path: Path) -> None:
@@ -219,6 +222,7 @@ def test_damaged_blob_is_fetched_whole_once_and_then_its_version_is_given_up(
     transfer.tamper = corrupted(1000)  # type: ignore[assignment]
     transfer.push(random_weights(3), 3)
     assert transfer.planner.loaded_version == 2 and "weights.rejected version=3" in caplog.text
+    assert transfer.planner.rejection.startswith("version 3: ")
     transfer.tamper = lambda message, payload: (message, payload)
     transfer.push(random_weights(4), 4)
     assert transfer.planner.loaded_version == 4, "the next version arrives"
@@ -312,6 +316,10 @@ def test_version_that_the_policy_refuses_is_not_loaded_again(tmp_path: Path) -> 
     transfer.planner.on_offer(transfer.offer(1))
     transfer.run(5)
     assert tried == [1] and transfer.planner.loaded_version == NO_VERSION
+    assert transfer.planner.rejection == "version 1: these weights do not fit"
+    transfer.add(random_weights(2), 2, run=b"next", epoch=2)
+    transfer.planner.on_offer(transfer.offer(2))
+    assert not transfer.planner.rejection, "it tells nothing of the next run"
 
 
 def without_memory(manifest: WeightsManifest, arrays: object, announced_s: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from hal.context import StartedAtEntry
 from hal.spec import Array
 from user_sys.errors import PolicyUnavailable, SessionRefused
-from user_sys.messages import NO_VERSION, WeightsApplied
+from user_sys.messages import FOREIGN_RUN, NO_VERSION, WeightsApplied
 from user_sys.policies.policy import ActionChunk, ChunkContext, PolicyQuery
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.protocol import TunnelState
@@ -97,6 +97,8 @@ class LivePolicy(StartedAtEntry):
         """Why a robot must hold, for its operators; empty if the policy may act."""
         if self._client.state is TunnelState.REFUSED:
             return f"holds: {self._client.reason}"
+        if self.version in (NO_VERSION, FOREIGN_RUN) and (why := self._receiver.planner.rejection):
+            return f"holds: this run's weights are refused: {why}"
         if self.version == NO_VERSION and not explore:
             return WAITING_FOR_WEIGHTS
         return TOO_STALE if self._receiver.is_too_stale() else ""

@@ -352,6 +352,22 @@ class TransferPlanner:
         return table
 
 
+@dataclass
+class Rejections:
+    """What a receiver did not take. Another thread may read it.
+
+    Attributes:
+        count: offers and versions.
+        newest: why the newest one was rejected; the owner clears it when a version has loaded.
+    """
+
+    count: int = 0
+    newest: str = ""
+
+    def add(self, why: str) -> None:
+        self.count, self.newest = self.count + 1, why
+
+
 class VersionFetcher:
     """Fetches versions into `cache`.
 
@@ -362,7 +378,7 @@ class VersionFetcher:
         make_room: called when `cache` is full; drops blobs, but not `needed_digests`.
 
     Attributes:
-        rejected: number of versions that could not be completed; each is logged.
+        rejections: versions that could not be completed, and what the owner adds; each is logged.
         abandoned: number of versions that were left for a newer one.
         damaged: number of blobs that arrived damaged.
     """
@@ -377,7 +393,7 @@ class VersionFetcher:
         yield_cpu: YieldHook = no_yield,
         make_room: Callable[[], object] = lambda: None,
     ) -> None:
-        self.rejected = self.abandoned = self.damaged = 0
+        self.rejections, self.abandoned, self.damaged = Rejections(), 0, 0
         self._cache, self._yield_cpu, self._make_room = cache, yield_cpu, make_room
         self._planner, self._requests = TransferPlanner(cache), RequestWindow(send, clock, limit)
         self._newest: tuple[Candidate, ...] = ()
@@ -554,9 +570,10 @@ class VersionFetcher:
         self._choose()
 
     def _reject(self, version: Sequence[Candidate], why: str) -> None:
-        self.rejected += 1
+        number = version[0].manifest.version
+        self.rejections.add(f"version {number}: {why}")
         self._bad |= {candidate.id for candidate in version}
-        _log.error("weights.rejected version=%d: %s", version[0].manifest.version, why)
+        _log.error("weights.rejected version=%d: %s", number, why)
 
     @staticmethod
     def _ids(version: Sequence[Candidate]) -> tuple[bytes, ...]:

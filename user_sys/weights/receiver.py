@@ -218,7 +218,6 @@ class UpdatePlanner:
         self._epoch = b"", 0  # the run and the newest epoch of offers and of saved weights
         self.pin: PinnedVersion | None = None
         self._announced_s: dict[int, float] = {}  # by version
-        self._rejected = 0
 
     @property
     def loaded_version(self) -> int:
@@ -228,7 +227,12 @@ class UpdatePlanner:
     @property
     def rejected(self) -> int:
         """Number of offers and versions that were forged, damaged or unfit for the policy; each is logged."""
-        return self._rejected + self.fetcher.rejected
+        return self.fetcher.rejections.count
+
+    @property
+    def rejection(self) -> str:
+        """Why the newest of them was rejected; empty if a version has loaded since."""
+        return self.fetcher.rejections.newest
 
     def load_saved(self, saved: StoredVersion, cache: BlobCache, pin: SignedRecord | None = None) -> None:
         """Loads a stored version from `cache`.
@@ -275,6 +279,8 @@ class UpdatePlanner:
         first = candidates[0].manifest
         if not self._is_wanted(first):
             return
+        if first.run != self.run:
+            self.fetcher.rejections.newest = ""  # it was of another run
         self.run, self.newest_version = first.run, first.version
         self._epoch = first.run, max(self._epoch[1], first.epoch)
         self._announced_s = {first.version: self._clock()} | self._announced_s
@@ -367,10 +373,11 @@ class UpdatePlanner:
         decoded_s = self._clock()
         self._load(version.manifest, arrays, announced_s)
         self.loaded, self._arrays = version, (tensors, arrays)
+        self.fetcher.rejections.newest = ""
         return decoded_s, self._clock()
 
     def _reject(self, why: str) -> None:
-        self._rejected += 1
+        self.fetcher.rejections.add(why)
         _log.warning("weights.rejected: %s", why)
 
 
