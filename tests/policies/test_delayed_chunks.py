@@ -20,6 +20,7 @@ from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.flow import FlowNetwork, FlowPolicy, FlowSettings
 from user_sys.policies.policy import SENTENCE, ChunkContext, ExecutionConfig, ExecutionMethod
+from user_sys.policies.trainable import TrainSettings, apply_train_settings
 from user_sys.policies.vla import VlaPolicy, VlaSettings
 from user_sys.policies.vlash import StateForecast
 from user_sys.run.config import EvaluationConfig
@@ -192,6 +193,27 @@ def test_a2c2_learns_to_correct_and_travels_with_the_chunk() -> None:
             errors["corrected"].append(abs(float((corrected - wanted)[0])))
     assert np.mean(errors["corrected"]) < 0.6 * np.mean(errors["chunk"])
     assert policy.act(SEEN, "", deterministic=True).correction is None, "only on request"
+
+
+def test_a2c2_corrects_with_the_adapters_that_it_trains() -> None:
+    train = TrainSettings(mode="lora", targets=("layers",), rank=2)  # also a name of the correction's
+    settings = replace(SMALL, correction_hidden=(8,), flow_steps=2, train=train)
+    torch.manual_seed(0)
+    module = apply_train_settings(FlowPolicy.make_module(SPEC, settings=settings), settings)
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    policy = FlowPolicy(SPEC, settings=settings)
+    policy.load(policy_arrays(module))
+    drawn = policy.act(SEEN, "", deterministic=True, context=ChunkContext(np.zeros((0, 1), np.float32), 2, "a2c2"))
+    assert drawn.correction is not None and isinstance(module, FlowNetwork) and module.correction is not None
+    newest = {name: each + np.float32(0.2) for name, each in SEEN.items()}
+    scaled = module.scale_action(torch.from_numpy(drawn.actions[:1].copy()))
+    vectors = [torch.from_numpy(each)[None] for each in (drawn.correction.scaled(newest), drawn.correction.observed)]
+    with torch.no_grad():
+        wanted = module.unscale_action(scaled + module.correction(*vectors, scaled, torch.zeros(1))).numpy()
+    assert np.abs(wanted - drawn.actions[:1]).max() > 1e-4
+    np.testing.assert_allclose(drawn.correction.correct(drawn.actions[0], 0, newest), wanted[0], atol=1e-5)
 
 
 def test_a2c2_trains_on_all_parts_of_a_batch() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hal.spec import Array
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.networks import ObservationNetwork
+from user_sys.policies.trainable import merged_state
 
 TRAINED_ROWS = 64  # of a batch: a chunk of the policy is drawn for each
 
@@ -67,7 +68,10 @@ class CorrectionNetwork(nn.Module):
         length: int,
     ) -> list[ChunkCorrection]:
         """Returns f for chunks of `length` actions of `policy`, one for each of `observations`."""
-        layers = tuple((_numpy(layer.weight), _numpy(layer.bias)) for layer in self.layers)
+        state = merged_state(self)  # a layer may have adapters
+        layers = tuple(
+            (_numpy(state[f"layers.{n}.weight"]), _numpy(state[f"layers.{n}.bias"])) for n in range(len(self.layers))
+        )
         offset, scale = _numpy(policy.input.offset), _numpy(policy.input.scale)
         centre, half = _numpy(policy.action.centre), _numpy(policy.action.scale)
         found = []
