@@ -20,7 +20,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch, TrainingData
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.codec import Array
-from user_sys.episode import EpisodeSource, parse_chunk
+from user_sys.episode import CLOCK_TOLERANCE_S, EpisodeSource, parse_chunk
 from user_sys.errors import ConfigError
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.learner import Learner
@@ -102,9 +102,9 @@ class Robots:
         return {}
 
 
-def online(version: int, number: int, after_s: int = 1) -> bytes:
+def online(version: int, number: int, after_s: float = 1.0) -> bytes:
     """An online episode that was captured `after_s` seconds from now: after the start of a learner that exists."""
-    name, at_s = f"online-{version}-{number}", int(time.time()) + after_s
+    name, at_s = f"online-{version}-{number}", int(time.time() + after_s)
     return episode(name, EpisodeSource.ONLINE, number, version=version, at_s=at_s)
 
 
@@ -182,12 +182,12 @@ def test_steps_of_another_run_with_the_same_version_numbers_are_not_used(tmp_pat
     config = replace(CONFIG, staleness=1, max_updates=3)
     with StoreWriter.open(tmp_path / "store") as writer:
         for version in range(1, 4):  # of a training whose checkpoints are lost
-            writer.append(online(version, 50 + version, after_s=-60))
+            writer.append(online(version, 50 + version, after_s=-2 * CLOCK_TOLERANCE_S))
         writer.sync()
         _, first, reported = run(make(tmp_path, config, Robots(writer)))
         assert first.versions == [{1}, {2}, {3}] and reported["windows_stale"] == 3 * 3
         newest = 4 + 2000 + 1  # of the resumed learner
-        writer.append(online(newest, 60, after_s=-60))  # delivered late
+        writer.append(online(newest, 60, after_s=-2 * CLOCK_TOLERANCE_S))  # delivered late
         _, second, _ = run(make(tmp_path, replace(config, max_updates=6), Robots(writer, count=10)))
     assert second.versions == [{4}, {newest}, {newest + 1}]
     foreign = {tuple(step) for number in (51, 52, 53, 60) for step in actions(online(1, number))}

@@ -41,6 +41,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
+from user_sys.episode import CLOCK_TOLERANCE_S
 from user_sys.errors import ConfigError, DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, load_latest_checkpoint, scan_checkpoints
 from user_sys.learner.config import LearnerConfig
@@ -514,7 +515,10 @@ class Learner:
                 raise RunError(f"the checkpoint of update {updates} in {self._folder} has vanished")
         if checkpoint is not None and self._versions is not None:
             self._versions.version = int(checkpoint.scalars.get("version", 0)) + 2 * VERSIONS_PER_CHECKPOINT
-        numbered_ns = time.time_ns() if checkpoint is None else int(checkpoint.scalars.get(NUMBERED_KEY, 0))
+        if checkpoint is None:
+            numbered_ns = time.time_ns() - int(1e9 * CLOCK_TOLERANCE_S)
+        else:
+            numbered_ns = int(checkpoint.scalars.get(NUMBERED_KEY, 0))
         self._batches.replay.index.numbered_since_ns = self._trainer.group.broadcast(numbered_ns)
         return checkpoint
 

@@ -220,8 +220,9 @@ class Index:
 
     Attributes:
         label_total: number of labels, also of those that others revert.
-        numbered_since_ns, newest_version: when the learner that reads the store began to number its versions, as Unix
-            time, and the newest one. It sets them before it adds blocks: equal numbers of another run are not its own.
+        numbered_since_ns, newest_version: since when steps can have versions of the learner that reads the store, as
+            Unix time, and its newest one. It sets them before it adds blocks: equal numbers of another run are not its
+            own.
     """
 
     def __init__(self) -> None:
