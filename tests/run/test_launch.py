@@ -34,6 +34,7 @@ from user_sys.run.launcher import RunSupervisor
 from user_sys.run.prepare import record_all_demonstrations
 from user_sys.run.processes import RunProcesses
 from user_sys.run.status import read_status
+from user_sys.tunnel.client import TunnelState
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -106,16 +107,25 @@ def robot_status(robot: str) -> RobotStatus:
 
 
 def train(
-    folder: RunFolder, config: RunConfig, processes: FakeProcesses, *messages: object, patch: pytest.MonkeyPatch
+    folder: RunFolder,
+    config: RunConfig,
+    processes: FakeProcesses,
+    *messages: object,
+    patch: pytest.MonkeyPatch,
+    refused: str = "",
 ) -> str:
     """What the launcher prints while it supervises these processes and receives these messages from the gateway."""
     patch.setattr(launcher, "RunProcesses", lambda *_: processes)
     patch.setattr(launcher, "MESSAGE_WAIT_S", 0.0)
     left, output = iter(messages), io.StringIO()
+    client = SimpleNamespace(
+        receive=lambda wait_s: next(left, None),
+        send=lambda message: True,
+        state=TunnelState.REFUSED if refused else TunnelState.OPEN,
+        reason=refused,
+    )
     link: Any = SimpleNamespace(
-        hub=ConsoleHub("r", lambda message: True),
-        show=lambda feed, *report: feed(*report),
-        client=SimpleNamespace(receive=lambda wait_s: next(left, None), send=lambda message: True),
+        hub=ConsoleHub("r", lambda message: True), show=lambda feed, *report: feed(*report), client=client
     )
     logger: Any = SimpleNamespace(run=SimpleNamespace(path=folder.path / "run.jsonl"), log=lambda *_: None)
     console = Console(file=output, width=1000)
@@ -156,6 +166,13 @@ def test_session_that_fails_at_each_start_is_printed_with_its_reason(
         text = train(folder, config, FakeProcesses(statuses), patch=monkeypatch)
         assert text.count("arm holds: its session ends with exit status 1 at each start") == times
         assert ("session.failed SpecError: no joint 7; see " in text) == bool(times)
+
+
+def test_launcher_that_the_gateway_refuses_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(runs=tmp_path)
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    text = train(folder, config, FakeProcesses(), patch=monkeypatch, refused="this key was revoked")
+    assert f"the gateway refuses the launcher: this key was revoked; continue with --resume {folder.path}" in text
 
 
 def test_training_sets_the_results_of_the_run_s_earlier_end_aside(

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -34,7 +35,7 @@ from user_sys.edge.help_requests import HelpConfig, InterventionConfig, require_
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
-from user_sys.gateway import GatewayConfig
+from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.relay import RelayConfig
 from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
 from user_sys.policies.policy import ExecutionConfig
@@ -56,15 +57,19 @@ from user_sys.run.config import (
 from user_sys.run.evaluate import exit_status
 from user_sys.run.pins import GUARD_FILE
 from user_sys.run.prepare import (
+    LAUNCHER,
     LaunchRequest,
     check_plugins,
     free_endpoint,
+    gateway_client,
     load_run,
     open_or_create_folder,
     prepare_run_folder,
     report_unreadable_checkpoints,
 )
 from user_sys.run.report import RunSummary, stored_episodes
+from user_sys.tunnel import router
+from user_sys.tunnel.client import TunnelState
 from user_sys.tunnel.keys import Keyring, load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -189,6 +194,34 @@ def test_run_that_another_launcher_runs_is_refused(tmp_path: Path) -> None:
                 launch()
         assert folder.config.read_bytes() == before
     assert load_run(request)[0].seed == 9
+
+
+def test_run_at_the_port_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher, with the same keys, would reach the gateway of the other run, and replace that run's launcher."""
+    monkeypatch.setattr(router, "BIND_TIMEOUT_S", 0.2)
+    config = replace(fleet(tmp_path / "runs"), console=ConsoleConfig(enabled=False))
+    folder, metadata = create_run_folder(config, "first", endpoint := free_endpoint("tcp://127.0.0.1:0"))
+    prepare_run_folder(config, folder, metadata)
+    (tmp_path / "second.yaml").write_text("console: {enabled: false}\n")
+    at_port = [f"--gateway.endpoint={endpoint}", f"--runs={tmp_path / 'runs'}"]
+    new = LaunchRequest("cloud", tmp_path / "second.yaml", None, False, False, folder.keys, at_port)
+    resumed = LaunchRequest("cloud", None, folder.path, False, False, None, [])
+    server = Gateway(GatewayConfig(endpoint=endpoint), folder.path)
+    with ExitStack() as stack:
+        stop = threading.Event()
+        thread = threading.Thread(target=server.run, args=(stop,))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+        launcher = stack.enter_context(gateway_client(folder, metadata, LAUNCHER))
+        launcher.wait_open(60)
+        for request, remedy in ((new, "choose another port with"), (resumed, "its robots connect there")):
+            with pytest.raises(RunError, match=f"cannot listen on {endpoint} .*; {remedy}"):
+                load_run(request)
+        assert launcher.state is TunnelState.OPEN
+        assert [path.name for path in config.runs.iterdir()] == ["first"]
+    for request in (new, resumed):
+        load_run(request)
 
 
 def _open(request: LaunchRequest, config: RunConfig, home: Path) -> None:

@@ -49,6 +49,7 @@ from user_sys.run.progress import ProgressDisplay, previous_elapsed_s, previous_
 from user_sys.run.report import RunSummary, link_latest, set_aside_results
 from user_sys.run.status import StatusFile, ended_processes
 from user_sys.trace import merge_trace, prepare_trace
+from user_sys.tunnel.client import TunnelState
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 log = logging.getLogger(__name__)
@@ -343,7 +344,11 @@ class RunSupervisor:
         Raises:
             RunError: the run cannot continue.
         """
-        processes = self._processes
+        processes, client = self._processes, self._link.client
+        if client.state is TunnelState.REFUSED:  # it would neither see robots nor end the run for them
+            raise RunError(
+                f"the gateway refuses the launcher: {client.reason}; continue with --resume {self._folder.path}"
+            )
         processes.poll_compute(display.print_line)
         statuses = processes.cluster.statuses()
         self._check_robots(statuses, display)

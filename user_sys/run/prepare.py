@@ -78,6 +78,7 @@ from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 from user_sys.tunnel.limits import is_loopback
+from user_sys.tunnel.router import require_free_endpoint
 from user_sys.weights.version_store import INDEX_FILE
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
             raise _in_use_error(lock, folder.path)
         _require_keys_folder(folder)
         _require_console(config)
+        require_free_endpoint(config.gateway.endpoint, "its robots connect there: end the program that listens there")
         _require_same_training(config, folder)
         config = replace(config, learner=_with_changed_initial_policy(config.learner, folder))
         check_plugins(config)
@@ -145,6 +147,8 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
             "if all robots connect from other computers, use `user-sys cloud`"
         )
     _require_console(config)
+    if not config.gateway.endpoint.endswith(":0"):
+        require_free_endpoint(config.gateway.endpoint, "choose another port with --gateway.endpoint")
     check_plugins(config)
     config = resolve_paths(config)
     if config.learner.initial_policy:

@@ -230,6 +230,26 @@ class RoutedMessage:
     descriptor: int
 
 
+def require_free_endpoint(endpoint: str, remedy: str) -> None:
+    """Blocks for at most `BIND_TIMEOUT_S`. Raises RunError, which ends with `remedy`: no gateway could listen there."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        _bind(router, endpoint, remedy)
+
+
+def _bind(router: ZmqSocket, endpoint: str, remedy: str) -> None:
+    enable_ipv6(router, endpoint)
+    deadline = time.monotonic() + BIND_TIMEOUT_S  # a killed predecessor may hold the port a little longer
+    while True:
+        try:
+            router.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                reason = error.strerror or str(error)
+                raise RunError(f"cannot listen on {endpoint} ({reason}); {remedy}") from None
+        time.sleep(BIND_RETRY_S)
+
+
 class GuardedRouter:
     """A CURVE server that authenticates every key with ZAP (https://rfc.zeromq.org/spec/27/), and guards its memory.
 
@@ -280,17 +300,7 @@ class GuardedRouter:
             RunError: the port is in use, or the address is not one of this machine.
         """
         self._keyring.refresh()
-        enable_ipv6(self._router, endpoint)
-        deadline = time.monotonic() + BIND_TIMEOUT_S  # a killed predecessor may hold the port a little longer
-        while True:
-            try:
-                self._router.bind(endpoint)
-                break
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
-                    reason = error.strerror or str(error)
-                    raise RunError(f"cannot listen on {endpoint} ({reason}); change {setting}") from None
-            time.sleep(BIND_RETRY_S)
+        _bind(self._router, endpoint, f"change {setting}")
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     # The loop
