@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,24 +18,36 @@ from hal.camera import CameraFrame
 from hal.safety import SafetyReason
 from hal.spec import STATE
 from user_sys.compose import RobotConfig, robot_spec
+from user_sys.edge import status as status_module
 from user_sys.edge.control_authority import ControlAuthority
 from user_sys.edge.driver_client import LIVENESS_POLL_S
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import SelectedAction
 from user_sys.edge.session import LateCommandLog
-from user_sys.edge.status import MAX_PROMISED, PreviewSender, StatusPublisher
+from user_sys.edge.status import (
+    MAX_PROMISED,
+    PreviewSender,
+    SessionReporter,
+    StatusPublisher,
+    read_session_report,
+    session_report_path,
+)
 from user_sys.episode import Phase
 from user_sys.gateway.ingest import ReportValidator
 from user_sys.messages import (
     FOREIGN_RUN,
+    PROTOCOL_VERSION,
     ControlMessage,
     ControlPeriod,
+    Hello,
     MetricsReport,
     Preview,
     PreviewRequest,
     RobotStatus,
 )
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import new_keypair
 
 FRAME = CameraFrame(np.zeros((16, 16, 3), np.uint8), 0)
 
@@ -267,3 +281,27 @@ def test_pose_of_a_robot_with_many_joints_is_one_that_the_gateway_accepts(
     last = client.sent[-1]
     assert isinstance(last, RobotStatus) and len(last.promised) == sent
     assert ReportValidator().validate(last, "robot") is last
+
+
+def test_report_continues_after_a_failed_write(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status_module, "REPORT_PERIOD_S", 0.01)
+    keys, hello = new_keypair(), Hello(protocol=PROTOCOL_VERSION, role="robot", name="r")
+    obstacle = session_report_path("r").with_suffix(".fresh")
+    with Outbox.open(tmp_path) as outbox, caplog.at_level(logging.WARNING):
+        client = TunnelClient("tcp://127.0.0.1:9", keys, keys.public, hello, outbox=outbox)
+        with SessionReporter("r", client, outbox) as reporter:
+            until(lambda: read_session_report("r", os.getpid()), "it is written")
+            obstacle.mkdir()  # in place of a full disk
+            until(lambda: "session.report_failed" in caplog.text, "the failure is logged")
+            reporter.activity = "driving"
+            obstacle.rmdir()
+
+            def is_current() -> bool:
+                report = read_session_report("r", os.getpid())
+                return report is not None and report.doing == "driving"
+
+            until(is_current, "it is written again")
+        client.close()
+    assert caplog.text.count("session.report_failed") == 1

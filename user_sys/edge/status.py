@@ -367,12 +367,14 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
 class SessionReporter(StartedAtEntry):
     """Writes a `SessionReport` to a file in the runtime folder once a second, in a thread.
 
-    ``user-sys edge``, which supervises the session, reads it. Any thread may set `activity`.
+    ``user-sys edge``, which supervises the session, reads it. Any thread may set `activity`. A file that cannot be
+    written is logged once, and written again a second later.
     """
 
     def __init__(self, robot: str, client: TunnelClient, outbox: Outbox) -> None:
         self.activity: SessionActivity = "waiting for its lease"
         self._path, self._client, self._outbox = session_report_path(robot), client, outbox
+        self._has_failed = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
 
@@ -384,13 +386,10 @@ class SessionReporter(StartedAtEntry):
         self._thread.join(2 * REPORT_PERIOD_S)
 
     def _run(self) -> None:
-        try:
-            self._write()
-            while not self._stopping.is_set():
-                self._stopping.wait(REPORT_PERIOD_S)
-                self._write()  # also after the end: it counts the chunks that are left
-        except OSError as error:
-            log.warning("session.report_failed %s", error)
+        self._write()
+        while not self._stopping.is_set():
+            self._stopping.wait(REPORT_PERIOD_S)
+            self._write()  # also after the end: it counts the chunks that are left
 
     def _write(self) -> None:
         waiting = len(self._outbox)
@@ -404,8 +403,14 @@ class SessionReporter(StartedAtEntry):
             dropped_episodes=self._outbox.dropped.episodes,
         )
         fresh = self._path.with_suffix(".fresh")
-        fresh.write_bytes(msgspec.json.encode(report))
-        fresh.replace(self._path)
+        try:
+            fresh.write_bytes(msgspec.json.encode(report))
+            fresh.replace(self._path)
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                log.warning("session.report_failed path=%s: %s", self._path, error)
+            self._has_failed = True
 
 
 def read_session_report(robot: str, pid: int | None) -> SessionReport | None:
