@@ -250,6 +250,18 @@ def test_address_of_a_person_is_the_one_that_a_local_proxy_appends(tmp_path: Pat
         assert access.address({"client": (client, 1), "headers": headers}) == address
 
 
+OTHER_COOKIES = ('consent={"a":1}', "x=Jos\u00e9", "k[x]=1", 'q="a"b', "flag", "x=a b", "=", "", f"a{ACCOUNT_COOKIE}=1")
+
+
+@pytest.mark.parametrize("other", OTHER_COOKIES)
+def test_cookie_of_another_application_hides_no_sign_in(accounts: AccountStore, other: str) -> None:
+    own, access = f"{ACCOUNT_COOKIE}={accounts.sign_in('otto', PASSWORD)}", AccountAccess(accounts)
+    for cookie in (own, f"{other}; {own}", f"{own}; {other}", f"{other};{own};{other}"):
+        found = access.find({}, {"cookie": cookie})
+        assert found is not None and found.name == "otto", cookie
+    assert access.find({}, {"cookie": other}) is None and access.find({}, {}) is None
+
+
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_order_through_a_proxy_has_the_persons_address(accounts: AccountStore, kind: str) -> None:
     cookie = f"{ACCOUNT_COOKIE}={accounts.sign_in('otto', PASSWORD)}"
