@@ -15,19 +15,20 @@ from pathlib import Path
 from hal.errors import HalError
 
 PRIVATE_FILE_MODE = 0o600
+PUBLIC_FILE_MODE = 0o644
 UMASK_VARIABLE = "USER_SYS_UMASK"
 PRIVATE_UMASK = 0o077
 
 
-def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
+def replace_durably(path: Path, content: bytes, mode: int = 0o666, *, ignores_umask: bool = False) -> None:
     """Replaces a file atomically: after a crash it holds the old bytes or the new, never a mixture.
 
     Blocks until file and folder are synced. Missing parent folders are created. At no moment are the permissions wider
-    than `mode` and the umask allow. Raises OSError: the file then holds the old bytes or the new, and a power cut may
-    exchange them. The error names `path`.
+    than `mode` and the umask allow; with `ignores_umask`, than `mode` allows. Raises OSError: the file then holds the
+    old bytes or the new, and a power cut may exchange them. The error names `path`.
     """
     make_folder_durably(path.parent)
-    _replace(path, content, mode)
+    _replace(path, content, mode, ignores_umask=ignores_umask)
     sync_folder(path.parent)
 
 
@@ -42,11 +43,13 @@ def replace_all_durably(contents: Mapping[Path, bytes | memoryview]) -> None:
         sync_folder(folder)
 
 
-def _replace(path: Path, content: bytes | memoryview, mode: int) -> None:
+def _replace(path: Path, content: bytes | memoryview, mode: int, *, ignores_umask: bool = False) -> None:
     """Syncs the file, not the folder's entry."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            if ignores_umask:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

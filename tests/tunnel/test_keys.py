@@ -97,6 +97,33 @@ def test_unsafe_name_is_refused(tmp_path: Path, name: str) -> None:
         Keyring(tmp_path).allow(new_keypair().public, name, "robot")
 
 
+def test_gateway_of_another_user_reads_a_new_entry(tmp_path: Path) -> None:
+    """The command may run with sudo, whose files would be root's alone."""
+    before = os.umask(0o077)
+    try:
+        Keyring(tmp_path).allow(new_keypair().public, "panda-0", "robot")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "allowed/panda-0.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_entry_with_corrected_permissions_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, path = new_keypair(), tmp_path / "allowed/panda-0.json"
+    Keyring(tmp_path).allow(keys.public, "panda-0", "robot")
+    path.chmod(0o000)
+    ring, read = Keyring(tmp_path), Path.open
+
+    def opened(file: Path, mode: str) -> object:
+        if not file.stat().st_mode & 0o444:  # as for any user but root
+            raise PermissionError(13, "Permission denied", str(file))
+        return read(file, mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert ring.list() == () and ring.unreadable == ("panda-0.json",)
+    path.chmod(0o644)
+    assert ring.refresh() and ring.find(keys.public) is not None
+
+
 def test_damaged_entry_is_reported_and_allows_no_key(tmp_path: Path) -> None:
     ring, keys = Keyring(tmp_path), new_keypair()
     ring.allow(keys.public, "panda-0", "robot")
