@@ -18,7 +18,7 @@ from hal.resource import Health
 from user_sys.commands.main import main
 from user_sys.commands.status import redact, write_debug_bundle
 from user_sys.console.progress import RobotView, RunView
-from user_sys.edge.robot_processes import EDGE_STATUS_FILE, EdgeRobot, EdgeStatus
+from user_sys.edge.robot_processes import EDGE_IDENTITY_FILE, EDGE_STATUS_FILE, EdgeRobot, EdgeStatus, EdgeStatusFile
 from user_sys.messages import RobotStatus
 from user_sys.run.status import RunStatus, StatusFile, find_faults, read_status
 from user_sys.tunnel.keys import new_keypair, save_keypair
@@ -181,6 +181,16 @@ def test_edge_that_was_killed_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     stale = msgspec.structs.replace(killed, host="another", written_unix_s=time.time() - 60)
     (tmp_path / EDGE_STATUS_FILE).write_bytes(msgspec.json.encode(stale))
     assert main(["status", str(tmp_path), "--json"]) == 1
+
+
+def test_edge_that_has_ended_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / EDGE_IDENTITY_FILE).write_text("0f3a")
+    file = EdgeStatusFile(tmp_path)
+    file.write(())
+    assert main(["status", str(tmp_path)]) == 0
+    file.remove()
+    assert main(["status", str(tmp_path)]) == 2
+    assert f"`user-sys edge` does not run in {tmp_path}, or has not started" in capsys.readouterr().err
 
 
 BUNDLED_CONFIG = """\

@@ -51,7 +51,13 @@ from user_sys.edge.help_requests import InterventionConfig, require_possible_hel
 from user_sys.edge.local_link import local_console_endpoint
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
 from user_sys.edge.recorder import RecorderConfig
-from user_sys.edge.robot_processes import EdgeStatusFile, RobotProcesses, module_argv, write_process_configs
+from user_sys.edge.robot_processes import (
+    EDGE_IDENTITY_FILE,
+    EdgeStatusFile,
+    RobotProcesses,
+    module_argv,
+    write_process_configs,
+)
 from user_sys.edge.session import EpisodeStarts, SessionConfig
 from user_sys.errors import EXIT_DEADLINE_S, ConfigError, StoreError, exit_now
 from user_sys.inference.protocol import POLICY_NODE
@@ -274,7 +280,7 @@ def _served_console(settings: EdgeConsoleConfig, stop: threading.Event, print_li
 
 def _identity(folder: Path) -> str:
     """A random identifier of this computer, so that two computers of the same name do not share a lease."""
-    path = folder / "identity"
+    path = folder / EDGE_IDENTITY_FILE
     if not path.exists():
         replace_durably(path, secrets.token_hex(4).encode())
     return path.read_text()

@@ -24,7 +24,7 @@ from rich.text import Text
 from user_sys.commands.options import PATH, json_option
 from user_sys.commands.output import print_json, print_line, print_table, size_text
 from user_sys.config import rewrite_yaml
-from user_sys.edge.robot_processes import EDGE_STATUS_FILE, EdgeStatus, read_edge_status
+from user_sys.edge.robot_processes import EDGE_IDENTITY_FILE, EDGE_STATUS_FILE, EdgeStatus, read_edge_status
 from user_sys.errors import ConfigError, RunError
 from user_sys.run.config import METADATA_FILE
 from user_sys.run.progress import robots_table
@@ -72,7 +72,7 @@ def status(run: Path, as_json: bool, alive: bool) -> int:
 
     RUN can be the folder of `user-sys edge` too. Exit status 1: there is a fault.
     """
-    if (run / EDGE_STATUS_FILE).exists():
+    if (run / EDGE_IDENTITY_FILE).exists() or (run / EDGE_STATUS_FILE).exists():
         return _edge_status(read_edge_status(run), as_json, alive)
     found = read_status(run)
     if alive:

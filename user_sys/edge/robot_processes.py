@@ -47,6 +47,7 @@ _ACTIVITY_TEXT: dict[SessionActivity, str] = {
     "delivering": "delivering the recorded chunks",
 }
 EDGE_STATUS_FILE = "edge-status.json"
+EDGE_IDENTITY_FILE = "identity"  # in the folder of `user-sys edge`, also while that does not run
 PERIOD_S = 2.0
 STUCK_S = 30.0  # a session may take seconds to restart, and meanwhile nothing is written
 _log = logging.getLogger(__name__)
@@ -283,8 +284,10 @@ class EdgeStatusFile:
 
 
 def read_edge_status(folder: Path) -> EdgeStatus:
-    """Raises RunError: another version wrote it."""
+    """Raises RunError: `user-sys edge` does not run here, or another version wrote the file."""
     try:
         return msgspec.json.decode((folder / EDGE_STATUS_FILE).read_bytes(), type=EdgeStatus)
+    except FileNotFoundError:
+        raise RunError(f"`user-sys edge` does not run in {folder}, or has not started its robots yet") from None
     except DECODE_ERRORS as error:
         raise RunError(f"{folder / EDGE_STATUS_FILE} cannot be read: {error}; another version wrote it") from None
