@@ -330,7 +330,7 @@ class Relay:
             self._close()
 
     def _cloud_unix_ns(self) -> int:
-        """The cloud's clock if it is known: the robots of this site date their records by it."""
+        """The cloud's clock if it is known: by it, a robot computes the age of an operator's command."""
         clock = self.uplink.clock
         return time.time_ns() if clock is None else clock.gateway_unix_ns(time.monotonic_ns())
 

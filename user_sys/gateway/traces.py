@@ -8,7 +8,8 @@
 | `train` | durable write of the last chunk | offer of the next version of the weights to the robot |
 | `apply` | offer | use by the robot |
 
-All times are of the gateway's clock. A robot's are as exact as its measured offset to that clock.
+Captures and commands have the time of the robot's computer, all others that of the gateway's computer. Their difference
+is not corrected, so the lengths of `episode` and `deliver` are as exact as the two clocks agree.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _NODE_COUNTERS = {
     "training_s": ("learner_training_seconds", "time in which the learner trained"),
     "waited_s": ("learner_waited_seconds", "time in which the learner waited for robots"),
     "peers_refused": ("gateway_refused_peers", "connections refused by key, version or format"),
-    "chunks_refused": ("gateway_refused_chunks", "damaged chunks"),
+    "chunks_refused": ("gateway_refused_chunks", "chunks that the gateway refused"),
     "duplicates": ("gateway_duplicate_chunks", "chunks that arrived again"),
     "outbox_dropped_episodes": ("robot_dropped_episodes", "episodes that a full outbox deleted"),
     "chunk_stalls": ("robot_chunk_stalls", "control periods without a planned action"),

@@ -318,7 +318,7 @@ def _run_faults(run: RunView, folder: Path) -> Iterator[Fault]:
 
 _COUNTED = {  # scalar: problem with a count, reaction
     "peers_refused": ("refused {} connections by key, version or format", "these peers can neither read nor write"),
-    "chunks_refused": ("refused {} damaged chunks", "their robots set them aside"),
+    "chunks_refused": ("refused {} chunks", "their robots set them aside; the gateway's log has the reason of each"),
     "weights_damaged": ("received {} damaged blobs of weights", "it requested them again"),
     "store_shortfall_bytes": ("cannot keep the store in its limit, by {} bytes", "all other episodes are protected"),
     "damaged": ("found {} damaged records in the store", "it skips them; `user-sys store verify` lists them"),
