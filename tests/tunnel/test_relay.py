@@ -63,10 +63,15 @@ class FarSite:
         self.clients: list[TunnelClient] = []
 
     def robot(
-        self, name: str, keys: KeyPair | None = None, outbox: Outbox | None = None, spec: RobotSpec | None = None
+        self,
+        name: str,
+        keys: KeyPair | None = None,
+        outbox: Outbox | None = None,
+        spec: RobotSpec | None = None,
+        holder: str = "",
     ) -> TunnelClient:
         pair = keys or load_keypair(self.folder / "keys" / f"{name}.key")
-        said = replace(hello(name, "robot"), holder=f"edge of {name}", spec=spec)
+        said = replace(hello(name, "robot"), holder=holder or f"edge of {name}", spec=spec)
         client = TunnelClient(self.relay.server.endpoint, pair, self.public, said, outbox=outbox, limits=QUICK)
         self.clients.append(client)
         client.start()
@@ -190,6 +195,32 @@ def test_relay_refuses_foreign_names(tmp_path: Path) -> None:
         until(lambda: not len(outbox), "it is answered")
         assert stored(cloud.run) == [] and list((tmp_path / "outbox").glob("*.refused"))
         outbox.close()
+
+
+def test_second_edge_of_a_relayed_robot_does_not_cut_the_first(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        first = far.robot("far-0")
+        first.wait_open(120)
+        upstream = until(lambda: far.relay.upstream_sessions.get("far-0"), "the relay connects for it").client
+        upstream.wait_open(120)
+        first.send(LeaseRequest(robot="far-0", holder="edge of far-0"))
+        assert isinstance(first.receive(120), LeaseGrant)
+        for _ in range(3):
+            with pytest.raises(SessionRefused, match="far-0 is driven by edge of far-0"):
+                far.robot("far-0", holder="another edge").wait_open(120)
+        assert (first.state, upstream.state) == (TunnelState.OPEN, TunnelState.OPEN)
+        assert first.counters["lost"] == upstream.counters["lost"] == 0
+        far.robot("far-0").wait_open(120)  # the same edge, whose session has restarted
+
+
+def test_edge_replaces_one_that_the_cloud_refuses(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud, robots=("far-1",)) as far:
+        far.robot("far-0").wait_open(120)
+        upstream = until(lambda: far.relay.upstream_sessions.get("far-0"), "the relay connects for it")
+        until(lambda: upstream.refusal_reason, "the cloud refuses the robot")
+        far.robot("far-0", holder="another edge").wait_open(120)
 
 
 def test_relayed_robots_use_the_clouds_clock(tmp_path: Path) -> None:

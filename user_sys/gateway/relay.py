@@ -364,8 +364,19 @@ class Relay:
         if hello.role not in ("robot", "policy"):
             return f"a relay accepts robots and policy servers; connect the {hello.role} to the cloud's gateway"
         if hello.role == "robot":
+            if reason := self._rival_reason(hello):
+                return reason
             self._hellos[hello.name] = hello
         return ""
+
+    def _rival_reason(self, hello: Hello) -> str:
+        """Why a robot's session is refused while another edge has one, whose upstream session the cloud accepts."""
+        other = self.upstream_sessions.get(hello.name)
+        if other is None or self.server.sessions.find_open(hello.name) is None:
+            return ""
+        holder = other.client.hello.holder
+        is_rival = holder != hello.holder and not other.refusal_reason
+        return f"{hello.name} is driven by {holder}" if is_rival else ""
 
     def on_peer_opened(self, peer: Peer) -> None:
         if peer.role == "policy":  # it takes weights, and its robots report which of them act
