@@ -316,7 +316,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     Attributes:
         dropped_episodes: episodes that its full outbox has deleted, since the outbox was created.
         refused_realtime: real-time settings that the system refused to its driver; its control rate may vary.
-        faults: hardware failures since its session started; `note` describes the last.
+        faults: hardware outages since its session started, however often each was retried; `note` describes the last.
         limits: reasons of the safety kernel, such as ``workspace``, that changed an action since the last status.
         requested_by: another operator who requests control from `operator`.
         help: why the robot requests help, in the state ``requesting``; or how to prepare the scene, if `awaits_reset`.

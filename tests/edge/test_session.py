@@ -261,6 +261,29 @@ def test_expired_lease_holds_the_robot_until_its_renewal(tmp_path: Path) -> None
         assert session.process.poll() is None and "driver.lost" not in session.log
 
 
+def test_frozen_readings_are_one_fault_until_they_return(tmp_path: Path) -> None:
+    robot = replace(ROBOT, real_time=True, options={"rate_hz": 50, "faults": {"stale_at": 100}})
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(robot,))
+        site.gateway()
+        driver, session, console = site.driver(), site.session(), site.client(CONSOLE)
+
+        def faults() -> int:
+            message = console.receive(1.0)
+            if not isinstance(message, RobotStatus) or "the newest reading is" not in message.note:
+                return 0
+            return message.faults
+
+        for outages in (1, 2):
+            session.wait_for_log("driver.lost the newest reading is", times=4 * outages)
+            assert {until(faults) for _ in range(3)} == {outages}
+            recorded = len(site.recorded())
+            driver.end()
+            driver = site.driver()  # its readings go on
+            until(lambda recorded=recorded: len(site.recorded()) > recorded, "the robot is driven again")  # type: ignore[misc]
+        assert "token=2" not in session.log
+
+
 def test_e_stop_reaches_a_driver_after_its_restart(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()

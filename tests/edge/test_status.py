@@ -245,6 +245,18 @@ def test_robot_that_resets_for_long_is_reported(
     assert sum(isinstance(message, RobotStatus) for message in client.sent) >= 7
 
 
+def test_retries_of_an_outage_count_as_one_fault(status: StatusPublisher, client: FakeClient) -> None:
+    shown = []
+    for retries in (15, 15, 1):
+        status.on_step(NO_INTERVENTION, None)
+        for _ in range(retries):
+            status.on_fault()
+            newest = client.sent[-1]
+            assert isinstance(newest, RobotStatus)
+            shown.append(newest.faults)
+    assert shown == [1] * 15 + [2] * 15 + [3]
+
+
 def test_late_command_is_logged_with_its_times_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     late = replace(NO_INTERVENTION, t_capture_ns=90_000_000, t_command_ns=87_000_000, held_periods=1)
     action = SelectedAction(np.zeros(2, np.float32), Phase.POLICY, t_inference_ns=80_000_000)

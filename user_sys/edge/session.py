@@ -292,8 +292,7 @@ class RobotSession:
             return
         log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
         self._interruption = f"the robot is lost: {error}"
-        self._status.faults += 1
-        self._status.publish()
+        self._status.on_fault()
         self._attach_again()
 
     def _attach_again(self) -> None:

@@ -131,9 +131,11 @@ class PreviewSender(StartedAtEntry):
 
 
 class _Counters:
-    """The running episode and its newest step, and the interventions of the safety kernel in this session.
+    """The running episode and its newest step, and faults and interventions of the safety kernel in this session.
 
     Attributes:
+        faults: outages of the hardware; errors without a control period in between are of one outage.
+        is_in_outage: no control period has passed since the last fault.
         safety: control periods in which the kernel intervened, by reason.
         newest_safety: reasons of the safety kernel since the last status.
     """
@@ -141,11 +143,17 @@ class _Counters:
     def __init__(self) -> None:
         self.episode, self.step, self.version, self.interventions = "", 0, NO_VERSION, 0
         self.phase = Phase.POLICY
+        self.faults, self.is_in_outage = 0, False
         self.safety: Counter[str] = Counter()
         self.newest_safety = SafetyReason(0)
         self._hz, self._counted, self._counted_at_s = 0.0, 0, time.monotonic()
 
+    def on_fault(self) -> None:
+        self.faults += not self.is_in_outage
+        self.is_in_outage = True
+
     def on_step(self, episode: str, time_step: TimeStep, selected: SelectedAction | None) -> None:
+        self.is_in_outage = False
         self.safety.update(_names(SafetyReason(time_step.safety_reasons)))
         self.newest_safety |= SafetyReason(time_step.safety_reasons)
         self.safety["watchdog"] += time_step.held_periods
@@ -241,7 +249,6 @@ class StatusPublisher(StartedAtEntry):
     It is a listener of the episode loop. Previews and the link to a console on this computer need its context.
 
     Attributes:
-        faults: hardware faults in this session.
         previews, local_previews: send camera previews to the gateway, and to a console on this computer.
     """
 
@@ -257,7 +264,6 @@ class StatusPublisher(StartedAtEntry):
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
         self._source, self._refused_realtime = source, refused_realtime
-        self.faults = 0
         self.previews = PreviewSender(robot, client.send_preview)
         self._local = local or LocalLink("", lambda message, payload: None)
         self.local_previews = PreviewSender(robot, self._local.send)
@@ -280,6 +286,11 @@ class StatusPublisher(StartedAtEntry):
             self._client.send(MetricsReport(node=self._robot, scalars=self._scalars()))
         self.previews.on_step(time_step, self._steps.step, now_s)
         self.local_previews.on_step(time_step, self._steps.step, now_s)
+
+    def on_fault(self) -> None:
+        """The hardware failed. The retries of one outage count as one fault."""
+        self._steps.on_fault()
+        self.publish()
 
     def on_reset_wait(self) -> None:
         """The driver resets the robot, which may take long. A console shows a robot without a status as lost."""
@@ -318,7 +329,7 @@ class StatusPublisher(StartedAtEntry):
                 safety_interventions=self._steps.interventions,
                 dropped_episodes=self._outbox.dropped.episodes,
                 refused_realtime=self._refused_realtime,
-                faults=self.faults,
+                faults=self._steps.faults,
                 note=self._source.status_note()[:MAX_NOTE_CHARS],
                 requested_by=self._authority.requested_by,
                 help=self._authority.help_reason[:MAX_HELP_CHARS],
