@@ -18,7 +18,6 @@ serial number is missing or not unique, the device is named by its port.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import grp
 import importlib
@@ -56,6 +55,8 @@ DEVICE_PROBE_INTERVAL_S = 3.0
 DEVICE_REPORT_INTERVAL_S = 30.0  # a restarted gateway receives the devices again
 MAX_REPORTED_DEVICES = 64  # of one computer
 _JOIN_TIMEOUT_S = 2.0
+
+UDEV_FIX = 'let the person at the desk use it with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"'
 
 Probe = Callable[[], Iterable[ResourceRecord]]
 """Lists resources of one sort. An exception means that it found nothing this time."""
@@ -165,15 +166,27 @@ def _usb_record(each: _DeviceClass, node: Path, device: Path, dev: Path, name: s
 
 def _access_trouble(path: Path) -> str:
     try:
-        gid = path.stat().st_gid
+        group = device_group(path)
     except OSError:  # never created, or just removed
         return f"{path} is missing: the kernel created no device node"
-    if os.access(path, os.R_OK | os.W_OK):
+    if can_use_device(path):
         return ""
-    group = str(gid)
-    with contextlib.suppress(KeyError):
-        group = grp.getgrgid(gid).gr_name
-    return f"{path} may not be opened by this user: add the user to the group {group}, and log in again"
+    fix = UDEV_FIX if group == "root" else f"add the user to the group {group}, and log in again"
+    return f"{path} may not be opened by this user: {fix}"
+
+
+def can_use_device(path: Path) -> bool:
+    """Whether this user may open it as its driver does: a ``hidraw`` device is only read."""
+    return os.access(path, os.R_OK if path.name.startswith("hidraw") else os.R_OK | os.W_OK)
+
+
+def device_group(path: Path) -> str:
+    """The name of its group, or the number of one without a name. Raises OSError: there is no such file."""
+    gid = path.stat().st_gid
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _read_attribute(path: Path) -> str:

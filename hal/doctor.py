@@ -9,7 +9,6 @@ import ctypes
 import ctypes.util
 import enum
 import errno
-import grp
 import importlib.util
 import os
 import resource
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from hal.discovery import UDEV_FIX, can_use_device, device_group
 from hal.driver import installed_drivers, load_driver
 from hal.errors import LeaseError
 from hal.machine_folder import (
@@ -85,7 +85,7 @@ class DoctorConfig:
 
     Attributes:
         root: of the file system, for tests.
-        can_access: whether this user may read and write a device.
+        can_access: whether this user may open a device as its driver does.
         runs_folder: the folder for runs.
         ports: that a run will listen on, by purpose.
         libraries: the drivers' optional libraries.
@@ -97,7 +97,7 @@ class DoctorConfig:
 
     root: Path = Path("/")
     has_real_robots: bool = False
-    can_access: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
+    can_access: Callable[[Path], bool] = can_use_device
     runs_folder: Path = Path(".")
     ports: Mapping[str, int] = field(default_factory=dict)
     libraries: Sequence[OptionalLibrary] = ()
@@ -221,24 +221,14 @@ def _devices(machine: DoctorConfig) -> Iterator[CheckResult]:
         refused: dict[str, list[Path]] = {}
         for path in found:
             if not machine.can_access(path):
-                refused.setdefault(_group_name(path), []).append(path)
+                refused.setdefault(device_group(path), []).append(path)
         if not found:
             yield _ok(check, f"none is attached ({purpose})")
         elif not refused:
             yield _ok(check, f"{names(found)} are accessible")
         for group, paths in sorted(refused.items()):
-            fix = f"sudo usermod -aG {group} $USER, then log in again"
-            if group == "root":
-                fix = 'let the person at the desk use it with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"'
+            fix = UDEV_FIX if group == "root" else f"sudo usermod -aG {group} $USER, then log in again"
             yield result(check, f"{names(paths)} may not be used by this user ({purpose})", fix)
-
-
-def _group_name(path: Path) -> str:
-    gid = path.stat().st_gid
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 class _Timex(ctypes.Structure):

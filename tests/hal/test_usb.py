@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,9 +108,25 @@ def test_devices_on_other_buses_are_skipped(computer: Computer) -> None:
 def test_missing_node_or_permission_is_trouble(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = computer.node(computer.plug("1-2", "1a86:7523"), "tty", "ttyUSB0")
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may open all
-    assert "add the user to the group" in computer.look()[0].trouble
+    monkeypatch.setattr(grp, "getgrgid", lambda _: SimpleNamespace(gr_name="dialout"))
+    assert "add the user to the group dialout, and log in again" in computer.look()[0].trouble
     path.unlink()
     assert "no device node" in computer.look()[0].trouble
+
+
+def test_device_of_root_needs_a_udev_rule(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    computer.node(computer.plug("1-4", "256f:c635"), "hidraw", "hidraw0")
+    monkeypatch.setattr(grp, "getgrgid", lambda _: SimpleNamespace(gr_name="root"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert computer.look()[0].trouble.endswith('with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"')
+    assert "add the user to the group" not in computer.look()[0].trouble
+
+
+def test_spacemouse_needs_no_write_permission(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    computer.node(computer.plug("1-4", "256f:c635"), "hidraw", "hidraw0")
+    computer.node(computer.plug("1-2", "1a86:7523"), "tty", "ttyUSB0")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert [record.kind for record in computer.look() if record.trouble] == [Kind.BUS]
 
 
 def test_computer_without_usb_has_no_records(tmp_path: Path) -> None:
