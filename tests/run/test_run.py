@@ -582,7 +582,7 @@ def test_limit_may_change_in_a_run_of_an_earlier_version(tmp_path: Path, monkeyp
 def test_run_with_relative_paths_can_be_resumed_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lift-data", "encoder", "bounds"):
+    for name in ("lift-data", "encoder", "bounds", "calib"):
         (tmp_path / name).mkdir()
     (tmp_path / "arm.urdf").touch()
     monkeypatch.chdir(tmp_path)
@@ -595,6 +595,13 @@ def test_run_with_relative_paths_can_be_resumed_in_another_folder(
         robot = RobotConfig(driver="ros2", options={"description": source})
         (made,) = prepare.resolve_paths(RunConfig(robots=(robot,))).robots
         assert made.options == {"description": absolute}
+    settings = {"id": "calib", "calibration_dir": "calib", "left_arm_config": {"calibration_dir": "none"}}
+    absolute_settings = {**settings, "calibration_dir": str(tmp_path / "calib")}
+    leader = {"kind": "lerobot", "settings": settings}
+    robot = RobotConfig(driver="lerobot", options={"settings": settings}, teleoperators=(leader,))
+    (made,) = prepare.resolve_paths(RunConfig(robots=(robot,))).robots
+    assert made.options == {"settings": absolute_settings}, "`id` is no path"
+    assert made.teleoperators == ({"kind": "lerobot", "settings": absolute_settings},)
     for kind, option, value, absolute in (
         ("lerobot", "statistics", "lift-data", str(tmp_path / "lift-data")),
         ("lerobot", "statistics", "bounds", "bounds"),

@@ -191,8 +191,8 @@ def resolve_paths(config: RunConfig) -> RunConfig:
         policy=policy,
         console=console,
         intervention=intervention,
-        robots=tuple(map(_with_absolute_description, config.robots)),
-        remote_robots=tuple(map(_with_absolute_description, config.remote_robots)),
+        robots=tuple(map(_with_absolute_files, config.robots)),
+        remote_robots=tuple(map(_with_absolute_files, config.remote_robots)),
     )
 
 
@@ -204,12 +204,27 @@ def _absolute_options(options: Mapping[str, Any], settings: Any) -> dict[str, An
     return {**options, **{name: str(path.resolve()) for name, path in chosen.items() if path.exists()}}
 
 
-def _with_absolute_description(robot: RobotConfig) -> RobotConfig:
-    """`robot` with absolute paths to its descriptions: of the console's picture, and of its driver, such as ros2."""
-    options, given = robot.options, robot.options.get("description")
-    if isinstance(given, str):
-        options = {**options, "description": _absolute_file(given)}
-    return replace(robot, description=_absolute_file(robot.description), options=options)
+def _with_absolute_files(robot: RobotConfig) -> RobotConfig:
+    """`robot` with absolute paths to its description for the console, and to files of its driver and input devices."""
+    return replace(
+        robot,
+        description=_absolute_file(robot.description),
+        options=_absolute_device_options(robot.options),
+        teleoperators=tuple(map(_absolute_device_options, robot.teleoperators)),
+    )
+
+
+def _absolute_device_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with absolute paths to a description and to folders such as LeRobot's ``settings.calibration_dir``."""
+    found = dict(options)
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found[name] = _absolute_device_options(value)
+        elif isinstance(value, str) and name == "description":
+            found[name] = _absolute_file(value)
+        elif isinstance(value, str) and name.endswith("_dir") and Path(value).is_dir():
+            found[name] = str(Path(value).resolve())
+    return found
 
 
 def _absolute_file(name: str) -> str:
