@@ -64,6 +64,7 @@ from robots.ros2_spec import (
 
 RESPONSE_TIMEOUT_S = 2.0
 STATE_CHECK_INTERVAL_S = 0.5
+JOINT_STATE = "joint state"
 ACTIVE, INACTIVE = "active", "inactive"
 _STRICT = 2  # controller_manager_msgs/srv/SwitchController
 
@@ -238,7 +239,10 @@ class RosCamera(Camera):
         try:
             self._node.subscribe(IMAGE_TYPES[self._topic.kind == "compressed"], self._topic.topic, self._on_image)
             silent = f"no image on {self._topic.topic}"
-            self._node.wait_until(lambda: self._newest is not None, self._config.connect_s, silent, self.check_stop)
+            try:
+                self._node.wait_until(lambda: self._newest is not None, self._config.connect_s, silent, self.check_stop)
+            except HardwareLost as error:
+                raise HardwareLost(f"{error}{_clock_hint(self._times.clock_error)}") from None
             if (newest := self._newest) is not None:
                 self._decoded = CameraFrame(self._decode(newest[0]), newest[1])
         except HalError:
@@ -281,6 +285,11 @@ class RosCamera(Camera):
                 f"the config says {self.spec.width}x{self.spec.height}"
             )
         return decode_raw_image(message) if raw else decode_jpeg_image(content)
+
+
+def _clock_hint(clock_error: str) -> str:
+    """The end of a message about missing readings; empty without a `CaptureTimes.clock_error`."""
+    return clock_error and f": {clock_error}: synchronise the clocks, or set `clock`"
 
 
 class _RobotTopics:
@@ -328,12 +337,12 @@ class _RobotTopics:
                     f"{sorted(unknown)}; add them to `joints`"
                 )
 
-    def state(self) -> tuple[Array, int]:
-        """The state as in the robot's spec, and the capture time of its oldest part."""
+    def state(self) -> tuple[Array, int, str]:
+        """The state as in the robot's spec, the capture time of its oldest part, and what that part is."""
         config, tool = self._config, self._layout.tool
         positions, velocities, captured_ns = self.joints.latest()
         values = dict(zip(config.commanded_joints, positions.tolist(), strict=True))
-        parts = [positions]
+        parts, oldest = [positions], JOINT_STATE
         if config.velocities:
             parts.append(velocities[: len(config.joints)])
         if tool is not None:
@@ -342,8 +351,14 @@ class _RobotTopics:
             force, _, felt_ns = self._force
             turned = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
             parts.append(-turned if config.wrench.of_tool else turned)
-            captured_ns = min(captured_ns, felt_ns)
-        return np.concatenate(parts).astype(np.float32), captured_ns
+            if felt_ns < captured_ns:
+                captured_ns, oldest = felt_ns, f"force on {config.wrench.topic}"
+        return np.concatenate(parts).astype(np.float32), captured_ns, oldest
+
+    @property
+    def clock_hint(self) -> str:
+        """See `_clock_hint`."""
+        return _clock_hint(self.joints.clock_error or self._force_times.clock_error)
 
     def _missing_inputs(self) -> list[str]:
         """The topics and joints of the config without a message, or with an outdated one."""
@@ -359,9 +374,9 @@ class _RobotTopics:
                 topic = config.joint_states
                 missing.append(f"velocities of {silent} on {topic}: publish them, or set `velocities: false`")
         if clock_error:
-            missing.append(f"{clock_error}: synchronise the clocks, or set `clock`")
+            missing.append(_clock_hint(clock_error).removeprefix(": "))
         if config.wrench is not None and self._force is None:
-            missing.append(config.wrench.topic)
+            missing.append(config.wrench.topic + _clock_hint(self._force_times.clock_error))
         if config.estop_topic and not self.button.was_received:
             missing.append(config.estop_topic)
         return missing
@@ -438,8 +453,8 @@ class Ros2Robot(Robot):
 
     def observe(self) -> Observation:
         self._require_link()
-        state, captured_ns = self._topics.state()
-        self._require_alive(captured_ns)
+        state, captured_ns, oldest = self._topics.state()
+        self._require_alive(captured_ns, oldest)
         require_fresh(self.config.model, captured_ns, self.config.stale_s)
         return Observation({STATE: state}, captured_ns)
 
@@ -454,7 +469,7 @@ class Ros2Robot(Robot):
         self._require_link()
         self._require_button_released()
         positions, _, captured_ns = self._topics.joints.latest()
-        self._require_alive(captured_ns)
+        self._require_alive(captured_ns, JOINT_STATE)
         self._require_in_range(positions)
         if self._deactivated:
             if self._manager is not None:
@@ -555,9 +570,10 @@ class Ros2Robot(Robot):
     def _require_in_range(self, positions: Array) -> None:
         require_joints_in_range(self.spec, positions[: len(self.config.joints)], self._low, self._high)
 
-    def _require_alive(self, captured_ns: int) -> None:
+    def _require_alive(self, captured_ns: int, reading: str) -> None:
         if (silent_s := age_s(captured_ns)) > max(self.config.lost_after_s, self.config.stale_s):
-            raise HardwareLost(f"{self.config.model} has sent no joint state for {silent_s:.3f} s")
+            silence = f"{self.config.model} has sent no {reading} for {silent_s:.3f} s"
+            raise HardwareLost(f"{silence}{self._topics.clock_hint}")
 
 
 def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:

@@ -320,6 +320,14 @@ def test_silent_readings_become_stale_then_lost(peer: Ros2Peer, fate: str) -> No
         peer.send(f"speak {fate.split()[1]}")
 
 
+def test_silent_force_sensor_is_named(peer: Ros2Peer) -> None:
+    with Ros2Robot(replace(PLAIN, wrench=WrenchConfig("/wrench"))) as robot:
+        robot.observe()
+        peer.send("mute wrench")
+        await_raise(HardwareLost, lambda: hush(robot), "has sent no force on /wrench for")
+        peer.send("speak wrench")
+
+
 def hush(robot: Robot) -> None:
     try:
         robot.observe()

@@ -31,12 +31,12 @@ URDF = """<robot name="two">
 
 
 class Node:
-    """Delivers one message to each subscription."""
+    """Delivers one message to each subscription, stamped by a clock that is `ahead_s` (of forces and images)."""
 
     is_connected, rclpy_node = True, object()
 
     def __init__(self, *_: object) -> None:
-        self.silent = False
+        self.silent, self.ahead_s = False, 0.0
 
     def open(self) -> None:
         """Nothing to open."""
@@ -47,9 +47,12 @@ class Node:
     def subscribe(self, kind: str, topic: str, callback: Callable[[Any], None]) -> None:
         if self.silent:
             return
-        seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        ahead_s = 0.0 if "JointState" in kind else self.ahead_s
+        seconds, nanoseconds = divmod(time.time_ns() + int(ahead_s * 1e9), 1_000_000_000)
         header = SimpleNamespace(stamp=SimpleNamespace(sec=seconds, nanosec=nanoseconds), frame_id="sensor")
-        if "Wrench" in kind:
+        if "Image" in kind:
+            callback(SimpleNamespace(header=header, data=IMAGE))
+        elif "Wrench" in kind:
             force = SimpleNamespace(x=0.0, y=0.0, z=1.0)
             callback(SimpleNamespace(header=header, wrench=SimpleNamespace(force=force)))
         else:
@@ -198,6 +201,43 @@ def test_force_sensor_beyond_an_unknown_joint_is_refused(monkeypatch: pytest.Mon
     config = Ros2Config(description=str(tmp_path / "two.urdf"), wrench=WrenchConfig("/wrench"), **PLAIN)
     with pytest.raises(SpecError, match=r"wrench: .* to sensor has joints that are missing in the config: \['b'\]"):
         Ros2Robot(config).connect()
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    """That of the arm, or of a camera. No controller needs it."""
+    node = Node()
+    monkeypatch.setattr(ros2, "RosNode", lambda *_: node)
+    monkeypatch.setattr(ros2, "RosController", lambda name, *_: Controller(name, []))
+    return node
+
+
+FORCE = Ros2Config(wrench=WrenchConfig("/wrench"), manager="", **PLAIN)
+
+
+def test_force_sensor_whose_clock_is_ahead_is_named(node: Node) -> None:
+    node.ahead_s = 0.4
+    ahead = "/wrench: stamps are 0\\.[34]\\d* s ahead of this computer's clock: synchronise the clocks, or set `clock`"
+    with pytest.raises(HardwareLost, match=ahead):
+        Ros2Robot(FORCE).connect()
+
+
+def test_camera_whose_clock_is_ahead_is_named(node: Node) -> None:
+    node.ahead_s, node.is_connected = 0.4, False
+    topic = RosCameraConfig(topic="/camera", kind="compressed")
+    camera = RosCamera("arm_front", CameraSpec(name="front", height=48, width=64, rate_hz=30.0), topic, FORCE)
+    ahead = "no image on /camera: stamps are 0\\.[34]\\d* s ahead of this computer's clock: synchronise the clocks"
+    with pytest.raises(HardwareLost, match=ahead):
+        camera.connect()
+
+
+def test_force_sensor_that_is_silent_is_named(node: Node) -> None:
+    node.ahead_s = -100.0
+    robot = Ros2Robot(FORCE)
+    robot.connect()
+    with pytest.raises(HardwareLost, match="has sent no force on /wrench for 100"):
+        robot.observe()
+    robot.command(np.array([0.1], np.float32))  # the joint states are recent
 
 
 def test_damaged_image_keeps_the_last_one_until_it_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
