@@ -89,6 +89,7 @@ class SimulatedRun:
         self._tool = np.array([0.0, 0.0, 0.5, 1.0])
         self._step = 0
         self._watched_until_s = 0.0
+        self._watched: tuple[str, ...] = ()  # cameras; empty for all
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._live, name="simulated")
@@ -139,7 +140,7 @@ class SimulatedRun:
         if isinstance(message, PreviewRequest):
             if message.pose:
                 return True
-            self._watched_until_s = time.monotonic() + message.ttl_s
+            self._watched_until_s, self._watched = time.monotonic() + message.ttl_s, message.cameras
             return True
         with self._lock:
             reply = self.authority.apply(message)
@@ -187,8 +188,9 @@ class SimulatedRun:
         return ControlPeriod(time.monotonic(), requested, (0.01, *requested[1:]), limited, 4.0, 1.0)
 
     def _film(self) -> None:
-        for camera in ("front", "wrist"):
-            jpeg = simplejpeg.encode_jpeg(self._draw((120, 160), camera), quality=85)  # small: every test draws
+        for camera in self._watched or ("front", "wrist"):
+            size = (120, 160) if camera == "front" else (120, 120)  # small: every test draws
+            jpeg = simplejpeg.encode_jpeg(self._draw(size, camera), quality=85)
             self.hub.update_preview(Preview(robot=self.robot, camera=camera, step=self._step), jpeg)
 
     def _draw(self, size: tuple[int, int], camera: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -204,13 +206,15 @@ class SimulatedRun:
 STEPS = 12  # of an episode of `write_episode`
 
 
-def write_episode(path: Path, episode: str, *, success: bool = True, task: str = "lift") -> None:
+def write_episode(
+    path: Path, episode: str, *, success: bool = True, task: str = "lift", robot: str = "panda-0"
+) -> None:
     """Stores the episode of `episode_chunk`."""
     with StoreWriter.open(path) as writer:
-        writer.append(episode_chunk(episode, success=success, task=task).encode())
+        writer.append(episode_chunk(episode, success=success, task=task, robot=robot).encode())
 
 
-def episode_chunk(episode: str, *, success: bool = True, task: str = "lift") -> Chunk:
+def episode_chunk(episode: str, *, success: bool = True, task: str = "lift", robot: str = "panda-0") -> Chunk:
     """A whole episode: a JPEG camera that misses every other picture, a raw one, and a correction at the end."""
     wide = [np.full((48, 64, 3), 20 * n, np.uint8) for n in range(STEPS)]
     jpeg = [simplejpeg.encode_jpeg(picture) if n % 2 == 0 else None for n, picture in enumerate(wide)]
@@ -224,9 +228,8 @@ def episode_chunk(episode: str, *, success: bool = True, task: str = "lift") -> 
     }
     columns |= frame_columns("observation.images.front", jpeg, columns["t_capture_ns"])
     columns |= frame_columns("observation.images.wrist", raw, columns["t_capture_ns"])
-    header = chunk_header(
-        episode, STEPS, task=task, started_unix_ns=time.time_ns(), end=EpisodeEnd(steps=STEPS, success=success)
-    )
+    end = EpisodeEnd(steps=STEPS, success=success)
+    header = chunk_header(episode, STEPS, robot=robot, task=task, started_unix_ns=time.time_ns(), end=end)
     return Chunk(header, columns, {})
 
 

@@ -24,13 +24,22 @@ from console_kit import SPEC, SimulatedRun, until, write_episode
 from joint_arm_kit import joint_spec
 
 from hal.resource import Health, Kind, ResourceRecord
+from hal.spec import CameraSpec
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.control_authority import ToolDrive
 from user_sys.messages import OperatorCommand
-from user_sys.store.labels import SuccessLabel, UndoLabel, queued_files, read_queued_labels, remove_queued
+from user_sys.store.labels import (
+    DeleteLabel,
+    SuccessLabel,
+    UndoLabel,
+    queued_files,
+    read_queued_labels,
+    remove_queued,
+)
+from user_sys.store.maintenance import add_labels
 
 pytestmark = [pytest.mark.browser, pytest.mark.long(40)]
 
@@ -189,6 +198,39 @@ def test_fleet_of_eight_fits_and_a_robot_opens_alone(page: Any, simulated: Simul
     assert page.locator(".card:visible").count() == 1
     page.keyboard.press("Escape")
     assert page.locator(".card:visible").count() == 8
+
+
+def test_start_of_the_task_lies_over_each_camera_while_the_scene_is_reset(
+    page: Any, simulated: SimulatedRun, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    for episode, task in (("wanted", "lift"), ("deleted", "lift"), ("other-task", "peg")):
+        write_episode(store, episode, task=task, robot="arm-0")
+    add_labels(store, [DeleteLabel(episode="deleted", labeller="bob", at_unix_ns=1)])
+    for other in ("arm-1", "arm-2"):
+        simulated.add(other)
+    page.wait_for_selector("#robots.fleet .card:nth-of-type(3)")
+    cameras = tuple(CameraSpec(name=name, height=120, width=160, rate_hz=10.0) for name in ("front", "wrist"))
+    simulated.hub.set_robot_spec("arm-0", msgspec.structs.replace(SPEC, cameras=cameras))
+    simulated.add("arm-0").authority.request_help("put the cube back", for_reset=True)
+
+    def starts() -> list[str]:
+        """Of each camera in view with a picture: the place of its start, if that is drawn as the live picture is."""
+        found = page.eval_on_selector_all(
+            "[aria-label='Robot arm-0'] figure",
+            """all => all.filter((figure) => figure.checkVisibility()).map((figure) => {
+              const [live, start] = [figure.querySelector("canvas"), figure.querySelector(".start")];
+              const place = (node) => JSON.stringify([node.getBoundingClientRect(), getComputedStyle(node).objectFit]);
+              return start && place(start) === place(live) ? new URL(start.src).pathname : "";
+            })""",
+        )
+        return [str(each) for each in found]
+
+    folder = "/api/episodes/wanted/pictures"
+    until(lambda: starts() == [f"{folder}/observation.images.front/0"])
+    page.get_by_role("button", name="arm-0", exact=True).click()
+    until(lambda: starts() == [f"{folder}/observation.images.front/0", f"{folder}/observation.images.wrist/0"])
+    picture(page, "start")
 
 
 def test_second_robot_is_not_taken_over_while_the_page_drives_one(page: Any, simulated: SimulatedRun) -> None:

@@ -181,15 +181,20 @@ export class Card {
   async showStart(wanted) {
     if (wanted === this.showsStart) return;
     this.showsStart = wanted;
+    this.starts = new Map();
     this.node.classList.toggle("resetting", wanted);
     for (const image of this.node.querySelectorAll(".start")) image.remove();
     if (!wanted) return;
-    const pictures = await startPictures(this.name);
+    const starts = await startPictures(this.name, this.status.task);
     if (!this.showsStart) return;
-    for (const [name, src] of pictures) {
-      const image = Object.assign(new Image(), { className: "start", alt: `start of an episode: ${name}`, src });
-      this.cameras.get(name)?.canvas.after(image);
-    }
+    this.starts = starts;
+    for (const name of this.cameras.keys()) this.addStart(name);
+  }
+
+  // Over the live picture, if there is one: a fleet shows the first camera only.
+  addStart(name) {
+    const src = this.starts?.get(name);
+    if (src) this.cameras.get(name).canvas.after(Object.assign(new Image(), { className: "start", alt: `start of an episode: ${name}`, src }));
   }
 
   async picture(header, jpeg) {
@@ -218,6 +223,7 @@ export class Card {
     cameras.append(figure);
     const camera = { canvas, rate, times: [], shownMs: performance.now() };
     this.cameras.set(name, camera);
+    this.addStart(name);
     return camera;
   }
 
@@ -251,18 +257,19 @@ export class Card {
   }
 }
 
-// The first picture of each camera of a robot's episode, of a success if there is one: pairs of camera and address.
-async function startPictures(robot) {
+// The address of each camera's first picture in the robot's newest episode of the task, of a success if there is one.
+async function startPictures(robot, task) {
   const get = async (path) => (await fetch(`/api/episodes${path}`)).json();
   try {
-    const { episodes } = await get(`?robot=${encodeURIComponent(robot)}`);
-    const episode = episodes.find(({ success }) => success) ?? episodes[0];
-    if (!episode) return [];
+    const { episodes } = await get(`?robot=${encodeURIComponent(robot)}&task=${encodeURIComponent(task)}`);
+    const kept = episodes.filter(({ deleted }) => !deleted);
+    const episode = kept.find(({ success }) => success) ?? kept[0];
+    if (!episode) return new Map();
     const { cameras } = await get(`/${episode.episode}`);
     const url = (name, step) => `/api/episodes/${episode.episode}/pictures/${encodeURIComponent(name)}/${step}`;
-    return cameras.map(({ name, captured_step: steps }) => [name.split(".").pop(), url(name, steps.find((step) => step >= 0))]);
+    return new Map(cameras.map(({ name, captured_step: steps }) => [name.split(".").pop(), url(name, steps.find((step) => step >= 0))]));
   } catch {
-    return []; // without a store there is none
+    return new Map(); // without a store there is none
   }
 }
 
