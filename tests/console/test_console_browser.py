@@ -382,6 +382,34 @@ def test_person_signs_in_over_https_and_out(browser: Any, simulated: SimulatedRu
         server.stop()
 
 
+def test_page_whose_sign_in_ends_while_it_is_disconnected_leads_to_the_sign_in(
+    browser: Any, simulated: SimulatedRun, tmp_path: Path
+) -> None:
+    accounts = AccountStore(tmp_path)
+    accounts.add("ana", "operator", "correct horse")
+    server = ConsoleServer(simulated.hub, ConsoleConfig(host="0.0.0.0", port=0), accounts=accounts)
+    port = urlsplit(server.start()).port
+    assert port is not None
+    context = browser.new_context(viewport=DESKTOP, ignore_https_errors=True)
+    try:
+        page = context.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(f"https://127.0.0.1:{port}/")
+        page.get_by_label("Name").fill("ana")
+        page.get_by_label("Password").fill("correct horse")
+        page.get_by_role("button", name="Sign in").click()
+        badge(page, "policy")
+        server.stop()
+        badge(page, "unknown")
+        (tmp_path / "sign-ins.json").write_text("{}")  # 12 hours later
+        server = ConsoleServer(simulated.hub, ConsoleConfig(host="0.0.0.0", port=port), accounts=accounts)
+        server.start()
+        page.wait_for_selector("h1:text-is('Sign in')")
+    finally:
+        context.close()
+        server.stop()
+
+
 @pytest.mark.slow  # a processor draws it
 def test_scene_shows_the_joints_to_signed_in_people_only(browser: Any, simulated: SimulatedRun, tmp_path: Path) -> None:
     pytest.importorskip("viser", reason="the extra `scene` is not installed")

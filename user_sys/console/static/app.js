@@ -66,6 +66,7 @@ const link = new Link("/ws", PING_PERIOD_MS, {
   closed(reason) {
     closedFor = reason || "not connected";
     if (reason.startsWith("the sign-in has ended")) return location.assign("/sign-in");
+    if (!reason) signInIfRequired();
     showFreshness();
   },
   welcome(message) {
@@ -149,6 +150,12 @@ function showFreshness() {
     followControl();
   }
   if (!fresh || fresh !== before) showAlarm(fresh);
+}
+
+// A refused WebSocket has no reason. Without a valid sign-in the server sends a page's request to the sign-in.
+async function signInIfRequired() {
+  const reply = await fetch("/", { redirect: "manual" }).catch(() => null); // null: there is no server
+  if (reply?.type === "opaqueredirect") location.assign("/sign-in");
 }
 
 function showAlarm(fresh) {
