@@ -320,6 +320,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
         limits: reasons of the safety kernel, such as ``workspace``, that changed an action since the last status.
         requested_by: another operator who requests control from `operator`.
         help: why the robot requests help, in the state ``requesting``; or how to prepare the scene, if `awaits_reset`.
+        resets: its driver resets it, and sends no pictures meanwhile.
         tool_speed: of a tool that the session can drive by moving the joints, m/s at the full share; else 0.
         tool_refusal: why it cannot, if the action moves joints.
         task: of the running episode.
@@ -347,6 +348,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     requested_by: str = ""
     help: str = ""
     awaits_reset: bool = False
+    resets: bool = False
     tool_speed: float = 0.0
     tool_refusal: str = ""
     task: str = ""

@@ -296,6 +296,21 @@ def test_evaluated_task_warns_though_no_other_has_an_autonomous_episode(hub: Con
     assert view.warning.startswith("success of evaluation/reach fell to 70%")
 
 
+def test_camera_of_a_robot_that_resets_for_long_is_not_missed(hub: ConsoleHub, clock: Clock) -> None:
+    def pass_s(seconds: int, *, resets: bool) -> tuple[str, ...]:
+        for _ in range(seconds):
+            clock.now_s += 1.0
+            hub.update(status(resets=resets))
+            hub.request_previews([ShownCameras()], ttl_s=3.0)
+        return hub.view().alarms
+
+    hub.update(status())
+    hub.update_preview(Preview(robot="panda-0", camera="front", step=1), jpeg(1))
+    assert not pass_s(1, resets=False) and not pass_s(20, resets=True) and not pass_s(4, resets=False)
+    assert not pass_s(20, resets=True), "the next one"
+    assert pass_s(2, resets=False) == ("no new picture of panda-0's camera front for 7 s",), "1, 4 and 2 s"
+
+
 def test_lost_robot_and_stale_camera_are_alarms(hub: ConsoleHub, clock: Clock) -> None:
     hub.update(status())
     hub.update_preview(Preview(robot="panda-0", camera="front", step=1), jpeg(1))

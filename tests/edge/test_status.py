@@ -242,7 +242,10 @@ def test_robot_that_resets_for_long_is_reported(
     for _ in range(35):  # of 0.2 s
         now_s += LIVENESS_POLL_S
         status.on_reset_wait()
-    assert sum(isinstance(message, RobotStatus) for message in client.sent) >= 7
+    assert sum(isinstance(message, RobotStatus) and message.resets for message in client.sent) >= 7
+    status.publish()
+    newest = client.sent[-1]
+    assert isinstance(newest, RobotStatus) and not newest.resets
 
 
 def test_retries_of_an_outage_count_as_one_fault(status: StatusPublisher, client: FakeClient) -> None:

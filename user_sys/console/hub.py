@@ -112,6 +112,9 @@ class _Robot:
         self.periods_seen += len(status.periods)
         if status.state:
             self.pose = RobotPose(state=status.state, promised=status.promised)
+        if status.resets:  # this time does not count as the age of a picture
+            passed_s = now_s - self.last_seen_s
+            self.pictured_s = {camera: min(at_s + passed_s, now_s) for camera, at_s in self.pictured_s.items()}
         self.status, self.last_seen_s = replace(status, periods=(), state=(), promised=()), now_s
 
     @property

@@ -296,7 +296,7 @@ class StatusPublisher(StartedAtEntry):
         """The driver resets the robot, which may take long. A console shows a robot without a status as lost."""
         if (now_s := time.monotonic()) >= self._next_status_s:
             self._next_status_s = now_s + STATUS_PERIOD_S
-            self.publish()
+            self.publish(resets=True)
 
     def send(self, message: RobotStatus | EpisodeReport | OperatorReply) -> None:
         """Sends a report to the gateway, and to a console on this computer."""
@@ -310,7 +310,7 @@ class StatusPublisher(StartedAtEntry):
     def close(self) -> None:
         self._stack.close()
 
-    def publish(self, real_time: bool = False) -> None:
+    def publish(self, *, real_time: bool = False, resets: bool = False) -> None:
         """Sends the status now."""
         self._published_state = self._authority.state
         state = self._periods.state if self._sends_pose(time.monotonic()) else None
@@ -334,6 +334,7 @@ class StatusPublisher(StartedAtEntry):
                 requested_by=self._authority.requested_by,
                 help=self._authority.help_reason[:MAX_HELP_CHARS],
                 awaits_reset=self._authority.awaits_reset,
+                resets=resets,
                 tool_speed=self._authority.tool_drive.speed,
                 tool_refusal=self._authority.tool_drive.refusal[:MAX_HELP_CHARS],
                 limits=_names(self._steps.newest_safety),
