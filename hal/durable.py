@@ -5,6 +5,7 @@ Files are private to their user unless the environment variable `UMASK_VARIABLE`
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -15,20 +16,21 @@ from pathlib import Path
 from hal.errors import HalError
 
 PRIVATE_FILE_MODE = 0o600
-PUBLIC_FILE_MODE = 0o644
 UMASK_VARIABLE = "USER_SYS_UMASK"
 PRIVATE_UMASK = 0o077
 
 
-def replace_durably(path: Path, content: bytes, mode: int = 0o666, *, ignores_umask: bool = False) -> None:
+def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Replaces a file atomically: after a crash it holds the old bytes or the new, never a mixture.
 
     Blocks until file and folder are synced. Missing parent folders are created. At no moment are the permissions wider
-    than `mode` and the umask allow; with `ignores_umask`, than `mode` allows. Raises OSError: the file then holds the
-    old bytes or the new, and a power cut may exchange them. The error names `path`.
+    than `mode` and the umask allow. A file of root gets the owner of its folder.
+
+    Raises OSError: the file then holds the old bytes or the new, and a power cut may exchange them. The error names
+    `path`.
     """
     make_folder_durably(path.parent)
-    _replace(path, content, mode, ignores_umask=ignores_umask)
+    _replace(path, content, mode)
     sync_folder(path.parent)
 
 
@@ -43,13 +45,12 @@ def replace_all_durably(contents: Mapping[Path, bytes | memoryview]) -> None:
         sync_folder(folder)
 
 
-def _replace(path: Path, content: bytes | memoryview, mode: int, *, ignores_umask: bool = False) -> None:
+def _replace(path: Path, content: bytes | memoryview, mode: int) -> None:
     """Syncs the file, not the folder's entry."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
-            if ignores_umask:
-                os.fchmod(file.fileno(), mode)
+            _give_to_owner_of(path.parent, file.fileno())
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -60,14 +61,28 @@ def _replace(path: Path, content: bytes | memoryview, mode: int, *, ignores_umas
         raise
 
 
+def _give_to_owner_of(folder: Path, created: int) -> None:
+    """The open file or folder, if root has created it (a command with sudo), gets the owner and group of `folder`."""
+    owner = folder.stat()
+    if os.geteuid() == 0 != owner.st_uid:
+        with contextlib.suppress(OSError):  # not every file system has owners
+            os.fchown(created, owner.st_uid, owner.st_gid)
+
+
 def make_folder_durably(path: Path) -> None:
     """Creates `path` and its missing parent folders; blocks until they are synced. Raises OSError.
 
-    An existing `path` is synced too, because a killed process may have created it without a sync.
+    Those that root creates get the owner of the folder that exists. An existing `path` is synced too, because a killed
+    process may have created it without a sync.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
+    for folder in reversed(missing):
+        created = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _give_to_owner_of(folder.parent, created)
+        finally:
+            os.close(created)
         sync_folder(folder.parent)
     if not missing:
         try:

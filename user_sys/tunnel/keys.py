@@ -2,7 +2,7 @@
 
 A key pair is two files: ``<name>.key`` (private; mode 0600, refused if others can read it) and ``<name>.pub`` (one
 line, public). A keyring is a folder ``allowed/`` with one JSON file for each peer, which binds a public key to a name
-and a role; its mode is 0644. Every write replaces a file atomically, so a keyring may change while a gateway reads it.
+and a role. Every write replaces a file atomically, so a keyring may change while a gateway reads it.
 
 Key rotation causes no outage: the keyring allows the new and the previous key for an overlap.
 """
@@ -25,7 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.durable import PRIVATE_FILE_MODE, PUBLIC_FILE_MODE, remove_durably, replace_durably, sync_folder
+from hal.durable import PRIVATE_FILE_MODE, remove_durably, replace_durably, sync_folder
 from user_sys.episode import NAME_PATTERN
 from user_sys.errors import ConfigError, RunError
 
@@ -236,8 +236,7 @@ class Keyring:
         encoded = msgspec.json.encode(entry) + b"\n"
         if len(encoded) > MAX_ENTRY_BYTES:
             raise ConfigError(f"{name!r} has {len(robots)} robots: too many for one relay; use several")
-        # The gateway may run as another user than this command, such as one with sudo.
-        replace_durably(self.folder / f"{name}.json", encoded, PUBLIC_FILE_MODE, ignores_umask=True)
+        replace_durably(self.folder / f"{name}.json", encoded)
         self.refresh()
         return entry
 
