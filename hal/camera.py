@@ -49,12 +49,14 @@ class Camera(ABC):
     real_time: bool = False
     check_stop: Callable[[], None] = staticmethod(no_op)
 
+    def preload(self) -> None:
+        """Imports what `connect` requires. Called before the robot is connected, since an import may block all threads
+        for longer than a robot's watchdog allows. `connect` reports missing libraries."""
+        return None
+
     @abstractmethod
     def connect(self) -> None:
-        """Opens the device. Raises HardwareLost if it does not answer.
-
-        Cameras are connected before their robot. One that draws a simulated robot connects that robot itself.
-        """
+        """Opens the device. Raises HardwareLost if it does not answer."""
 
     @abstractmethod
     def read(self) -> CameraFrame:

@@ -6,11 +6,13 @@ One thread reads each camera and keeps the newest frame, so `Camera.read` never 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 
 import numpy as np
@@ -95,6 +97,10 @@ class LocalCamera(Camera):
         self._name = f"camera {spec.name} ({config.device})"
         self._device_lock = DeviceLock(config.path)
         self._reader: _ReaderThread | None = None
+
+    def preload(self) -> None:
+        with contextlib.suppress(ImportError):
+            import_module("cv2")
 
     def connect(self) -> None:
         """See `hal.camera.Camera`. Blocks until the first frame.

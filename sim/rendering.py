@@ -46,14 +46,13 @@ class SimCamera(Camera):
         self._newest: CameraFrame | None = None
 
     def connect(self) -> None:
-        """Connect the robot, whose world it draws, and open the rendering context (0.2 s, once per robot).
+        """Open the rendering context (0.2 s, once per robot).
 
         Raises:
-            HardwareLost: EGL is missing; the message says what to install.
+            HardwareLost: the robot is not connected, or EGL is missing; the message says what to install.
             SpecError: the scene has no such camera, or the image is larger than 1280 by 960.
         """
         if self._renderer is None:
-            self._robot.connect()
             _require_renderable(self.spec, self._robot.world)
             self._renderer = SceneRenderer.acquire(self._robot.world, self)
 

@@ -22,7 +22,7 @@ from hal.safety import SafetyKernel, SafetyReason
 from hal.task import TaskOutcome
 from hal.teleoperator import TeleopInput
 from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
-from user_sys.edge.driver_server import run_unless_stopped
+from user_sys.edge.driver_server import connect_unless_stopped
 from user_sys.edge.environment import RobotEnvironment
 
 
@@ -181,7 +181,7 @@ def test_stopping_driver_does_not_wait_for_its_cameras() -> None:
     camera = AwaitedCamera(robot, robot.spec.cameras[0])
     camera.stop = threading.Event()
     driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
-    assert not run_unless_stopped(driver, driver.connect, camera.stop)
+    assert not connect_unless_stopped(driver, camera.stop)
     driver.close()
     with pytest.raises(HardwareLost, match="not connected"):
         robot.observe()
@@ -265,56 +265,27 @@ class SlowCamera(FakeCamera):
         return self._newest
 
 
-class LateDevice(FakeTeleoperator):
-    """An input device that notes its robot's stops at its connection."""
+class LateCamera(FakeCamera):
+    """A camera that notes its robot's stops at its connection."""
 
-    def __init__(self, robot: RecordingRobot) -> None:
-        super().__init__([TeleopInput(STILL, engaged=False)])
-        self._robot, self.stops = robot, -1
+    stops = -1
 
     def connect(self) -> None:
         super().connect()
+        assert isinstance(self._robot, RecordingRobot)
         self.stops = len(self._robot.stops)
 
 
 def test_latched_robot_is_stopped_when_it_is_connected() -> None:
-    robot = RecordingRobot()
-    device = LateDevice(robot)
-    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[device])
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = LateCamera(robot, robot.spec.cameras[0])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
     driver.connect()
-    assert device.stops == 0
+    assert camera.stops == 0
     driver.kernel.emergency_stop("ada")
     driver.connect()
-    assert device.stops == 1 and robot.stops == [StopLevel.SAFE]
+    assert camera.stops == 1 and robot.stops == [StopLevel.SAFE]
     driver.close()
-
-
-class MissingCamera(FakeCamera):
-    """A camera that is unplugged."""
-
-    def connect(self) -> None:
-        raise HardwareLost("it cannot be opened")
-
-
-class CountingRobot(RecordingRobot):
-    """A robot that counts its connections: an arm that sinks while it is connected."""
-
-    connections = 0
-
-    def connect(self) -> None:
-        self.connections += 1
-        super().connect()
-
-
-def test_missing_camera_leaves_the_robot_alone() -> None:
-    robot = CountingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
-    camera = MissingCamera(robot, robot.spec.cameras[0])
-    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
-    for _ in range(3):  # at each restart of its driver
-        with pytest.raises(HardwareLost, match="it cannot be opened"):
-            driver.connect()
-        driver.close()
-    assert robot.connections == 0
 
 
 class GrowingCamera(FakeCamera):

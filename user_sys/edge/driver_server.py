@@ -440,15 +440,12 @@ def _run(config: RobotConfig, state: Path) -> None:
         )
         server.stop, server.real_time = stop, config.follows_clock
         try:
-            if not run_unless_stopped(environment, environment.connect_cameras, stop):
-                return
-            # After the cameras, whose threads would get its priority, and before the robot: its threads must keep its
-            # watchdog fed, and locking memory halts them all
+            # Before the robot is connected: its threads must keep its watchdog fed, and locking memory halts them all
             sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
             realtime = config.follows_clock and config.realtime_scheduling == "auto"
             refused = enable_realtime(config.cpus) if realtime else ""
-            environment.on_robot_connected = reset_priority_of_new_threads  # for the threads of input devices
-            if not run_unless_stopped(environment, environment.connect, stop):
+            environment.on_robot_connected = reset_priority_of_new_threads  # for the threads of cameras
+            if not connect_unless_stopped(environment, stop):
                 return
             if realtime:
                 server.refused_realtime = _log_realtime(config, refused)
@@ -478,7 +475,7 @@ def _wait_for_lock(lock: MachineLock, stop: threading.Event) -> bool:
     return False
 
 
-def run_unless_stopped(environment: RobotEnvironment, connect: Callable[[], None], stop: threading.Event) -> bool:
+def connect_unless_stopped(environment: RobotEnvironment, stop: threading.Event) -> bool:
     """False if `stop` is set first, for example during the wait for a camera. Raises as `RobotEnvironment.connect`."""
 
     def check_stop() -> None:
@@ -488,7 +485,7 @@ def run_unless_stopped(environment: RobotEnvironment, connect: Callable[[], None
 
     environment.robot.check_stop = check_stop
     try:
-        connect()
+        environment.connect()
     except HalError:
         if not stop.is_set():
             raise

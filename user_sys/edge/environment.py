@@ -179,7 +179,7 @@ class RobotEnvironment:
         wait_for_period_end: blocks until the control period is over; the owner of the environment sets it.
         wait_for_command: blocks until `step` may apply its command, about a control period after the last command. The
             owner sets it, for `real_time`.
-        on_robot_connected: called after the robot is connected, before its input devices.
+        on_robot_connected: called after the robot is connected, before its cameras and input devices.
     """
 
     def __init__(
@@ -217,16 +217,17 @@ class RobotEnvironment:
         return TaskInfo.of(self.task)
 
     def connect(self) -> None:
-        """Connects the cameras, the robot, then the input devices. A missing input device is left out until a reset
-        finds it. Under a latched e-stop the robot is stopped first.
+        """Connects the robot, then its cameras and input devices. A missing input device is left out until a
+        reset finds it. Under a latched e-stop the robot is stopped first.
 
-        `Robot.check_stop` is called while they connect; its errors pass through.
+        `Robot.check_stop` is called while robot and cameras connect; its errors pass through.
 
         Raises:
             HardwareLost: the robot or a camera is missing, or the robot's own stop button is pressed, which latches
                 too.
         """
-        self.connect_cameras()
+        for camera in self.cameras:
+            camera.preload()
         try:
             self.robot.connect()
         except EmergencyStopped as error:
@@ -237,17 +238,13 @@ class RobotEnvironment:
         if self.kernel.latched_estop is not None:
             self.robot.stop(StopLevel.SAFE)
             self._acknowledge()
-        self._input_devices.connect(self.robot.check_stop)
-        self.kernel.reset()
-        self._newest = self.robot.observe()
-
-    def connect_cameras(self) -> None:
-        """Connects the cameras, which `connect` also does, before the robot: an arm may sink a little each time that
-        it is connected, so a missing camera must not connect it at each restart. Raises as `connect`."""
         for camera in self.cameras:
             self.robot.check_stop()
             camera.check_stop = self.robot.check_stop
             camera.connect()
+        self._input_devices.connect(self.robot.check_stop)
+        self.kernel.reset()
+        self._newest = self.robot.observe()
 
     def close(self) -> None:
         """Closes the robot first, then every device, even if one fails; then raises the error of the failed one."""

@@ -21,7 +21,7 @@ def enable_realtime(cpus: Sequence[int]) -> str:
     """Gives the calling thread, and threads that it starts later, real-time priority, and locks the process's memory.
 
     Args:
-        cpus: the CPUs for all threads of the process; empty for all CPUs.
+        cpus: the CPUs to run on; empty for all.
 
     Returns:
         The refused settings and why; empty if all were granted.
@@ -44,8 +44,8 @@ def reset_priority_of_new_threads() -> None:
 
 def _pin_to_cpus(cpus: Sequence[int]) -> list[str]:
     try:
-        for thread in os.listdir("/proc/self/task") if cpus else ():
-            os.sched_setaffinity(int(thread), cpus)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
     except OSError as error:
         return [f"CPUs {list(cpus)}: {error.strerror}"]
     return []
