@@ -382,9 +382,11 @@ def test_person_signs_in_over_https_and_out(browser: Any, simulated: SimulatedRu
         server.stop()
 
 
+@pytest.mark.parametrize("stops", [False, True])
 def test_page_whose_sign_in_ends_while_it_is_disconnected_leads_to_the_sign_in(
-    browser: Any, simulated: SimulatedRun, tmp_path: Path
+    browser: Any, simulated: SimulatedRun, tmp_path: Path, stops: bool
 ) -> None:
+    """Not while an e-stop is unconfirmed: the page then keeps its warning."""
     accounts = AccountStore(tmp_path)
     accounts.add("ana", "operator", "correct horse")
     server = ConsoleServer(simulated.hub, ConsoleConfig(host="0.0.0.0", port=0), accounts=accounts)
@@ -401,9 +403,15 @@ def test_page_whose_sign_in_ends_while_it_is_disconnected_leads_to_the_sign_in(
         badge(page, "policy")
         server.stop()
         badge(page, "unknown")
+        if stops:
+            page.keyboard.press("Space")
+            badge(page, "stopping")
         (tmp_path / "sign-ins.json").write_text("{}")  # 12 hours later
         server = ConsoleServer(simulated.hub, ConsoleConfig(host="0.0.0.0", port=port), accounts=accounts)
         server.start()
+        if stops:
+            page.wait_for_selector("#alarm:text-matches('NOT CONFIRMED: panda-0.*reload this page to sign in again')")
+            page.reload()
         page.wait_for_selector("h1:text-is('Sign in')")
     finally:
         context.close()

@@ -71,6 +71,7 @@ def test_status_with_numbers_that_json_lacks_can_be_read(tmp_path: Path) -> None
         (status(robot(lost=True, silent_s=7)), "has reported nothing for 7 s; it holds if its session ended"),
         (status(robot(authority="stopped")), "has a pressed e-stop; it stays stopped until a person re-arms it"),
         (status(robot(health=Health.QUARANTINED)), "is quarantined: gripper slips; no session drives it"),
+        (status(robot(lost=True, health=Health.DRAINING)), "is draining: gripper slips; no session drives it"),
         (status(robot(note="no policy", authority="hold")), "reports: no policy; it holds meanwhile"),
         (status(robot(dropped_episodes=3)), "has deleted 3 episodes, because its outbox was full; it keeps the newest"),
         (status(robot(refused_realtime="SCHED_FIFO")), "SCHED_FIFO; its control rate may vary"),

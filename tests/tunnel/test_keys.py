@@ -98,12 +98,15 @@ def test_unsafe_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_entry_that_root_writes_belongs_to_the_owner_of_the_keyring(tmp_path: Path) -> None:
+def test_keys_that_root_writes_belong_to_the_owner_of_the_folder(tmp_path: Path) -> None:
     """The command may run with sudo, whose files the gateway's user could not read."""
     os.chown(tmp_path, 1000, 1001)
-    Keyring(tmp_path).allow(new_keypair().public, "panda-0", "robot")
-    for path in (tmp_path / "allowed", tmp_path / "allowed/panda-0.json"):
-        assert (path.stat().st_uid, path.stat().st_gid) == (1000, 1001)
+    save_keypair(new_keypair(), tmp_path / "keys", "gateway")
+    Keyring(tmp_path / "keys").allow(new_keypair().public, "panda-0", "robot")
+    written = {path: path.stat() for path in (tmp_path / "keys").rglob("*")}
+    assert len(written) == 4 and {(each.st_uid, each.st_gid) for each in written.values()} == {(1000, 1001)}
+    folder = (tmp_path / "keys").stat()
+    assert (folder.st_uid, folder.st_mode & 0o777) == (1000, 0o700)
 
 
 def test_entry_with_corrected_permissions_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from hal.registry import OVERRIDDEN
 from user_sys.console.progress import RobotView, RunView
 from user_sys.episode import EpisodeSource
 from user_sys.messages import EpisodeReport, MetricsReport
@@ -190,11 +191,14 @@ def robots_table(run: RunView, is_wide: bool = True) -> Table:
 
 
 def _control(robot: RobotView) -> str:
-    """Who controls the robot, with the operator's name; or ``missing`` before its first report, or ``lost``."""
+    """Who controls the robot, with the operator's name; or ``missing`` before its first report, or ``lost``.
+
+    The health of one that is out of use: its session waits for its lease and sends no report.
+    """
     if robot.status is None:
         return "missing"
     if robot.lost:
-        return "lost"
+        return robot.health.value if robot.health in OVERRIDDEN else "lost"
     operator = robot.status.operator
     return f"{robot.status.authority} ({operator})" if operator else robot.status.authority
 
@@ -202,7 +206,9 @@ def _control(robot: RobotView) -> str:
 def _note(robot: RobotView) -> str:
     if robot.status is None:
         return f"not connected yet, for {format_duration(robot.silent_s)}"
-    return f"silent for {format_duration(robot.silent_s)}" if robot.lost else robot.status.note
+    if robot.lost:
+        return robot.health_note if robot.health in OVERRIDDEN else f"silent for {format_duration(robot.silent_s)}"
+    return robot.status.note
 
 
 def previous_elapsed_s(metrics: Path) -> float:

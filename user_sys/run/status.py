@@ -19,6 +19,7 @@ import msgspec
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.process_supervisor import ProcessState, ProcessStatus, exit_reason
+from hal.registry import OVERRIDDEN
 from hal.resource import Health
 from user_sys.console.progress import RobotView, RunView
 from user_sys.edge.control_authority import ControlState
@@ -280,6 +281,8 @@ def _robot_faults(robot: RobotView, status: RunStatus) -> Iterator[Fault]:
             yield fault(status.missing[robot.name].removeprefix(f"{robot.name} "), "its start is repeated")
         elif robot.silent_s > CONNECT_S:
             yield fault(f"has not connected for {robot.silent_s:.0f} s", "the run continues with the other robots")
+        return
+    if robot.lost and robot.health in OVERRIDDEN:  # its session waits for its lease and sends no report
         return
     if robot.lost:
         action = "it holds if its session ended; else it continues, and its steps wait in its outbox"

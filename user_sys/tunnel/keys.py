@@ -25,7 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.durable import PRIVATE_FILE_MODE, remove_durably, replace_durably, sync_folder
+from hal.durable import PRIVATE_FILE_MODE, make_folder_durably, remove_durably, replace_durably, sync_folder
 from user_sys.episode import NAME_PATTERN
 from user_sys.errors import ConfigError, RunError
 
@@ -117,7 +117,9 @@ def validate_public_key(public: str) -> str:
 
 def save_keypair(keys: KeyPair, folder: Path, name: str) -> None:
     """Writes ``<name>.key`` (0600) and ``<name>.pub`` into `folder`; creates the folder if it is missing."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.exists():
+        make_folder_durably(folder)
+        folder.chmod(0o700)
     private = msgspec.json.encode({"public": keys.public, "secret": keys.secret})
     replace_durably(folder / f"{validate_name(name)}.key", private + b"\n", PRIVATE_FILE_MODE)
     replace_durably(folder / f"{name}.pub", keys.public.encode() + b"\n")

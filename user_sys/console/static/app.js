@@ -64,9 +64,9 @@ const link = new Link("/ws", PING_PERIOD_MS, {
     traces.select(traces.robot, true);
   },
   closed(reason) {
-    closedFor = reason || "not connected";
-    if (reason.startsWith("the sign-in has ended")) return location.assign("/sign-in");
-    if (!reason) signInIfRequired();
+    closedFor = reason || closedFor || "not connected"; // a refused connection has no reason
+    if (reason.startsWith("the sign-in has ended")) signInAgain();
+    else if (!reason) signInIfRequired();
     showFreshness();
   },
   welcome(message) {
@@ -155,7 +155,13 @@ function showFreshness() {
 // A refused WebSocket has no reason. Without a valid sign-in the server sends a page's request to the sign-in.
 async function signInIfRequired() {
   const reply = await fetch("/", { redirect: "manual" }).catch(() => null); // null: there is no server
-  if (reply?.type === "opaqueredirect") location.assign("/sign-in");
+  if (reply?.type === "opaqueredirect") signInAgain();
+}
+
+// Not while a stop is unconfirmed: its warning stays, which says what helps now.
+function signInAgain() {
+  if (stops.pressed.size) closedFor = "the sign-in has ended; reload this page to sign in again";
+  else location.assign("/sign-in");
 }
 
 function showAlarm(fresh) {
