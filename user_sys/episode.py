@@ -71,7 +71,6 @@ FINAL_PREFIX = "final:"  # prefix of the columns that hold the observation after
 LENGTH_SUFFIX, CRC_SUFFIX, CAPTURE_TIME_SUFFIX = ".length", ".crc", ".t_capture_ns"
 FRAME_SUFFIXES = (LENGTH_SUFFIX, CRC_SUFFIX, CAPTURE_TIME_SUFFIX)  # of the columns that describe a camera's frames
 MAX_STEPS_PER_CHUNK = 4096
-CLOCK_TOLERANCE_S = 300.0  # so far may a robot's clock be behind
 MAX_SENTENCE_CHARS = 4096
 MAX_COLUMN_CHARS = 256
 MAX_REASON_CHARS = 500  # of the text in an error that lists columns

@@ -141,15 +141,6 @@ def test_old_versions_people_and_deleted_episodes_are_left_out(store: Store) -> 
         assert made.windows() == [(14, 0, 2)] and made.selector.stale == 4
 
 
-def test_windows_of_equal_versions_from_before_the_numbering_are_left_out(store: Store) -> None:
-    with drawing(store, staleness=1) as made:
-        made.replay.index.numbered_since_ns = 100 * 10**9
-        made.refresh(4, 5)
-        store.put(chunk(1, 0, 4, end=True, version=5, at_s=90.0), chunk(2, 0, 4, end=True, version=5, at_s=110.0))
-        made.refresh()
-        assert made.windows() == [(2, 0, 2), (2, 2, 2)] and made.selector.stale == 2
-
-
 def test_window_whose_next_record_is_lost_is_left_out(store: Store) -> None:
     with drawing(store) as made:
         store.put(*(chunk(1, 3 * index, 3, index=index, end=index == 2) for index in range(3)))

@@ -74,24 +74,6 @@ def test_version_numbers_with_which_no_policy_acted_add_no_age(store: Store) -> 
         assert [each.rows.tolist() for each in eligible] == [[*range(8, 12)], [*range(4, 12)]]
 
 
-def test_versions_of_an_earlier_training_are_older_than_those_of_the_learner(store: Store) -> None:
-    eligible = EligibleSteps(StepFilter(max_age_versions=2))
-    earlier = [3, 4, 298, 299, 300]
-    store.put(*(chunk(n, 0, 2, end=True, version=each, at_s=float(n)) for n, each in enumerate(earlier, start=1)))
-    with store.replay() as replay:
-        replay.index.numbered_since_ns, replay.index.newest_version = 10 * 10**9, 0
-        replay.subscribe(eligible.update)
-        acting = [300, 1, 2, 3, 4, 5]  # at first with the weights of before
-        seen = []
-        for number, version in enumerate(acting, start=11):
-            replay.index.newest_version = max(0, version if version < 300 else 0)
-            store.put(chunk(number, 0, 2, end=True, version=version, at_s=float(number)))
-            replay.refresh()
-            seen.append(sorted(set((replay.index.episode_of(eligible.rows.astype(np.int64)) + 1).tolist())))
-    assert seen[:2] == [[3, 4, 5, 6], [4, 5, 6, 7]], "298 to 300; then 299, 300 and 1"
-    assert seen[2:] == [[5, 6, 7, 8], [7, 8, 9], [8, 9, 10], [9, 10, 11]], "300, 1 and 2; then its own three"
-
-
 def test_age_counts_from_the_newest_living_step_of_the_same_robot(store: Store) -> None:
     eligible = EligibleSteps(StepFilter(max_age_s=60.0))
     with store.replay() as replay:

@@ -18,6 +18,7 @@ from user_sys.codec import Array
 from user_sys.episode import IMAGE_PREFIX, EpisodeSource
 from user_sys.errors import ConfigError, StoreCorrupt
 from user_sys.learner.config import CPU, DEMO_FRACTION, LearnerConfig
+from user_sys.messages import NO_VERSION
 from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.policies.scaling import encoded_feature
 from user_sys.replay.batches import EncodedColumn, ObservationFeatures
@@ -213,6 +214,12 @@ class BatchSource:
     def finished_episodes(self) -> int:
         """Returns the number of complete episodes in the store."""
         return int(self.replay.index.episodes.complete.sum())
+
+    def newest_version(self) -> int:
+        """Returns the newest version in stored steps of the learner's embodiment; `NO_VERSION` if there is none."""
+        index = self.replay.index
+        rows = StepFilter(embodiments=self._embodiments).matches(index, 0)
+        return int(index.steps.policy_version[rows].max(initial=NO_VERSION))
 
     def position(self) -> int:
         """Returns the sequence number of the newest chunk that was read from the store; -1 if there is none."""

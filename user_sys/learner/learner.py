@@ -41,21 +41,12 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from user_sys.episode import CLOCK_TOLERANCE_S
 from user_sys.errors import ConfigError, DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, load_latest_checkpoint, scan_checkpoints
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_frozen, save_frozen
 from user_sys.learner.publisher_client import PublisherClient
-from user_sys.learner.trainer import (
-    ALGORITHM_KEY,
-    LOG_ID_KEY,
-    NUMBERED_KEY,
-    POLICY_KEY,
-    PROCESS_COUNT_KEY,
-    RECORD_KEY,
-    Trainer,
-)
+from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, RECORD_KEY, Trainer
 from user_sys.messages import NO_VERSION
 from user_sys.policies.trainable import shared_copy
 from user_sys.replay.selectors import StepFilter
@@ -413,7 +404,7 @@ class Learner:
         if self._batches.once is not None:
             newest = NO_VERSION if self._versions is None else self._versions.published_version(self.updates)
             self._add_version(trainer.group.broadcast(newest))
-        self._refresh_batches()
+        trainer.refresh()
         self._counters.refresh_online(len(self._batches.demo_online.online))
         if self._has_nothing_to_sample and not self._has_warned:
             log.warning("learner.nothing_to_sample %s: training waits", self._missing_steps())
@@ -465,7 +456,6 @@ class Learner:
             "position": position,
             RECORD_KEY: self._batches.record_at(position),
             LOG_ID_KEY: self._batches.log_id(),
-            NUMBERED_KEY: self._batches.replay.index.numbered_since_ns,
             "online_steps": counters.online_steps,
             "online_seen": counters.online_seen,
             "version": self._versions.version,
@@ -502,8 +492,9 @@ class Learner:
         self._disk_full = DiskFull(full.path, full.needed_bytes, free_bytes(full.path))
         return self._disk_full.free_bytes >= full.needed_bytes
 
-    def _load_checkpoint(self) -> Checkpoint | None:
-        """Returns the checkpoint that all processes continue from, whose versions are this learner's."""
+    def _resume(self) -> None:
+        self._trainer.refresh()
+        self._batches.require_columns()
         checkpoint = None
         if self._versions is not None:
             self._unreadable_checkpoints = len(scan_checkpoints(self._folder).unreadable)
@@ -513,26 +504,9 @@ class Learner:
             checkpoint = load_latest_checkpoint(self._folder)
             if checkpoint is None or checkpoint.updates != updates:
                 raise RunError(f"the checkpoint of update {updates} in {self._folder} has vanished")
-        if checkpoint is not None and self._versions is not None:
-            self._versions.version = int(checkpoint.scalars.get("version", 0)) + 2 * VERSIONS_PER_CHECKPOINT
-        if checkpoint is None:
-            numbered_ns = time.time_ns() - int(1e9 * CLOCK_TOLERANCE_S)
-        else:
-            numbered_ns = int(checkpoint.scalars.get(NUMBERED_KEY, 0))
-        self._batches.replay.index.numbered_since_ns = self._trainer.group.broadcast(numbered_ns)
-        return checkpoint
-
-    def _refresh_batches(self) -> None:
-        newest = NO_VERSION if self._versions is None else self._versions.version
-        self._batches.replay.index.newest_version = self._trainer.group.broadcast(newest)
-        self._trainer.refresh()
-
-    def _resume(self) -> None:
-        checkpoint = self._load_checkpoint()
-        self._refresh_batches()
-        self._batches.require_columns()
         if checkpoint is None:
             self._frozen_digest = frozen_digest(self._trainer.frozen)
+            self._skip_stored_versions()
             return
         self._restore_scalars(checkpoint)
         self._frozen_digest = str(checkpoint.scalars.get(FROZEN_KEY, ""))
@@ -545,13 +519,20 @@ class Learner:
         self._steps.report(self._counters)  # later rates are of this process
         log.info("learner.resumed updates=%d training_s=%.1f", self.updates, self.training_s)
 
+    def _skip_stored_versions(self) -> None:
+        """Numbers versions from above those of stored steps, such as of a training whose checkpoints are lost."""
+        newest = self._batches.newest_version()
+        if self._versions is not None and newest > self._versions.version:
+            self._versions.version = newest + 2 * VERSIONS_PER_CHECKPOINT
+
     def _restore_scalars(self, checkpoint: Checkpoint) -> None:
         scalars, counters = checkpoint.scalars, self._counters
         where = f"the checkpoint of update {checkpoint.updates} in {self._folder}"
         try:
-            algorithm, position, _ = scalars[ALGORITHM_KEY], int(scalars["position"]), scalars["version"]
+            algorithm, position = scalars[ALGORITHM_KEY], int(scalars["position"])
             counters.online_steps, counters.online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
             counters.training_s, counters.waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
+            version = int(scalars["version"]) + 2 * VERSIONS_PER_CHECKPOINT
         except (KeyError, ValueError) as error:
             raise WireError(
                 f"{where} lacks {error}: another version of user-sys wrote it; resume with that version, or move the "
@@ -577,6 +558,8 @@ class Learner:
                 )
             log.warning("learner.store_is_older read=%d end=%d: the sampler starts from its seed", position, end)
         counters.updates = checkpoint.updates
+        if self._versions is not None:
+            self._versions.version = version
 
     def _report(self, *, finished: bool = False) -> None:
         """Reports scalars. Raises NotFinite if a loss is not finite."""

@@ -51,7 +51,6 @@ OWN_PREFIXES = (GENERATOR, SAMPLER_PREFIX)  # of arrays that differ from process
 RANK_PREFIX = "rank."  # prefix of other ranks' arrays, before their number
 ALGORITHM_KEY, POLICY_KEY, PROCESS_COUNT_KEY = "algorithm", "policy", "processes"  # scalars of a checkpoint
 LOG_ID_KEY, RECORD_KEY = "log_id", "record"  # other ones: of the store, and of the newest record that was read
-NUMBERED_KEY = "numbered_since_ns"  # another one: since when stored versions can be its learner's, Unix time
 TRAINED_COPIES = 5  # of what trains: parameters, gradients, two moments of Adam, and a slow copy or a snapshot
 HOST_COPIES = 1  # of all parameters on the CPU: the memory that the publisher process shares
 

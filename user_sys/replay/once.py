@@ -3,8 +3,8 @@
 A batch starts at *windows*: steps 0, H, 2H, ... of an episode, with H steps each, fewer at the episode's end. If
 windows end where the source of control changes, the count starts again there. A window is ready when its steps and the
 observation after them are stored. It is dropped, and counted, if the policy version of its first step is none of the
-newest ones, or is another learner's of that number (`Index.is_own_version`). Windows that no policy of this run began
-are left out: those of people, of exploration before the first weights, and of another run's weights.
+newest ones. Windows that no policy of this run began are left out: those of people, of exploration before the first
+weights, and of another run's weights.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class OnceSelector(Selector):
         newest = list(self._versions)
         for name in ("_waiting", "_ready"):
             rows = getattr(self, name)
-            kept = np.isin(index.steps.policy_version[rows], newest) & index.is_own_version(rows)
+            kept = np.isin(index.steps.policy_version[rows], newest)
             self.stale += int((~kept).sum())
             setattr(self, name, rows[kept])
 

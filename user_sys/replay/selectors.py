@@ -25,7 +25,6 @@ PhaseName = Literal["policy", "teleop", "correction", "recovery"]
 INTERVENTION_PHASES: tuple[PhaseName, ...] = ("teleop", "correction")
 MAX_AGE_S = 1e9  # thirty years
 MAX_AGE_VERSIONS = 1 << 62
-NO_POLICY = -1 << 63  # below each version
 
 EPSILON = 1e-6
 
@@ -44,8 +43,7 @@ class StepFilter:
         phases: of the step, with labels applied.
         max_age_s: captured at most so long before the newest step of the same robot, by its clock.
         max_age_versions: acted by the newest version in `embodiments`, or one of so many before it. Versions that never
-            acted do not count; those that are not the learner's own (`Index.is_own_version`) are older than its own.
-            Steps that no policy acted do not match.
+            acted do not count. Steps that no policy acted do not match.
     """
 
     robots: tuple[str, ...] = ()
@@ -87,19 +85,19 @@ class StepFilter:
             newest_ns = _newest_ns(index)[index.episodes.robot[chunks.episode[chunk]]]
             met &= steps.time_unix_ns[low:] >= newest_ns - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
-            met &= _comparable_versions(index, slice(low, None)) >= self._oldest_version(index, self.max_age_versions)
+            met &= steps.policy_version[low:] >= self._oldest_version(index, self.max_age_versions)
         return met
 
     def _oldest_version(self, index: Index, age: int) -> int:
         """The version `age` places before the newest, of those that acted in these embodiments, or the first of them.
 
-        As `_comparable_versions`. Each learner numbers its own versions, and skips numbers when it resumes.
+        Each learner numbers its own versions, and skips numbers when it resumes.
         """
         versions = index.steps.policy_version
         rows = np.append(index.chunks.first_row, 1 + np.flatnonzero(versions[1:] != versions[:-1]))
         kin = StepFilter(embodiments=self.embodiments)._episodes(index.episodes)
-        acted = np.unique(_comparable_versions(index, rows[kin[index.episode_of(rows)]]))
-        return int(acted[acted > NO_POLICY][-1 - age :].min(initial=MAX_AGE_VERSIONS))
+        acted = np.unique(versions[rows[kin[index.episode_of(rows)]]])
+        return int(acted[acted >= 0][-1 - age :].min(initial=MAX_AGE_VERSIONS))
 
     def _episodes(self, episodes: EpisodeTable) -> Array:
         met = np.ones(len(episodes), bool)
@@ -138,16 +136,6 @@ class StepFilterUnion:
         """As `StepFilter.matches`."""
         met: Array = np.any([np.all([f.matches(index, low) for f in group], axis=0) for group in self.groups], axis=0)
         return met
-
-
-def _comparable_versions(index: Index, rows: Array | slice) -> Array:
-    """The policy version of each of `rows`, int64; less `MAX_AGE_VERSIONS` if it is another learner's.
-
-    `NO_POLICY` if no policy acted. Each learner without a checkpoint begins at 1.
-    """
-    versions = index.steps.policy_version[rows]
-    ordered = np.where(index.is_own_version(rows), versions, versions - MAX_AGE_VERSIONS)
-    return np.where(versions >= 0, ordered, NO_POLICY)
 
 
 def _newest_ns(index: Index) -> Array:

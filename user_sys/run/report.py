@@ -20,7 +20,7 @@ from rich.table import Table
 
 from hal.spec import Array
 from user_sys.console.progress import SUCCESS_WINDOWS
-from user_sys.episode import CLOCK_TOLERANCE_S, EpisodeSource
+from user_sys.episode import EpisodeSource
 from user_sys.errors import DataSetError, RunError
 from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
 from user_sys.run.config import RunFolder, read_run_metadata
@@ -32,6 +32,7 @@ from user_sys.store.store import StoreReader
 Z_95 = 1.959964  # two-sided 95% of the normal distribution
 SUMMARY, PLOT, VIDEO, FAILURES = "summary.json", "success.png", "evaluation.mp4", "failures.mp4"
 NEWEST = 100  # autonomous training episodes in the summary
+CLOCK_TOLERANCE_S = 300.0  # so far may a robot's clock be behind
 
 _BLUE, _PALE, _ORANGE, _GREY = "#1f5fa8", "#a9c6e6", "#d9662b", "#6b7280"
 

@@ -220,14 +220,10 @@ class Index:
 
     Attributes:
         label_total: number of labels, also of those that others revert.
-        numbered_since_ns, newest_version: since when steps can have versions of the learner that reads the store, as
-            Unix time, and its newest one. It sets them before it adds blocks: equal numbers of another run are not its
-            own.
     """
 
     def __init__(self) -> None:
         self.steps, self.chunks, self.episodes = StepTable(), ChunkTable(), EpisodeTable()
-        self.numbered_since_ns, self.newest_version = 0, 1 << 62
         self._labels: dict[str, list[Label]] = {}
         self.label_total = 0
         self._columns: dict[str, Array] = {}  # labelled columns: float32, NaN without a label, with spare rows
@@ -261,15 +257,6 @@ class Index:
         """Number of each step row within its episode."""
         chunk = self.steps.chunk[rows]
         found: Array = rows - self.chunks.first_row[chunk] + self.chunks.first_step[chunk]
-        return found
-
-    def is_own_version(self, rows: Array | slice) -> Array:
-        """Whether the policy version of each step row can be one of the reading learner, bool.
-
-        It can if the step was captured since `numbered_since_ns`, by the edge's clock, and if there is such a version.
-        """
-        found: Array = self.steps.time_unix_ns[rows] >= self.numbered_since_ns
-        found &= self.steps.policy_version[rows] <= self.newest_version
         return found
 
     @property
