@@ -20,7 +20,7 @@ import numpy as np
 
 from hal.context import ClosedAtExit
 from user_sys.codec import Array
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError, WireError
 from user_sys.replay.batches import Allocate, Batch, BatchSpec, ReadPlan
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.selectors import (
@@ -191,6 +191,7 @@ class Sampler:
         rows = np.array([draw.batch.row for draw in ahead], np.int64).reshape(len(ahead), self.batch_size)
         chunk = index.steps.chunk[rows]
         return state | {
+            "selector": np.frombuffer(type(self._selector).__name__.encode(), np.uint8),
             "generator": np.frombuffer(json.dumps(self._bits.state).encode(), np.uint8),
             "ahead.sequence": index.chunks.sequence[chunk],
             "ahead.step": rows - index.chunks.first_row[chunk],
@@ -208,6 +209,8 @@ class Sampler:
         Raises:
             WireError: it is the state of another sampler.
         """
+        if (saved := state_column(state, "selector").tobytes().decode()) != (own := type(self._selector).__name__):
+            raise WireError(f"the state belongs to a {saved}; this sampler has a {own}")
         columns = [state_column(state, f"ahead.{name}") for name in ("sequence", "step", "weight", "group")]
         if columns[0].size and columns[0].shape[1] != self.batch_size:  # e.g. lowered to fit the GPU's memory
             _logger.warning("replay.pending_draws_dropped count=%d: of another batch size", len(columns[0]))
