@@ -369,6 +369,8 @@ def test_first_learner_that_its_robot_has_left_does_not_hold_up_the_end_or_a_res
     failed = ProcessStatus(state=ProcessState.FAILED, last_exit=2)
     processes.report_failures({second: failed}, lambda line: None)
     assert not processes.are_learners_done({"learner": running, second: failed}), "none has ended"
+    with pytest.raises(RunError, match=f"{second} cannot be kept running"):  # no robot has another one
+        processes.require_running(has_other_robots=True)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

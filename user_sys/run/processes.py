@@ -18,6 +18,7 @@ from user_sys.robot_records import (
     EXIT_ORPHANED,
     LEARNER,
     assign_learners,
+    first_learner,
     learner_from_robot,
     learner_process_name,
     read_robot_records,
@@ -205,9 +206,9 @@ class RunProcesses:
                 print_line(f"{name} failed: {self.failed[name]}; its log is {path}{self._leave_out(name)}")
 
     def _leave_out(self, name: str) -> str:
-        """If the failed process is of a learner after the first, stops the learner. Returns what people can do then."""
-        learner = next((each for each in self.learners[1:] if name in self._processes_of(each)), None)
-        if learner is None:
+        """If the failed process is of another learner than the first, stops that. Returns what people can do then."""
+        learner = next((each for each in self.learners if name in self._processes_of(each)), self._first_learner)
+        if learner == self._first_learner:
             return ""
         others = [each for each in self._processes_of(learner) if each not in self.failed]
         self.failed |= dict.fromkeys(others, f"{name} has failed")
@@ -234,8 +235,12 @@ class RunProcesses:
     @property
     def _vital(self) -> set[str]:
         own = {GATEWAY_NAME, *([REWARD_PROCESS] if self._config.rewards.kind else [])}
-        first = [process for name in self.learners[:1] for process in self._processes_of(name)]
-        return own | {*first, *self._names_of("policy")}
+        return own | {*self._processes_of(self._first_learner), *self._names_of("policy")}
+
+    @property
+    def _first_learner(self) -> str:
+        """The first of those that robots have now."""
+        return first_learner(assign_learners(read_robot_records(self._folder.robots)))
 
     def are_learners_done(self, statuses: Mapping[str, ProcessStatus]) -> bool:
         """Whether learners have ended, and all have but failed ones and those that no robot has, which get no steps."""
