@@ -230,10 +230,19 @@ def test_full_disk_and_pinned_version_warn_until_they_end(hub: ConsoleHub) -> No
 def test_lack_of_steps_to_train_on_warns_until_it_ends(hub: ConsoleHub) -> None:
     hub.update(MetricsReport(node="learner", count=0, scalars={"nothing_to_sample": 1.0}))
     run = hub.view()
-    assert "no stored step is one that the algorithm trains on" in run.warning
+    assert "learner finds no stored step that its algorithm trains on" in run.warning
     assert run.warning in plain_line(run, "starting")
     hub.update(MetricsReport(node="learner", count=1, scalars={"nothing_to_sample": 0.0}))
     assert not hub.view().warning
+
+
+def test_learner_that_has_ended_or_that_no_robot_has_lacks_no_steps(hub: ConsoleHub) -> None:
+    hub.set_learners({"panda-0": "learner", "panda-1": "learner-b"})
+    for name in ("learner", "learner-b", "learner-c"):
+        hub.update(MetricsReport(node=name, count=0, scalars={"nothing_to_sample": 1.0}))
+    assert "learner, learner-b finds no stored step" in hub.view().warning
+    hub.set_ended(["learner-b"])
+    assert "waits: learner finds no stored step" in hub.view().warning
 
 
 def test_lost_device_warns_until_it_returns(hub: ConsoleHub) -> None:

@@ -33,7 +33,7 @@ BEST_VERSION_SCALAR = "acting_with_version"  # of a run's metrics; see `user_sys
 STORE_FULL_HINT = "robots keep their steps in their outboxes, and hold when these are full"
 LEARNER_DISK_FULL_HINT = "training pauses until a checkpoint can be written"
 NOTHING_TO_SAMPLE_WARNING = (
-    "training waits: no stored step is one that the algorithm trains on; give it demonstrations or corrections, or "
+    "training waits: {} finds no stored step that its algorithm trains on; give it demonstrations or corrections, or "
     "check learner.sampler"
 )
 PINNED_VERSION_WARNING = (
@@ -438,14 +438,21 @@ class RunProgress:
         lost = f"lost: {', '.join(map(describe_device, self._lost_devices.values()))}" if self._lost_devices else ""
         is_pinned = any(scalars.get("held_by_pin", 0) for scalars in self.metrics.values())
         pinned = PINNED_VERSION_WARNING if is_pinned else ""
-        has_nothing = any(scalars.get("nothing_to_sample", 0) for scalars in self.metrics.values())
-        nothing = NOTHING_TO_SAMPLE_WARNING if has_nothing else ""
+        starved = ", ".join(self._starved_learners)
+        nothing = NOTHING_TO_SAMPLE_WARNING.format(starved) if starved else ""
         success = self._best_version_warning or self._autonomous.warning
         return " | ".join(filter(None, (self.disk_warning, lost, self._silent_learners, nothing, success or pinned)))
 
     @property
     def _total_updates(self) -> int:
         return sum(count for count, _ in self._updates.values())
+
+    @property
+    def _starved_learners(self) -> list[str]:
+        """The learners that wait for steps, without those that have ended or that no robot has."""
+        running = [name for name, (_, at_s) in sorted(self._updates.items()) if math.isfinite(at_s)]
+        with_robots = {*self._learner_from_robot.values()} or {*running}
+        return [name for name in running if name in with_robots and self.metrics[name].get("nothing_to_sample", 0)]
 
     @property
     def _silent_learners(self) -> str:
