@@ -622,6 +622,23 @@ def test_steps_that_a_new_trim_brings_back_are_rewarded(restarts: bool, tmp_path
     assert evaluated == [4, 6, 8]
 
 
+@pytest.mark.parametrize("restarts", [True, False])
+def test_label_that_an_unsure_evaluation_took_back_returns_with_the_steps(restarts: bool, tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", [rising("e", "red", False, 8)])
+    trim = TrimLabel(episode="e", labeller="ann", at_unix_ns=2, first_step=0, steps=6)
+    found = list[bool | None]()
+    with StoreReader.open(store) as reader:
+        reward = GivenReward(lambda asked: EpisodeReward(True if asked.steps == 8 else None))
+        labeller = EpisodeLabeller(reader, reward, "given")
+        for changes in ([], [trim], [UndoLabel(episode="e", labeller="ann", at_unix_ns=9, undone_at_unix_ns=2)]):
+            add_labels(store, changes)
+            again = EpisodeLabeller(reader, reward, "given") if restarts else labeller
+            add_labels(store, [label for *_, new in again.new_labels() for label in new])
+            reader.refresh()
+            found.append(reader.episodes()[0].success)
+    assert found == [True, False, True]
+
+
 def test_message_about_a_trimmed_episode_has_its_stored_id_and_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

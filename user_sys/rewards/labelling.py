@@ -108,7 +108,8 @@ class EpisodeLabeller:
             return True
         else:
             evaluated = newest_trim(effective_labels(labels[: labels.index(own[-1])]))
-        is_undone = bool(own) and not self._own(valid)
+        undone = {each.undone_at_unix_ns for each in labels if isinstance(each, UndoLabel) and each not in own}
+        is_undone = not self._own(valid) and any(each.at_unix_ns in undone for each in own)  # by a person
         return newest_trim(valid) != evaluated and not is_undone
 
     def _own(self, labels: Sequence[Label]) -> list[Label]:
