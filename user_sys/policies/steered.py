@@ -260,7 +260,10 @@ class SteeredPolicy(TorchPolicy):
         chosen = settings or cls.settings()
         cls.check_robot(spec, chosen, features)
         kind, options = load_base(chosen)
-        plain = kind.make_module(spec, settings=options, features=chosen.base_features or features)
+        try:
+            plain = kind.make_module(spec, settings=options, features=chosen.base_features or features)
+        except SpecError as error:
+            raise SpecError(f"policy.options.base_options, of the frozen policy: {error}") from None
         base = apply_train_settings(plain, options)  # with the adapters of the run that trained it
         return SteeredNetwork(spec, features, chosen, cls._own_cameras(spec, chosen), base)
 
