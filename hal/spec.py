@@ -216,7 +216,8 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """Of the whole spec: 16 hex digits that are equal exactly if the specs are equal."""
-        return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=8).hexdigest()
+        same = msgspec.convert(msgspec.to_builtins(self), RobotSpec)  # a driver may give 50 where others read 50.0
+        return hashlib.blake2b(msgspec.json.encode(same, order="deterministic"), digest_size=8).hexdigest()
 
     def rest_action(self, observation: Mapping[str, Array]) -> Array:
         """The action that keeps the robot at `observation`: a new float32 array with the action's shape.

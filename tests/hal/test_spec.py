@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from hal.errors import SpecError
-from hal.spec import CameraSpec
+from hal.spec import CameraSpec, RobotSpec
 from robots.fake import FakeRobot
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.errors import ConfigError
@@ -30,6 +31,12 @@ def test_camera_without_size_or_rate_is_refused(height: int, width: int, rate_hz
 def test_invalid_options_of_a_simulated_arm_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_robot_setup(RobotConfig(name="panda-0", options=options), cameras=False)
+
+
+def test_fingerprint_of_a_driver_that_gives_whole_numbers_is_that_of_its_stored_spec() -> None:
+    spec = replace(FakeRobot().spec, rate_hz=50)
+    stored = msgspec.json.decode(msgspec.json.encode(spec), type=RobotSpec)
+    assert (spec.fingerprint, spec.embodiment) == (stored.fingerprint, stored.embodiment)
 
 
 def test_embodiment_stays_when_limits_or_the_safe_stop_change_and_the_fingerprint_does_not() -> None:
