@@ -25,7 +25,7 @@ from benchmarks.harness import Row, report
 from benchmarks.store import chunk
 from hal.spec import ACTION, STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys.compose import PolicyConfig
-from user_sys.episode import Chunk, EpisodeSource
+from user_sys.episode import Chunk, EpisodeSource, Phase
 from user_sys.learner.config import LearnerConfig, training_stream
 from user_sys.learner.trainer import Trainer
 from user_sys.store.store import StoreReader, StoreWriter
@@ -77,9 +77,10 @@ def fill(folder: Path, spec: RobotSpec, scale: Scale) -> None:
     with StoreWriter.open(folder) as writer:
         for number in range(2 * scale.episodes):
             plain = chunk(number, EPISODE_STEPS, CAMERAS, jpegs, state=STATE_SIZE)
-            source = EpisodeSource.DEMO if number % 2 else EpisodeSource.ONLINE
+            source, phase = (EpisodeSource.DEMO, Phase.TELEOP) if number % 2 else (EpisodeSource.ONLINE, Phase.POLICY)
             header = msgspec.structs.replace(plain.header, embodiment=spec.embodiment, source=source)
-            writer.append(Chunk(header, plain.columns, plain.final).encode())
+            columns = {**plain.columns, "phase": np.full(EPISODE_STEPS, phase, np.uint8)}
+            writer.append(Chunk(header, columns, plain.final).encode())
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from user_sys.learner.config import LearnerConfig
 from user_sys.learner.trainer import require_trainable
 from user_sys.plugins import ALGORITHMS, load_algorithm, load_policy
 from user_sys.policies.conformance import example_spec
+from user_sys.replay.sampler import SamplerConfig
+from user_sys.replay.selectors import StepFilter
 from user_sys.rewards.reward import RewardConfig
 from user_sys.run.config import RunConfig
 from user_sys.run.prepare import check_plugins
@@ -113,6 +115,20 @@ def test_policy_that_an_algorithm_cannot_train_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=problem) as caught:
         check_plugins(RunConfig(robots=(robot,), learner=learner, policy=policy))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("learner", "problem"),
+    [
+        (LearnerConfig(algorithm="ppo", min_demonstrations=9), "min_demonstrations has no effect with ppo"),
+        (LearnerConfig(sampler=SamplerConfig(only=StepFilter(phases=("policy",)))), r"only.phases is \['policy'\], .*"),
+    ],
+)
+def test_wait_for_demonstrations_that_never_ends_is_refused(learner: LearnerConfig, problem: str) -> None:
+    policy = PolicyConfig(options={"pretrain_updates": 9 * (learner.algorithm != "ppo")})
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach")
+    with pytest.raises(ConfigError, match=problem):
+        check_plugins(RunConfig(robots=(robot,), learner=learner, policy=policy))
 
 
 @pytest.mark.parametrize(

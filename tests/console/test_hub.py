@@ -236,6 +236,19 @@ def test_lack_of_steps_to_train_on_warns_until_it_ends(hub: ConsoleHub) -> None:
     assert not hub.view().warning
 
 
+def test_learners_that_wait_for_demonstrations_are_shown_until_they_train(hub: ConsoleHub) -> None:
+    for name, have in (("learner", 7.0), ("learner-b", 0.0)):
+        waits = {"demonstrations": have, "demonstrations_needed": 10.0}
+        hub.update(MetricsReport(node=name, count=0, scalars=waits))
+    run = hub.view()
+    assert "waits: learner has 7 of 10, learner-b has 0 of 10 demonstrations; show the task" in run.warning
+    assert run.warning in plain_line(run, "training")
+    for name in ("learner", "learner-b"):
+        trains = {"demonstrations": 10.0, "demonstrations_needed": 0.0}
+        hub.update(MetricsReport(node=name, count=1, scalars=trains))
+    assert not hub.view().warning
+
+
 def test_learner_that_has_ended_or_that_no_robot_has_lacks_no_steps(hub: ConsoleHub) -> None:
     hub.set_learners({"panda-0": "learner", "panda-1": "learner-b"})
     for name in ("learner", "learner-b", "learner-c"):

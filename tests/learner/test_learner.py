@@ -61,6 +61,7 @@ SPEC = example_spec()
 VECTORS = [feature.name for feature in SPEC.observation]
 STEPS = 12
 POLICY = PolicyConfig(options={"hidden": [16]})
+CLONED = PolicyConfig(options={"hidden": [16], "pretrain_updates": 3})
 TINY_VLA = {"width": 16, "heads": 2, "prefix_layers": 1, "expert_layers": 1, "chunk_length": 2, "flow_steps": 2}
 SMALL: dict[str, object] = {"critic_hidden": [16], "critics": 3}
 CONFIG = LearnerConfig(
@@ -166,6 +167,12 @@ class LearnerBench:
             self.writer.append(episode(f"{source.value}-{i}", source, i, spoil))
         self.writer.sync()
 
+    def show(self, episodes: int) -> None:
+        """A person demonstrates."""
+        for i in range(episodes):
+            self.writer.append(episode(f"shown-{i}", EpisodeSource.ONLINE, i, persons=range(STEPS)))
+        self.writer.sync()
+
     def learner(
         self,
         config: LearnerConfig,
@@ -187,6 +194,19 @@ class LearnerBench:
             checkpoint_dir=self.folder / checkpoints,
             clock=clock,
         )
+
+    def run_briefly(self, config: LearnerConfig, **options: Any) -> Learner:
+        """Runs a learner for a hundred readings of its clock."""
+        stop, readings = threading.Event(), itertools.count()
+
+        def clock() -> float:
+            if (reading := next(readings)) > 100:
+                stop.set()
+            return reading / 100
+
+        learner = self.learner(config, clock=clock, **options)
+        learner.run(stop)
+        return learner
 
     def train(self, config: LearnerConfig, checkpoints: str = "a", seed: int = 0) -> Learner:
         learner = self.learner(config, checkpoints, seed)
@@ -257,11 +277,53 @@ def test_first_rate_after_a_resumption_is_of_its_own_updates(bench: LearnerBench
 
 @pytest.mark.parametrize("kind", ["prioritized", "tasks"])
 def test_samplers_with_feedback_draw_while_the_policy_is_cloned(bench: LearnerBench, kind: SelectorKind) -> None:
-    bench.fill(EpisodeSource.DEMO, 3)
-    config = replace(CONFIG, max_updates=4, sampler=SamplerConfig(kind=kind))
-    learner = bench.learner(config, policy=PolicyConfig(options={"hidden": [16], "pretrain_updates": 3}))
+    bench.show(3)
+    learner = bench.learner(replace(CONFIG, max_updates=4, sampler=SamplerConfig(kind=kind)), policy=CLONED)
     learner.run(threading.Event())
     assert learner.updates == 4
+
+
+@pytest.mark.parametrize("needed", [None, 2])
+def test_first_update_waits_for_finished_demonstrations(
+    bench: LearnerBench, needed: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(CONFIG, min_demonstrations=needed, max_updates=5)
+    bench.fill(EpisodeSource.ONLINE, 3)  # such as of a robot that acts at random
+    bench.show(shown := (needed or 1) - 1)
+    bench.writer.append(episode("begun", EpisodeSource.ONLINE, 7, persons=range(STEPS), ends=False))
+    bench.writer.sync()
+    learner = bench.run_briefly(config, policy=CLONED)
+    count, scalars = bench.reported[-1]
+    assert learner.updates == count == 0 and learner.training_s == 0 and not bench.published
+    assert (scalars["demonstrations"], scalars["demonstrations_needed"]) == (shown, needed or 1)
+    assert scalars["nothing_to_sample"] == 0 and "learner.nothing_to_sample" not in caplog.text
+    bench.writer.append(episode("merged", EpisodeSource.DEMO, 8, persons=range(STEPS)))
+    bench.writer.sync()
+    bench.learner(config, policy=CLONED).run(threading.Event())
+    count, scalars = bench.reported[-1]
+    assert count == 5 and scalars["imitation_loss"] > 0 and scalars["demonstrations_needed"] == 0
+
+
+def test_learner_that_has_trained_waits_for_no_demonstrations(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.ONLINE, 3)
+    bench.train(replace(CONFIG, max_updates=2))
+    assert bench.train(replace(CONFIG, min_demonstrations=9, max_updates=4)).updates == 4
+
+
+def test_update_without_a_step_to_clone_is_not_made(
+    bench: LearnerBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.learner.learner.MAX_SKIPPED", 3)
+    bench.fill(EpisodeSource.DEMO, 2)  # nobody acted
+    learner = bench.run_briefly(replace(CONFIG, compute=ComputeConfig(parts=2)), policy=CLONED)
+    assert learner.updates == 0 and learner.training_s == 0 and bench.reported[-1][1]["nothing_to_sample"] == 1
+    (line,) = (each for each in caplog.messages if "learner.nothing_to_sample" in each)
+    assert "no drawn step is by a person" in line
+    bench.fill(EpisodeSource.ONLINE, 40)
+    bench.show(1)
+    bench.learner(replace(CONFIG, algorithm="sac", max_updates=3), "b", policy=CLONED).run(threading.Event())
+    count, scalars = bench.reported[-1]
+    assert count == 3 and scalars["imitation_loss"] > 0 and scalars["nothing_to_sample"] == 0
 
 
 def test_measured_divergence_changes_no_later_update(bench: LearnerBench) -> None:
@@ -683,15 +745,7 @@ def test_lack_of_steps_to_train_on_is_logged_once_and_reported(
     bench: LearnerBench, caplog: pytest.LogCaptureFixture, config: LearnerConfig, cause: str
 ) -> None:
     bench.fill(EpisodeSource.ONLINE, 2)
-    stop, readings = threading.Event(), itertools.count()
-
-    def clock() -> float:
-        if (reading := next(readings)) > 100:
-            stop.set()
-        return reading / 100
-
-    learner = bench.learner(replace(config, batch_size=16), clock=clock)
-    learner.run(stop)
+    learner = bench.run_briefly(replace(config, batch_size=16))
     assert learner.updates == 0 and bench.reported[-1][1]["online_steps"] == 2 * STEPS
     (line,) = (each for each in caplog.messages if "learner.nothing_to_sample" in each)
     assert cause in line and ("sampler.only" in line) == (cause == "sampler.only")

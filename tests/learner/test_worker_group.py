@@ -146,6 +146,16 @@ def test_two_processes_resume_bit_identically(bench: LearnerBench, caplog: pytes
     assert bench.published[-1].updates == 24
 
 
+@pytest.mark.slow  # of one process: test_update_without_a_step_to_clone_is_not_made
+def test_two_processes_skip_together_what_neither_can_clone(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.ONLINE, 40)
+    bench.show(1)
+    cloned = PolicyConfig(options={"hidden": [16], "pretrain_updates": 8})
+    config = replace(TWO, algorithm="sac", batch_size=8, max_updates=8, report_interval_s=0.0)
+    train(bench, config, policy=cloned)
+    assert any(scalars["imitation_loss"] > 0 for count, scalars in bench.reported if count)
+
+
 @pytest.mark.slow  # each process imports FSDP2
 def test_two_processes_divide_a_policy_publish_it_whole_and_resume_bit_identically(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)

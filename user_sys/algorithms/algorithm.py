@@ -123,6 +123,7 @@ class TrainingData:
         once: its batches hold each online step once, in order, as far as `learner.staleness` allows, and its weights
             are published after each update (`user_sys.replay.once`). A batch has `batch_size` windows of
             `BatchSpec.chunk_length` steps, or steps without chunks.
+        cloned_updates: updates at the start that clone the steps of people. One whose batch has none is not made.
     """
 
     batches: Callable[[int], BatchSpec]
@@ -134,6 +135,7 @@ class TrainingData:
     finished: bool = False
     phases: tuple[PhaseName, ...] = ()
     once: bool = False
+    cloned_updates: int = 0
 
 
 class Algorithm(nn.Module, ABC):

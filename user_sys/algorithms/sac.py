@@ -151,7 +151,8 @@ class Sac(Algorithm):
         """See `Algorithm.data`."""
         both = MixturePart((StepFilter(sources=(EpisodeSource.DEMO, EpisodeSource.ONLINE)),))
         batches = partial(BatchSpec, discount=self._settings.discount)
-        return TrainingData(batches, self.actor.features, self.actor.cameras, mixture=(both,))
+        cloned = self.actor.pretrain_updates
+        return TrainingData(batches, self.actor.features, self.actor.cameras, mixture=(both,), cloned_updates=cloned)
 
     def update(self, batch: TensorBatch, number: int) -> None:
         """See `Algorithm.update`."""

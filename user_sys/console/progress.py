@@ -36,6 +36,9 @@ NOTHING_TO_SAMPLE_WARNING = (
     "training waits: {} finds no stored step that its algorithm trains on; give it demonstrations or corrections, or "
     "check learner.sampler"
 )
+DEMONSTRATIONS_WARNING = (
+    "training waits: {} demonstrations; show the task and end each episode, or lower learner.min_demonstrations"
+)
 PINNED_VERSION_WARNING = (
     "training waits: an older version of the weights is pinned, and robots may be at most "
     "learner.staleness behind; `user-sys weights release` unpins it"
@@ -438,21 +441,27 @@ class RunProgress:
         lost = f"lost: {', '.join(map(describe_device, self._lost_devices.values()))}" if self._lost_devices else ""
         is_pinned = any(scalars.get("held_by_pin", 0) for scalars in self.metrics.values())
         pinned = PINNED_VERSION_WARNING if is_pinned else ""
-        starved = ", ".join(self._starved_learners)
-        nothing = NOTHING_TO_SAMPLE_WARNING.format(starved) if starved else ""
         success = self._best_version_warning or self._autonomous.warning
-        return " | ".join(filter(None, (self.disk_warning, lost, self._silent_learners, nothing, success or pinned)))
+        waits = (*self._missing_steps(), success or pinned)
+        return " | ".join(filter(None, (self.disk_warning, lost, self._silent_learners, *waits)))
 
     @property
     def _total_updates(self) -> int:
         return sum(count for count, _ in self._updates.values())
 
-    @property
-    def _starved_learners(self) -> list[str]:
-        """The learners that wait for steps, without those that have ended or that no robot has."""
+    def _missing_steps(self) -> Iterator[str]:
+        """What learners wait for, without those that have ended or that no robot has."""
         running = [name for name, (_, at_s) in sorted(self._updates.items()) if math.isfinite(at_s)]
         with_robots = {*self._learner_from_robot.values()} or {*running}
-        return [name for name in running if name in with_robots and self.metrics[name].get("nothing_to_sample", 0)]
+        scalars = {name: self.metrics[name] for name in running if name in with_robots}
+        if starved := [name for name, each in scalars.items() if each.get("nothing_to_sample", 0)]:
+            yield NOTHING_TO_SAMPLE_WARNING.format(", ".join(starved))
+        if counts := [
+            f"{name} has {each['demonstrations']:.0f} of {needed:.0f}"
+            for name, each in scalars.items()
+            if (needed := each.get("demonstrations_needed", 0))
+        ]:
+            yield DEMONSTRATIONS_WARNING.format(", ".join(counts))
 
     @property
     def _silent_learners(self) -> str:

@@ -25,8 +25,9 @@ from user_sys.replay.batches import EncodedColumn, ObservationFeatures
 from user_sys.replay.buffer import UNUSABLE_ERRORS, ReplayBuffer
 from user_sys.replay.once import OnceSelector
 from user_sys.replay.sampler import Prefetcher, Sampler, SamplerConfig
-from user_sys.replay.selectors import DemoOnlineSelector, MixtureSelector, Selector, StepFilter
+from user_sys.replay.selectors import INTERVENTION_PHASES, DemoOnlineSelector, MixtureSelector, Selector, StepFilter
 from user_sys.robot_records import embodiment_names
+from user_sys.store.index import is_intervention
 from user_sys.store.store import StoreReader
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class BatchSource:
         replay: the buffer that batches are drawn from.
         demo_online: the demonstrations and the online steps in the store, whatever the sampler draws.
         once: selects the steps of an algorithm that uses each step once; None for others.
+        cloned_updates: see `TrainingData`.
+        demonstrations_needed: before the first update.
         drawn: the newest batch, in host memory.
     """
 
@@ -68,6 +71,9 @@ class BatchSource:
         self._embodiments = embodiment_names(reader.path, spec)
         self._sentences = torch.empty(0)  # what the policy reads of each sentence in the store
         data = algorithm.data
+        self.cloned_updates, wanted = data.cloned_updates, config.min_demonstrations
+        has_pretraining = getattr(algorithm.policy, "pretrain_updates", 0) > 0
+        self.demonstrations_needed = int(has_pretraining) if wanted is None else wanted
         ages = getattr(algorithm.policy, "reads_ages", False)
         features = ObservationFeatures.of(spec, data.cameras, columns=data.features, extras=data.extras, ages=ages)
         self.replay = ReplayBuffer(reader, features, cache_bytes=config.cache_bytes // group.world)
@@ -136,6 +142,20 @@ class BatchSource:
     def is_ready(self) -> bool:
         """Whether there are steps to draw, as of the last refresh of `replay`."""
         return self._batches.sampler.is_ready
+
+    @property
+    def demonstrations(self) -> int:
+        """The number of finished episodes with steps of `demo_online.demo`."""
+        index = self.replay.index
+        is_shown = np.zeros(len(index.episodes), bool)
+        is_shown[index.episode_of(self.demo_online.demo.rows)] = True
+        return int((is_shown & index.episodes.complete).sum())
+
+    @property
+    def has_example(self) -> bool:
+        """Whether the newest batch has a step of a person with an action, which an actor-critic clones."""
+        phase = self.drawn.phase.reshape(len(self.drawn), -1)[:, 0]  # of chunks, the first step counts
+        return bool((is_intervention(phase) & (self.drawn.weight > 0)).any())
 
     def add_version(self, version: int) -> None:
         """Makes `version` the newest, for an algorithm that uses each step once. A refresh must follow."""
@@ -267,6 +287,13 @@ def require_suitable(config: LearnerConfig, data: TrainingData) -> None:
     if data.samplers and config.sampler.kind not in data.samplers:
         wanted = ", ".join(sorted(data.samplers))
         raise ConfigError(f"learner.sampler.kind is {config.sampler.kind}; {name} trains with {wanted}")
+    if data.once and config.min_demonstrations:
+        raise ConfigError(f"learner.min_demonstrations has no effect with {name}, which trains on none: remove it")
+    if data.cloned_updates and (phases := config.sampler.only.phases) and not {*INTERVENTION_PHASES} & {*phases}:
+        raise ConfigError(
+            f"learner.sampler.only.phases is {list(phases)}, and policy.options.pretrain_updates clones steps in "
+            f"{' and '.join(INTERVENTION_PHASES)}: add one of them, or leave out pretrain_updates"
+        )
     if data.once and config.compute.parts > 1:
         raise ConfigError(f"learner.compute.parts has no effect with {name}, which draws parts itself: remove it")
     if data.mixture and config.demo_fraction != DEMO_FRACTION:

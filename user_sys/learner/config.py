@@ -103,6 +103,8 @@ class LearnerConfig:
         cache_bytes: memory of the replay buffer's cache; other steps are read from disk when they are sampled.
         batches_ahead: batches that threads prepare during an update; 0 needs no threads and suits state observations.
         warmup_updates: before online steps; on demonstrations.
+        min_demonstrations: before the first update; finished episodes with steps of a person or a scripted expert, and
+            imported ones. null is 1 for a policy with `pretrain_updates`, and 0 for others.
         utd_max: updates per online step. The warm-up is added; it bounds how often the same data is used.
         staleness: versions acting may be behind; null is free-running. An algorithm
             that replays steps waits for slower robots. One that uses each step once drops older steps, and 0 makes it
@@ -128,6 +130,7 @@ class LearnerConfig:
     cache_bytes: Annotated[int, Meta(ge=MIN_CACHE_BYTES)] = 256 << 20
     batches_ahead: Limit = 0
     warmup_updates: Count = 500
+    min_demonstrations: Limit | None = None
     utd_max: Positive = 8.0
     staleness: Limit | None = None
     publish: PublishConfig = field(default_factory=PublishConfig)

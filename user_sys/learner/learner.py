@@ -60,6 +60,7 @@ REFRESH_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
 DISK_RETRY_S = 1.0
 MAX_STEP_SAMPLES = 4096
+MAX_SKIPPED = 100  # batches without a step to clone before the learner reports that it finds none
 VERSIONS_PER_CHECKPOINT = 1000
 """Maximum number of versions from one checkpoint to the next; the next one is written early if more are due. A resumed
 learner skips twice as many numbers, because the last checkpoint may not have been completed. So it never reuses a
@@ -319,6 +320,9 @@ class Learner:
             StoreError: the store cannot be read.
         """
         log.info("learner.started updates=%d training_s=%.1f", self.updates, self.training_s)
+        if self._lacks_demonstrations:
+            have, needed = self._batches.demonstrations, self._batches.demonstrations_needed
+            log.info("learner.waits_for_demonstrations have=%d learner.min_demonstrations=%d", have, needed)
         try:
             if self._versions is not None:
                 save_frozen(self._folder, self._trainer.frozen, self._frozen_digest)
@@ -340,9 +344,9 @@ class Learner:
         due = _Due(self._trainer.group.broadcast(self._due(stop)))
         if _Due.REFRESH in due:
             self._refresh()
-        if _Due.UPDATE in due:
-            self._counters.updates += self._trainer.update(self._counters.updates)
-        elif self._publisher is not None:  # the others wait for its next decision
+        has_trained = _Due.UPDATE in due and self._trainer.update(self.updates)
+        self._counters.updates += has_trained
+        if not has_trained and self._publisher is not None:  # the others wait for its next decision
             stop.wait(IDLE_WAIT_S)
         versions = self._versions if self._disk_full is None else None
         self._publish_if(versions is not None and versions.is_due(self.updates, self._trainer))
@@ -350,7 +354,7 @@ class Learner:
             self._report()
         if _Due.CHECKPOINT in due:
             self._save(wait=self._disk_full is not None)
-        self._count_time(_Due.UPDATE in due, self._clock() - started_s)
+        self._count_time(has_trained, self._clock() - started_s)
         return _Due.END in due
 
     def _publish_if(self, wanted: bool) -> None:
@@ -372,7 +376,8 @@ class Learner:
             self._finish_writing()
         if self._disk_full is not None:
             return due | _Due.CHECKPOINT if self._has_room() else due
-        if self._trainer.can_sample and self._is_update_allowed(self._versions):
+        is_possible = self._trainer.can_sample and not self._lacks_demonstrations
+        if is_possible and self._is_update_allowed(self._versions):
             due |= _Due.UPDATE
         if not self._writer.is_busy and (self._timers.checkpoint.is_due() or self._versions.needs_checkpoint):
             due |= _Due.CHECKPOINT
@@ -384,6 +389,11 @@ class Learner:
             return versions.is_published(self.updates) and self._batches.once.newest_version == versions.version
         allowed = self._config.warmup_updates + self._config.utd_max * self._counters.online_steps
         return self.updates < allowed and not versions.is_too_far_ahead
+
+    @property
+    def _lacks_demonstrations(self) -> bool:
+        """Whether the first update waits for demonstrations."""
+        return self.updates == 0 and self._batches.demonstrations < self._batches.demonstrations_needed
 
     def _is_finished(self) -> bool:
         config = self._config
@@ -416,12 +426,15 @@ class Learner:
     @property
     def _has_nothing_to_sample(self) -> bool:
         """Whether the store has steps, and none that this learner trains on."""
-        is_possible = self._batches.once is not None or self._trainer.can_sample
+        has_steps = self._trainer.can_sample and self._trainer.skipped < MAX_SKIPPED
+        is_possible = self._batches.once is not None or has_steps
         return not is_possible and len(self._batches.demo_online) > 0
 
     def _missing_steps(self) -> str:
         """What no stored step meets."""
         sampler, algorithm = self._config.sampler, self._config.algorithm
+        if self._trainer.skipped >= MAX_SKIPPED:
+            return "no drawn step is by a person and has an action, which policy.options.pretrain_updates clones"
         if sampler.only != StepFilter():
             return f"no stored step that {algorithm} trains on passes learner.sampler.only; check its names"
         if sampler.mixture:
@@ -579,6 +592,8 @@ class Learner:
                 "updates_per_step": counters.updates / max(1, counters.online_steps),
                 "demo_transitions": float(len(self._batches.demo_online.demo)),
                 "online_transitions": float(len(self._batches.demo_online.online)),
+                "demonstrations": float(self._batches.demonstrations),
+                "demonstrations_needed": float(self._lacks_demonstrations and self._batches.demonstrations_needed),
                 "cold_share": cache.misses / max(1, cache.observations),
                 "damaged": float(cache.damaged),
                 **self._batches.scalars(),

@@ -65,6 +65,7 @@ class Trainer:
         policy_kind: kind of the policy.
         is_pretrained: the initial weights are of another run or a checkpoint, so that robots may act with them.
         can_sample: every process has steps to draw, as of the last `refresh` or `update`.
+        skipped: consecutive batches without a step to clone, in updates that clone the steps of people.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Trainer:
         """
         self.group = group = TrainingGroup() if group is None else group
         self._config, self._seed = config, seed
-        self.can_sample, self._updates = False, 0
+        self.can_sample, self._updates, self.skipped = False, 0, 0
         on = self._on = torch.device(device)
         torch.manual_seed(seed)  # the same networks in all processes
         policy = policy or PolicyConfig()
@@ -142,7 +143,8 @@ class Trainer:
     def update(self, number: int) -> bool:
         """Makes update `number` of all processes together; each draws its part of the batch.
 
-        Returns False, without an update, if a process has drawn only windows that cannot be read.
+        Returns False, without an update, if a process has drawn only windows that cannot be read, or if the update
+        clones the steps of people and no process has drawn any; of a batch in parts, the first part counts.
         """
         for part in range(self._config.compute.parts):
             with span("sample"):
@@ -151,12 +153,19 @@ class Trainer:
                 self.can_sample = self.group.all_true(batch is not None)
             if batch is None or not self.can_sample:
                 return False
+            if part == 0 and self._clones_nothing(number):
+                return False
             self.batch = batch
             with span("update"):
                 self._step.update(self.batch, number, part)
             self.batches.note_update()
         self._updates = number + 1
         return True
+
+    def _clones_nothing(self, number: int) -> bool:
+        is_empty = number < self.batches.cloned_updates and self.group.all_true(not self.batches.has_example)
+        self.skipped = self.skipped + 1 if is_empty else 0
+        return is_empty
 
     @property
     def policy(self) -> nn.Module:

@@ -296,6 +296,11 @@ class UniformSelector(Selector):
     def __len__(self) -> int:
         return len(self._eligible)
 
+    @property
+    def rows(self) -> Array:
+        """See `EligibleSteps.rows`."""
+        return self._eligible.rows
+
     def update(self, index: Index, change: IndexChange) -> None:
         """See `Selector.update`."""
         self._eligible.update(index, change)
