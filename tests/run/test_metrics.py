@@ -9,15 +9,18 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from episode_kit import chunk_header
+from wait_kit import Clock
 
 from hal.spec import Array
 from user_sys.episode import Chunk, EpisodeEnd, frame_columns
+from user_sys.run import metrics
 from user_sys.run.metrics import LoggingConfig, MetricsWriter, RunLogger, WandbConfig, read_metrics
 from user_sys.store.labels import DeleteLabel, TrimLabel
 from user_sys.store.store import StoreWriter
@@ -81,6 +84,33 @@ def test_tensorboard_reads_the_log(tmp_path: Path) -> None:
     events = [e for e in LegacyEventFileLoader(str(file)).Load() if e.HasField("summary")]
     read = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert read == [(5, "learner/loss", 0.5), (7, "panda-0/success", 1.0)]
+
+
+def test_tensorboard_gets_fewer_points_the_longer_a_run_takes(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    clock = Clock(0.0)
+    with RunLogger(tmp_path, Config(), NO_WANDB, clock) as logger:
+        for second in (*range(100), *range(100_000, 100_100)):
+            clock.now_s = second
+            logger.log("run", second, {"success": 1.0})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    steps = [event.step for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
+    assert steps[:100] == list(range(100)) and len(steps) == 110
+    assert len(list(read_metrics(tmp_path / "metrics" / "run.jsonl"))) == 200
+
+
+def test_large_file_of_metrics_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MetricsWriter(tmp_path, "learner") as writer:
+        for count in range(20_000):
+            writer.write(count, {"loss": 0.5})
+    whole = [line["count"] for line in read_metrics(writer.path)]
+    monkeypatch.setattr(metrics, "MAX_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(metrics, "MAX_READ_LINES", 100)
+    counts = [int(line["count"] or 0) for line in read_metrics(writer.path)]
+    assert whole == list(range(20_000))
+    assert (counts[0], counts[-1]) == (0, 19_999) and 99 <= len(counts) < 500
+    assert max(after - before for before, after in pairwise(counts)) < 300
 
 
 def test_wandb_offline_writes_in_the_run_folder_only(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -40,6 +40,9 @@ FLUSH_S = 10.0
 INIT_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 MAX_QUEUED = 1000  # events that wait for TensorBoard's thread
+FULL_RATE_S = 10_000.0  # after so long TensorBoard and wandb get fewer reports, so that their files stay small
+MAX_READ_BYTES = 64 << 20  # a larger file is read in part
+MAX_READ_LINES = 20_000  # of such a file, without the newest ones
 
 _log = logging.getLogger(__name__)
 
@@ -121,17 +124,31 @@ class MetricsWriter(ClosedAtExit):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float | None]]:
-    """The lines of a node's metrics, oldest first; torn lines are skipped. Empty if there is no file."""
+    """The lines of a node's metrics, oldest first; torn lines are skipped. Empty if there is no file.
+
+    Of a file above `MAX_READ_BYTES`, such as of a run of weeks, lines that are spread evenly, and the newest ones.
+    """
     if not path.exists():
         return
-    with open(path, "rb") as lines:
-        for line in lines:
+    with open(path, "rb") as file:
+        for line in _spread_lines(file, path.stat().st_size):
             try:
                 report = json.loads(line)
             except ValueError:
                 continue
             if isinstance(report, dict):
                 yield report
+
+
+def _spread_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
+    if size > MAX_READ_BYTES:
+        stride = size // MAX_READ_LINES
+        for offset in range(0, size - stride, stride):
+            file.seek(offset)
+            if offset:
+                file.readline()  # the rest of a line
+            yield file.readline()
+    yield from file
 
 
 def rows_in_order(rows: Array) -> Array:
@@ -164,11 +181,18 @@ class RunLogger(ClosedAtExit):
     TensorBoard and wandb have threads of their own.
     """
 
-    def __init__(self, run_dir: Path, config: object, logging: LoggingConfig | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: object,
+        logging: LoggingConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Args:
         run_dir: the run folder; its name is the run's name.
         config: the run's configuration (a dataclass), saved in wandb.
         logging: settings of wandb.
+        clock: monotonic seconds.
         """
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -180,22 +204,33 @@ class RunLogger(ClosedAtExit):
         self._run_dir, self._config = run_dir, config
         self._wandb: Any = None
         self._failed = {"wandb"} if self._settings.mode == "disabled" else set[str]()
+        self._clock, self._began_s, self._due_s = clock, clock(), dict[str, float]()
 
     def log(self, node: str, count: int, scalars: Mapping[str, float]) -> None:
         """Records scalars of `node` under the names ``<node>/<scalar>``.
 
-        The first call starts wandb, which takes a second or two; later calls return at once.
+        The first call starts wandb, which takes a second or two; later calls return at once. In a launch of T seconds
+        the interval of a node's points in TensorBoard and wandb grows to T / `FULL_RATE_S`; JSON lines have all.
 
         Args:
             count: updates of a learner; online steps of the run for all other nodes, so that no curve goes back.
         """
         if node == RUN:
             self.run.write(count, scalars)
+        if not self._is_due(node):
+            return
         named = {f"{node}/{name}": float(value) for name, value in scalars.items()}
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
         event = self._event(wall_time=time.time(), step=count, summary=self._summary(value=values))
         self._attempt("tensorboard", lambda: self._tensorboard.add_event(event))
         self._attempt("wandb", lambda: self._started_wandb().log({**named, f"{node}/count": count}))
+
+    def _is_due(self, node: str) -> bool:
+        now_s = self._clock()
+        if now_s < self._due_s.get(node, now_s):
+            return False
+        self._due_s[node] = now_s + (now_s - self._began_s) / FULL_RATE_S
+        return True
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Writes pending reports, for at most `CLOSE_TIMEOUT_S` in wandb; `summary` is saved there."""
