@@ -418,6 +418,21 @@ def test_compare_groups_seeds_that_ran_side_by_side_with_robots_of_other_names(t
     assert [len(variant.runs) for variant in read_variants([run.path for run in runs])] == [2, 1]
 
 
+def test_compare_names_a_run_whose_store_lacks_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, "run", [False] * 30 + [True] * 70)
+    with StoreWriter.open(run.store) as writer:
+        for number in range(30):
+            writer.append_label(DeleteLabel(episode=f"{number:04d}", labeller="retention", at_unix_ns=1))
+        writer.sync()
+    with MetricsWriter(run.path, "run") as metrics:
+        metrics.write(0, {"elapsed_s": 100.0, "episodes": 100}, STARTED_S + 100)
+    argv = ["compare", str(run.path), "--output", str(tmp_path / "plot.png")]
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["variants"][0]["missing_episodes"] == [30]
+    assert main(argv) == 0
+    assert "30 of its 100 episodes are not in its store" in " ".join(capsys.readouterr().out.split())
+
+
 def test_compare_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err

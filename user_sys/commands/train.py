@@ -207,4 +207,9 @@ def compare(runs: tuple[Path, ...], reach: float, output: Path, as_json: bool) -
     if not console.is_terminal:
         console.width = WIDTH
     console.print(comparison_table(variants, reach))
+    for run in (run for variant in variants for run in variant.runs if run.missing):
+        print_line(
+            f"{run.folder}: {run.missing:,} of its {run.missing + len(run.episodes):,} episodes are not in its store "
+            "(retention, deleted, or still on robots): its curve and what it took are without them"
+        )
     print_line(f"the plot is {output}")

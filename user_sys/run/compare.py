@@ -29,6 +29,7 @@ from user_sys.run.report import (
     moving_success,
     new_figure,
     reached,
+    reported_episodes,
     save_figure,
     style_axes,
     training_history,
@@ -43,12 +44,22 @@ OF_ONE_RUN = ("name", "seed", "runs", "console", "logging", "ray")  # settings i
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run: its training episodes, and its ``summary.json``, which is empty while it trains."""
+    """One run: its training episodes, and its ``summary.json``, which is empty while it trains.
+
+    Attributes:
+        reported: see `reported_episodes`.
+    """
 
     name: str
     folder: Path
     episodes: list[EpisodePoint]
     summary: dict[str, Any]
+    reported: int = 0
+
+    @property
+    def missing(self) -> int:
+        """How many of its episodes `episodes` does not have: deleted, lost to retention, or still on robots."""
+        return max(0, self.reported - len(self.episodes))
 
     def reached(self, share: float) -> Reached | None:
         return reached(self.episodes, share, WINDOW)
@@ -76,6 +87,7 @@ class Variant:
         return {
             "name": self.name,
             "runs": [run.name for run in self.runs],
+            "missing_episodes": [run.missing for run in self.runs],
             "success": successes / episodes if episodes else None,
             "episodes": episodes,
             "ci95": [round(bound, 4) for bound in wilson_interval(successes, episodes)],
@@ -100,7 +112,7 @@ def read_variants(paths: Sequence[Path]) -> list[Variant]:
     for path in paths:
         folder, config, metadata = open_run_folder(path)
         groups.setdefault(_settings(config), []).append(
-            RunResult(metadata.name, path, training_history(folder), _summary(folder))
+            RunResult(metadata.name, path, training_history(folder), _summary(folder), reported_episodes(folder))
         )
     labels = [_label([run.name for run in runs]) for runs in groups.values()]
     return [

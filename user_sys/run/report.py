@@ -353,13 +353,19 @@ def training_history(folder: RunFolder) -> list[EpisodePoint]:
     return [point for _, point in sorted(points, key=lambda pair: (pair[1].training_s, pair[0]))]
 
 
+def reported_episodes(folder: RunFolder) -> int:
+    """How many online episodes the run has counted, also those that its store no longer has."""
+    reports = read_metrics(folder.path / METRICS / f"{RUN}.jsonl")
+    return max((int(report.get("episodes") or 0) for report in reports), default=0)
+
+
 def _point(episode: EpisodeSummary, training_s: float, updates: int) -> EpisodePoint:
     return EpisodePoint(training_s, episode.success, episode.intervention_steps > 0, updates)
 
 
 def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array, Array]:
     """Training time with waiting, and updates, of a learner at the times `unix_s`; 0 before its first report."""
-    reports = list(read_metrics(folder.path / METRICS / f"{learner}.jsonl"))
+    reports = read_metrics(folder.path / METRICS / f"{learner}.jsonl")
     names = ("time_unix_s", "training_s", "waited_s", "count")
     rows = [(0.0, 0.0, 0.0, 0.0), *(tuple(report.get(name) for name in names) for report in reports)]
     known = np.array([row for row in rows if None not in row], np.float64)
