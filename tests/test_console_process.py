@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from run_folder_kit import make_run
 from wait_kit import until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -28,12 +32,16 @@ from user_sys.console.progress import RunView
 from user_sys.edge.robot_processes import module_argv
 from user_sys.errors import RunError
 from user_sys.gateway.config import GatewayConfig
+from user_sys.messages import EpisodeReport
 from user_sys.run import console_process
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder, open_run_folder
 from user_sys.run.prepare import free_endpoint, gateway_client, prepare_run_folder
+from user_sys.run.report import run_episodes
 from user_sys.run.status import StatusFile
 from user_sys.run.topology import CONSOLE, topology
+from user_sys.store.index import EpisodeSummary
 from user_sys.tunnel.keys import GATEWAY_NAME
+from user_sys.tunnel.protocol import TunnelState
 
 DEADLINE_S = 90.0
 pytestmark = pytest.mark.long(20)
@@ -102,6 +110,56 @@ def test_console_learns_from_the_status_which_processes_have_ended(
     StatusFile(folder.path).write("training", RunView(run="run"), statuses, {})
     console_process.ConsoleProcess(folder, config, metadata, is_restart=False).serve(stop)
     assert ended == [{"learner-b", "learner-c"}]
+
+
+def test_console_is_open_while_it_reads_a_long_history_and_counts_no_episode_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config, metadata = open_run_folder(make_run(tmp_path, "run", [True] * 3).path)
+    config = replace(config, console=ConsoleConfig(port=0))
+    read, reports, hubs = threading.Event(), queue.SimpleQueue[EpisodeReport](), list[ConsoleHub]()
+
+    class Hub(ConsoleHub):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            hubs.append(self)
+
+    def stored(folder: RunFolder) -> list[EpisodeSummary]:
+        assert read.wait(DEADLINE_S)
+        return run_episodes(folder)
+
+    def receive(timeout_s: float) -> EpisodeReport | None:
+        with suppress(queue.Empty):
+            return reports.get(timeout=timeout_s)
+        return None
+
+    client = SimpleNamespace(
+        send=lambda message: True, start=lambda: None, close=lambda: None, receive=receive, state=TunnelState.OPEN,
+        receive_preview=lambda timeout_s: read.wait(timeout_s) and None,
+        receive_stop=lambda timeout_s: read.wait(timeout_s) and None,
+    )  # fmt: skip
+    monkeypatch.setattr(console_process, "ConsoleHub", Hub)
+    monkeypatch.setattr(console_process, "gateway_client", lambda *_: client)
+    monkeypatch.setattr(console_process, "run_episodes", stored)
+    console, stop = console_process.ConsoleProcess(folder, config, metadata, is_restart=False), threading.Event()
+    serving = threading.Thread(target=console.serve, args=(stop,))
+    serving.start()
+    try:
+        for episode in ("0002", "new"):  # the first is in the store already
+            reports.put(
+                EpisodeReport(
+                    robot="panda-0", episode=episode, source="online", steps=2, success=True,
+                    intervention_steps=0, episode_return=1.0, policy_version=1,
+                )
+            )  # fmt: skip
+        Page(console.address).close()
+        assert hubs[0].view().episodes == 0
+        read.set()
+        until(lambda: hubs[0].view().episodes == 4, "the earlier episodes and the new one", DEADLINE_S)
+    finally:
+        read.set()
+        stop.set()
+        serving.join()
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from user_sys.run.progress import (
     render,
     run_scalars,
 )
+from user_sys.run.report import run_episodes
 from user_sys.run.topology import ProcessSlot
 from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel
 from user_sys.store.maintenance import add_labels, compact_store
@@ -55,13 +56,14 @@ def test_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
             metrics.write(0, {"elapsed_s": 30.0 + second}, STARTED_S + second)
     hub = ConsoleHub("earlier", lambda order: True)
     hub.restore_history(100, 200, 0, elapsed_s=130.0)
-    hub.restore_curves(previous_outcomes(folder), previous_losses(folder))
+    hub.restore_curves(previous_outcomes(folder, run_episodes(folder)), previous_losses(folder))
     curves = {curve.name: curve for curve in hub.curves()}
     assert set(curves) == {"success", "helped", "learner/critic_loss"} and curves["learner/critic_loss"].y == (0.5,)
     success = curves["success"]
     assert (success.x[0], success.y[0]) == (30.0, 0.0) and (success.x[-1], success.y[-1]) == (129.0, 1.0)
     assert hub.view().episodes == 100 and hub.view().success_50 == 1.0
-    assert list(previous_losses(RunFolder(tmp_path / "none"))) == previous_outcomes(RunFolder(tmp_path / "none")) == []
+    none = RunFolder(tmp_path / "none")
+    assert list(previous_losses(none)) == previous_outcomes(none, []) == []
 
 
 def test_episode_under_way_is_not_counted_among_the_earlier_ones(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_episode_under_way_is_not_counted_among_the_earlier_ones(tmp_path: Path)
     with StoreWriter.open(folder.store) as writer:
         writer.append(Chunk(chunk_header("open", 2), {"reward": np.zeros(2, np.float32)}, {}).encode())
         writer.sync()
-    assert previous_episodes(folder) == (3, 6, 0)
+    assert previous_episodes(folder, run_episodes(folder)) == (3, 6, 0)
 
 
 def test_episodes_that_were_merged_from_an_earlier_run_are_not_of_earlier_launches(tmp_path: Path) -> None:
@@ -78,7 +80,8 @@ def test_episodes_that_were_merged_from_an_earlier_run_are_not_of_earlier_launch
     with MetricsWriter(folder.path, "run") as metrics:
         metrics.write(0, {"elapsed_s": 5.0}, STARTED_S + 1.0)
     merge_earlier_run(folder)
-    assert previous_episodes(folder) == (3, 6, 0) and len(previous_outcomes(folder)) == 3
+    stored = run_episodes(folder)
+    assert previous_episodes(folder, stored) == (3, 6, 0) and len(previous_outcomes(folder, stored)) == 3
 
 
 def test_earlier_episodes_that_retention_has_deleted_still_count(tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ def test_earlier_episodes_that_retention_has_deleted_still_count(tmp_path: Path)
     evicted = [DeleteLabel(episode=f"{n:04d}", labeller=RETENTION_LABELLER, at_unix_ns=1) for n in range(2)]
     add_labels(folder.store, evicted)
     compact_store(folder.store)
-    assert previous_episodes(folder) == (3, 6, 1)
+    assert previous_episodes(folder, run_episodes(folder)) == (3, 6, 1)
 
 
 def test_earlier_curves_keep_their_order_after_the_clock_was_set_back(tmp_path: Path) -> None:
@@ -101,7 +104,7 @@ def test_earlier_curves_keep_their_order_after_the_clock_was_set_back(tmp_path: 
     with MetricsWriter(folder.path, "run") as metrics:
         for second in range(0, 61, 5):
             metrics.write(0, {"elapsed_s": second}, STARTED_S + second - 3600 * (second > 30))
-    assert [(at_s, report.episode) for at_s, report in previous_outcomes(folder)] == [
+    assert [(at_s, report.episode) for at_s, report in previous_outcomes(folder, run_episodes(folder))] == [
         (10.0, "0"), (20.0, "1"), (40.0, "2"), (50.0, "3"),
     ]  # fmt: skip
 

@@ -23,14 +23,15 @@ from user_sys.console.config import ADDRESS_MODE, as_before
 from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.local_estop import with_local_estop
-from user_sys.errors import RunError, SessionRefused, WireError
+from user_sys.errors import RunError, SessionRefused, StoreError, WireError
 from user_sys.logs import LogFile, run_process
-from user_sys.messages import ResourceUpdate, RobotStatus
+from user_sys.messages import EpisodeReport, MetricsReport, OperatorReply, ResourceUpdate, RobotStatus
 from user_sys.robot_records import learner_from_robot, read_robot_records
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata, open_run_folder
 from user_sys.run.metrics import METRICS, RUN
 from user_sys.run.prepare import gateway_client
 from user_sys.run.progress import previous_elapsed_s, previous_episodes, previous_losses, previous_outcomes
+from user_sys.run.report import run_episodes
 from user_sys.run.status import ended_processes, read_status
 from user_sys.run.topology import CONSOLE
 from user_sys.tunnel.protocol import TunnelState
@@ -42,10 +43,32 @@ FORWARD_POLL_S = 0.5
 STATUS_POLL_S = 2.0
 
 
+class _History:
+    """Holds reports of episodes and metrics back until the run's earlier ones are shown, and those shown with them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[EpisodeReport | MetricsReport] = []
+        self._known: set[str] | None = None
+
+    def restored(self, known: set[str]) -> None:
+        """The earlier ones are shown, with the episodes `known`. Another thread than that of `pass_on` may call it."""
+        self._known = known
+
+    def pass_on(self, message: object) -> list[HubMessage]:
+        """The messages to show now that `message` has arrived, or None has for a while."""
+        shown: list[HubMessage] = [message] if isinstance(message, RobotStatus | OperatorReply) else []
+        if isinstance(message, EpisodeReport | MetricsReport):
+            self._waiting.append(message)
+        if (known := self._known) is not None:
+            shown += [each for each in self._waiting if not (isinstance(each, EpisodeReport) and each.episode in known)]
+            self._waiting.clear()
+        return shown
+
+
 class ConsoleProcess:
     """A hub that the gateway's messages update, and its page. `serve` blocks.
 
-    Two threads forward previews and replies to e-stops, independently of the main thread.
+    Threads forward previews and replies to e-stops, and show the run's history, independently of the main thread.
 
     Attributes:
         address: of the page.
@@ -69,9 +92,7 @@ class ConsoleProcess:
         elsewhere = {robot.name for robot in (robots if config.ray.address else config.remote_robots)}
         send = with_local_estop(self._client.send, drivers, lambda reply: self._hub.update(reply), simulated, elsewhere)
         self._hub = ConsoleHub(metadata.name, send, {}, config.learner.max_training_s, folder=folder.path)
-        history = previous_episodes(folder), previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
-        self._hub.restore_history(*history[0], history[1])
-        self._hub.restore_curves(previous_outcomes(folder), previous_losses(folder))
+        self._history = _History()
         for robot in robots:
             self._hub.add_robot(robot.name)
         self._read_robot_records()
@@ -97,7 +118,7 @@ class ConsoleProcess:
             stack.callback(self._audit.close)
             stack.callback(self._server.stop)
             self._client.start()
-            for forward in (self._forward_previews, self._forward_stop_replies):
+            for forward in (self._forward_previews, self._forward_stop_replies, self._restore):
                 threading.Thread(target=forward, args=(stop,), name=forward.__name__, daemon=True).start()
             while not stop.is_set():
                 self._receive()
@@ -109,13 +130,26 @@ class ConsoleProcess:
         if isinstance(message, RobotStatus) and message.robot not in self._seen:
             self._seen.add(message.robot)
             self._read_robot_records()
-        if isinstance(message, HubMessage):
-            self._show(self._hub.update, message)
+        for report in self._history.pass_on(message):
+            self._show(self._hub.update, report)
         if isinstance(message, ResourceUpdate):
             self._hub.update_resource(message.record)
         if (now_s := time.monotonic()) >= self._read_status_at_s:
             self._read_status_at_s = now_s + STATUS_POLL_S
             self._read_status()
+
+    def _restore(self, stop: threading.Event) -> None:
+        """Shows the run's earlier episodes and curves, which takes long after weeks."""
+        folder = self._folder
+        try:
+            elapsed_s = previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
+            stored = run_episodes(folder)
+            self._hub.restore_history(*previous_episodes(folder, stored), elapsed_s)
+            self._hub.restore_curves(previous_outcomes(folder, stored), previous_losses(folder))
+            self._history.restored({each.episode for each in stored if each.complete})
+        except (RunError, StoreError) as error:
+            log.warning("console.history_unreadable: the page shows the run from now on: %s", error)
+            self._history.restored(set())
 
     def _read_status(self) -> None:
         """The processes that have ended, from the launcher's file, if it has written one."""

@@ -46,7 +46,7 @@ from user_sys.run.prepare import (
 )
 from user_sys.run.processes import PrintedReasons, RunProcesses
 from user_sys.run.progress import ProgressDisplay, previous_elapsed_s, previous_episodes, run_scalars
-from user_sys.run.report import RunSummary, link_latest, set_aside_results
+from user_sys.run.report import RunSummary, link_latest, run_episodes, set_aside_results
 from user_sys.run.status import StatusFile, ended_processes
 from user_sys.trace import merge_trace, prepare_trace
 from user_sys.tunnel.client import TunnelState
@@ -199,7 +199,7 @@ class RunSupervisor:
             config.logging.prometheus_port, folder.path, lambda: self.status.newest, is_local=not config.ray.address
         )
         self._hub = link.hub
-        self._hub.restore_history(*previous_episodes(folder), previous_elapsed_s(logger.run.path))
+        self._hub.restore_history(*self._counted_episodes(), previous_elapsed_s(logger.run.path))
         for robot in config.remote_robots:
             link.show(link.hub.add_robot, robot.name)
 
@@ -239,19 +239,26 @@ class RunSupervisor:
             self._leave(reason, display)
 
     def summary(self) -> RunSummary:
-        """The run's counts, without its evaluation."""
+        """The run's counts, without its evaluation.
+
+        Episodes whose reports were lost, such as while the gateway restarted, count by the store.
+        """
         run, learners = self._hub.view(), assign_learners(read_robot_records(self._folder.robots))
+        _, env_steps, interventions = self._counted_episodes()
         return RunSummary(
             run=self._folder.path.name,
             successes=0,
             episodes=0,
             training_s=run.training_s + run.metrics.get(first_learner(learners), {}).get("waited_s", 0.0),
-            env_steps=run.env_steps,
+            env_steps=max(run.env_steps, env_steps),
             updates=run.updates,
-            interventions=run.interventions,
+            interventions=max(run.interventions, interventions),
             seed=self._config.seed,
             target_reached=self._is_target_reached,
         )
+
+    def _counted_episodes(self) -> tuple[int, int, int]:
+        return previous_episodes(self._folder, run_episodes(self._folder))
 
     def _follow(self, display: ProgressDisplay) -> str:
         """Processes messages until the run is over. Returns the reason."""

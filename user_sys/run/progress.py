@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -25,7 +25,7 @@ from user_sys.messages import EpisodeReport, MetricsReport
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunFolder
 from user_sys.run.metrics import METRICS, RUN, read_metrics, rows_in_order
-from user_sys.run.report import run_episodes, wilson_interval
+from user_sys.run.report import wilson_interval
 from user_sys.store.index import EpisodeSummary
 
 PLAIN_INTERVAL_S = 10.0  # between lines without a terminal
@@ -217,12 +217,12 @@ def previous_elapsed_s(metrics: Path) -> float:
     return max((each for each in elapsed if each is not None), default=0.0)
 
 
-def previous_episodes(folder: RunFolder) -> tuple[int, int, int]:
+def previous_episodes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> tuple[int, int, int]:
     """Complete online episodes of earlier launches, their steps, and how many of them had interventions.
 
-    Those that the store has lost to retention count by the run's reports.
+    Those that the store has lost to retention count by the run's reports. `stored`: of `run_episodes`.
     """
-    online = [e for e in run_episodes(folder) if e.source == EpisodeSource.ONLINE and e.complete]
+    online = [e for e in stored if e.source == EpisodeSource.ONLINE and e.complete]
     counts = {
         "episodes": len(online),
         "env_steps": sum(e.steps for e in online),
@@ -233,15 +233,18 @@ def previous_episodes(folder: RunFolder) -> tuple[int, int, int]:
     return counts["episodes"], counts["env_steps"], counts["interventions"]
 
 
-def previous_outcomes(folder: RunFolder) -> list[tuple[float, EpisodeReport]]:
-    """The finished online and evaluation episodes of the run, in order; each with its second of the run."""
+def previous_outcomes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> list[tuple[float, EpisodeReport]]:
+    """The finished online and evaluation episodes of the run, in order; each with its second of the run.
+
+    `stored`: of `run_episodes`.
+    """
     known = list[tuple[float, float]]()
     for line in read_metrics(folder.path / METRICS / f"{RUN}.jsonl"):
         if (at_s := line.get("time_unix_s")) is not None and (elapsed_s := line.get("elapsed_s")) is not None:
             known.append((at_s, elapsed_s))
     if not known:
         return []
-    finished = [each for each in run_episodes(folder) if each.complete and each.source != EpisodeSource.DEMO]
+    finished = [each for each in stored if each.complete and each.source != EpisodeSource.DEMO]
     finished.sort(key=lambda each: each.started_unix_ns)
     times_s, run_s = rows_in_order(np.array(known, np.float64)).T
     seconds = np.interp([each.started_unix_ns / 1e9 for each in finished], times_s, run_s)
