@@ -61,6 +61,20 @@ def _replace(path: Path, content: bytes | memoryview, mode: int) -> None:
         raise
 
 
+def open_or_create(path: Path, flags: int) -> int:
+    """A descriptor of the file at `path`, opened with the flags of `os.open`; child processes do not inherit it.
+
+    A missing file is created with mode 0666, less the umask. One that root creates gets the owner of its folder.
+    """
+    flags |= os.O_CREAT | os.O_CLOEXEC
+    try:
+        created = os.open(path, flags | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return os.open(path, flags, 0o666)
+    _give_to_owner_of(path.parent, created)
+    return created
+
+
 def _give_to_owner_of(folder: Path, created: int) -> None:
     """The open file or folder, if root has created it (a command with sudo), gets the owner and group of `folder`."""
     owner = folder.stat()

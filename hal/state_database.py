@@ -32,7 +32,7 @@ import msgspec
 
 from hal.context import ClosedAtExit
 from hal.decode_errors import DECODE_ERRORS
-from hal.durable import make_folder_durably
+from hal.durable import make_folder_durably, open_or_create
 from hal.errors import StateError
 from hal.pacing import TokenBucket
 
@@ -126,7 +126,7 @@ class StateDatabase(ClosedAtExit):
         if self.path is not None:
             make_folder_durably(self.path.parent)
             with contextlib.suppress(OSError):  # a read-only file can be read; SQLite reports the rest
-                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+                os.close(open_or_create(self.path, os.O_RDWR | os.O_NOFOLLOW))
         target = ":memory:" if self.path is None else _uri(self.path)
         connection = sqlite3.connect(
             target, timeout=self._timeout_s, isolation_level=None, check_same_thread=False, uri=True

@@ -189,3 +189,16 @@ def test_closed_file_in_folder_of_another_user_is_read_and_not_written() -> None
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"['panda-0']\n{path} cannot be written: attempt to write a readonly database\n"
         assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_file_that_root_creates_belongs_to_the_owner_of_its_folder(path: Path) -> None:
+    """The command may run with sudo, and the run's gateway as another user."""
+    os.chown(path.parent, 1000, 1001)
+    with StateDatabase(path) as database:
+        OperatorOverrides(database).set_override("panda-0", "draining", "ana")
+        assert {(file.stat().st_uid, file.stat().st_gid) for file in path.parent.iterdir()} == {(1000, 1001)}
+    os.chown(path, 1002, 1001)
+    with StateDatabase(path) as database:
+        OperatorOverrides(database).set_override("panda-0", "draining", "ana")
+    assert path.stat().st_uid == 1002, "a file that was there keeps its owner"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -87,6 +88,21 @@ def test_inspect_filters_episodes_and_shows_one_in_detail(run: Run, tmp_path: Pa
         2,
         f"user-sys: error: {path} has no episode 'zz'; `user-sys store inspect {path}` lists them\n",
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_files_that_root_writes_belong_to_the_owner_of_the_store(run: Run, tmp_path: Path) -> None:
+    """The command may run with sudo, and the run's gateway as another user."""
+    path = fill(tmp_path / "store", sealed=True)
+    for file in (tmp_path, path, *path.iterdir()):
+        os.chown(file, 1000, 1001)
+    before = {*path.iterdir()}
+    assert run("label", path, "e1", "--delete")[0] == run("compact", path)[0] == 0
+    assert run("backup", path, tmp_path / "backup")[0] == 0
+    assert run("restore", tmp_path / "backup", tmp_path / "restored")[0] == 0
+    written = [file for folder in (path, tmp_path / "restored") for file in folder.rglob("*")]
+    assert {*path.iterdir()} - before
+    assert {(file.stat().st_uid, file.stat().st_gid) for file in written} == {(1000, 1001)}
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["tail", "sealed"])

@@ -29,7 +29,7 @@ import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.durable import make_folder_durably, replace_durably, sync_folder
+from hal.durable import make_folder_durably, open_or_create, replace_durably, sync_folder
 from hal.errors import install_hint
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreVersionMismatch
 from user_sys.robot_records import ROBOTS_FOLDER, copy_robot_records, robot_records_of_store
@@ -514,7 +514,7 @@ def _restore_files(folder: BackupFolder, snapshot: Snapshot, partial: Path, adva
 
 def _restore_file(folder: BackupFolder, file: BackupFile, path: Path, advance: Advance | None) -> None:
     make_folder_durably(path.parent)
-    with path.open("wb") as target:
+    with open(open_or_create(path, os.O_WRONLY | os.O_TRUNC), "wb") as target:
         for digest in file.parts:
             content = folder.read(_object(digest))
             if hashlib.sha256(content).hexdigest() != digest:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hal.durable import make_folder_durably
+from hal.durable import make_folder_durably, open_or_create
 
 Buffer = bytes | memoryview
 
@@ -45,8 +45,8 @@ class Files:
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Opens a file with the flags of `os.open`. A new file has mode 0666, less the umask."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        """Opens a file with the flags of `os.open`; with O_CREAT as `open_or_create` does."""
+        return open_or_create(path, flags) if flags & os.O_CREAT else os.open(path, flags | os.O_CLOEXEC)
 
     def close(self, fd: int) -> None:
         os.close(fd)
