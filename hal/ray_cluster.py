@@ -35,8 +35,8 @@ from typing import Any, Self
 import msgspec
 
 from hal.durable import umask_from_environment
-from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
-from hal.lease import robot_lock
+from hal.errors import HalError, LeaseError, LeaseHeld, PlacementError, SupervisionError
+from hal.lease import MachineLock, robot_lock
 from hal.process_supervisor import ProcessState, ProcessStatus, ProcessSupervisor, RestartPolicy
 from hal.ray_nodes import (
     DEFAULT_OBJECT_STORE_BYTES,
@@ -46,7 +46,7 @@ from hal.ray_nodes import (
     cluster_records,
     node_names,
 )
-from hal.resource import ResourceRecord, parse_host_port, visible_devices_env
+from hal.resource import Health, ResourceRecord, parse_host_port, visible_devices_env
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,6 @@ RESERVE_TIMEOUT_S = 10.0
 LOCK_TIMEOUT_S = 120.0  # Ray starts a process for it, on a computer that may be busy
 STOP_MARGIN_S = 15.0  # beyond a process's own deadline: the actor's answer, on a busy computer
 START_TRIES = 4
-UNKNOWN_OWNER = "an unknown process: its computer does not answer"
 TEMP_BASE = Path("/tmp")  # a socket's path has at most 107 bytes
 TEMP_PREFIX, RAY_FOLDER = "user-sys-cluster-", "r"
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGTSTP)
@@ -239,11 +238,17 @@ class RobotLockActor:
     Ray restarts it, and it takes the lock again before it answers a call."""
 
     def __init__(self, robot: str, holder: str, simulated: bool) -> None:
-        self._lock = robot_lock(robot, holder, simulated=simulated)
-        self.acquire()
+        self._robot, self._holder, self._simulated = robot, holder, simulated
+        self._lock: MachineLock | None = None
+        with contextlib.suppress(LeaseError):  # the next call raises it; an error here would end the actor unread
+            self.acquire()
 
     def acquire(self) -> str:
-        """The process that drives the robot already, for people; empty if the lock is held."""
+        """The process that drives the robot already, for people; empty if the lock is held.
+
+        Raises LeaseError: this computer cannot lock the robot; see `robot_lock`.
+        """
+        self._lock = self._lock or robot_lock(self._robot, self._holder, simulated=self._simulated)
         try:
             self._lock.acquire()
         except LeaseHeld:
@@ -360,11 +365,12 @@ class RayCluster:
 
     def lock_robots(
         self, slots: Mapping[str, PlacementSlot], holder: str, simulated: Collection[str]
-    ) -> dict[str, str]:
+    ) -> dict[str, tuple[Health, str]]:
         """Takes the locks of these robots on their computers, until `release_robot_locks`. `simulated`: their names.
 
         Returns:
-            The robots that processes outside of the cluster drive, with these. If there are any, no lock is held.
+            The robots that could not be locked; if there are any, no lock is held. LEASED: a process outside of the
+            cluster drives the robot, with the note of its record. LOST: what is wrong with its computer.
         """
         actors = {}
         for robot, slot in slots.items():
@@ -373,11 +379,10 @@ class RayCluster:
         self._lock_actors += actors.values()
         calls = {robot: actor.acquire.remote() for robot, actor in actors.items()}
         self._wait(list(calls.values()), LOCK_TIMEOUT_S)
-        answers = {robot: self._text_answer(call) for robot, call in calls.items()}
-        taken = {robot: UNKNOWN_OWNER if owner is None else owner for robot, owner in answers.items() if owner != ""}
-        if taken:
+        refused = {robot: why for robot, call in calls.items() if (why := self._lock_refusal(call)) is not None}
+        if refused:
             self.release_robot_locks()
-        return taken
+        return refused
 
     def release_robot_locks(self) -> None:
         """Releases the robots' locks, so that their driver processes can take them."""
@@ -504,13 +509,26 @@ class RayCluster:
         """Whether all calls have answered or failed by then."""
         return not calls or not self._ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[1]
 
+    def _lock_refusal(self, call: Any) -> tuple[Health, str] | None:
+        """See `lock_robots`; None if the lock is held."""
+        try:
+            owner = self._text_answer(call)
+        except LeaseError as error:
+            return Health.LOST, f"cannot lock it: {error}"
+        if owner is None:
+            return Health.LOST, "does not answer"
+        return (Health.LEASED, f"by {owner}") if owner else None
+
     def _text_answer(self, call: Any) -> str | None:
-        """The answer of a call; None without an answer, or if its computer is lost."""
+        """The answer of a call; None without an answer, or if its computer is lost. Raises HalError: the call did."""
         if not self._wait([call], 0.0):
             return None
         try:
             return str(self._ray.get(call))
         except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, HalError):  # Ray's own error has the traceback as its text
+                raise cause from None
             logger.warning("ray.no_answer %s", error)
             return None
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hal import machine_folder
 from user_sys.commands import node
 from user_sys.commands.main import main
 
@@ -48,3 +49,18 @@ def test_join_starts_ray_again_until_a_signal(
     monkeypatch.setattr(node, "JOIN_PAUSE_S", 0.0)
     assert main(["node", *argv, f"--token={tmp_path / 'token'}"]) == status
     assert EndingRay.starts == starts
+
+
+@pytest.mark.parametrize(("driver", "is_printed"), [("ur", True), ("fake", False)])
+def test_missing_machine_folder_is_printed_for_a_real_robot(
+    driver: str, is_printed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("USER_SYS_TEST_FOLDER", raising=False)
+    monkeypatch.setattr(machine_folder, "MACHINE_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr(EndingRay, "starts", 2)
+    monkeypatch.setattr(node, "subprocess", SimpleNamespace(Popen=EndingRay))
+    options = "{host: 192.0.2.1}" if driver == "ur" else "{}"
+    (tmp_path / "lab.yaml").write_text(f"robots: [{{name: a, driver: {driver}, task: reach, options: {options}}}]\n")
+    assert main(["node", "head", str(tmp_path / "lab.yaml"), f"--token={tmp_path / 'token'}"]) == -signal.SIGTERM
+    line = f"no run can use the real robots of this node: {tmp_path / 'absent'} is missing. It holds the locks"
+    assert (line in capsys.readouterr().out) is is_printed

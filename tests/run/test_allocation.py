@@ -169,6 +169,7 @@ class TwoComputers:
             {**facts, "NodeID": "2", "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 8.0, "robot:a": 1.0}},
         ]
         self.sees_folder = True
+        self.lock_refusal: dict[str, tuple[Health, str]] = {}
 
     def records(self, assume_unused: bool) -> tuple[ResourceRecord, ...]:
         return cluster_records(self.nodes, {}, ())
@@ -189,8 +190,8 @@ class TwoComputers:
     def read_remote(self, slot: PlacementSlot, path: Path) -> Callable[[float], str]:
         return lambda wait_s: path.read_text() if self.sees_folder else ""
 
-    def lock_robots(self, slots: object, holder: str, simulated: object) -> dict[str, str]:
-        return {}
+    def lock_robots(self, slots: object, holder: str, simulated: object) -> dict[str, tuple[Health, str]]:
+        return self.lock_refusal
 
     def release_robot_locks(self) -> None:
         pass
@@ -209,6 +210,24 @@ def test_robot_of_a_computer_with_the_same_host_name_is_on_another(tmp_path: Pat
         assert allocation.robots_on_other_nodes() == (["a"], "10.0.0.2")
         (slot,) = allocation.slot_from_robot.values()
         assert allocation.launcher_address(ProcessSlot(placement=slot)) == "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "state"),
+    [
+        ((Health.LOST, "cannot lock it: F is missing"), "a lost (its computer 10.0.0.3 cannot lock it: F is missing)"),
+        ((Health.LEASED, "by pid 4711 of ana"), "a leased by pid 4711 of ana"),
+    ],
+)
+def test_run_waits_for_a_robot_that_cannot_be_locked(tmp_path: Path, refusal: tuple[Health, str], state: str) -> None:
+    cluster = TwoComputers()
+    cluster.lock_refusal = {"a": refusal}
+    with on_two_computers(tmp_path, cluster, run_of("a", resources=())) as allocation:
+        with pytest.raises(Waits) as waits:
+            allocation.acquire(refuse_to_wait)
+        cluster.lock_refusal = {}
+        allocation.acquire(refuse_to_wait)
+    assert str(waits.value).endswith(f"robot a: missing ({state})")
 
 
 @pytest.mark.parametrize(

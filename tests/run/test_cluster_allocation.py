@@ -21,6 +21,7 @@ STAGES = [
     "one waits for the other",
     "impossible is refused",
     "a lease outside the cluster counts",
+    "a computer that cannot lock a robot is the cause",
     "a driven robot is not selected",
     "a simulated robot runs on the store's node",
     "a killed launcher holds nothing",
@@ -54,6 +55,7 @@ def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
 def scenario(folder: Path) -> None:
     from hal.errors import PlacementError
     from hal.lease import driver_process_of, robot_lock
+    from hal.machine_folder import robot_files
     from hal.ray_cluster import start_local_cluster
     from hal.resource import Health, local_node
     from user_sys.compose import RobotConfig
@@ -105,6 +107,16 @@ def scenario(folder: Path) -> None:
         assert f"panda-0 leased by pid {os.getpid()} of {getpass.getuser()} user-sys edge" in str(waits.value)
         eventually(free)
         print(STAGES[3])
+        lock = robot_files("panda-0", simulated=True).lock_path
+        lock.unlink()
+        lock.mkdir()
+        with pytest.raises(Waits) as waits:
+            second.acquire(print_line)
+        cause = f"its computer {local_node()} cannot lock it: the lock {lock} cannot be opened: Is a directory"
+        assert f"panda-0 lost ({cause})" in str(waits.value)
+        lock.rmdir()
+        eventually(free)
+        print(STAGES[4])
         names = ("panda-0", "panda-1", "panda-2", "lone")
         lab = RunConfig(
             robots=tuple(RobotConfig(name=name, driver="fake") for name in names),
@@ -122,7 +134,7 @@ def scenario(folder: Path) -> None:
             chooser.acquire(print_line)
             assert [robot.name for robot in chooser.config.robots] == ["panda-1", "panda-2", "lone"]
             assert list(chooser.slot_from_robot) == ["panda-1", "panda-2"] and driver_process_of("panda-1")
-        print(STAGES[4])
+        print(STAGES[5])
         with pytest.raises(Waits) as waits:
             other.acquire(print_line)
         assert f"lone leased by pid {os.getpid()} of {getpass.getuser()} run four" in str(waits.value)
@@ -133,7 +145,7 @@ def scenario(folder: Path) -> None:
         assert list(other.slot_from_robot) == ["panda-0", "panda-1"]
         other.release()
         eventually(free)
-        print(STAGES[5])
+        print(STAGES[6])
         import ray  # it has taken in its settings by now
 
         address = ray.get_runtime_context().gcs_address
@@ -142,7 +154,7 @@ def scenario(folder: Path) -> None:
             assert not free()
             os.kill(other.pid, signal.SIGKILL)
         eventually(free)
-        print(STAGES[6])
+        print(STAGES[7])
 
 
 def launcher(folder: Path, address: str) -> None:

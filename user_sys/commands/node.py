@@ -16,7 +16,8 @@ from types import FrameType
 import click
 
 from hal.discovery import discover
-from hal.errors import install_hint
+from hal.errors import LeaseError, install_hint
+from hal.machine_folder import find_machine_folder
 from hal.placement import format_list
 from hal.process_supervisor import exit_reason
 from hal.ray_cluster import require_cluster
@@ -95,7 +96,7 @@ def _require_ray() -> None:
 
 
 def _local_resources(config: Path | None, names: Sequence[str]) -> tuple[ResourceRecord, ...]:
-    """The resources to declare: CONFIG's robots, and the GPUs that are not hidden. Prints the failures of probes."""
+    """The resources to declare: CONFIG's robots, and the GPUs that are not hidden. Prints what is wrong with them."""
     robots: Sequence[RobotConfig] = load(RunConfig, config).robots if config else ()
     chosen = [robot for robot in robots if not names or robot.name in names]
     if unknown := sorted(set(names) - {robot.name for robot in chosen}):
@@ -104,6 +105,11 @@ def _local_resources(config: Path | None, names: Sequence[str]) -> tuple[Resourc
     found = discover(resource_probes(chosen))
     for probe, failure in sorted(found.failures.items()):
         print_line(f"the resources of the probe {probe} are not declared: {failure}")
+    if any(not robot.simulated for robot in chosen):
+        try:
+            find_machine_folder()
+        except LeaseError as error:
+            print_line(f"no run can use the real robots of this node: {error}")
     return drop_hidden_gpus(found.records, os.environ)
 
 

@@ -82,7 +82,7 @@ class ClusterAllocation(Allocation):
         self._robots: Reservation | None = None
         self._shares: dict[Use, _Share] = {"learner": _Share(), "policy": _Share()}
         self._near: tuple[ResourceRequest, ...] = ()  # the assigned robots by name, to colocate compute with them
-        self._driven: dict[str, str] = {}  # robots that a program outside the cluster drives, with its name
+        self._unlocked: dict[str, tuple[Health, str]] = {}  # robots that could not be locked; see `lock_robots`
         self._unfit: dict[str, tuple[str, float]] = {}  # nodes that cannot run a process: why, and until when
         self._token = secrets.token_hex(16)
         self._token_file: Path | None = None
@@ -161,7 +161,7 @@ class ClusterAllocation(Allocation):
 
     def _discover(self) -> None:
         super()._discover()
-        self._driven.clear()
+        self._unlocked.clear()
 
     def _plan(self, *, assume_unused: bool = False) -> PlacementPlan:
         requests = (*self._robot_requests, *self._requests["learner"], *self._requests["policy"])
@@ -176,10 +176,12 @@ class ClusterAllocation(Allocation):
         return plan_run(self._configured, requests, usable, store_node_names(self._cluster))
 
     def _as_usable(self, record: ResourceRecord, assume_unused: bool) -> ResourceRecord:
-        """The record as the run can use it: its own robots are READY, those driven elsewhere LEASED, others LOST."""
+        """The record as the run can use it: its own robots are READY; others may be LEASED or LOST."""
         if record.kind is Kind.ROBOT:
-            if record.name in self._driven and not assume_unused:
-                return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {self._driven[record.name]}")
+            if record.name in self._unlocked and not assume_unused:
+                health, why = self._unlocked[record.name]
+                note, trouble = ("", f"its computer {record.node} {why}") if health is Health.LOST else (why, "")
+                return msgspec.structs.replace(record, health=health, note=note, trouble=trouble)
             if any(request.name == record.name for request in self._near):
                 return msgspec.structs.replace(record, health=Health.READY)
         why = self._unreachable_reason(record) if record.health is not Health.LOST else ""
@@ -231,13 +233,13 @@ class ClusterAllocation(Allocation):
         self.slot_from_robot = dict(zip(names, self._robots.slots(), strict=True))
         checks = self._start_checks(self._robots)
         simulated = [robot.name for robot in self._configured.robots if robot.simulated]
-        driven = self._cluster.lock_robots(self.slot_from_robot, self._owner, simulated)
-        self._driven |= driven
-        self._plan_again = bool(driven)
-        blind = [node for node, read in checks.items() if not driven and read(FOLDER_CHECK_TIMEOUT_S) != self._token]
-        if blind:
-            return self._refuse(blind)
-        return "; ".join(f"{robot} is driven by {owner}" for robot, owner in sorted(driven.items()))
+        refused = self._cluster.lock_robots(self.slot_from_robot, self._owner, simulated)
+        if refused:
+            self._unlocked |= refused
+            self._plan_again = True
+            return f"{format_list(sorted(refused))} cannot be locked"
+        blind = [node for node, read in checks.items() if read(FOLDER_CHECK_TIMEOUT_S) != self._token]
+        return self._refuse(blind) if blind else ""
 
     def _release_robots(self) -> None:
         self._cluster.release_robot_locks()
