@@ -11,32 +11,43 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
+from rich.console import Console
 from run_kit import Launch, until, user_sys
 
-from hal.errors import PlacementError, StateError
-from hal.lease import driven_robots, robot_lock
+from hal.errors import LeaseError, PlacementError, StateError
+from hal.lease import LeaseTable, driven_robots, robot_lock
 from hal.ray_cluster import PlacementSlot, RayCluster, Reservation
 from hal.ray_nodes import Bundle, cluster_records, node_names
-from hal.registry import OperatorOverrides
+from hal.registry import OperatorOverrides, Registry, restore
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.state_database import STATE_FILE, StateDatabase
+from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.config import load, save
+from user_sys.errors import RunError
 from user_sys.robot_records import read_robot_records
 from user_sys.run import allocation
 from user_sys.run.allocation import (
     LocalAllocation,
+    hold_robots,
     merge_cluster_records,
     offered_resources,
     plan_run,
     select_robots,
 )
 from user_sys.run.cluster_allocation import ClusterAllocation
-from user_sys.run.config import GatewayConfig, ResourceRequestConfig, RunConfig
+from user_sys.run.config import (
+    GatewayConfig,
+    ResourceRequestConfig,
+    RunConfig,
+    RunFolder,
+    create_run_folder,
+)
+from user_sys.run.evaluate import run_evaluation
 from user_sys.run.topology import ProcessSlot
 from user_sys.store.store import StoreReader
 
@@ -140,6 +151,73 @@ def test_robot_quarantined_in_any_run_is_not_selected(tmp_path: Path) -> None:
         file.write_text("{" * 200)
     with pytest.raises(StateError, match="damaged"):
         offered_resources(config, [robot("a")])
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder of runs; in the run a, operators have taken robots out of use, of which it simulates s."""
+    folder, _ = create_run_folder(run_of("s", "s2", resources=(), runs=tmp_path / "runs"), "a", "tcp://127.0.0.1:5999")
+    book = OperatorOverrides(StateDatabase(folder.path / STATE_FILE))
+    for name in ("real", "s", "s2", "unlisted", "away"):
+        book.set_override(name, "quarantined", "ana", "the gripper sticks")
+    book.set_override("drained", "draining", "ana")
+    return folder.path.parent
+
+
+def lab(**settings: Any) -> RunConfig:
+    names = {"real": "ur", "s": "ur", "s2": "fake", "drained": "ur", "ready": "ur"}
+    return RunConfig(
+        robots=tuple(RobotConfig(name=name, driver=driver, task="reach") for name, driver in names.items()),
+        remote_robots=(RobotConfig(name="away", driver="ur"),),
+        **settings,
+    )
+
+
+def test_run_of_all_its_robots_holds_real_ones_that_are_out_of_use_in_another(runs: Path) -> None:
+    printed: list[str] = []
+    assert hold_robots(lab(), runs / "b", printed.append) == {"real", "drained", "away"}
+    command = f"no program moves it until `user-sys hardware restore real --run {runs / 'b'}`"
+    assert printed[2] == f"real is quarantined by ana: the gripper sticks: {command}" and len(printed) == 3
+    database = StateDatabase(runs / "b" / STATE_FILE)
+    registry = Registry(LeaseTable(database), database)
+    for name in ("real", "s", "s2", "ready"):
+        registry.announce(robot(name))
+    with pytest.raises(LeaseError, match="real is quarantined by ana: the gripper sticks; it cannot be leased"):
+        registry.acquire("real", "run b")
+    assert {registry.acquire(name, "run b").robot for name in ("s", "s2", "ready")} == {"s", "s2", "ready"}
+    assert restore(runs / "b", "real", "ben").why == "the gripper sticks"
+    assert hold_robots(lab(), runs / "c", printed.append) == {"drained", "away"}, "it was restored in each run"
+
+
+def test_gateway_that_other_computers_reach_holds_robots_that_no_file_lists(runs: Path) -> None:
+    config = lab(gateway=GatewayConfig(endpoint="tcp://0.0.0.0:5555"))
+    assert hold_robots(config, runs / "b", lambda text: None) == {"real", "drained", "away", "unlisted"}
+    assert hold_robots(RunConfig(), runs / "c", refuse_to_wait) == frozenset(), "simulated robots only"
+    assert not (runs / "c").exists()
+
+
+def test_own_draining_robot_that_is_quarantined_in_another_run_is_quarantined(runs: Path) -> None:
+    book = OperatorOverrides(StateDatabase(runs / "b" / STATE_FILE))
+    book.set_override("real", "draining", "ben")
+    own = book.set_override("away", "quarantined", "ben", "oil")
+    hold_robots(lab(), runs / "b", lambda text: None)
+    assert (book.read()["real"].by, book.read()["away"]) == ("ana", own)
+
+
+def test_robot_out_of_use_is_not_evaluated(runs: Path) -> None:
+    folder, config = RunFolder(runs / "b"), lab()
+    reason = "the gripper sticks: no program moves it until `user-sys hardware restore real --run .*/a`"
+    with pytest.raises(RunError, match=f"real is quarantined by ana: {reason}"):
+        run_evaluation(config, folder, 1, Console(), robot=config.robots[0])
+    with pytest.raises(RunError, match="has no trained policy yet"):
+        run_evaluation(config, folder, 1, Console(), robot=config.robots[2])
+
+
+def test_robot_out_of_use_is_not_recorded(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(lab(runs=runs), runs / "lab.yaml")
+    assert main(["record", str(runs / "lab.yaml"), f"--output={runs / 'recorded'}"]) == 2
+    assert "real is quarantined by ana: the gripper sticks: no program moves it" in capsys.readouterr().err
+    assert not (runs / "recorded").exists()
 
 
 def test_lost_compute_waits_while_overrides_cannot_be_read(tmp_path: Path) -> None:

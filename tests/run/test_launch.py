@@ -15,9 +15,12 @@ from rich.console import Console
 from run_folder_kit import make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
+from hal.registry import OperatorOverrides
 from hal.resource import Health, Kind, ResourceRecord
 from hal.signals import TerminationRequest
+from hal.state_database import STATE_FILE, StateDatabase
 from robots.fake import FakeRobot
+from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import DemonstrationConfig
@@ -61,6 +64,34 @@ def test_robot_of_another_node_that_needs_no_device_has_its_demonstrations(
     config = RunConfig(robots=(far,), demonstrations=DemonstrationConfig(episodes=episodes))
     record_all_demonstrations(config, tmp_path, Console(file=io.StringIO()), frozenset({"far"}), {"far"})
     assert driven_here == (["far"] if episodes else [])
+
+
+def test_held_robot_records_no_demonstrations(tmp_path: Path, driven_here: list[str]) -> None:
+    robots = tuple(RobotConfig(name=name, driver="lab", task="reach") for name in ("ready", "held"))
+    config = RunConfig(robots=robots, demonstrations=DemonstrationConfig(episodes=3))
+    record_all_demonstrations(config, tmp_path / "store", Console(file=io.StringIO()), frozenset(), (), {"held"})
+    assert driven_here == ["ready"]
+
+
+def test_launch_holds_a_robot_that_another_run_has_quarantined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any process starts, and before a demonstration is recorded."""
+    OperatorOverrides(StateDatabase(tmp_path / "runs/a" / STATE_FILE)).set_override("arm", "quarantined", "ana", "oil")
+    text = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]\ndemonstrations: {episodes: 0}\n"
+    (tmp_path / "lab.yaml").write_text(f"{text}console: {{port: 0}}\ngateway: {{endpoint: 'tcp://127.0.0.1:0'}}\n")
+    held: list[str] = []
+
+    def record(*args: Any) -> None:
+        held.extend(args[-1])
+        raise RunError("the recording would begin")
+
+    monkeypatch.setattr(launcher, "record_all_demonstrations", record)
+    argv = ["train", str(tmp_path / "lab.yaml"), f"--runs={tmp_path / 'runs'}", "--name=b"]
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert "arm is quarantined by ana: oil: no program moves it until" in captured.out, captured.err
+    assert held == ["arm"] and [*OperatorOverrides(StateDatabase(tmp_path / "runs/b" / STATE_FILE)).read()] == held
 
 
 def test_demonstrations_of_a_real_robot_of_another_node_are_refused(tmp_path: Path, driven_here: list[str]) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hal import registry
 from hal.discovery import PROBE_INTERVAL_S, Discoverer, DiscoveryEvent, DiscoveryResult, discover
 from hal.doctor import CheckResult, CheckStatus, DoctorConfig, run_checks
 from hal.placement import PlacementPlan, describe_state, format_time
@@ -183,9 +184,8 @@ def drain(robot: str, run: Path, by: str | None, reason: str) -> None:
 @click.command()
 @_override_options
 def restore(robot: str, run: Path, by: str | None) -> None:
-    """Put ROBOT back into use. A running gateway applies this at once."""
-    overrides = OperatorOverrides(StateDatabase(_run_folder(run) / STATE_FILE))
-    override = overrides.clear_override(robot, operator_name(by))
+    """Put ROBOT back into use, also in the runs that hold it because of RUN. Running gateways apply this at once."""
+    override = registry.restore(_run_folder(run), robot, operator_name(by))
     print_line(f"{robot} is in use again; it was {override.what} {override.note}")
 
 

@@ -31,6 +31,7 @@ from user_sys.edge.local_environment import defer_signals
 from user_sys.edge.loop import derived_seed
 from user_sys.errors import EXIT_DEADLINE_S, RunError, exit_now
 from user_sys.robot_records import ROBOTS_FOLDER, learner_from_embodiment, read_robot_records, save_robot_record
+from user_sys.run.allocation import require_in_use
 from user_sys.run.compare import comparison_table, draw_comparison, read_variants
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder, open_run_folder
 from user_sys.run.evaluate import run_evaluation, success_by_task
@@ -111,6 +112,7 @@ def record(config: Path, output: Path, episodes: int, overrides: list[str]) -> i
     Any setting can be overridden: --section.key=value.
     """
     settings = load(RunConfig, config, overrides)
+    require_in_use(settings.robots, settings.runs)
     demonstrations = replace(settings.demonstrations, episodes=episodes)
     seed = derived_seed("record", settings.seed)  # other starts than in a run, into which they are merged
     for robot in settings.robots:

@@ -50,6 +50,7 @@ from user_sys.robot_records import (
     learner_from_embodiment,
     read_robot_records,
 )
+from user_sys.run.allocation import require_in_use
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.pins import current_pin
 from user_sys.run.report import FAILURES, VIDEO, RunSummary, success_text, training_history, write_report, write_video
@@ -252,9 +253,11 @@ def run_evaluation(
         The results, pictures of the filmed episodes, and the version that acted.
 
     Raises:
-        RunError: there is no policy, or a person judges the task and there is no terminal.
+        RunError: there is no policy; a person judges the task and there is no terminal; or an operator has taken the
+            robot out of use (`require_in_use`).
     """
     robot = robot or config.robots[0]
+    require_in_use([robot], folder.path.parent)
     judge = TerminalJudge(robot.name, console) if describe_robot(robot).is_judged else None
     manifest, weights = load_acting_weights(folder, learner)
     pictures, finished, total = list[Array](), list[EpisodeReport](), len(numbers) or episodes

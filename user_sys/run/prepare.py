@@ -675,13 +675,19 @@ def _stored_seeds(store: Path, robot: str) -> frozenset[int]:
 
 
 def record_all_demonstrations(
-    config: RunConfig, store: Path, console: Console, locked: frozenset[str], on_other_nodes: Collection[str]
+    config: RunConfig,
+    store: Path,
+    console: Console,
+    locked: frozenset[str],
+    on_other_nodes: Collection[str],
+    held: Collection[str] = (),
 ) -> None:
     """Records the demonstrations of each of the run's robots and prints their number.
 
     Args:
         locked: robots that the run has locked; its driver processes take these locks over later.
         on_other_nodes: robots that other computers drive. This computer records for the simulated ones of them only.
+        held: robots that do not move; the next launch records for those that are in use again.
 
     Raises:
         RunError: a real robot on another computer lacks demonstrations. No robot has moved.
@@ -697,6 +703,8 @@ def record_all_demonstrations(
             )
     with defer_signals() as check_stop:
         for robot in config.robots:
+            if robot.name in held:
+                continue
             recorded = record_demonstrations(
                 robot,
                 store,
