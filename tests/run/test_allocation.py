@@ -32,6 +32,7 @@ from user_sys.errors import RunError
 from user_sys.robot_records import read_robot_records
 from user_sys.run import allocation
 from user_sys.run.allocation import (
+    NO_GPU,
     LocalAllocation,
     hold_robots,
     merge_cluster_records,
@@ -468,6 +469,18 @@ def test_two_runs_get_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         with LocalAllocation(config, "four") as four:
             four.acquire(refuse_to_wait)
         assert gpus(four) == (), "a user who selects GPUs may share them"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_policy_server_without_a_request_leaves_the_gpus_of_other_runs_alone() -> None:
+    gpu, nothing = run_of("a", resources=[ResourceRequestConfig(kind="gpu")]), run_of("b", resources=[])
+    with LocalAllocation(gpu, "one") as one, LocalAllocation(gpu, "two") as two, LocalAllocation(nothing, "x") as x:
+        x.acquire(refuse_to_wait)
+        assert x.policy_slot().gpus == ("GPU-0", "GPU-1")
+        one.acquire(refuse_to_wait)
+        assert (one.policy_slot().gpus, x.policy_slot().gpus) == (("GPU-0",), ("GPU-1",))
+        two.acquire(refuse_to_wait)
+        assert (two.policy_slot().gpus, x.policy_slot().gpus) == (("GPU-1",), NO_GPU)
 
 
 @pytest.mark.usefixtures("two_gpus")

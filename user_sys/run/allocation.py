@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from hal.context import ClosedAtExit
-from hal.discovery import DiscoveryResult, Probe, discover
+from hal.discovery import DiscoveryResult, Probe, discover, probe_gpus
 from hal.errors import LeaseHeld, SpecError
 from hal.lease import MachineLock, driver_process_of
 from hal.machine_folder import require_robot_name, shared_file
@@ -39,6 +39,7 @@ from user_sys.tunnel.limits import is_loopback
 
 RETRY_INTERVAL_S = 2.0
 RESTORE = "user-sys hardware restore"
+NO_GPU = ("-1",)  # in CUDA_VISIBLE_DEVICES it hides every GPU
 NOT_ON_CLUSTER = "no node of the cluster has it"
 TAKEN_BY_ANOTHER_RUN = "another run has just taken the free resources"
 
@@ -435,7 +436,7 @@ class LocalAllocation(Allocation):
         return local_slots(number, processes, self._gpus["learner"])
 
     def policy_slot(self) -> ProcessSlot:
-        return ProcessSlot(gpus=self._gpus["policy"])
+        return ProcessSlot(gpus=self._gpus["policy"] or self._gpus["learner"] or unreserved_gpus())
 
     def _plan(self, *, assume_unused: bool = False) -> PlacementPlan:
         records = offered_resources(self._configured, self._found.records, runs=self._runs, assume_unused=assume_unused)
@@ -449,6 +450,18 @@ class LocalAllocation(Allocation):
         self.config = select_robots(self._configured, [r.name for r in chosen if r.kind is Kind.ROBOT])
         self._gpus = {"learner": _gpu_uuids(chosen), "policy": _gpu_uuids(policy)}
         return ""
+
+
+def unreserved_gpus(in_use: Collection[str] = ()) -> tuple[str, ...]:
+    """The UUIDs of this computer's GPUs that no run has reserved; `NO_GPU` if all are. Empty if it has none, or if the
+    user has selected GPUs by CUDA_VISIBLE_DEVICES.
+
+    Args:
+        in_use: UUIDs of GPUs that are reserved besides.
+    """
+    gpus = [with_local_lease(record) for record in probe_gpus() if lock_name(record)]
+    free = (gpu.labels[UUID_LABEL] for gpu in gpus if gpu.health is Health.READY)
+    return tuple(uuid for uuid in free if uuid not in in_use) or NO_GPU * bool(gpus)
 
 
 def _gpu_uuids(chosen: Iterable[ResourceRecord]) -> tuple[str, ...]:

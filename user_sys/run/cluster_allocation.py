@@ -22,7 +22,7 @@ from hal.errors import PlacementError, StateError
 from hal.placement import Assigned, PlacementPlan, format_list
 from hal.ray_cluster import PlacementSlot, RayCluster, RemoteRead, Reservation, connect_cluster
 from hal.ray_nodes import ROBOT_RESOURCE_PREFIX, make_bundles
-from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
+from hal.resource import UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
 from user_sys.compose import resource_probes
 from user_sys.run.allocation import (
     TAKEN_BY_ANOTHER_RUN,
@@ -33,6 +33,7 @@ from user_sys.run.allocation import (
     plan_run,
     select_robots,
     store_node_names,
+    unreserved_gpus,
 )
 from user_sys.run.config import RunConfig
 from user_sys.run.topology import LOOPBACK, ProcessSlot, cluster_slots
@@ -105,11 +106,21 @@ class ClusterAllocation(Allocation):
 
     def policy_slot(self) -> ProcessSlot | None:
         if not self._requests["policy"]:
-            return ProcessSlot(address=self._cluster.address if self.robots_on_other_nodes()[0] else LOOPBACK)
+            address = self._cluster.address if self.robots_on_other_nodes()[0] else LOOPBACK
+            return ProcessSlot(address=address, gpus=self._own_gpus_here() or unreserved_gpus(self._gpus_in_use()))
         for slot in self._shares["policy"].slots:
             address = self._cluster.address_from_node().get(slot.node, LOOPBACK)  # loopback if the node has just left
             return ProcessSlot(placement=slot, address=address)
         return None
+
+    def _own_gpus_here(self) -> tuple[str, ...]:
+        """Those of the run's learners on this computer."""
+        slots = self._shares["learner"].slots
+        return next((slot.gpu_uuids for slot in slots if slot.gpu_uuids and self._is_here(slot.node)), ())
+
+    def _gpus_in_use(self) -> set[str]:
+        records = self._cluster.records()
+        return {record.labels.get(UUID_LABEL, "") for record in records if record.health is not Health.READY}
 
     def locked_robots(self) -> frozenset[str]:
         return frozenset(self.slot_from_robot)
