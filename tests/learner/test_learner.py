@@ -9,6 +9,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ from user_sys.replay.sampler import SamplerConfig, SelectorKind
 from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
 from user_sys.store.backup import back_up, restore
-from user_sys.store.labels import PhaseLabel, column_labels
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, TrimLabel, UndoLabel, column_labels
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.weights.governor import GovernedBudget, GovernorConfig
 from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot
@@ -345,29 +347,62 @@ def test_used_up_version_numbers_trigger_a_checkpoint(bench: LearnerBench, monke
     assert bench.published[-1].updates == 30, "robots get what was learned last"
 
 
+@contextmanager
+def running(learner: Learner) -> Iterator[None]:
+    """Trains in a thread within the context."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(learner.run, stop)
+        try:
+            yield
+        finally:
+            stop.set()
+            trained.result(120)
+
+
 def test_updates_are_bounded_by_online_steps(bench: LearnerBench) -> None:
     config = replace(CONFIG, warmup_updates=20, utd_max=0.5, report_interval_s=0.0)
     bench.fill(EpisodeSource.DEMO, 2)
-    stop, learner = threading.Event(), bench.learner(config)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            learner.run(stop)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    learner = bench.learner(config)
+    with running(learner):
         until(lambda: learner.updates == 20 and bool(bench.reported) and bench.reported[-1][1]["waited_s"] > 0.05)
         bench.fill(EpisodeSource.ONLINE, 5)
         until(lambda: learner.updates == 20 + 5 * STEPS // 2)
-    finally:
-        stop.set()
-        thread.join(120)
-    assert not failures and not thread.is_alive()
     assert bench.reported[-1][1]["online_steps"] == 5 * STEPS
+
+
+def is_reported(bench: LearnerBench, **wanted: int) -> Callable[[], bool]:
+    return lambda: bool(bench.reported) and wanted.items() <= bench.reported[-1][1].items()
+
+
+BY_ANA: dict[str, Any] = {"episode": "online-1", "labeller": "ana"}
+TAKEN_AND_BROUGHT_BACK: list[tuple[Label, int]] = [  # and how many of three episodes' steps are left
+    (DeleteLabel(at_unix_ns=1, **BY_ANA), 2 * STEPS),
+    (UndoLabel(at_unix_ns=2, undone_at_unix_ns=1, **BY_ANA), 3 * STEPS),
+    (TrimLabel(at_unix_ns=3, first_step=0, steps=5, **BY_ANA), 2 * STEPS + 5),
+    (UndoLabel(at_unix_ns=4, undone_at_unix_ns=3, **BY_ANA), 3 * STEPS),
+]
+
+
+@pytest.mark.parametrize("does_stop", [False, True], ids=["never stopped", "stopped before each label"])
+def test_online_steps_that_an_undo_brings_back_count_once(bench: LearnerBench, does_stop: bool) -> None:
+    config = replace(CONFIG, warmup_updates=1, utd_max=0.1, report_interval_s=0.0)
+    bench.fill(EpisodeSource.ONLINE, 3)
+    with ExitStack() as training:
+        training.enter_context(running(bench.learner(config)))
+        until(is_reported(bench, online_transitions=3 * STEPS))
+        for label, left in TAKEN_AND_BROUGHT_BACK:
+            if does_stop:
+                training.close()
+            bench.writer.append_label(label)
+            bench.writer.sync()
+            if does_stop:
+                training.enter_context(running(bench.learner(config)))
+            until(is_reported(bench, online_transitions=left))
+            assert bench.reported[-1][1]["online_steps"] == 3 * STEPS
+        bench.writer.append(episode("new", EpisodeSource.ONLINE, 8))
+        bench.writer.sync()
+        until(is_reported(bench, online_transitions=4 * STEPS, online_steps=4 * STEPS))
 
 
 def test_learner_ends_at_its_training_time(bench: LearnerBench) -> None:

@@ -235,6 +235,17 @@ class BatchSource:
         """Returns the number of complete episodes in the store."""
         return int(self.replay.index.episodes.complete.sum())
 
+    def online_steps(self, *, first_row: int = 0, after: int = -1) -> int:
+        """Returns the number of online steps that are not deleted or trimmed, after a refresh.
+
+        Args:
+            first_row: of the index; those before it do not count.
+            after: sequence number of a record; steps of chunks up to it do not count.
+        """
+        index = self.replay.index
+        online = StepFilter(embodiments=self._embodiments, sources=(EpisodeSource.ONLINE,)).matches(index, first_row)
+        return int((online & (index.chunks.sequence[index.steps.chunk[first_row:]] > after)).sum())
+
     def newest_version(self) -> int:
         """Returns the newest version in stored steps of the learner's embodiment; `NO_VERSION` if there is none."""
         index = self.replay.index

@@ -195,19 +195,14 @@ class _Counters:
     """Totals of a run, resumptions included; saved in checkpoints.
 
     Attributes:
-        online_seen: online steps in the store at the last refresh.
+        online_steps: that were stored so far; one that a label takes away and brings back counts once.
         waited_s: time in which the staleness bound or the robots held up training.
     """
 
     updates: int = 0
     online_steps: int = 0
-    online_seen: int = 0
     training_s: float = 0.0
     waited_s: float = 0.0
-
-    def refresh_online(self, online_in_store: int) -> None:
-        self.online_steps += max(0, online_in_store - self.online_seen)
-        self.online_seen = online_in_store
 
 
 class _StepStatistics:
@@ -414,8 +409,9 @@ class Learner:
         if self._batches.once is not None:
             newest = NO_VERSION if self._versions is None else self._versions.published_version(self.updates)
             self._add_version(trainer.group.broadcast(newest))
+        known = len(self._batches.replay.index.steps)
         trainer.refresh()
-        self._counters.refresh_online(len(self._batches.demo_online.online))
+        self._counters.online_steps += self._batches.online_steps(first_row=known)
         if self._has_nothing_to_sample and not self._has_warned:
             log.warning("learner.nothing_to_sample %s: training waits", self._missing_steps())
             self._has_warned = True
@@ -470,7 +466,6 @@ class Learner:
             RECORD_KEY: self._batches.record_at(position),
             LOG_ID_KEY: self._batches.log_id(),
             "online_steps": counters.online_steps,
-            "online_seen": counters.online_seen,
             "version": self._versions.version,
             "published": self._versions.published_version(counters.updates),
             "training_s": counters.training_s,
@@ -519,6 +514,7 @@ class Learner:
                 raise RunError(f"the checkpoint of update {updates} in {self._folder} has vanished")
         if checkpoint is None:
             self._frozen_digest = frozen_digest(self._trainer.frozen)
+            self._counters.online_steps = self._batches.online_steps()
             self._skip_stored_versions()
             return
         self._restore_scalars(checkpoint)
@@ -543,7 +539,7 @@ class Learner:
         where = f"the checkpoint of update {checkpoint.updates} in {self._folder}"
         try:
             algorithm, position = scalars[ALGORITHM_KEY], int(scalars["position"])
-            counters.online_steps, counters.online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
+            counters.online_steps = int(scalars["online_steps"]) + self._batches.online_steps(after=position)
             counters.training_s, counters.waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
             version = int(scalars["version"]) + 2 * VERSIONS_PER_CHECKPOINT
         except (KeyError, ValueError) as error:
