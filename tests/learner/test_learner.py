@@ -43,7 +43,7 @@ from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
 from user_sys.learner.config import ComputeConfig, LearnerConfig
 from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner
-from user_sys.learner.trainer import Trainer
+from user_sys.learner.trainer import Trainer, require_trainable
 from user_sys.plugins import ALGORITHMS, POLICIES, load_policy
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
@@ -809,9 +809,50 @@ def test_mixture_of_bc_has_no_way_back(bench: LearnerBench, mixture: tuple[Mixtu
         PhaseLabel(episode="online-0", labeller="ana", at_unix_ns=1, first_step=0, steps=STEPS, phase=Phase.RECOVERY)
     )
     bench.writer.sync()
-    config = replace(CONFIG, algorithm="bc", options={"steps": ["successes"]}, sampler=SamplerConfig(mixture=mixture))
+    options = {} if mixture else {"steps": ["successes"]}
+    config = replace(CONFIG, algorithm="bc", options=options, sampler=SamplerConfig(mixture=mixture))
     bench.learner(config).close()
     assert len(bench.trainer.batches.demo_online.online) == STEPS and not bench.trainer.can_sample
+
+
+OF_PEOPLE = (MixturePartConfig(("interventions",)),)
+
+
+@pytest.mark.parametrize("phases", [("correction",), ("teleop", "correction", "recovery")])
+def test_role_of_interventions_has_the_phases_of_hg_dagger(bench: LearnerBench, phases: tuple[str, ...]) -> None:
+    of_step = [Phase.POLICY, Phase.TELEOP, Phase.CORRECTION, Phase.RECOVERY]
+    bench.fill(EpisodeSource.ONLINE, 1)
+    for first, phase in enumerate(of_step):
+        bench.writer.append_label(
+            PhaseLabel(episode="online-0", labeller="ana", at_unix_ns=first, first_step=first, steps=1, phase=phase)
+        )
+    bench.writer.sync()
+    sampler, options = SamplerConfig(mixture=OF_PEOPLE), {"phases": list(phases)}
+    bench.train(replace(CONFIG, algorithm="hg_dagger", options=options, sampler=sampler, max_updates=20))
+    assert {of_step[row].name.lower() for row in bench.trainer.batches.drawn.row} == {*phases}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        ("bc", {"steps": ["successes"]}),
+        ("hg_dagger", {"steps": ["successes"]}),
+        ("hg_dagger", {"intervention_share": 0.7}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("sampler", "cause"),
+    [(SamplerConfig(mixture=OF_PEOPLE), "sampler.mixture"), (SamplerConfig(kind="uniform"), "sampler.kind 'uniform'")],
+    ids=["mixture", "kind"],
+)
+def test_shares_of_an_algorithm_are_refused_where_the_sampler_sets_them(
+    algorithm: str, option: dict[str, Any], sampler: SamplerConfig, cause: str
+) -> None:
+    config = LearnerConfig(algorithm=algorithm, options={"learning_rate": 1e-3, **option}, sampler=sampler)
+    (name,) = option
+    with pytest.raises(ConfigError, match=f"learner.options.{name} has no effect with {cause}: remove it"):
+        require_trainable(config, POLICY, SPEC)
+    assert require_trainable(replace(config, options={}), POLICY, SPEC) is not None
 
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=["its own", "of the settings"])

@@ -19,7 +19,7 @@ from user_sys.policies.networks import Affine
 from user_sys.policies.policy import SENTENCE
 from user_sys.policies.steered import SteeredNetwork
 from user_sys.replay.batches import Batch, BatchSpec
-from user_sys.replay.selectors import MixturePart, PhaseName
+from user_sys.replay.selectors import INTERVENTION_PHASES, MixturePart, PhaseName
 from user_sys.weights.gpu_copy import as_array
 
 NETWORK, OPTIMIZER, GENERATOR = "network.", "optimizer.", "generator."  # prefixes of the arrays of a state
@@ -118,6 +118,8 @@ class TrainingData:
         samplers: kinds of `learner.sampler` that suit it; empty for all.
         mixture: what the sampler `mixed` draws, in parts; empty for demonstrations and online steps, in shares by
             `learner.demo_fraction`.
+        mixture_settings: names of the algorithm's settings that make `mixture`; refused if the sampler replaces it.
+        interventions: phases of the role `interventions` in a `learner.sampler.mixture`.
         finished: steps only of episodes that have ended and are completely stored.
         phases: of its steps, unless `learner.sampler.only` names phases; empty for all.
         once: its batches hold each online step once, in order, as far as `learner.staleness` allows, and its weights
@@ -132,6 +134,8 @@ class TrainingData:
     extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     samplers: frozenset[str] = frozenset()
     mixture: tuple[MixturePart, ...] = ()
+    mixture_settings: tuple[str, ...] = ()
+    interventions: tuple[PhaseName, ...] = INTERVENTION_PHASES
     finished: bool = False
     phases: tuple[PhaseName, ...] = ()
     once: bool = False

@@ -110,6 +110,7 @@ class Bc(Algorithm):
             self.actor.features,
             self.actor.cameras,
             mixture=self.mixture(),
+            mixture_settings=("steps",),
             phases=IMITATED_PHASES,
         )
 

@@ -56,8 +56,9 @@ class HgDagger(Bc):
     @property
     def data(self) -> TrainingData:
         """See `Algorithm.data`."""
-        data = super().data
-        return replace(data, phases=(*data.phases, *self._settings.phases))
+        data, phases = super().data, self._settings.phases
+        shares = (*data.mixture_settings, "intervention_share")
+        return replace(data, mixture_settings=shares, interventions=phases, phases=(*data.phases, *phases))
 
     def mixture(self) -> tuple[MixturePart, ...]:
         """See `TrainingData.mixture`."""

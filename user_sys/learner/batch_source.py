@@ -19,6 +19,7 @@ from user_sys.episode import IMAGE_PREFIX, EpisodeSource
 from user_sys.errors import ConfigError, StoreCorrupt
 from user_sys.learner.config import CPU, DEMO_FRACTION, LearnerConfig
 from user_sys.messages import NO_VERSION
+from user_sys.plugins import load_algorithm
 from user_sys.policies.policy import AGE_SUFFIX
 from user_sys.policies.scaling import encoded_feature
 from user_sys.replay.batches import EncodedColumn, ObservationFeatures
@@ -90,7 +91,12 @@ class BatchSource:
             )
         elif not config.sampler.is_unfiltered_mixture or data.mixture or data.finished or data.phases:
             selector = config.sampler.make_selector(
-                self._embodiments, config.demo_fraction, data.mixture, finished=data.finished, phases=data.phases
+                self._embodiments,
+                config.demo_fraction,
+                data.mixture,
+                finished=data.finished,
+                phases=data.phases,
+                interventions=data.interventions,
             )
         self._selector, self._logged_parts = selector, set[int]()
         if selector is not self.demo_online:
@@ -307,5 +313,9 @@ def require_suitable(config: LearnerConfig, data: TrainingData) -> None:
         )
     if data.once and config.compute.parts > 1:
         raise ConfigError(f"learner.compute.parts has no effect with {name}, which draws parts itself: remove it")
+    _, settings = load_algorithm(name, config.options)
+    for key in data.mixture_settings if config.sampler.replaced_by else ():
+        if getattr(settings, key) != getattr(type(settings)(), key):
+            raise ConfigError(f"learner.options.{key} has no effect with {config.sampler.replaced_by}: remove it")
     if data.mixture and config.demo_fraction != DEMO_FRACTION:
         raise ConfigError(f"learner.demo_fraction has no effect with {name}, which has its own shares: remove it")

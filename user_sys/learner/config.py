@@ -151,8 +151,7 @@ class LearnerConfig:
             )
         if self.compute.divide and self.processes == 1:
             raise ConfigError("learner.compute.divide divides a policy among processes, and learner.processes is 1")
-        if (self.sampler.kind != "mixed" or self.sampler.mixture) and self.demo_fraction != DEMO_FRACTION:
-            why = "sampler.mixture" if self.sampler.mixture else f"sampler.kind {self.sampler.kind!r}"
+        if (why := self.sampler.replaced_by) and self.demo_fraction != DEMO_FRACTION:
             raise ConfigError(f"learner.demo_fraction has no effect with {why}: remove it")
         if self.batch_size % (self.processes * self.compute.parts):
             parts, times = "", ""

@@ -24,6 +24,7 @@ from user_sys.errors import ConfigError, StoreCorrupt, StoreError, WireError
 from user_sys.replay.batches import Allocate, Batch, BatchSpec, ReadPlan
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.selectors import (
+    INTERVENTION_PHASES,
     SOURCES,
     DemoOnlineSelector,
     MixturePart,
@@ -368,6 +369,12 @@ class SamplerConfig:
         return self.kind == "mixed" and self.only == StepFilter() and not self.mixture
 
     @property
+    def replaced_by(self) -> str:
+        """Which of its settings replaces the algorithm's shares of steps; empty if none does."""
+        own_kind = "" if self.kind == "mixed" else f"sampler.kind {self.kind!r}"
+        return "sampler.mixture" if self.mixture else own_kind
+
+    @property
     def uses_feedback(self) -> bool:
         """Whether its selector needs the algorithm's TD errors."""
         return self.make_selector((), 0.5).uses_feedback
@@ -380,6 +387,7 @@ class SamplerConfig:
         *,
         finished: bool = False,
         phases: tuple[PhaseName, ...] = (),
+        interventions: tuple[PhaseName, ...] = INTERVENTION_PHASES,
     ) -> Selector:
         """The selector of a learner. Raises ConfigError: the selector refuses the settings.
 
@@ -387,9 +395,10 @@ class SamplerConfig:
             mixture: what `mixed` draws without a mixture of its own; empty for demonstrations and online steps by
                 `demo_fraction`.
             finished, phases: of the steps that any kind draws, in addition to `only`; its phases replace `phases`.
+            interventions: phases of that role in a mixture of its own.
         """
         total = sum(part.share for part in self.mixture)
-        mixture = [part.to_part(total) for part in self.mixture] or mixture
+        mixture = [part.to_part(total, interventions) for part in self.mixture] or mixture
         only = replace(
             self.only,
             embodiments=embodiments,

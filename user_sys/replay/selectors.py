@@ -410,9 +410,10 @@ class MixturePartConfig:
     tasks: tuple[str, ...] = ()
     share: Positive = 1.0
 
-    def to_part(self, total: float) -> MixturePart:
-        """`total`: of the shares of all parts."""
-        chosen = [ROLES[role] for role in self.roles] or [StepFilter(sources=SOURCES)]
+    def to_part(self, total: float, interventions: tuple[PhaseName, ...]) -> MixturePart:
+        """`total`: of the shares of all parts. `interventions`: phases of that role."""
+        roles = {**ROLES, "interventions": replace(ROLES["interventions"], phases=interventions)}
+        chosen = [roles[role] for role in self.roles] or [StepFilter(sources=SOURCES)]
         return MixturePart(tuple(replace(each, tasks=self.tasks) for each in chosen), self.share / total)
 
 
