@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from hal.spec import IMAGES, Array, RobotSpec
-from user_sys.algorithms.algorithm import Algorithm, TensorBatch, save_state
+from user_sys.algorithms.algorithm import Algorithm, TensorBatch, load_state, save_state
+from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import AlgorithmConformance, example_batch, example_batch_for
+from user_sys.algorithms.q_chunking import QChunking, QChunkingSettings
+from user_sys.algorithms.recap import Recap, RecapSettings
 from user_sys.algorithms.rlpd import Rlpd, RlpdSettings
 from user_sys.algorithms.sac import Sac
 from user_sys.algorithms.sac_flow import SacFlow, SacFlowSettings
 from user_sys.episode import Phase
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import example_spec
+from user_sys.policies.flow import FlowPolicy, FlowSettings
 from user_sys.policies.gated_flow import GatedFlowPolicy, GatedFlowSettings
 from user_sys.policies.policy import Policy
 from user_sys.policies.scaling import encoded_feature
@@ -118,7 +123,43 @@ def test_update_with_encoded_pictures_is_that_with_pictures() -> None:
         np.testing.assert_allclose(value, states[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def with_encoded_pictures(algorithm: Rlpd, batch: TensorBatch) -> TensorBatch:
+FLOW = FlowSettings(pictures=True, picture_size=8, hidden=(32,), chunk_length=2, flow_steps=1)
+WITH_SLOW_COPIES: dict[str, Callable[[Literal["trained", "frozen"]], Algorithm]] = {
+    "rlpd": lambda encoder: rlpd(replace(TRAINED, pretrain_updates=1, encoder=encoder), FOLLOWING),
+    "bc": lambda encoder: of_flow(Bc, BcSettings(), encoder),
+    "q_chunking": lambda encoder: of_flow(QChunking, QChunkingSettings(critic_hidden=(32,), critics=2), encoder),
+    "recap": lambda encoder: of_flow(Recap, RecapSettings(value_hidden=(32,)), encoder, conditions=2, condition=1),
+}
+FOLLOWING = replace(SMALL, critics_first=0, acting_rate=0.01)
+
+
+def of_flow(kind: type[Algorithm], settings: Any, encoder: Literal["trained", "frozen"], **options: Any) -> Algorithm:
+    torch.manual_seed(0)
+    chosen = replace(FLOW, encoder=encoder, pretrain_updates=int(encoder == "frozen"), **options)
+    return kind(settings, FlowPolicy.make_module(example_spec(), settings=chosen), example_spec())
+
+
+@pytest.mark.parametrize("make", WITH_SLOW_COPIES.values(), ids=WITH_SLOW_COPIES.keys())
+def test_published_encoder_stays_if_a_resumption_freezes_it(
+    make: Callable[[Literal["trained", "frozen"]], Algorithm],
+) -> None:
+    trained, frozen = make("trained"), make("frozen")
+    batch = example_batch_for(trained.data, np.random.default_rng(0))
+    for number in range(3):
+        trained.update(batch, number)
+    before = save_state(trained)
+    slow, fast = (before[f"network.{which}.encoder.front.project.weight"] for which in ("policy", "actor"))
+    assert not np.array_equal(slow, fast)
+    load_state(frozen, before)
+    encoded = with_encoded_pictures(frozen, batch)
+    for number in range(3, 6):
+        frozen.update(encoded, number)
+    after = save_state(frozen)
+    assert changed(before, after, "network.policy.encoder.") == {False}
+    assert True in changed(before, after, "network.policy.")
+
+
+def with_encoded_pictures(algorithm: Algorithm, batch: TensorBatch) -> TensorBatch:
     """As the learner's batches are from the update `frozen_from` on."""
     columns = []
     for observation in (batch.observation, batch.next_observation):
@@ -126,6 +167,6 @@ def with_encoded_pictures(algorithm: Rlpd, batch: TensorBatch) -> TensorBatch:
         encode = algorithm.policy.encode_images
         assert callable(encode)
         columns.append(
-            vectors | {encoded_feature(c): encode(c, observation[IMAGES + c]) for c in algorithm.actor.cameras}
+            vectors | {encoded_feature(c): encode(c, observation[IMAGES + c]) for c in algorithm.data.cameras}
         )
     return replace(batch, observation=columns[0], next_observation=columns[1])

@@ -82,10 +82,12 @@ def value_network(inputs: int, hidden: Sequence[int], outputs: int = 1) -> nn.Se
 def follow(slow: list[Tensor], fast: list[Tensor], rate: float) -> None:
     """Moves the parameters `slow` towards `fast` by a share of `rate`, after an optimizer's step of `fast`.
 
-    Without gradients the optimizer made none: part of a batch was seen, see `ComputeConfig.parts`.
+    Those without a gradient stay, as the optimizer left them: part of a batch was seen (`ComputeConfig.parts`), or
+    they are of an encoder that is frozen. Batches are encoded by the slow one then, which must not change any more.
     """
-    if any(each.grad is not None for each in fast):
-        torch._foreach_lerp_(slow, fast, rate)
+    stepped = [pair for pair in zip(slow, fast, strict=True) if pair[1].grad is not None]
+    if stepped:
+        torch._foreach_lerp_([each for each, _ in stepped], [each for _, each in stepped], rate)
 
 
 def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
