@@ -675,10 +675,11 @@ def test_promised_actions_travel_with_a_request(server: EchoServer, keys: Path) 
 
 @pytest.mark.parametrize("features", [(), (ENVIRONMENT_STATE,), (ENVIRONMENT_STATE, STATE)])
 def test_correction_travels_with_its_chunk(server: EchoServer, keys: Path, features: tuple[str, ...]) -> None:
-    """It reads the vectors that the policy reads, in the policy's order."""
+    """It reads the vectors that the policy reads, in the robot's order as the policy."""
     with remote(lambda: server.endpoint, keys, features=features) as policy:
         assert acts(policy).correction is None
-        names, two = features or tuple(spec.name for spec in SPEC.observation), np.ones(2, np.float32)
+        names = tuple(spec.name for spec in SPEC.observation if not features or spec.name in features)
+        two = np.ones(2, np.float32)
         seen = np.concatenate([OBSERVATION[name] for name in names])
         layer = np.zeros((2, 2 * len(seen) + 3), np.float32), 0.5 * two
         sent = ChunkCorrection(names, seen, seen, seen, 0 * two, two, 1, (layer,))

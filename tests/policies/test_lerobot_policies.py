@@ -419,6 +419,11 @@ def test_another_size_of_pictures_can_be_scaled(act: LeRobotSettings) -> None:
     assert len(policy.act(observation, SENTENCE, deterministic=True).actions) == 4
 
 
+def test_a_new_policy_reads_cameras_in_the_order_of_the_robot() -> None:
+    listed = LeRobotSettings(type="act", cameras=("wrist", "front"))
+    assert LeRobotPolicy.select_cameras(SPEC, listed) == ("front", "wrist")
+
+
 def test_a_camera_can_have_another_name_in_the_checkpoint(act: LeRobotSettings) -> None:
     assert act.path is not None
     for path in (*act.path.glob("*.json"),):

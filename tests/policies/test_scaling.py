@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from hal.errors import SpecError
-from hal.spec import CameraSpec
+from hal.spec import ENVIRONMENT_STATE, STATE, Array, CameraSpec
 from user_sys.algorithms.algorithm import policy_arrays
+from user_sys.plugins import load_policy
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.flow import FlowPolicy, FlowSettings
 from user_sys.policies.policy import AGE_SUFFIX
@@ -25,6 +28,28 @@ def test_vectors_of_a_float64_robot_act_as_float32() -> None:
         observation = {name: array.astype(dtype) for name, array in seen.items()}
         actions.append(policy.act(observation, "", deterministic=True).actions.shape)
     assert actions[0] == actions[1]
+
+
+READING: list[tuple[str, dict[str, Any]]] = [
+    ("mlp", {}),
+    ("cnn", {"cameras": ["front", "wrist"], "picture_size": 8}),
+    ("flow", {"cameras": ["front", "wrist"], "picture_size": 8, "pictures": True}),
+    ("vla", {"cameras": ["front", "wrist"], "width": 16, "heads": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), READING, ids=[kind for kind, _ in READING])
+def test_weights_act_alike_in_any_listed_order_of_cameras_and_features(kind: str, options: dict[str, Any]) -> None:
+    spec, seen = example_spec(), example_observation(np.random.default_rng(0))
+    features, actions, weights = [STATE, ENVIRONMENT_STATE], [], dict[str, Array]()
+    for order in (1, -1):
+        listed = {name: value[::order] if name == "cameras" else value for name, value in options.items()}
+        made, settings = load_policy(kind, listed)
+        weights = weights or policy_arrays(made.make_module(spec, settings=settings, features=features))
+        policy = made(spec, settings=settings, features=features[::order])
+        policy.load(weights)
+        actions.append(policy.act(seen, "lift", deterministic=True).actions)
+    np.testing.assert_array_equal(*actions)
 
 
 @pytest.mark.parametrize("age", [np.zeros(1), np.zeros(2, np.float32)])

@@ -153,7 +153,7 @@ class PolicyFeatures:
                 f"policy.features: LeRobot's policies read {' and '.join(TYPE_OF_VECTOR)}, and not "
                 f"{', '.join(each.name for each in named if each not in vectors)}"
             )
-        cameras = tuple(by_name[name] for name in settings.cameras or by_name)
+        cameras = tuple(each for each in spec.cameras if not settings.cameras or each.name in settings.cameras)
         names = {name: name for name in (*(each.name for each in vectors), *(each.feature for each in cameras))}
         return cls(settings.type, vectors, cameras, names, {each.name: each.shape[:2] for each in cameras})
 

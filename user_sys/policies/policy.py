@@ -264,8 +264,8 @@ class TrainablePolicy(Policy):
     def select_cameras(cls, spec: RobotSpec, settings: Any) -> tuple[str, ...]:
         """Returns the cameras that a policy with `settings` reads on a robot: `Policy.cameras`, without building it.
 
-        By default it is the setting ``cameras``, or all cameras of the robot if that is empty; no camera for settings
-        without it.
+        By default these are the setting ``cameras``, or all cameras of the robot if that is empty; no camera for
+        settings without it. They are in the robot's order: weights have columns for each camera, and no names of them.
 
         Raises:
             SpecError: the robot lacks such a camera, or has none.
@@ -281,7 +281,7 @@ class TrainablePolicy(Policy):
             raise SpecError(
                 f"policy.options.cameras: {spec.model} has no camera {unknown[0]!r}; {suggest(unknown[0], known)}"
             )
-        return tuple(settings.cameras) or tuple(known)
+        return tuple(name for name in known if not settings.cameras or name in settings.cameras)
 
 
 @runtime_checkable

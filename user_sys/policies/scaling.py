@@ -60,8 +60,14 @@ def discrete_gripper(spec: RobotSpec, gripper: Gripper) -> int:
 
 
 def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArraySpec, ...]:
-    """Returns the observations that a policy reads, in order: `features`, or all vectors of the robot."""
-    return tuple(spec.feature(name) for name in features) if features else spec.observation
+    """Returns the observations that a policy reads: `features`, or all vectors of the robot.
+
+    They are in the robot's order: weights have columns for each vector, and no names of them.
+
+    Raises SpecError: the robot lacks one of `features`.
+    """
+    chosen = [spec.feature(name) for name in features]
+    return tuple(each for each in spec.observation if not chosen or each in chosen)
 
 
 def require_vectors(spec: RobotSpec, features: Sequence[str], reader: str, instead: str) -> None:
