@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from point_kit import POINT, chunks, expert, success_rate
+from torch import Tensor, nn
 
 from hal.spec import STATE, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, policy_arrays
@@ -81,6 +83,39 @@ def test_noise_on_the_actions_keeps_the_policy_spread() -> None:
         log_std = algorithm.actor(algorithm.actor.encode({STATE: torch.full((1, 1), 0.5)}))[1]
         deviation[noise] = float(log_std.detach().exp())
     assert deviation[0.0] < 0.14 and 0.2 < deviation[0.2] < 0.35
+
+
+class NormalizedRegression(nn.Module):
+    """An `ImitationPolicy` of one action with a batch norm."""
+
+    features, cameras, chunk_length, frozen_from = (STATE,), (), 1, -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+    def batch_loss(
+        self, observation: Mapping[str, Tensor], sentences: Sequence[str], action: Tensor, mask: Tensor
+    ) -> Tensor:
+        found: Tensor = self.layers(observation[STATE])
+        return (found - action[:, 0]).square().mean(-1)
+
+
+def test_published_policy_has_the_statistics_of_its_batch_norms() -> None:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    algorithm = Bc(BcSettings(learning_rate=0.01, acting_rate=0.1), NormalizedRegression(), POINT)
+    algorithm.double()  # replaces buffers, as a move to a GPU does
+    for number in range(200):
+        x = torch.from_numpy(5 + rng.uniform(-1, 1, (64, 1)))
+        batch = chunks(np.zeros((64, 1), np.float32), np.zeros((64, 1, 1), np.float32))
+        algorithm.update(replace(batch, observation={STATE: x}, action=3 * (x - 5)[:, None]), number)
+    assert isinstance(algorithm.policy, NormalizedRegression)
+    x = torch.linspace(4, 6, 9, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(algorithm.policy.eval().layers(x), 3 * (x - 5), rtol=0, atol=0.5)
+    saved = policy_arrays(algorithm.policy)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        np.testing.assert_array_equal(saved[f"layers.1.{name}"], algorithm.actor.state_dict()[f"layers.1.{name}"])
 
 
 def test_settings_select_what_is_imitated() -> None:

@@ -1,4 +1,4 @@
-"""Parts that several algorithms share: an ensemble of critics, a value network, and slow copies of networks."""
+"""Parts that several algorithms share: an ensemble of critics, a value network, and moving averages of networks."""
 
 from __future__ import annotations
 
@@ -78,16 +78,34 @@ def value_network(inputs: int, hidden: Sequence[int], outputs: int = 1) -> nn.Se
     return nn.Sequential(*layers, last)
 
 
-@torch.no_grad()
-def follow(slow: list[Tensor], fast: list[Tensor], rate: float) -> None:
-    """Moves the parameters `slow` towards `fast` by a share of `rate`, after an optimizer's step of `fast`.
+class MovingAverage:
+    """Makes a network the moving average of another one: target critics, or the policy that acts."""
 
-    Those without a gradient stay, as the optimizer left them: part of a batch was seen (`ComputeConfig.parts`), or
-    they are of an encoder that is frozen. Batches are encoded by the slow one then, which must not change any more.
-    """
-    stepped = [pair for pair in zip(slow, fast, strict=True) if pair[1].grad is not None]
-    if stepped:
+    def __init__(self, slow: nn.Module, fast: nn.Module) -> None:
+        """`slow`: a copy of `fast`, which may share parameters with it (`shared_copy`), or `fast` itself."""
+        pairs = zip(slow.parameters(), fast.parameters(), strict=True)
+        self._parameters = [pair for pair in pairs if pair[0] is not pair[1]]
+        buffers = dict(fast.named_buffers(remove_duplicate=False))
+        places = [name.rpartition(".")[::2] for name in fast.state_dict() if name in buffers]
+        # A move to a device replaces the buffers, so their owners are kept.
+        self._buffers = [(slow.get_submodule(owner), fast.get_submodule(owner), leaf) for owner, leaf in places]
+
+    @torch.no_grad()
+    def update(self, rate: float) -> None:
+        """Moves `slow` towards `fast` by a share of `rate`, after an optimizer's step of `fast`.
+
+        It takes the buffers as they are: statistics of batch norms are averages already.
+
+        Parameters without a gradient stay, as the optimizer left them: part of a batch was seen
+        (`ComputeConfig.parts`), or they are of an encoder that is frozen. Batches are encoded by the slow one then,
+        which must not change any more.
+        """
+        stepped = [pair for pair in self._parameters if pair[1].grad is not None]
+        if not stepped:
+            return
         torch._foreach_lerp_([each for each, _ in stepped], [each for _, each in stepped], rate)
+        for slow, fast, leaf in self._buffers:
+            getattr(slow, leaf).copy_(getattr(fast, leaf))
 
 
 def xavier_uniform(shape: tuple[int, ...]) -> Tensor:

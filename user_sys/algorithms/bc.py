@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import follow
+from user_sys.algorithms.actor_critic import MovingAverage
 from user_sys.algorithms.algorithm import (
     Algorithm,
     ChunkPolicy,
@@ -34,7 +34,7 @@ from user_sys.algorithms.algorithm import (
 )
 from user_sys.algorithms.distributed import clip_gradients, is_divided
 from user_sys.errors import ConfigError
-from user_sys.policies.trainable import shared_copy, trained_pairs
+from user_sys.policies.trainable import shared_copy
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.selectors import INTERVENTION_PHASES, ROLES, MixturePart, PhaseName
 
@@ -90,7 +90,7 @@ class Bc(Algorithm):
         self.actor = policy
         self.policy = policy if settings.acting_rate == 1 else shared_copy(policy).requires_grad_(False)
         self._trained = [each for each in self.actor.parameters() if each.requires_grad]
-        self._slow, self._fast = trained_pairs(self.policy, self.actor)
+        self._average = MovingAverage(self.policy, self.actor)
         fused = not any(map(is_divided, self._trained))  # torch fuses no divided tensors with others
         self.optimizers = {"actor": torch.optim.Adam(self._trained, settings.learning_rate, fused=fused)}
         self._loss: Tensor | None = None
@@ -127,8 +127,7 @@ class Bc(Algorithm):
         clip_gradients(self._trained, self._settings.gradient_norm_max)
         optimizer.step()
         is_mean = number >= self.actor.frozen_from  # before, both encoders must be equal
-        if self._slow:
-            follow(self._slow, self._fast, self._settings.acting_rate if is_mean else 1.0)
+        self._average.update(self._settings.acting_rate if is_mean else 1.0)
         self._loss = loss.detach()
 
     def _imitation_losses(self, batch: TensorBatch) -> tuple[Tensor, Tensor | float]:

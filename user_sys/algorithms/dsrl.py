@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow
+from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input
 from user_sys.algorithms.algorithm import TensorBatch, TrainingData
 from user_sys.algorithms.sac import Sac, SacSettings
 from user_sys.errors import ConfigError
@@ -127,6 +127,6 @@ class Dsrl(Sac):
         q = self.noise_critics(critic_input(self.actor, x, noise), frozen=True).mean(0)
         loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
         self._step("actor", loss)
-        follow(*self._followers["policy"], self._settings.acting_rate)
+        self._averages["policy"].update(self._settings.acting_rate)
         self._newest |= {"actor_loss": loss.detach(), "log_prob": log_prob.detach(), "noise": noise.detach().abs()}
         return log_prob.detach()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
+from user_sys.algorithms.actor_critic import CriticEnsemble, MovingAverage, critic_input, mean_errors
 from user_sys.algorithms.algorithm import (
     Algorithm,
     ChunkPolicy,
@@ -38,7 +38,7 @@ from user_sys.algorithms.algorithm import (
 )
 from user_sys.errors import ConfigError
 from user_sys.policies.gated_flow import refuse_gated
-from user_sys.policies.trainable import shared_copy, trained_pairs
+from user_sys.policies.trainable import shared_copy
 from user_sys.replay.batches import BatchSpec
 
 
@@ -124,9 +124,9 @@ class QChunking(Algorithm):
             name: torch.optim.Adam(parameters, settings.learning_rate, fused=True)
             for name, parameters in self._trained.items()
         }
-        self._followers: dict[str, tuple[list[Tensor], list[Tensor]]] = {
-            "targets": (list(self.targets.parameters()), list(self.critics.parameters())),
-            "policy": trained_pairs(self.policy, self.actor),
+        self._averages = {
+            "targets": MovingAverage(self.targets, self.critics),
+            "policy": MovingAverage(self.policy, self.actor),
         }
         self._newest: dict[str, Tensor] = {}
         self._used = torch.empty(0)
@@ -148,7 +148,7 @@ class QChunking(Algorithm):
         self._step("behaviour", flow_loss)
         self._update_actor(x)
         is_mean = number >= self.actor.frozen_from  # before, both encoders must be equal
-        follow(*self._followers["policy"], self._settings.acting_rate if is_mean else 1.0)
+        self._averages["policy"].update(self._settings.acting_rate if is_mean else 1.0)
         self._newest["flow_loss"] = flow_loss.detach()
 
     def _update_critics(self, x: Tensor, chunk: Tensor, batch: TensorBatch) -> None:
@@ -162,7 +162,7 @@ class QChunking(Algorithm):
         q = self.critics(critic_input(self.actor, x, chunk.flatten(1)))
         loss = ((q - target).square() * used).mean(-1)
         self._step("critics", loss.sum())  # the critics share no parameters, so a sum trains each on its own
-        follow(*self._followers["targets"], self._settings.target_rate)
+        self._averages["targets"].update(self._settings.target_rate)
         self._newest |= {"critic_loss": loss.detach(), "q": q.detach(), "target": target}
         self._used = used
 

@@ -34,13 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import critic_input, follow, value_network
+from user_sys.algorithms.actor_critic import MovingAverage, critic_input, value_network
 from user_sys.algorithms.algorithm import Algorithm, ChunkPolicy, TensorBatch, TrainingData, refuse_delay_training
 from user_sys.algorithms.sac import by_people
 from user_sys.episode import Phase
 from user_sys.errors import ConfigError
 from user_sys.policies.gated_flow import refuse_gated
-from user_sys.policies.trainable import shared_copy, trained_pairs
+from user_sys.policies.trainable import shared_copy
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.selectors import ROLES, MixturePart, Role
 
@@ -127,7 +127,7 @@ class Recap(Algorithm):
             name: torch.optim.Adam(parameters, settings.learning_rate, fused=True)
             for name, parameters in self._trained.items()
         }
-        self._slow, self._fast = trained_pairs(self.policy, self.actor)
+        self._average = MovingAverage(self.policy, self.actor)
         self._newest: dict[str, Tensor] = {}
 
     @property
@@ -160,7 +160,7 @@ class Recap(Algorithm):
         flow_loss = (self.actor.imitation_loss(x, action, imitated, condition) * batch.weight).mean()
         self._step(flow_loss + value_loss)
         is_mean = number >= self.actor.frozen_from  # before, both encoders must be equal
-        follow(self._slow, self._fast, self._settings.acting_rate if is_mean else 1.0)
+        self._average.update(self._settings.acting_rate if is_mean else 1.0)
         self._newest = {
             "flow_loss": flow_loss.detach(),
             "value_loss": value_loss.detach(),

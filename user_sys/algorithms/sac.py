@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hal.settings import Amount, Limit
 from hal.spec import RobotSpec
-from user_sys.algorithms.actor_critic import CriticEnsemble, critic_input, follow, mean_errors
+from user_sys.algorithms.actor_critic import CriticEnsemble, MovingAverage, critic_input, mean_errors
 from user_sys.algorithms.algorithm import (
     Algorithm,
     GaussianPolicy,
@@ -46,7 +46,7 @@ from user_sys.algorithms.algorithm import (
 )
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError
-from user_sys.policies.trainable import shared_copy, trained_pairs
+from user_sys.policies.trainable import shared_copy
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.selectors import MixturePart, StepFilter
 
@@ -131,9 +131,9 @@ class Sac(Algorithm):
         if self.actor.pretrain_updates:
             self._trained["imitation"] = [each for each in self.actor.parameters() if each.requires_grad]
         self.optimizers = {name: adam(parameters) for name, parameters in self._trained.items()}
-        self._followers: dict[str, tuple[list[Tensor], list[Tensor]]] = {
-            "targets": (list(self.targets.parameters()), list(self.critics.parameters())),
-            "policy": trained_pairs(self.policy, self.actor),
+        self._averages = {
+            "targets": MovingAverage(self.targets, self.critics),
+            "policy": MovingAverage(self.policy, self.actor),
         }
         self._newest: dict[str, Tensor] = {}
         self._unknown_errors = self._used = torch.empty(0)
@@ -183,7 +183,7 @@ class Sac(Algorithm):
         losses = imitation_loss(self.actor, replace(batch, mask=cloned_steps(batch)).rows(rows))
         loss = (losses * is_example[rows]).sum() / max(1, count)
         self._step("imitation", loss)
-        follow(*self._followers["policy"], 1.0)
+        self._averages["policy"].update(1.0)
         self._newest |= {"imitation_loss": loss.detach()}
         self._unknown_errors = torch.full_like(batch.weight, math.nan)
 
@@ -202,7 +202,7 @@ class Sac(Algorithm):
         q = self.critics(critic_input(self.actor, x, action))
         loss = ((q - target).square() * weight).mean(-1)
         self._step("critics", loss.sum())  # the critics share no parameters, so a sum trains each on its own
-        follow(*self._followers["targets"], self._settings.target_rate)
+        self._averages["targets"].update(self._settings.target_rate)
         self._newest |= {"critic_loss": loss.detach(), "q": q.detach(), "target": target}
         self._used = weight
 
@@ -215,7 +215,7 @@ class Sac(Algorithm):
             imitation = self.actor.imitation_loss(x, self.actor.scale_action(batch.action), cloned_steps(batch))
             loss = loss + self._settings.cloning * (imitation * is_cloned(batch)).mean()
         self._step("actor", loss)
-        follow(*self._followers["policy"], self._settings.acting_rate)
+        self._averages["policy"].update(self._settings.acting_rate)
         self._newest |= {"actor_loss": loss.detach(), "log_prob": log_prob.detach()}
         return log_prob.detach()
 

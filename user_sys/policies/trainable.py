@@ -141,10 +141,3 @@ def shared_copy(module: ModuleT, frozen: Iterable[Tensor] | None = None) -> Modu
         )
     kept = frozen_parameters(module).values() if frozen is None else frozen
     return copy.deepcopy(module, {id(parameter): parameter for parameter in kept})
-
-
-def trained_pairs(slow: nn.Module, fast: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the parameters of `slow`, a `shared_copy` of `fast`, and those of `fast`, without the shared ones."""
-    pairs = zip(slow.parameters(), fast.parameters(), strict=True)
-    different = [pair for pair in pairs if pair[0] is not pair[1]]
-    return [pair[0] for pair in different], [pair[1] for pair in different]
