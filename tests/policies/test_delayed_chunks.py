@@ -69,6 +69,21 @@ def test_rtc_keeps_the_actions_of_the_delay(through_network: bool) -> None:
     np.testing.assert_allclose(first, free, atol=1e-6, err_msg="nothing is promised at the start")
 
 
+@pytest.mark.parametrize("method", ["rtc", "training_rtc"])
+def test_exploration_begins_where_the_promised_actions_end(method: ExecutionMethod) -> None:
+    context = ChunkContext(PREFIX / 2, 2, method)
+
+    def chunks(exploration: float) -> Array:
+        policy = acting(noise_scale=0.0, prefix_max=4, exploration=exploration)
+        return np.stack([policy.act(SEEN, "", deterministic=False, context=context).actions for _ in range(40)])[..., 0]
+
+    added = (chunks(0.05) - chunks(0.0)) / SPEC.action.high[0]
+    np.testing.assert_allclose(added[:, :2], 0.0, atol=1e-6, err_msg="these the robot executes whatever is drawn")
+    assert added[:, 6].std() == pytest.approx(0.05, rel=0.4)
+    np.testing.assert_allclose(added[:, 7], added[:, 6], atol=1e-5)
+    assert (np.diff(np.abs(added[:, 1:7])) > 0).all(), "it fades in"
+
+
 def test_vla_continues_promised_actions_by_the_same_functions() -> None:
     settings = VlaSettings(width=16, heads=2, prefix_layers=1, expert_layers=1, flow_steps=10, prefix_max=4)
     spec, observation = example_spec(), example_observation(np.random.default_rng(0))

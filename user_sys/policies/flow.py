@@ -365,6 +365,7 @@ class FlowPolicy(TorchPolicy):
             (n, module.chunk_length, module.action_size), deterministic=deterministic
         )
         condition = torch.full((n,), options.condition, device=context.device) if options.condition else None
+        explored: Tensor | float = 1.0  # share of the exploration that each action gets
         if promised is not None and method in ("rtc", "training_rtc"):
             scaled = module.scale_action(promised.actions)
             prefix = ChunkPrefix.of(scaled, promised.count, promised.delay, module.chunk_length)
@@ -373,11 +374,11 @@ class FlowPolicy(TorchPolicy):
                 chunk = sample_guided(velocity, noise, module.flow_steps, prefix, options)
             else:
                 chunk = sample_given(velocity, noise, module.flow_steps, prefix, module.prefix_max)
-            chunk = chunk.clamp(-1.0, 1.0)
+            explored = 1 - prefix.weights()[..., None]
         else:
             chunk = module.sample(context, noise, condition=condition, guidance=options.guidance)
-            if options.exploration:
-                added = self.noise((n, 1, module.action_size), deterministic=deterministic)
-                chunk = (chunk + options.exploration * added).clamp(-1.0, 1.0)
-        actions = module.unscale_action(chunk)
+        if options.exploration:
+            added = self.noise((n, 1, module.action_size), deterministic=deterministic)
+            chunk = chunk + options.exploration * added * explored
+        actions = module.unscale_action(chunk.clamp(-1.0, 1.0))
         return actions, torch.full(actions.shape[:2], float("nan"))

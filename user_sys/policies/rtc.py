@@ -39,7 +39,8 @@ class RtcSettings:
     Attributes:
         noise_scale: of the noise from which training episodes draw chunks; below 1 they stay nearer to the likely ones.
         exploration: standard deviation of what training episodes add to a chunk, alike to all its actions, scaled to
-            [-1, 1]. Noise that differs from action to action averages out. Both have no effect on a gated flow.
+            [-1, 1]. Noise that differs from action to action averages out. By rtc and training_rtc it fades in over the
+            promised actions. Both have no effect on a gated flow.
         rtc_guidance_max: greatest weight of the guidance.
         rtc_through_network: the guidance passes back through the network, as in the paper; without, an action takes
             half the time, and chunks equal those of LeRobot.
