@@ -108,6 +108,13 @@ def test_policy_that_cannot_be_steered_is_refused() -> None:
         SteeredSettings(encoder="frozen")
 
 
+def test_frozen_policy_that_draws_more_than_its_noise_is_refused() -> None:
+    base = FlowPolicy.make_module(POINT, settings=FlowSettings(chunk_length=2, hidden=(8,)))
+    base.draws_between_steps = True  # type: ignore[assignment]  # as a diffusion of LeRobot by DDPM
+    with pytest.raises(ConfigError, match=r"base_options.config: \{noise_scheduler_type: DDIM\}"):
+        SteeredNetwork(POINT, (), STEERED, (), base)
+
+
 def test_steered_policy_starts_as_the_frozen_vla_and_reads_its_sentence() -> None:
     torch.manual_seed(0)
     spec, options = example_spec(), TestDsrlOnSentences.options

@@ -360,12 +360,21 @@ def test_dsrl_steers_a_checkpoint(checkpoints: dict[str, LeRobotSettings]) -> No
     """Its noise is trained, and its weights stay."""
     for kind in ("diffusion", "smolvla"):
         pictures: dict[str, Any] = {"pictures": True, "picture_size": 8, "cameras": ["front"]}
-        options = {"base": "lerobot", "base_options": {"path": str(checkpoints[kind].path)}, **pictures}
+        base: dict[str, Any] = {"path": str(checkpoints[kind].path)}
+        options = {"base": "lerobot", "base_options": base, **pictures}
+        if kind == "diffusion":
+            found, settings = load_policy("steered", options)
+            with pytest.raises(ConfigError, match=r"base_options.config: \{noise_scheduler_type: DDIM\}"):
+                found.make_module(SPEC, settings=settings)
+            base["config"] = {"noise_scheduler_type": "DDIM"}
         require_trainable(LearnerConfig(algorithm="dsrl"), PolicyConfig(kind="steered", options=options), SPEC)
         found, settings = load_policy("steered", options)
         chosen = DsrlSettings(critic_hidden=(32,), critics=2, critics_first=0)
         algorithm = Dsrl(chosen, found.make_module(SPEC, settings=settings), SPEC)
-        before = policy_arrays(algorithm.policy)
+        before, batch = policy_arrays(algorithm.policy), batch_of(algorithm)
+        noise = torch.zeros(len(batch.weight), algorithm.actor.action_size)
+        given = batch.observation, batch.instructions(), noise, algorithm.actor.encode(batch.observation)
+        torch.testing.assert_close(algorithm.actor.chunks(*given), algorithm.actor.chunks(*given))
         for number in range(3):
             algorithm.update(batch_of(algorithm), number)
         after = policy_arrays(algorithm.policy)

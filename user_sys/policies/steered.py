@@ -115,13 +115,18 @@ class SteeredNetwork(GaussianNetwork):
             base: the frozen policy's module.
 
         Raises:
-            ConfigError: `base` draws no chunk from noise, or encodes nothing that the Gaussian could read.
+            ConfigError: `base` draws no chunk from noise alone, or encodes nothing that the Gaussian could read.
         """
         if settings.reads_base and not (hasattr(base, "sample") and hasattr(base, "observation_size")):
             raise ConfigError(f"policy.options.reads_base: {settings.base} encodes nothing that can be read; remove it")
         if getattr(base, "noise_shape", None) is None and not hasattr(base, "sample"):
             raise ConfigError(
                 f"policy.options.base: {settings.base} draws no actions from noise; use flow, vla or lerobot"
+            )
+        if getattr(base, "draws_between_steps", False):
+            raise ConfigError(
+                f"policy.options.base: {settings.base} adds noise in each step (DDPM), so the chosen noise steers "
+                "almost nothing; set policy.options.base_options.config: {noise_scheduler_type: DDIM}"
             )
         shape = getattr(base, "noise_shape", None) or (base.chunk_length, spec.action.shape[0])
         most = int(getattr(base, "execute", 0) or base.chunk_length)
