@@ -812,6 +812,23 @@ def test_file_names_only_the_tasks_that_it_was_trained_on() -> None:
     assert train_network(ProgressNet, clips, 0)[1].tasks == ("lift",), "progress is learned from successes"
 
 
+def test_tasks_that_share_a_sentence_are_no_wrong_sentences_of_each_other() -> None:
+    import torch
+
+    from user_sys.rewards.networks import LabelledClips
+    from user_sys.rewards.progress import ProgressNet
+
+    torch.manual_seed(0)
+    net, pictures = ProgressNet(1).eval(), [np.zeros((3, 1, 64, 64, 3), np.uint8)] * 2
+
+    def loss(tasks: list[str], sentences: list[str]) -> float:
+        clips = LabelledClips(["a", "b"], tasks, sentences, pictures, np.ones(2, bool), ("front",))
+        return float(net.loss(clips, (0, 1), np.random.default_rng(0)).detach())
+
+    same = loss(["lift", "lift"], ["lift it", "lift it"])
+    assert loss(["lift", "lift-2"], ["lift it", "lift it"]) == same != loss(["lift", "pour"], ["lift it", "pour it"])
+
+
 def test_rank_correlation_shares_the_ranks_of_equal_values() -> None:
     time = np.arange(4)
     assert rank_correlation(np.array([0.1, 0.2, 0.9, 1.0]), time) == pytest.approx(1.0)

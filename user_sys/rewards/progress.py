@@ -112,7 +112,10 @@ class ProgressNet(RewardNetwork):
         before = np.where(draw[0] < FROM_START, 0, rng.integers(0, length + 1))
         after = np.where(draw[1] < TO_END, length, rng.integers(0, length + 1))
         after = np.where(draw[2] < STATIC, before, after)
-        others = [[other for other in rows if data.tasks[other] != data.tasks[row]] for row in chosen]
+        others = [
+            [other for other in rows if data.tasks[other] != task and data.sentences[other] != sentence]
+            for task, sentence in ((data.tasks[row], data.sentences[row]) for row in chosen)
+        ]
         wrong = np.array([bool(each) for each in others]) & (draw[3] < WRONG)
         sentences = [
             data.sentences[rng.choice(other) if is_wrong else row]
