@@ -15,7 +15,8 @@ from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import ACTION, STATE, Array, RobotSpec
 from robots.fake import GRIPPER_M, FakeRobot, FakeTask
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch, policy_arrays
-from user_sys.algorithms.conformance import AlgorithmConformance, example_windows
+from user_sys.algorithms.conformance import AlgorithmConformance, example_windows, train_together, train_with
+from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.algorithms.ppo import Ppo, PpoSettings, advantages, effective_share, normalized
 from user_sys.compose import PolicyConfig, make_policy
 from user_sys.edge.agents import LoadedPolicy, PolicyAgent
@@ -56,6 +57,26 @@ class TestPpoOnPictures(AlgorithmConformance):
 
     def policy(self, spec: RobotSpec) -> Policy:
         return CnnPolicy(spec, settings=PICTURES)
+
+
+class UnevenPpo(TestPpo):
+    """The first process has few usable steps."""
+
+    def make(self, spec: RobotSpec) -> Algorithm:
+        return small(spec, replace(SMALL, epochs=1, minibatches=1))
+
+    def batch(self, rng: np.random.Generator) -> TensorBatch:
+        batch = super().batch(rng)
+        assert batch.phase is not None
+        batch.phase[:] = Phase.POLICY
+        batch.phase[1 : len(batch.phase) // 2] = Phase.TELEOP
+        return batch
+
+
+def test_processes_with_unequal_shares_of_usable_steps_train_as_one() -> None:
+    whole = train_with(UnevenPpo(), TrainingGroup(), 1)
+    for name, value in train_together(UnevenPpo, 1)[0].items():
+        np.testing.assert_allclose(value, whole[name], atol=2e-5, err_msg=name)
 
 
 def test_advantages_are_those_of_the_definition() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.algorithm import Algorithm
-from user_sys.algorithms.conformance import AlgorithmConformance, example_batch
+from user_sys.algorithms.algorithm import Algorithm, TensorBatch
+from user_sys.algorithms.conformance import AlgorithmConformance, example_batch, train_together, train_with
+from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.algorithms.rlpd import RlpdSettings
 from user_sys.algorithms.sac import Sac, SacSettings, is_cloned
 from user_sys.episode import Phase
@@ -32,6 +33,26 @@ class TestSac(AlgorithmConformance):
 
     def policy(self, spec: RobotSpec) -> Policy:
         return MlpPolicy(spec)
+
+
+class UnevenCloning(TestSac):
+    """Updates that clone; the first process has one step of a person."""
+
+    def make(self, spec: RobotSpec) -> Algorithm:
+        return Sac(SMALL, MlpPolicy.make_module(spec, settings=MlpSettings((32, 32), pretrain_updates=9)), spec)
+
+    def batch(self, rng: np.random.Generator) -> TensorBatch:
+        batch = super().batch(rng)
+        assert batch.phase is not None
+        batch.phase[:] = Phase.TELEOP
+        batch.phase[1 : len(batch.phase) // 2] = Phase.POLICY
+        return batch
+
+
+def test_processes_with_unequal_shares_of_people_clone_as_one() -> None:
+    whole = train_with(UnevenCloning(), TrainingGroup(), 1)
+    for name, value in train_together(UnevenCloning, 1)[0].items():
+        np.testing.assert_allclose(value, whole[name], atol=2e-5, err_msg=name)
 
 
 def test_value_of_a_step_includes_the_entropy_of_the_next_action() -> None:

@@ -198,7 +198,7 @@ class Ppo(Algorithm):
     def _update_part(self, steps: _Steps, rows: Tensor, trained: Sequence[str]) -> Tensor:
         """Makes one optimizer step with `rows` of the steps; returns mean KL(pi_p || pi_phi)."""
         settings, usable = self._settings, steps.usable[rows].float()
-        count = usable.sum().clamp(min=1)
+        count = mean_over_processes(usable.sum()).clamp(min=1e-6)  # the parts of all processes are one batch
         x = self.actor.encode({name: value[rows] for name, value in steps.observation.items()})
         log_ratio = self.actor.log_prob(x, steps.action[rows]) - steps.log_prob[rows]
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -44,6 +44,7 @@ from user_sys.algorithms.algorithm import (
     imitation_loss,
     refuse_steered,
 )
+from user_sys.algorithms.distributed import mean_over_processes
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import ConfigError
 from user_sys.policies.trainable import shared_copy
@@ -178,10 +179,10 @@ class Sac(Algorithm):
     def _imitate(self, batch: TensorBatch) -> None:
         """Makes an update that clones the steps of people; see `ObservationEncoder.pretrain_updates`."""
         is_example = is_cloned(batch)
-        count = int(is_example.sum())
-        rows = is_example if count else slice(1)  # a loss of 0 passes the parameters that other processes pass
+        rows = is_example if is_example.any() else slice(1)  # a loss of 0 passes the parameters that others pass
         losses = imitation_loss(self.actor, replace(batch, mask=cloned_steps(batch)).rows(rows))
-        loss = (losses * is_example[rows]).sum() / max(1, count)
+        count = mean_over_processes(is_example.float().sum()).clamp(min=1e-6)  # their parts are one batch
+        loss = (losses * is_example[rows]).sum() / count
         self._step("imitation", loss)
         self._averages["policy"].update(1.0)
         self._newest |= {"imitation_loss": loss.detach()}
