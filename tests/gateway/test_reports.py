@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -137,6 +138,20 @@ def test_segment_replaced_during_the_look_at_the_clock_is_no_error(
         assert newest_segment_unix_s(tmp_path) == 0.0
     newest = max(file.stat().st_mtime for file in tmp_path.glob("*.seg"))
     assert newest_segment_unix_s(tmp_path) == newest
+
+
+def test_chunk_that_is_not_ahead_is_stored_without_a_look_at_the_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, glob = list[object](), Path.glob
+
+    def listing(folder: Path, pattern: str, **options: Any) -> Iterator[Path]:
+        looks.extend([pattern] * (folder == tmp_path))
+        return glob(folder, pattern, **options)
+
+    monkeypatch.setattr(Path, "glob", listing)
+    assert not refusals_of_chunk(tmp_path, 60.0) and not looks
+    assert refusals_of_chunk(tmp_path, 1e6) and looks
 
 
 def refusals_of_chunk(store: Path, ahead_s: float) -> list[ChunkRefusal]:

@@ -515,7 +515,7 @@ def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
     if captured is not None and len(captured):
         newest_ns = max(newest_ns, int(captured.max()) + chunk.header.unix_offset_ns)
     ahead_s = (newest_ns - time.time_ns()) / 1e9
-    if ahead_s > max(MAX_CLOCK_AHEAD_S, _clock_lag_s(store)):
+    if ahead_s > MAX_CLOCK_AHEAD_S and ahead_s > _clock_lag_s(store):
         raise WireError(
             f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
         )
