@@ -222,6 +222,10 @@ class ModelFiles(Files):
                 raise _missing(path)
             return [Path(name).name for name in self.disk.names if (ROOT / name).parent == path]
 
+    def modified_ns(self, folder: Path) -> int:
+        self._alive()
+        return len(self.disk.trace)
+
     def make_folder(self, path: Path) -> None:
         with self.disk.lock:
             self._alive()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from user_sys.errors import StoreRecordGone
+from user_sys.errors import StoreError, StoreRecordGone
 from user_sys.store.files import Files
 from user_sys.store.index_block import decode_block
-from user_sys.store.log_reader import LogReader
+from user_sys.store.log_reader import LIST_S, TICK_S, LogReader
 from user_sys.store.log_writer import LogWriter
 from user_sys.store.record_format import list_segments, refs_of
 
@@ -157,3 +157,72 @@ def test_log_of_many_segments_opens_without_reading_records(tmp_path: Path) -> N
         assert sum(len(batch.records) for batch in reader.refresh()) == 800
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.seg"))
     assert counting.bytes_read < 0.8 * stored
+
+
+class ListedFolder(Files):
+    """Counts listings. `time_ns` is the folder's time, instead of its own."""
+
+    def __init__(self) -> None:
+        self.listings, self.time_ns = 0, 7
+
+    def listdir(self, path: Path) -> list[str]:
+        self.listings += 1
+        return super().listdir(path)
+
+    def modified_ns(self, folder: Path) -> int:
+        return self.time_ns
+
+
+def test_folder_that_does_not_change_is_seldom_listed(tmp_path: Path) -> None:
+    folder, now_s = ListedFolder(), 100.0
+    with filled(tmp_path) as writer, LogReader.open(tmp_path, files=folder, clock=lambda: now_s) as reader:
+        reader.refresh()
+        for _ in range(3):  # a listing after a tick of the folder's clock sees all changes with that time
+            now_s += TICK_S
+            before = folder.listings
+            assert not reader.refresh()
+        assert folder.listings == before
+        for number in range(20, 40):
+            writer.append_record(1, content(number))
+            writer.sync()
+            folder.time_ns += 1
+            assert [ref.sequence for ref in reader.records()] == [number]
+
+
+def test_new_segment_that_leaves_the_folders_time_is_found_within_a_second(tmp_path: Path) -> None:
+    folder, now_s = ListedFolder(), 100.0
+    with filled(tmp_path) as writer, LogReader.open(tmp_path, files=folder, clock=lambda: now_s) as reader:
+        assert len(reader.records()) == 20
+        found = list[int]()
+        for number in range(20, 100):
+            writer.append_record(1, content(number))
+            writer.sync()
+            now_s += LIST_S / 10
+            found += [ref.sequence for ref in reader.records()]
+        now_s += LIST_S
+        found += [ref.sequence for ref in reader.records()]
+        assert found == list(range(20, 100)) and not reader.damaged
+        assert folder.listings < 30
+
+
+def test_reader_that_has_failed_lists_the_folder_again(tmp_path: Path) -> None:
+    class Failing(ListedFolder):
+        fails = False
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.fails:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().open(path, flags)
+
+    folder, now_s = Failing(), 100.0
+    with filled(tmp_path) as writer, LogReader.open(tmp_path, files=folder, clock=lambda: now_s) as reader:
+        reader.refresh()
+        now_s += TICK_S
+        reader.refresh()
+        folder.fails, folder.time_ns, now_s = True, 8, now_s + TICK_S
+        writer.append_record(1, content(20))
+        writer.sync()
+        with pytest.raises(StoreError, match="Too many open files"):
+            reader.refresh()
+        folder.fails = False
+        assert [ref.sequence for ref in reader.records()] == [20]

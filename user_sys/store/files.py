@@ -96,6 +96,13 @@ class Files:
     def listdir(self, path: Path) -> list[str]:
         return os.listdir(path)
 
+    def modified_ns(self, folder: Path) -> int:
+        """When a name in the folder last changed, by the file system's clock; 0 without a folder."""
+        try:
+            return os.stat(folder).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def make_folder(self, path: Path) -> None:
         """Creates the folder and its missing parents; returns once their names are durable."""
         make_folder_durably(path)

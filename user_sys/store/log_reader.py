@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from crc32c import crc32c
@@ -46,6 +47,8 @@ from user_sys.store.record_format import (
 )
 
 MAX_OPEN_SEGMENTS = 64
+TICK_S = 0.1  # a file system's clock advances more often
+LIST_S = 1.0  # a folder is listed at least so often: its time may be cached or coarse, or its clock be set back
 ATTEMPTS = 8  # the writer may replace or delete files between listing and opening
 Result = TypeVar("Result")
 _NO_SEQUENCES: Column = np.empty(0, np.int64)
@@ -150,6 +153,26 @@ class _SegmentLocation:
         return int(self.records["offset"][at]) if is_kept else None
 
 
+class _Listing(NamedTuple):
+    """When a folder was listed, its `Files.modified_ns` just before that, and since when it has had that.
+
+    A name that changes at least `TICK_S` after `since_s`, and so after the listing, changes `modified_ns`.
+    """
+
+    at_s: float = 0.0
+    modified_ns: int = -1
+    since_s: float = 0.0
+
+    def next(self, at_s: float, modified_ns: int) -> _Listing:
+        """The listing of a folder that has that time now."""
+        return _Listing(at_s, modified_ns, self.since_s if modified_ns == self.modified_ns else at_s)
+
+    def is_current(self, now_s: float, modified_ns: int) -> bool:
+        """Whether the folder has the same names now."""
+        is_settled = self.at_s - self.since_s >= TICK_S
+        return modified_ns == self.modified_ns and is_settled and now_s - self.at_s < LIST_S
+
+
 class LogReader(ClosedAtExit):
     """Reads a log and follows it while another process writes. Create it with `open`.
 
@@ -162,10 +185,11 @@ class LogReader(ClosedAtExit):
         log_id: see `SegmentHeader`; empty before the first `refresh`.
     """
 
-    def __init__(self, path: Path, files: Files) -> None:
-        self.path, self._files = path, files
+    def __init__(self, path: Path, files: Files, clock: Callable[[], float]) -> None:
+        self.path, self._files, self._clock = path, files, clock
         self.damaged: list[Damage] = []
         self._current: list[SegmentName] = []
+        self._listing = _Listing()
         self._found: list[RecordBatch] = []  # not returned yet
         self._segments: dict[int, _FollowedSegment] = {}
         self._manifest: LogManifest | None = None
@@ -185,14 +209,14 @@ class LogReader(ClosedAtExit):
         return [range(each.offset, each.offset + each.length) for each in ranges]
 
     @classmethod
-    def open(cls, path: Path, *, files: Files = OS_FILES) -> Self:
+    def open(cls, path: Path, *, files: Files = OS_FILES, clock: Callable[[], float] = time.monotonic) -> Self:
         """A reader at the start of the log.
 
         Raises:
             StoreError: there is no log at `path`, or it cannot be read.
             StoreVersionMismatch: it has another format version.
         """
-        reader = cls(path, files)
+        reader = cls(path, files, clock)
         try:
             names = resolve_generations(list_segments(path, files))[0]
             if not names:
@@ -207,6 +231,7 @@ class LogReader(ClosedAtExit):
     def refresh(self) -> list[RecordBatch]:
         """New and dropped records since the last call, in order. Never blocks for a writer.
 
+        Records of a new segment come at most `LIST_S` late, if the folder's time does not show it.
         For a sealed segment seen for the first time, only the footer is read. Records of other segments are whole and
         have valid checksums.
 
@@ -221,7 +246,7 @@ class LogReader(ClosedAtExit):
                     found, self._found = self._found, []
                     return found
                 except FileNotFoundError as error:
-                    self._current, missing = [], error
+                    self._current, self._listing, missing = [], _Listing(), error
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error.strerror}") from error
         raise StoreError(f"{self.path} changes too fast to be read: {missing.filename} disappeared")
@@ -235,7 +260,10 @@ class LogReader(ClosedAtExit):
         return [ref for batch in self.refresh() for ref in refs_of(batch.records)]
 
     def _follow(self, found: list[RecordBatch]) -> None:
-        chosen = self._list_current()
+        now_s, modified_ns = self._clock(), self._files.modified_ns(self.path)
+        listing, chosen = self._listing, self._current
+        if not listing.is_current(now_s, modified_ns):
+            listing, chosen = listing.next(now_s, modified_ns), self._list_current()
         if chosen != self._current:
             self._report_missing(chosen)
             self._report_dropped(chosen, found)
@@ -252,7 +280,7 @@ class LogReader(ClosedAtExit):
                 raise
             except OSError as error:
                 raise StoreError(f"cannot read {self.path / str(name)}: {error.strerror}") from error
-        self._current = chosen
+        self._current, self._listing = chosen, listing
 
     def _list_current(self) -> list[SegmentName]:
         """The current files. If they changed, reloads the manifest until both are consistent."""
