@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from replay_kit import Store, chunk
 
-from user_sys.episode import EpisodeSource, Phase
+from user_sys.episode import MAX_STEPS_PER_CHUNK, EpisodeSource, Phase
 from user_sys.replay.selectors import INTERVENTION_PHASES, AnyStepFilter, EligibleSteps, StepFilter, StepFilterUnion
 from user_sys.store.index import Index
 from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
@@ -91,6 +93,24 @@ def test_age_counts_from_the_newest_living_step_of_the_same_robot(store: Store) 
         store.put(DeleteLabel(episode="ep-3", labeller="ana", at_unix_ns=2, deleted=False))
         replay.refresh()
         assert eligible.rows.tolist() == [*range(4, 12)]
+
+
+@pytest.mark.parametrize("where", [StepFilter(max_age_s=60.0), StepFilter(max_age_versions=1)])
+def test_age_of_new_steps_takes_no_pass_over_the_old_ones(where: StepFilter) -> None:
+    index, steps = Index(), MAX_STEPS_PER_CHUNK
+    for numbers in (range(120), range(120, 121)):
+        builder, first = IndexBlockBuilder(), len(index.steps)
+        for number in numbers:
+            payload = chunk(1, number * steps, steps, index=number).encode()
+            builder.add(RecordRef(0, 0, len(payload), CHUNK_KIND, number), payload)
+        index.apply([builder.build()])
+        tracemalloc.start()
+        try:
+            assert where.matches(index, first).sum() == steps * len(numbers)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < 60 * steps, "a pass takes at least a byte a step"
 
 
 def test_phase_filter_uses_labels(store: Store) -> None:
@@ -184,11 +204,12 @@ def test_eligible_steps_depend_only_on_content(plan: list[Record], cuts: list[in
     """Incremental and complete updates give the rows that a direct check of each row finds."""
     blocks = [builder.build() for builder in _blocks(plan)]
     edges = sorted({0, len(blocks), *(cut for cut in cuts if cut < len(blocks))})
-    index, eligible = Index(), EligibleSteps(FILTERS[which])
+    index, whole, eligible = Index(), Index(), EligibleSteps(FILTERS[which])
+    whole.apply(blocks)
     for start, stop in zip(edges, edges[1:], strict=False):
         eligible.update(index, index.apply(blocks[start:stop]))
     rows = np.arange(len(index.steps))
-    plain = FILTERS[which].matches(index, 0) & (index.observation_after(rows) >= 0)
+    plain = FILTERS[which].matches(whole, 0) & (index.observation_after(rows) >= 0)
     assert eligible.rows.tolist() == np.flatnonzero(plain).tolist()
 
 

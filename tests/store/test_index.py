@@ -185,6 +185,16 @@ def test_undo_removes_newest_labels_first() -> None:
     assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
 
 
+def test_newest_step_that_is_lost_leaves_the_one_before_it() -> None:
+    index = indexed(block(chunk("a", 0)))
+    before = index.newest_steps().time_unix_ns.tolist()
+    index.apply([block(chunk("a", 1), first=1)])
+    after = index.newest_steps().time_unix_ns.tolist()
+    assert (before, after) == ([int(index.steps.time_unix_ns[2])], [int(index.steps.time_unix_ns[5])])
+    index.mark_gone(np.array([1]))
+    assert index.newest_steps().time_unix_ns.tolist() == before
+
+
 def test_persons_label_wins_over_a_reward_that_is_stored_later() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1, last=True), label_at(1, SuccessLabel, success=False)))
     common = {"episode": "a", "labeller": "reward:vlm", "at_unix_ns": 2}

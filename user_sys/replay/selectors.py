@@ -82,22 +82,16 @@ class StepFilter:
         if self.phases:
             met &= np.isin(steps.phase[low:], [Phase[name.upper()] for name in self.phases])
         if self.max_age_s is not None:
-            newest_ns = _newest_ns(index)[index.episodes.robot[chunks.episode[chunk]]]
+            newest_ns = index.newest_steps().time_unix_ns[index.episodes.robot[chunks.episode[chunk]]]
             met &= steps.time_unix_ns[low:] >= newest_ns - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
             met &= steps.policy_version[low:] >= self._oldest_version(index, self.max_age_versions)
         return met
 
     def _oldest_version(self, index: Index, age: int) -> int:
-        """The version `age` places before the newest, of those that acted in these embodiments, or the first of them.
-
-        Each learner numbers its own versions, and skips numbers when it resumes.
-        """
-        versions = index.steps.policy_version
-        rows = np.append(index.chunks.first_row, 1 + np.flatnonzero(versions[1:] != versions[:-1]))
-        kin = StepFilter(embodiments=self.embodiments)._episodes(index.episodes)
-        acted = np.unique(versions[rows[kin[index.episode_of(rows)]]])
-        return int(acted[acted >= 0][-1 - age :].min(initial=MAX_AGE_VERSIONS))
+        names = index.episodes.embodiments
+        oldest = index.newest_steps().oldest_version(_codes(names, self.embodiments or names.names), age)
+        return MAX_AGE_VERSIONS if oldest is None else oldest
 
     def _episodes(self, episodes: EpisodeTable) -> Array:
         met = np.ones(len(episodes), bool)
@@ -136,15 +130,6 @@ class StepFilterUnion:
         """As `StepFilter.matches`."""
         met: Array = np.any([np.all([f.matches(index, low) for f in group], axis=0) for group in self.groups], axis=0)
         return met
-
-
-def _newest_ns(index: Index) -> Array:
-    """When the newest living step of each robot was captured, int64, by the robot's code; 0 if there is none."""
-    steps, chunks = index.steps, index.chunks
-    newest = np.zeros(len(index.episodes.robots), np.int64)
-    of_chunk = np.maximum.reduceat(steps.time_unix_ns * steps.alive, chunks.first_row)
-    np.maximum.at(newest, index.episodes.robot[chunks.episode], of_chunk)
-    return newest
 
 
 AnyStepFilter = StepFilter | StepFilterUnion

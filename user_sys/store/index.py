@@ -14,7 +14,8 @@ other threads may read rows that they have been given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -194,6 +195,51 @@ class EpisodeTable(ColumnTable):
         self.extend(len(records), columns)
 
 
+class NewestSteps:
+    """When the newest living step of each robot was captured, and the versions that acted. Reads each chunk once.
+
+    Attributes:
+        time_unix_ns: int64, by the robot's code; 0 if it has no living step.
+    """
+
+    def __init__(self) -> None:
+        self.time_unix_ns = np.empty(0, np.int64)
+        self._chunks = 0
+        self._versions: dict[int, list[int]] = {}  # by the embodiment's code, ascending
+
+    def oldest_version(self, embodiments: Iterable[int], age: int) -> int | None:
+        """The version `age` places before the newest, of those that acted in these embodiments, or the first of them.
+
+        None: none did. Each learner numbers its own versions, and skips numbers when it resumes.
+        """
+        newest = {version for code in embodiments for version in self._versions.get(code, [])[-1 - age :]}
+        return min(sorted(newest)[-1 - age :], default=None)
+
+    def add_new(self, index: Index) -> None:
+        """Adds the chunks that `index` has got since the last call."""
+        new, episodes = slice(self._chunks, None), index.episodes
+        starts, episode = index.chunks.first_row[new], index.chunks.episode[new]
+        missing = np.zeros(len(episodes.robots) - len(self.time_unix_ns), np.int64)
+        self.time_unix_ns = np.append(self.time_unix_ns, missing)
+        if not len(starts):
+            return
+        rows, self._chunks = slice(starts[0], None), len(index.chunks)
+        times = index.steps.time_unix_ns[rows] * index.steps.alive[rows]
+        np.maximum.at(self.time_unix_ns, episodes.robot[episode], np.maximum.reduceat(times, starts - starts[0]))
+        versions = index.steps.policy_version[rows]
+        at = np.union1d(starts - starts[0], 1 + np.flatnonzero(versions[1:] != versions[:-1]))
+        embodiment = episodes.embodiment[index.episode_of(starts[0] + at)]
+        for code in np.unique(embodiment).tolist():
+            for version in np.unique(versions[at[embodiment == code]]).tolist():
+                self._add_version(code, version)
+
+    def _add_version(self, embodiment: int, version: int) -> None:
+        known = self._versions.setdefault(embodiment, [])
+        place = bisect_left(known, version)
+        if version >= 0 and known[place : place + 1] != [version]:
+            known.insert(place, version)
+
+
 @dataclass(frozen=True)
 class IndexChange:
     """Changes of an index between two updates.
@@ -230,6 +276,7 @@ class Index:
         self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
         self._ends: dict[int, EndRecord] = {}
         self._rows: dict[int, dict[int, int]] = {}  # of incomplete episodes: chunk index -> row
+        self._newest: NewestSteps | None = None  # None once a step was dropped or revived
 
     # Queries
 
@@ -290,6 +337,12 @@ class Index:
         chunk = np.searchsorted(self.chunks.first_observation, numbers, "right") - 1
         return chunk, numbers - self.chunks.first_observation[chunk]
 
+    def newest_steps(self) -> NewestSteps:
+        """The newest steps as of the last `apply`. The thread that changes the index calls it."""
+        self._newest = self._newest or NewestSteps()
+        self._newest.add_new(self)
+        return self._newest
+
     def labelled_column(self, name: str, rows: Array) -> Array | None:
         """Labelled values of a column for step rows, float32 like `rows`, NaN without a label; None if it has none."""
         return self._columns[name][rows] if name in self._columns else None
@@ -324,6 +377,8 @@ class Index:
         relabelled, before, after = self._apply_labels(touched)
         old = np.arange(len(relabelled))[relabelled < old_rows]
         rows, was, now = relabelled[old], before[old], after[old]
+        if (was != now).any():
+            self._newest = None
         return IndexChange(
             range(old_rows, len(self.steps)),
             range(old_chunks, len(self.chunks)),
@@ -522,6 +577,8 @@ class Index:
         """Marks chunk rows as lost, such as unreadable ones; returns the step rows that are no longer alive."""
         steps = self._steps_of(chunks)
         steps = steps[self.steps.alive[steps]]
+        if len(steps):
+            self._newest = None
         self.chunks.gone[chunks] = True
         self.chunks.alive[chunks] = False
         self.steps.alive[steps] = False
