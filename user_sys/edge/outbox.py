@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import secrets
@@ -107,30 +108,24 @@ class _StoredChunk(NamedTuple):
         return -(-self.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def select_droppable(
-    waiting: Sequence[_StoredChunk], offered: int, recording: Set[str], need_bytes: int
-) -> list[_StoredChunk]:
-    """The chunks of the oldest droppable episodes, enough to free `need_bytes`, or of all droppable episodes.
+def droppable_episodes(
+    waiting: Sequence[_StoredChunk], offered: int, recording: Set[str]
+) -> Iterator[list[_StoredChunk]]:
+    """The chunks of each droppable episode, the oldest first. Looks no further in `waiting` than the caller.
 
     An episode is droppable if all of its chunks are in `waiting`, a policy alone acted in it, and no chunk was sent.
 
     Args:
-        waiting: in order.
+        waiting: in order; the chunks of an episode follow each other.
         offered: chunks up to this sequence were handed to the tunnel.
         recording: episodes with chunks that are not durable yet, which are not droppable.
     """
-    episodes: dict[str, list[_StoredChunk]] = {}
-    for chunk in waiting:
-        episodes.setdefault(chunk.episode, []).append(chunk)
     unfinished = {waiting[-1].episode} if waiting and not waiting[-1].is_last else set()
-    found: list[_StoredChunk] = []
-    freed = 0
-    for name, chunks in episodes.items():
+    for name, group in itertools.groupby(waiting, key=lambda chunk: chunk.episode):
+        chunks = list(group)
         is_whole = chunks[0].chunk_index == 0 and chunks[0].sequence > offered and name not in recording | unfinished
-        if freed < need_bytes and is_whole and not any(chunk.is_kept for chunk in chunks):
-            found += chunks
-            freed += sum(chunk.disk_bytes for chunk in chunks)
-    return found
+        if is_whole and not any(chunk.is_kept for chunk in chunks):
+            yield chunks
 
 
 class DropRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,32 +211,41 @@ class _ChunkQueue:
 
     def find(self, sequence: int) -> _StoredChunk | None:
         with self._lock:
-            return next((chunk for chunk in self._chunks if chunk.sequence == sequence), None)
+            count = self._count_to(sequence)
+            return next((chunk for chunk in self._chunks[count - 1 : count] if chunk.sequence == sequence), None)
 
     def take_droppable(self, recording: Set[str], need_bytes: int) -> list[_StoredChunk]:
-        """Removes chunks; see `select_droppable`."""
+        """Removes the chunks of the oldest droppable episodes, enough to free `need_bytes`, or of all."""
         with self._lock:
-            chosen = select_droppable(self._chunks, self._offered, recording, need_bytes)
-            return self._keep(sorted(set(self._chunks) - set(chosen)), chosen)
+            chosen, freed = list[list[_StoredChunk]](), 0
+            for chunks in droppable_episodes(self._chunks, self._offered, recording):
+                chosen.append(chunks)
+                freed += sum(chunk.disk_bytes for chunk in chunks)
+                if freed >= need_bytes:
+                    break
+            return [chunk for chunks in chosen for chunk in self._take_from(chunks[0], len(chunks))]
 
     def take_acknowledged(self, sequence: int) -> list[_StoredChunk]:
         """Removes the chunks up to and including `sequence`."""
         with self._lock:
-            count = 0 if self.is_closed else self._count_to(sequence)
-            return self._keep(self._chunks[count:], self._chunks[:count])
+            return self._take(0, 0 if self.is_closed else self._count_to(sequence))
 
     def remove(self, chunk: _StoredChunk) -> bool:
         """Removes one chunk. Returns whether it was there."""
         with self._lock:
-            taken = [each for each in self._chunks if each == chunk]
-            return bool(self._keep([each for each in self._chunks if each != chunk], taken))
+            return chunk in self._chunks and bool(self._take_from(chunk, 1))
 
     def close(self) -> None:
         with self._lock:
             self.is_closed = True
 
-    def _keep(self, kept: list[_StoredChunk], taken: list[_StoredChunk]) -> list[_StoredChunk]:
-        self._chunks = kept
+    def _take_from(self, first: _StoredChunk, count: int) -> list[_StoredChunk]:
+        at = bisect.bisect_left(self._chunks, first)
+        return self._take(at, at + count)
+
+    def _take(self, start: int, stop: int) -> list[_StoredChunk]:
+        taken = self._chunks[start:stop]
+        del self._chunks[start:stop]
         self.used_bytes -= sum(chunk.disk_bytes for chunk in taken)
         return taken
 
