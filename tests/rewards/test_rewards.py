@@ -28,7 +28,7 @@ from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.episode import IMAGE_PREFIX, Chunk, EpisodeEnd, EpisodeSource, frame_columns
 from user_sys.errors import ConfigError, LinkDown
-from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
+from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
 from user_sys.interchange.frames import decode_frame
 from user_sys.plugins import load_reward
 from user_sys.rewards.audit import AuditedEpisode, audit, rank_correlation
@@ -537,6 +537,25 @@ def test_vision_language_model_judges_over_http(
             label_new(labeller, store, [])
     assert caplog.text.count("reward.waiting") == 2, "it tries again while the server is down"
     assert not queued_files(store)
+
+
+def test_only_episodes_that_are_new_or_relabelled_are_examined_again(tmp_path: Path) -> None:
+    examined = list[str]()
+
+    class Examining(EpisodeFilter, frozen=True, kw_only=True):
+        def matches(self, episode: EpisodeSummary) -> bool:
+            examined.append(episode.episode)
+            return EpisodeFilter.matches(self, episode)
+
+    store = labelled_store(tmp_path / "store", 4)
+    with StoreReader.open(store) as reader:
+        labeller = EpisodeLabeller(reader, GivenReward(lambda _: EpisodeReward(None)), "given", Examining())
+        for expected in (["e000", "e001", "e002", "e003"], [], ["e002", "new"]):
+            assert list(labeller.new_labels()) == [] and examined == expected
+            examined.clear()
+            if not expected:
+                make_store(store, [episode("new", True)])
+                add_labels(store, [SuccessLabel(episode="e002", labeller="ann", at_unix_ns=1, success=True)])
 
 
 def test_verdict_of_an_operator_stays_as_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from user_sys.episode import Chunk, EpisodeEnd, Phase
 from user_sys.errors import WireError
-from user_sys.store.index import Index, summarise_episodes
+from user_sys.store.index import EpisodeSummary, Index, summarise_episodes
 from user_sys.store.index_block import CHUNK_KIND, IndexBlock, IndexBlockBuilder, decode_block
 from user_sys.store.labels import (
     DeleteLabel,
@@ -127,8 +127,13 @@ def test_index_is_independent_of_block_boundaries(data: st.DataObject) -> None:
     edges = [0, *cuts, len(records)]
     parts = [block(*records[a:b], first=a) for a, b in zip(edges, edges[1:], strict=False)]
     whole, together, apart = indexed(block(*records)), indexed(*parts), Index()
+    summaries = dict[int, EpisodeSummary]()
     for part in parts:
+        before = apart.updates
         apart.apply([part])
+        rows = apart.updated_episodes(before)
+        summaries.update(zip(rows.tolist(), summarise_episodes(apart, rows), strict=True))
+    assert list(summaries.values()) == summarise_episodes(whole)
     for other in (together, apart):
         for left, right in ((whole.steps, other.steps), (whole.chunks, other.chunks), (whole.episodes, other.episodes)):
             for name in left.DTYPES.keys() - {"reward_source"}:

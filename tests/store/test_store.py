@@ -128,6 +128,23 @@ def test_episode_summary_covers_all_chunks(tmp_path: Path) -> None:
         assert not b.complete and b.success is None and b.policy_versions == (3, 3)
 
 
+def test_only_episodes_that_have_changed_are_summarised_again(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        for change in (chunk("a"), chunk("b"), chunk("b", 1)):
+            writer.append(change.encode())
+            writer.sync()
+            before = reader.episodes()
+            reader.refresh()
+        writer.append_label(DeleteLabel(episode="b", labeller="ann", at_unix_ns=1))
+        writer.sync()
+        between = reader.episodes()
+        reader.refresh()
+        after = reader.episodes()
+    assert [(each.episode, each.chunks, each.deleted) for each in after] == [("a", 1, False), ("b", 2, True)]
+    assert before[0] is between[0] is after[0], "its summary is that of the first call"
+    assert [each[1].chunks for each in (before, between)] == [1, 2] and not between[1].deleted
+
+
 def test_damaged_chunk_is_reported_and_can_be_resent(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer:
         for index in range(3):

@@ -51,7 +51,8 @@ class EpisodeLabeller:
         self.unusable = 0
         self._done: dict[str, TrimLabel | None] = {}  # the trim with which an episode was evaluated
         self._failures: Counter[str] = Counter()  # of the server, by episode
-        self._seen = (0, 0)  # chunks and labels of the store at the last whole pass
+        self._seen_updates = 0  # of the store's index
+        self._waiting: set[int] = set()  # rows of the episodes to evaluate
 
     def new_labels(self) -> Iterator[tuple[EpisodeSummary, EpisodeReward, list[Label]]]:
         """Reads new records of the store, and yields the labels of each episode that has to be evaluated.
@@ -60,16 +61,13 @@ class EpisodeLabeller:
             LinkDown: the reward asks a server that does not answer; a later call evaluates this episode after those
                 at which the server has failed less often.
         """
-        self._store.refresh()
-        seen = (len(self._store.index.chunks), self._store.index.label_total)
-        if seen == self._seen:
-            return
-        waiting = [episode for episode in self._store.episodes() if self._is_due(episode)]
-        waiting.sort(key=lambda episode: self._failures[episode.episode])
+        waiting = self._due_episodes()
         reader = EpisodeReader(self._store, trimmed=True) if waiting else None
         for episode in waiting:
             assert reader is not None
+            row = self._store.index.episodes.find(episode.episode)
             self._done[episode.episode] = newest_trim(effective_labels(self._store.index.labels(episode.episode)))
+            self._waiting.discard(row)
             try:
                 recorded = reader.read(episode.episode)
                 found = self._reward.evaluate(recorded)
@@ -80,6 +78,7 @@ class EpisodeLabeller:
             except LinkDown:
                 self._failures[episode.episode] += 1
                 del self._done[episode.episode]
+                self._waiting.add(row)
                 raise
             if episode.reward_source == PERSON:
                 found = replace(found, success=None, rewards=None if found.rewards is None else found.rewards[:-1])
@@ -93,7 +92,18 @@ class EpisodeLabeller:
                 continue
             if labels:
                 yield episode, found, labels
-        self._seen = seen
+
+    def _due_episodes(self) -> list[EpisodeSummary]:
+        """Reads new records. The episodes to evaluate, of those that wait or have changed; after failures the last."""
+        self._store.refresh()
+        index = self._store.index
+        self._waiting.update(index.updated_episodes(self._seen_updates).tolist())
+        self._seen_updates = index.updates
+        if not self._waiting:
+            return []
+        episodes = self._store.episodes()
+        self._waiting = {row for row in self._waiting if self._is_due(episodes[row])}
+        return sorted((episodes[row] for row in sorted(self._waiting)), key=lambda each: self._failures[each.episode])
 
     def _is_due(self, episode: EpisodeSummary) -> bool:
         if episode.deleted or not self._selection.matches(episode):

@@ -265,13 +265,14 @@ class Index:
     """Steps, chunks and episodes of a store; `apply` adds blocks in storage order.
 
     Attributes:
-        label_total: number of labels, also of those that others revert.
+        updates: number of calls of `apply` that have changed an episode.
     """
 
     def __init__(self) -> None:
         self.steps, self.chunks, self.episodes = StepTable(), ChunkTable(), EpisodeTable()
         self._labels: dict[str, list[Label]] = {}
-        self.label_total = 0
+        self.updates = 0
+        self._updated = np.empty(0, np.int64)  # the number of the last update of each episode
         self._columns: dict[str, Array] = {}  # labelled columns: float32, NaN without a label, with spare rows
         self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
         self._ends: dict[int, EndRecord] = {}
@@ -351,6 +352,10 @@ class Index:
         """Labels of an episode, oldest first."""
         return tuple(self._labels.get(episode, ()))
 
+    def updated_episodes(self, since: int) -> Array:
+        """Rows of the episodes that are new, or have got chunks or labels, after the first `since` updates."""
+        return np.flatnonzero(self._updated > since)
+
     # Updates
 
     def apply(self, blocks: Sequence[IndexBlock], dropped: Sequence[Array] = ()) -> IndexChange:
@@ -366,8 +371,8 @@ class Index:
             ended += self._add_chunks(block, touched)
             for label in block.labels:
                 self._labels.setdefault(label.episode, []).append(label)
-                self.label_total += 1
                 touched.add(label.episode)
+        self._count_update(old_chunks, touched)
         lost = self._drop_records(dropped)
         for name, column in self._columns.items():
             if len(column) < len(self.steps):
@@ -387,6 +392,15 @@ class Index:
             rows[~was & now],
             self._steps_of([chunk for chunk in ended if chunk < old_chunks]),
         )
+
+    def _count_update(self, old_chunks: int, labelled: Iterable[str]) -> None:
+        """Counts an update of the episodes of the chunks from `old_chunks` on, and of the `labelled` ones."""
+        new = np.unique(self.chunks.episode[old_chunks:]).tolist()
+        changed = {*new, *map(self.episodes.find, labelled)} - {NO_ROW}
+        if changed:
+            self.updates += 1
+            self._updated = np.append(self._updated, np.zeros(len(self.episodes) - len(self._updated), np.int64))
+            self._updated[list(changed)] = self.updates
 
     def _steps_of(self, chunks: Sequence[int] | Array) -> Array:
         rows = np.asarray(chunks, np.int64)
@@ -652,16 +666,22 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
 
 
-def summarise_episodes(index: Index) -> list[EpisodeSummary]:
-    """Every episode of `index`, in the order of their first chunks. Visits each step once."""
-    episodes, steps = index.episodes, index.steps
-    owner = index.episode_of(np.arange(len(steps)))
-    returns = np.bincount(owner, steps.reward, len(episodes))
-    by_hand = np.bincount(owner, steps.phase != Phase.POLICY, len(episodes))
-    low, high = _version_range(owner, steps.policy_version, len(episodes))
+def summarise_episodes(index: Index, rows: Array | None = None) -> list[EpisodeSummary]:
+    """The episodes in `rows`, ascending, or all; in the order of their first chunks. Visits their steps once."""
+    episodes, chunks, steps = index.episodes, index.chunks, index.steps
+    rows = np.arange(len(episodes)) if rows is None else rows
+    of_chunk: Array | slice = slice(None)
+    of_step: Array | slice = slice(None)
+    if len(rows) < len(episodes):
+        of_chunk = np.flatnonzero(np.isin(chunks.episode, rows))
+        of_step = spans(chunks.first_row[of_chunk], chunks.steps[of_chunk])
+    owner = np.repeat(np.searchsorted(rows, chunks.episode[of_chunk]), chunks.steps[of_chunk])
+    returns = np.bincount(owner, steps.reward[of_step], len(rows))
+    by_hand = np.bincount(owner, steps.phase[of_step] != Phase.POLICY, len(rows))
+    low, high = _version_range(owner, steps.policy_version[of_step], len(rows))
     return [
         EpisodeSummary(
-            episode=name,
+            episode=(name := episodes.ids.names[row]),
             robot=episodes.robots.names[episodes.robot[row]],
             embodiment=episodes.embodiments.names[episodes.embodiment[row]],
             task=episodes.tasks.names[episodes.task[row]],
@@ -671,15 +691,15 @@ def summarise_episodes(index: Index) -> list[EpisodeSummary]:
             chunks=int(episodes.chunks[row]),
             size_bytes=int(episodes.size_bytes[row]),
             success=None if episodes.success[row] < 0 else bool(episodes.success[row]),
-            episode_return=float(returns[row]),
-            intervention_steps=int(by_hand[row]),
-            policy_versions=(int(low[row]), int(high[row])),
+            episode_return=float(returns[place]),
+            intervention_steps=int(by_hand[place]),
+            policy_versions=(int(low[place]), int(high[place])),
             complete=bool(episodes.complete[row]),
             labelled_by=_labeller(index.labels(name)),
             reward_source=episodes.reward_sources.names[episodes.reward_source[row]],
             deleted=bool(episodes.deleted[row]),
         )
-        for row, name in enumerate(episodes.ids.names)
+        for place, row in enumerate(rows.tolist())
     ]
 
 

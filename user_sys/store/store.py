@@ -175,6 +175,8 @@ class StoreReader(ClosedAtExit):
         self._log = log
         self._damaged: list[Damage] = []
         self.index = Index()
+        self._summaries: dict[int, EpisodeSummary] = {}  # by row, as of so many updates of the index
+        self._summarised_updates = 0
 
     @property
     def path(self) -> Path:
@@ -251,8 +253,15 @@ class StoreReader(ClosedAtExit):
         return self._log.read_range(self.index.record_ref(chunk), start, stop)
 
     def episodes(self) -> list[EpisodeSummary]:
-        """Every episode found so far, in the order of their first chunks."""
-        return summarise_episodes(self.index)
+        """Every episode found so far, in the order of their first chunks: at its row of the index.
+
+        The first call visits each step of the store, a later one only those of the episodes that have changed.
+        """
+        updates, rows = self.index.updates, self.index.updated_episodes(self._summarised_updates)
+        if len(rows):
+            self._summaries.update(zip(rows.tolist(), summarise_episodes(self.index, rows), strict=True))
+            self._summarised_updates = updates
+        return list(self._summaries.values())
 
     @property
     def damaged(self) -> list[Damage]:
