@@ -151,8 +151,9 @@ class EpisodeLibrary:
         with self._lock:
             episodes: list[EpisodeSummary] = []
             if (store := self._refreshed()) is not None:
-                stored = set(store.index.chunks.episode[~store.index.chunks.gone].tolist())
-                episodes = [each for row, each in enumerate(store.episodes()) if row in stored]
+                stored = np.unique(store.index.chunks.episode[~store.index.chunks.gone]).tolist()
+                found = store.episodes()
+                episodes = [found[row] for row in stored]
         chosen = [each for each in reversed(episodes) if _matches(each, query)]
         return EpisodeList(
             episodes=chosen[:MAX_LISTED],
@@ -213,7 +214,7 @@ class EpisodeLibrary:
         queued = queued_labels(self._path, episode)
         with self._lock:
             store = self._require(episode)
-            steps = next(each.steps for each in store.episodes() if each.episode == episode)
+            steps = int(store.index.episodes.steps[store.index.episodes.find(episode)])
             known = [*store.index.labels(episode), *queued]
         common: dict[str, Any] = {"episode": episode, "labeller": request.person, "at_unix_ns": time.time_ns()}
         common["note"] = request.note
@@ -282,7 +283,7 @@ class EpisodeLibrary:
 
     def _described(self, episode: str) -> tuple[StoreReader, EpisodeSummary, RobotSpec | None]:
         store = self._require(episode)
-        summary = next(each for each in store.episodes() if each.episode == episode)
+        summary = store.episodes()[store.index.episodes.find(episode)]
         return store, summary, load_robot_specs(self._path).get(summary.embodiment)
 
     def _read(self, store: StoreReader, episode: str) -> StoredEpisode:
