@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 10.0
 MAX_HOLDER_CHARS = 500
+MAX_MIN_TOKEN = 1 << 40  # two leases a second for 17,000 years
 _HOLDER_BYTES = 4096
 _TOKEN_BYTES = 32
 _ACQUIRE_TIMEOUT_S = 0.01
@@ -109,6 +110,7 @@ class LeaseTable:
 
         Raises:
             LeaseHeld: another session holds the lease; the message names it and the seconds left.
+            LeaseError: `min_token` is above `MAX_MIN_TOKEN` and every token of this table; it would use up the numbers.
             SpecError: a name that is empty, too long or not printable.
             StateError: the table cannot be written; no lease was given.
         """
@@ -118,6 +120,11 @@ class LeaseTable:
         entry, held = self._entries.get(robot, _Entry(0)), self.lease(robot)
         if held is not None and held.holder != holder:
             raise LeaseHeld(f"{robot} is driven by {held.holder} for at least {self._seconds_left(robot):.1f} s more")
+        if min_token > max(entry.token, MAX_MIN_TOKEN):
+            raise LeaseError(
+                f"no session got the token {min_token} that the driver of {robot} has seen: rotate the robot's key, "
+                f"stop its driver, and remove {robot}.fence on its computer"
+            )
         fresh = _Entry(max(entry.token, min_token) + 1, holder)
         self._store(robot, fresh)
         self._deadline_ns[robot] = self._next_deadline()

@@ -181,7 +181,7 @@ class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease-request"):
     robot: str
     holder: str
     token: int = 0
-    floor: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    floor: Annotated[int, msgspec.Meta(ge=0)] = 0
     asked_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wait_kit import ClockNs
 
 from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken, StateError
-from hal.lease import Fence, LeaseTable, MachineLock
+from hal.lease import MAX_MIN_TOKEN, Fence, LeaseTable, MachineLock
 from hal.state_database import STATE_FILE, StateDatabase
 
 
@@ -180,3 +180,11 @@ def test_token_exceeds_min_token_of_driver(clock: ClockNs) -> None:
     assert table.acquire("panda-0", "run b", min_token=41).token == 42
     table.release("panda-0", 42)
     assert table.acquire("panda-0", "run b", min_token=7).token == 43
+
+
+def test_min_token_beyond_all_granted_ones_is_refused(clock: ClockNs) -> None:
+    table = LeaseTable(StateDatabase(None), clock=clock)
+    with pytest.raises(LeaseError, match=f"no session got the token {MAX_MIN_TOKEN + 1} .* remove panda-0.fence"):
+        table.acquire("panda-0", "thief", min_token=MAX_MIN_TOKEN + 1)
+    assert table.acquire("panda-0", "thief", min_token=MAX_MIN_TOKEN).token == MAX_MIN_TOKEN + 1
+    assert table.acquire("panda-0", "thief", min_token=MAX_MIN_TOKEN + 1).token == MAX_MIN_TOKEN + 2

@@ -17,7 +17,7 @@ from tunnel_kit import CONFIG, chunk, prepare, serving, status, stored, until
 from hal.discovery import DeviceMonitor
 from hal.durable import replace_durably
 from hal.errors import StateError
-from hal.lease import LeaseTable
+from hal.lease import MAX_MIN_TOKEN, LeaseTable
 from hal.registry import OperatorOverrides, read_registry
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
@@ -205,6 +205,19 @@ def test_repeated_lease_request_gets_the_same_token(run: Path) -> None:
         again = site.client("panda-0", holder="a")
         again.send(LeaseRequest(robot="panda-0", holder="a"))
         assert next_of(again, LeaseGrant).token == first.token + 2  # type: ignore[union-attr]
+
+
+def test_robot_is_leased_again_after_a_stolen_key_raised_its_token(run: Path) -> None:
+    with serving(run) as site:
+        thief = site.client("panda-0", holder="a")
+        thief.send(LeaseRequest(robot="panda-0", holder="a", floor=(1 << 53) + 1))
+        assert "no session got the token" in next_of(thief, LeaseRefusal).reason  # type: ignore[attr-defined]
+        thief.send(LeaseRequest(robot="panda-0", holder="a", floor=MAX_MIN_TOKEN))
+        stolen = next_of(thief, LeaseGrant).token  # type: ignore[attr-defined]
+        thief.close()
+        robot = site.client("panda-0", holder="a")
+        robot.send(LeaseRequest(robot="panda-0", holder="a", floor=stolen))
+        assert next_of(robot, LeaseGrant).token == stolen + 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("giving_back", [True, False])
