@@ -11,8 +11,8 @@ E-stop latches, robot locks and the drivers' fencing tokens are plain files (`ha
 
 The audit log has operators' actions, sign-ins, refusals, connections, and the sessions that drove each robot. It is
 bounded: the oldest entries are removed beyond `MAX_BYTES`. Equal events within `REPEAT_WINDOW_S` become one more entry
-with their count. The rate of different events is limited for each kind, so that a flood neither fills the disk nor
-displaces other events.
+with their count. The rate of different events is limited for each kind and source, so that a flood neither fills the
+disk nor displaces other events.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ MAX_FIELD_CHARS = 500
 REPEAT_WINDOW_S = 10.0
 MAX_REPEATED_EVENTS = 1024  # different events whose repetitions are counted at the same time
 AUDIT_BUSY_TIMEOUT_S = 1.0
-# Different events of one kind: so many each second, and so many at once. Anyone can cause `refused`: it needs no key.
+# Different events of one kind and source: so many each second, and so many at once. All sources of `refused` share one
+# allowance, since anyone can cause it: it needs no key.
 REFUSED_RATE_LIMIT, DEFAULT_RATE_LIMIT = (2, 50), (20, 1000)
+MAX_SOURCES = 256  # with an allowance of their own; further ones share that of their kind
 
 AuditEvent = Literal[
     "order", "authority", "sign-in", "sign-out", "opened", "closed", "refused",
@@ -69,6 +71,7 @@ AuditEvent = Literal[
 ]  # fmt: skip
 """`order`: an operator's action. `authority`: the robot's driver changed. `opened` to `refused`: a connection to the
 tunnel or to the console. The others concern a robot or another resource, see `hal.registry`."""
+_Source = tuple[AuditEvent, str, str, str]  # kind of the event, robot, peer, address
 
 
 class StateDatabase(ClosedAtExit):
@@ -246,8 +249,8 @@ class AuditLog:
         self._clock, self._max_bytes = clock, max_bytes
         self._lock = threading.Lock()
         self._open: dict[AuditEntry, tuple[float, int]] = {}  # the time of its last entry, and its repetitions since
-        self._allowances: dict[AuditEvent, TokenBucket] = {}
-        self._unlisted: Counter[AuditEvent] = Counter()
+        self._allowances: dict[_Source, TokenBucket] = {}
+        self._unlisted: Counter[_Source] = Counter()
 
     def write(self, entry: AuditEntry) -> None:
         """Writes `entry` with the present time, or counts it; see `AuditSink`."""
@@ -257,10 +260,11 @@ class AuditLog:
             since_s, count = self._open.get(entry, (0.0, -1))
             if count >= 0:
                 self._open[entry] = (since_s, count + 1)
-            elif len(self._open) >= MAX_REPEATED_EVENTS or not self._may_write(entry.event):
-                self._unlisted[entry.event] += 1
+            elif not self._may_write(source := self._source(entry)):
+                self._unlisted[source] += 1
             else:
-                self._open[entry] = (self._clock(), 0)
+                if len(self._open) < MAX_REPEATED_EVENTS:
+                    self._open[entry] = (self._clock(), 0)
                 self._append(entry)
 
     def flush(self) -> None:
@@ -283,18 +287,31 @@ class AuditLog:
                 self._append(msgspec.structs.replace(entry, count=count))
                 if not everything:
                     self._open[entry] = (now, 0)
-        for event in list(self._unlisted):
-            if everything or self._may_write(event):
-                reason = "events beyond the rate limit"
-                self._append(AuditEntry(event=event, reason=reason, count=self._unlisted.pop(event)))
+        for source in list(self._unlisted):
+            if everything or self._may_write(source):
+                event, robot, peer, address = source
+                reason, count = "events beyond the rate limit", self._unlisted.pop(source)
+                self._append(
+                    AuditEntry(event=event, robot=robot, peer=peer, address=address, reason=reason, count=count)
+                )
 
-    def _may_write(self, event: AuditEvent) -> bool:
-        if event not in self._allowances:
-            limit = REFUSED_RATE_LIMIT if event == "refused" else DEFAULT_RATE_LIMIT
-            self._allowances[event] = TokenBucket(*limit, clock=self._clock)
-        is_allowed = self._allowances[event].wait_s(1) <= 0
+    def _source(self, entry: AuditEntry) -> _Source:
+        """Whose allowance the event uses up."""
+        shared, source = (entry.event, "", "", ""), (entry.event, entry.robot, entry.peer, entry.address)
+        if entry.event == "refused":
+            return shared
+        if source not in self._allowances and len(self._allowances) >= MAX_SOURCES:
+            burst = DEFAULT_RATE_LIMIT[1]
+            self._allowances = {old: each for old, each in self._allowances.items() if each.wait_s(burst) > 0}
+        return source if source in self._allowances or len(self._allowances) < MAX_SOURCES else shared
+
+    def _may_write(self, source: _Source) -> bool:
+        if source not in self._allowances:
+            limit = REFUSED_RATE_LIMIT if source[0] == "refused" else DEFAULT_RATE_LIMIT
+            self._allowances[source] = TokenBucket(*limit, clock=self._clock)
+        is_allowed = self._allowances[source].wait_s(1) <= 0
         if is_allowed:
-            self._allowances[event].consume()
+            self._allowances[source].consume()
         return is_allowed
 
     def _append(self, entry: AuditEntry) -> None:

@@ -10,6 +10,8 @@ import pytest
 from wait_kit import Clock
 
 from hal.state_database import (
+    DEFAULT_RATE_LIMIT,
+    MAX_SOURCES,
     REFUSED_RATE_LIMIT,
     REPEAT_WINDOW_S,
     STATE_FILE,
@@ -69,6 +71,44 @@ def test_flood_of_different_refusals_is_counted_and_displaces_no_event(path: Pat
     assert [entry.event for entry in written if entry.event != "refused"] == ["opened", "closed", "order"]
     refused = [entry.count for entry in written if entry.event == "refused"]
     assert len(refused) == REFUSED_RATE_LIMIT[1] + 1 and sum(refused) == 10_000
+
+
+def test_flood_of_one_source_displaces_no_event_of_another(path: Path) -> None:
+    clock = Clock()
+    log = AuditLog(path, clock=clock)
+    for number in range(2_000):
+        log.write(AuditEntry(event="order", person=f"x{number}", robot="panda-0", order="re-arm", outcome="done"))
+        log.write(AuditEntry(event="sign-in", person=f"x{number}", address="10.0.0.66", outcome="done"))
+    others = [
+        AuditEntry(event="order", person="bob", robot="panda-1", order="re-arm", outcome="done"),
+        AuditEntry(event="sign-in", person="bob", address="10.0.0.7", outcome="done"),
+    ]
+    for entry in others:
+        log.write(entry)
+    clock.now_s += 60
+    log.close()
+    written = read_audit_log(path)
+    assert [msgspec.structs.replace(each, time="") for each in written if each.person == "bob"] == others
+    beyond = [(each.event, each.robot, each.address, each.count) for each in written if "rate limit" in each.reason]
+    assert beyond == [("order", "panda-0", "", 1000), ("sign-in", "", "10.0.0.66", 1000)]
+
+
+def test_flood_of_many_sources_shares_one_allowance(path: Path) -> None:
+    clock = Clock()
+    log = AuditLog(path, clock=clock)
+    for number in range(3_000):
+        log.write(AuditEntry(event="sign-in", person="x", address=f"10.0.{number // 256}.{number % 256}"))
+    log.write(AuditEntry(event="order", person="bob", robot="panda-1", order="re-arm", outcome="done"))
+    clock.now_s += 60
+    log.write(AuditEntry(event="sign-in", person="bob", address="10.0.0.7", outcome="done"))
+    log.close()
+    written = read_audit_log(path)
+    assert [(each.event, each.person) for each in written if each.person == "bob"] == [
+        ("order", "bob"),
+        ("sign-in", "bob"),
+    ]
+    flood = [each.count for each in written if each.event == "sign-in" and each.person != "bob"]
+    assert sum(flood) == 3_000 and len(flood) == MAX_SOURCES + DEFAULT_RATE_LIMIT[1] + 1
 
 
 def test_log_is_bounded_and_keeps_newest_entries(path: Path) -> None:

@@ -36,7 +36,7 @@ from user_sys.gateway.gateway import (
     is_loopback,
     read_gateway_address,
 )
-from user_sys.gateway.ingest import REPLY_TIMEOUT_S, OperatorAudit
+from user_sys.gateway.ingest import LATE_REPLY_S, REPLY_TIMEOUT_S, OperatorAudit
 from user_sys.messages import (
     PREVIOUS_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -592,6 +592,20 @@ def test_command_without_a_reply_is_audited_after_the_timeout() -> None:
     (entry,) = entries
     assert entry.event == "order" and entry.outcome == f"no answer within {REPLY_TIMEOUT_S:g} s"
     assert (entry.person, entry.address, entry.order) == ("ana", "10.0.0.9", "e-stop")
+
+
+def test_reply_is_audited_only_for_a_command_of_the_last_minute() -> None:
+    now, entries = [0.0], list[AuditEntry]()
+    audit = OperatorAudit(entries.append, lambda: now[0])
+    command = OperatorCommand(robot="panda-0", operator="ana", order="e-stop", press=3)
+    audit.on_reply(command.reply(accepted=True))
+    assert entries == [], "no person gave this order"
+    audit.on_command(command, "10.0.0.9")
+    for now[0] in (REPLY_TIMEOUT_S + 0.1, 50.0, LATE_REPLY_S + 0.1):
+        audit.expire()
+        audit.on_reply(command.reply(accepted=True))
+    told = [(entry.person, entry.address, entry.outcome) for entry in entries]
+    assert told == [("ana", "10.0.0.9", "no answer within 5 s"), *[("ana", "10.0.0.9", "done")] * 2]
 
 
 def test_port_stays_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 5.0
+LATE_REPLY_S = 60.0  # an e-stop may be accepted after it was refused or had no answer
 MAX_PENDING = 1024
 ACCEPTED_OUTCOME = "done"
 
@@ -116,13 +117,15 @@ RECORDED_TO_DURABLE, OFFERED_TO_APPLIED = "recorded_to_durable", "offered_to_app
 class OperatorAudit:
     """Writes one audit entry for each operator command, with the robot's reply. Any thread may call it.
 
-    It ignores ``drive`` inputs. The audit log counts the repeats of one press of the e-stop.
+    It ignores ``drive`` inputs, and replies without a command of the last `LATE_REPLY_S`: a robot's key may not write
+    orders of people. The audit log counts the repeats of one press of the e-stop.
     """
 
     def __init__(self, audit: AuditSink, clock: Callable[[], float] = time.monotonic) -> None:
         self._audit, self._clock = audit, clock
         self._lock = threading.Lock()
         self._pending: dict[_Key, tuple[float, str]] = {}  # since when, and from which address
+        self._audited: dict[_Key, tuple[float, str]] = {}  # likewise, of the newest commands that have an entry
         self._authority: dict[str, tuple[str, str]] = {}
 
     def on_command(self, command: OperatorCommand, address: str) -> None:
@@ -134,15 +137,15 @@ class OperatorAudit:
             if awaits_reply := len(self._pending) < MAX_PENDING:
                 self._pending.setdefault(key, (self._clock(), address))
         if not awaits_reply:
-            self._write(key, address, "passed on")
+            self._write(key, (self._clock(), address), "passed on")
 
     def on_reply(self, reply: OperatorReply) -> None:
         """A robot accepted or refused an order."""
         key = (reply.robot, reply.operator, reply.order, reply.press)
-        if reply.order != "drive":
-            with self._lock:
-                _, address = self._pending.pop(key, (0.0, ""))
-            self._write(key, address, ACCEPTED_OUTCOME if reply.accepted else f"refused: {reply.reason}")
+        with self._lock:
+            command = self._pending.pop(key, None) or self._audited.get(key)
+        if command is not None:
+            self._write(key, command, ACCEPTED_OUTCOME if reply.accepted else f"refused: {reply.reason}")
 
     def on_status(self, status: RobotStatus) -> None:
         """Audits a change of the control authority over a robot, also by a device at the robot."""
@@ -156,16 +159,20 @@ class OperatorAudit:
         """Audits the commands without a reply within `REPLY_TIMEOUT_S`."""
         now = self._clock()
         with self._lock:
-            late = {
-                key: address for key, (since_s, address) in self._pending.items() if now - since_s > REPLY_TIMEOUT_S
-            }
+            late = {key: each for key, each in self._pending.items() if now - each[0] > REPLY_TIMEOUT_S}
             for key in late:
                 del self._pending[key]
-        for key, address in late.items():
-            self._write(key, address, f"no answer within {REPLY_TIMEOUT_S:g} s")
+            self._audited = {key: each for key, each in self._audited.items() if now - each[0] <= LATE_REPLY_S}
+        for key, command in late.items():
+            self._write(key, command, f"no answer within {REPLY_TIMEOUT_S:g} s")
 
-    def _write(self, key: _Key, address: str, outcome: str) -> None:
+    def _write(self, key: _Key, command: tuple[float, str], outcome: str) -> None:
         robot, person, order, _ = key
+        _, address = command
+        with self._lock:
+            self._audited[key] = command
+            if len(self._audited) > MAX_PENDING:
+                del self._audited[next(iter(self._audited))]
         self._audit(
             AuditEntry(event="order", robot=robot, person=person, address=address, order=order, outcome=outcome)
         )
