@@ -114,6 +114,12 @@ def test_chunk_from_the_future_is_refused(tmp_path: Path, ahead_s: float, stored
     assert stored or "from now" in refusals[0].reason
 
 
+def test_chunk_whose_time_overflows_is_refused(tmp_path: Path) -> None:
+    """In 64 bits the sum of the two times is the year 2152."""
+    (refusal,) = refusals_of_chunk(tmp_path, (-(1 << 63) + (1 << 60)) / 1e9, unix_offset_ns=-(1 << 62) + 1)
+    assert refusal.reason == "recorded before 1970; set the clock of the robot's computer"
+
+
 def test_clock_that_is_behind_the_store_refuses_no_chunk(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path, segment_bytes=512) as writer:  # a writer writes the last of several again
         for index in range(4):
@@ -154,10 +160,11 @@ def test_chunk_that_is_not_ahead_is_stored_without_a_look_at_the_segments(
     assert refusals_of_chunk(tmp_path, 1e6) and looks
 
 
-def refusals_of_chunk(store: Path, ahead_s: float) -> list[ChunkRefusal]:
-    """Of a chunk that was captured so many seconds from now; it is stored otherwise."""
+def refusals_of_chunk(store: Path, ahead_s: float, unix_offset_ns: int | None = None) -> list[ChunkRefusal]:
+    """Of a chunk that was captured so many seconds after the offset, by default now; it is stored otherwise."""
     answers: list[object] = []
-    header = chunk_header("e0", 1, task="t", sentence="", unix_offset_ns=time.time_ns())
+    offset_ns = time.time_ns() if unix_offset_ns is None else unix_offset_ns
+    header = chunk_header("e0", 1, task="t", sentence="", unix_offset_ns=offset_ns)
     columns = {"reward": np.zeros(1, np.float32), "t_capture_ns": np.array([int(ahead_s * 1e9)], np.int64)}
     with StoreWriter.open(store) as writer:
         committer = ChunkIngester(

@@ -514,13 +514,17 @@ class ChunkIngester(ThreadedService):
 def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
     """Raises WireError for a chunk from the future: a sampler that prefers new steps would draw no other step.
 
+    One from before 1970 raises it too: its times may exceed the index's 64 bits, which makes them times of the future.
     While this computer's clock is behind the segments of the store, as after a power cut without a battery, a chunk may
     be a year newer than they are: the robot would never send a refused chunk again.
     """
     captured = chunk.column("t_capture_ns")
     newest_ns = chunk.header.started_unix_ns
     if captured is not None and len(captured):
-        newest_ns = max(newest_ns, int(captured.max()) + chunk.header.unix_offset_ns)
+        oldest_ns, latest_ns = (int(each) + chunk.header.unix_offset_ns for each in (captured.min(), captured.max()))
+        if oldest_ns < 0:
+            raise WireError("recorded before 1970; set the clock of the robot's computer")
+        newest_ns = max(newest_ns, latest_ns)
     ahead_s = (newest_ns - time.time_ns()) / 1e9
     if ahead_s > MAX_CLOCK_AHEAD_S and ahead_s > _clock_lag_s(store):
         raise WireError(
