@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import pytest
 from user_sys.errors import ConfigError
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import example_spec
-from user_sys.policies.lerobot_checkpoint import LeRobotSettings, PolicyFeatures
+from user_sys.policies.lerobot_checkpoint import (
+    PREPROCESSOR_NAME,
+    LeRobotSettings,
+    PolicyFeatures,
+    require_known_steps,
+)
 
 
 @pytest.mark.skipif(find_spec("lerobot") is not None, reason="LeRobot is installed")
@@ -64,3 +70,23 @@ def test_diffusion_bridges_half_of_the_actions_that_lerobot_keeps(config: dict[s
 def test_actions_are_left_of_a_chunk_that_is_not_executed_to_its_end(options: dict[str, object], left: int) -> None:
     kind, settings = load_policy("lerobot", options)
     assert kind.actions_left(settings) == left
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        ({"class": "subprocess.Popen", "config": {"args": ["true"]}}, "the step 'subprocess.Popen', which is none of"),
+        ({"registry_name": "action_tokenizer_processor"}, "the step 'action_tokenizer_processor', which is none of"),
+        ({"registry_name": ["tokenizer_processor"]}, "has no processors of LeRobot"),
+        ("tokenizer_processor", "has no processors of LeRobot"),
+    ],
+)
+def test_step_that_may_run_code_of_a_checkpoint_is_refused(tmp_path: Path, step: object, reason: str) -> None:
+    settings = LeRobotSettings(path=tmp_path)
+    steps = [{"registry_name": "to_batch_processor", "config": {}}]
+    (tmp_path / PREPROCESSOR_NAME).write_text(json.dumps({"steps": steps}))
+    require_known_steps(settings, PREPROCESSOR_NAME)
+    (tmp_path / PREPROCESSOR_NAME).write_text(json.dumps({"steps": [*steps, step]}))
+    with pytest.raises(ConfigError, match=reason) as refused:
+        require_known_steps(settings, PREPROCESSOR_NAME)
+    assert "\n" not in str(refused.value)

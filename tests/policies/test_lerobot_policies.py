@@ -474,6 +474,24 @@ def test_missing_parts_are_named(act: LeRobotSettings) -> None:
     assert "hub gives no config.json" in message(ConfigError, LeRobotSettings(path=Path("nobody/nothing")))
 
 
+@pytest.mark.parametrize("name", ["policy_preprocessor.json", "policy_postprocessor.json"])
+def test_code_that_a_checkpoint_names_is_not_run(act: LeRobotSettings, tmp_path: Path, name: str) -> None:
+    assert act.path is not None
+    stored = json.loads((act.path / name).read_text())
+    stored["steps"].append({"class": "subprocess.Popen", "config": {"args": ["mkdir", str(tmp_path / "owned")]}})
+    (act.path / name).write_text(json.dumps(stored))
+    assert f"{name} has the step 'subprocess.Popen'" in message(ConfigError, act)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_all_files_of_a_checkpoint_on_the_hub_are_of_one_download(
+    act: LeRobotSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(act.path))
+    module = LeRobotPolicy.make_module(SPEC, settings=LeRobotSettings(path=Path("nobody/nothing")))
+    assert isinstance(module, LeRobotNetwork) and module.cameras == ("front",)
+
+
 def test_a_checkpoint_in_the_home_folder_is_loaded(act: LeRobotSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert act.path is not None
     monkeypatch.setenv("HOME", str(act.path.parent))

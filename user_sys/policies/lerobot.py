@@ -21,13 +21,17 @@ from torch import Tensor, nn
 from hal.spec import RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.lerobot_checkpoint import (
+    POSTPROCESSOR_NAME,
     PREPROCESSOR_NAME,
+    WEIGHTS_NAME,
     LeRobotSettings,
     PolicyFeatures,
+    checkpoint_folder,
     executed_actions,
     find_checkpoint_file,
     lerobot_version,
     one_line,
+    require_known_steps,
     stored_device,
     type_and_chunk_length,
 )
@@ -351,7 +355,7 @@ def _network(settings: LeRobotSettings, config: Any) -> Any:
     with contextlib.redirect_stdout(printed):
         if settings.path is None:
             return kind(config)
-        find_checkpoint_file(settings, "model.safetensors")
+        find_checkpoint_file(settings, WEIGHTS_NAME)
         network = kind.from_pretrained(settings.path, config=config, strict=True)
     if WEIGHTS_NOT_LOADED in printed.getvalue():
         lines = [line for line in printed.getvalue().splitlines() if WEIGHTS_NOT_LOADED in line]
@@ -394,6 +398,8 @@ def _require_processors(settings: LeRobotSettings) -> None:
             f"{settings.path} has no {PREPROCESSOR_NAME}: a LeRobot before 0.4 saved it; convert it with "
             f"python -m lerobot.processor.migrate_policy_normalization --pretrained-path {settings.path}"
         ) from None
+    for name in (PREPROCESSOR_NAME, POSTPROCESSOR_NAME):
+        require_known_steps(settings, name)
 
 
 @contextlib.contextmanager
@@ -458,6 +464,8 @@ class LeRobotPolicy(TorchPolicy):
     ) -> nn.Module:
         """See `TrainablePolicy.make_module`. Raises ConfigError as `build_network`."""
         options = settings or LeRobotSettings()
+        if options.path is not None:  # from here on the hub cannot give other files than those that are checked
+            options = replace(options, path=checkpoint_folder(options))
         return build_network(spec, options, PolicyFeatures.of(spec, options, features))
 
     def export(self, folder: Path) -> None:

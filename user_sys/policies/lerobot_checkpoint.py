@@ -22,7 +22,15 @@ from user_sys.policies.trainable import TrainSettings
 
 TYPES = ("act", "diffusion", "pi0", "pi05", "smolvla")
 CHUNK_LENGTHS = {"act": 100, "diffusion": 8, "pi0": 50, "pi05": 50, "smolvla": 50}  # LeRobot's defaults
-CONFIG_NAME, PREPROCESSOR_NAME = "config.json", "policy_preprocessor.json"
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+PREPROCESSOR_NAME, POSTPROCESSOR_NAME = "policy_preprocessor.json", "policy_postprocessor.json"
+KNOWN_STEPS = frozenset(
+    ("rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor")
+    + ("normalizer_processor", "unnormalizer_processor", "relative_actions_processor", "absolute_actions_processor")
+    + ("smolvla_new_line_processor", "pi0_new_line_processor", "pi05_prepare_state_tokenizer_processor_step")
+)
+"""The steps of LeRobot's processors of `TYPES`. Others may run code of the checkpoint: LeRobot imports and calls any
+``class`` that a step names, and its ``action_tokenizer_processor`` runs Python files of a tokenizer."""
 TYPE_OF_VECTOR = {STATE: "STATE", ENVIRONMENT_STATE: "ENV"}
 EMPTY_CAMERA = IMAGES + "empty_camera_"  # LeRobot fills such a camera by itself
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -287,6 +295,39 @@ def find_checkpoint_file(settings: LeRobotSettings, name: str) -> Path:
             f"policy.options.path: {settings.path} is no folder, and the Hugging Face hub gives no {name} of that name "
             f"({one_line(error)})"
         ) from None
+
+
+def checkpoint_folder(settings: LeRobotSettings) -> Path:
+    """Returns the folder of the checkpoint. One on the hub is downloaded, all its files of one commit.
+
+    Raises ConfigError: LeRobot is not installed, or the hub has no such checkpoint.
+    """
+    lerobot_version()
+    folder = Path(str(settings.path))
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=[CONFIG_NAME, WEIGHTS_NAME, "policy_*"]))
+    except Exception as error:  # as in `find_checkpoint_file`
+        raise ConfigError(f"policy.options.path: {folder} cannot be downloaded ({one_line(error)})") from None
+
+
+def require_known_steps(settings: LeRobotSettings, name: str) -> None:
+    """Raises ConfigError: the checkpoint has no such file of processors, or it names a step beyond `KNOWN_STEPS`."""
+    path = find_checkpoint_file(settings, name)
+    try:
+        steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
+        unknown = [step for step in steps if step.get("registry_name") not in KNOWN_STEPS]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ConfigError(f"policy.options.path: {path} has no processors of LeRobot ({one_line(error)})") from None
+    if unknown:
+        step = str(unknown[0].get("registry_name") or unknown[0].get("class"))[:80]
+        raise ConfigError(
+            f"policy.options.path: {path} has the step {step!r}, which is none of LeRobot's {', '.join(TYPES)} and may "
+            "run any code; take a checkpoint without it"
+        )
 
 
 def one_line(error: Exception) -> str:
