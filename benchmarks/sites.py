@@ -152,7 +152,7 @@ def policy_process(folder: Path, robot: str) -> Iterator[str]:
         save_keypair(new_keypair(), folder, name)
     Keyring(folder).allow(load_keypair(folder / f"{robot}.key").public, robot, "robot")
     address = folder / "address"
-    settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": folder, "device": "cpu"}
+    settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": folder, "policy.device": "cpu"}
     options = [f"--{key}={value}" for key, value in {**settings, "announce": address}.items()]
     with running(module_argv("user_sys.inference", *options), folder / "log") as process:
         deadline = time.monotonic() + DEADLINE_S

@@ -17,6 +17,7 @@ from wait_kit import until
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
 from user_sys.commands.main import main
+from user_sys.compose import PolicyConfig
 from user_sys.errors import RunError, SessionRefused
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
@@ -319,7 +320,8 @@ def open_served_policy(site: WeightsSite, keys: Path, **settings: str) -> Abstra
         save_keypair(new_keypair(), keys, "policy")
     for name in ("gateway.pub", "learner.verify"):
         shutil.copy(site.run / "keys" / name, keys)
-    config = PolicyServerConfig(gateway=site.address.endpoint, keys=keys, device="cpu", tunnel=QUICK, **settings)  # type: ignore[arg-type]
+    own = PolicyConfig(device="cpu")
+    config = PolicyServerConfig(gateway=site.address.endpoint, keys=keys, policy=own, tunnel=QUICK, **settings)  # type: ignore[arg-type]
     return policy_opener(config)(PolicyDescription(kind="mlp", options={}, features=(), spec=example_spec()))
 
 

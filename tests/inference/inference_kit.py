@@ -179,7 +179,8 @@ class Process:
     def start(self) -> None:
         """Returns when it listens."""
         self.address.unlink(missing_ok=True)
-        settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": self.keys, "device": "cpu"}
+        settings = {"listen": "tcp://127.0.0.1:0", "gateway": "tcp://127.0.0.1:1", "keys": self.keys}
+        settings |= {"policy.device": "cpu"}
         argv = [f"--{key}={value}" for key, value in {**settings, "announce": self.address}.items()]
         with self._log.open("ab") as log:
             command = [sys.executable, "-m", "user_sys.inference", *argv]

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-from inference_kit import OBSERVATION, SPEC, make_keys
+from inference_kit import OBSERVATION, SPEC, make_keys, remote, running, unavailable
 from run_kit import until, user_sys
 
 from hal.resource import Kind
@@ -22,14 +22,15 @@ from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.episode import decode_chunk
 from user_sys.errors import ConfigError, RunError
-from user_sys.inference.__main__ import PolicyServerConfig, main, policy_opener
+from user_sys.inference.__main__ import PolicyServerConfig, main, policy_opener, require_own_policy
+from user_sys.inference.policy_server import PolicyServer
 from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
 from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.prepare import prepare_run_folder
 from user_sys.run.topology import ProcessSlot, policy_process
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
-from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.keys import Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.weights.catalog import BlobCache
 from user_sys.weights.governor import GovernorConfig
@@ -73,7 +74,7 @@ def test_sessions_read_the_servers_address_file(tmp_path: Path) -> None:
         word.split("=")
         for word in policy_process(folder, config, ProcessSlot(address="10.0.0.7"), "desk", ENDPOINT).argv[3:]
     )
-    assert given["--device"] == "cpu" and given["--listen"] == "tcp://10.0.0.7:0" and given["--gateway"] == ENDPOINT
+    assert given["--listen"] == "tcp://10.0.0.7:0" and given["--gateway"] == ENDPOINT
     load_keypair(Path(given["--keys"]) / "policy.key")
     session = load(SessionConfig, folder.edge("left") / "session.yaml")
     assert str(session.policy_address) == given["--announce"] and session.policy.location == "server"
@@ -92,8 +93,35 @@ def test_settings_of_weights_and_tunnels_reach_the_policy_server(tmp_path: Path)
     assert found.weights == config.weights and found.tunnel == config.tunnel
 
 
+def test_server_of_a_run_gets_its_policy(tmp_path: Path) -> None:
+    options = {"hidden": (16, 8), "gripper": {"threshold": 1e-5}}
+    config = fleet(tmp_path, kind="flow", location="server", device="cpu", options=options, features=("a",))
+    argv = policy_process(prepared(fleet(tmp_path)), config, ProcessSlot(), "desk", ENDPOINT).argv
+    own = load(PolicyServerConfig, None, argv[3:]).policy
+    assert (own.kind, own.features, own.device) == ("flow", ("a",), "cpu")
+    require_own_policy(own, PolicyDescription(kind="flow", options=options, features=("a",), spec=SPEC))
+
+
+@pytest.mark.parametrize(
+    ("requested", "reason"),
+    [
+        ({"kind": "lerobot", "options": {"path": "evil/act"}}, "kind is 'mlp', the robot's 'lerobot'; set both"),
+        ({"options": {"hidden": [20000, 20000]}}, "options is {}, the robot's {'hidden': [20000, 20000]}; set"),
+        ({"features": ("observation.state",)}, "features is [], the robot's ['observation.state']; set"),
+    ],
+)
+def test_policy_that_is_not_the_servers_is_refused(tmp_path: Path, requested: dict[str, Any], reason: str) -> None:
+    keys = make_keys(tmp_path / "keys")
+    config = PolicyServerConfig(gateway="tcp://127.0.0.1:1", keys=keys, policy=PolicyConfig(device="cpu"))
+    own = load_keypair(keys / f"{POLICY_NODE}.key")
+    server = PolicyServer("tcp://127.0.0.1:0", own, Keyring(keys), policy_opener(config))
+    with running(server) as endpoint, remote(lambda: endpoint, keys, timeout_s=2.0, **requested) as policy:
+        unavailable(policy, f"is another than the robot's: its policy.{reason}")
+
+
 def test_policy_explores_differently_after_each_start_of_its_server(tmp_path: Path) -> None:
-    config = PolicyServerConfig(gateway="tcp://127.0.0.1:1", keys=make_keys(tmp_path / "keys"), device="cpu")
+    own, keys = PolicyConfig(device="cpu"), make_keys(tmp_path / "keys")
+    config = PolicyServerConfig(gateway="tcp://127.0.0.1:1", keys=keys, policy=own)
     description = PolicyDescription(kind="mlp", options={}, features=(), spec=SPEC)
     drawn = []
     for _ in range(2):
@@ -195,7 +223,7 @@ def test_invalid_settings_are_refused(settings: dict[str, object], says: str) ->
 
 
 def test_server_without_key_or_with_a_wrong_address_exits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert main([f"--keys={tmp_path}", "--device=cpu", "--listen=tcp://127.0.0.1:0"]) == 2
+    assert main([f"--keys={tmp_path}", "--policy.device=cpu", "--listen=tcp://127.0.0.1:0"]) == 2
     assert "no private key at" in caplog.text
     assert main([f"--keys={tmp_path}", "--listen=127.0.0.1"]) == 2
     assert "expected tcp://ADDRESS:PORT" in caplog.text

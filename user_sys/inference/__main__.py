@@ -1,14 +1,14 @@
 """``python -m user_sys.inference [CONFIG.yaml] [--KEY=VALUE ...]``: a policy server, which acts for a site's robots.
 
 A run with ``policy.location: server`` starts one itself. Start one by hand at each site whose robots connect with
-``user-sys edge``; the gateway must allow its key:
+``user-sys edge``, with their ``policy:`` in CONFIG.yaml; the gateway must allow its key:
 
     user-sys keys new policy
     user-sys keys allow lab --role policy --public=KEY             # at the gateway; a name for each site
-    python -m user_sys.inference --name=lab --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
+    python -m user_sys.inference CONFIG.yaml --name=lab --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
 
-It admits the robots of the folder's keyring (`user-sys keys allow`). It keeps weights in memory only, so it may be
-killed at any time.
+It admits the robots of the folder's keyring (`user-sys keys allow`), and acts with its own policy only. It keeps
+weights in memory only, so it may be killed at any time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hal.durable import replace_durably
 from hal.resource import local_node
 from hal.settings import Count
 from user_sys.compose import Device, PolicyConfig, make_policy
-from user_sys.config import load
+from user_sys.config import as_dict, load
 from user_sys.errors import ConfigError
 from user_sys.inference.live_policy import LivePolicy
 from user_sys.inference.policy_server import OpenPolicy, PolicyServer
@@ -55,7 +55,7 @@ class PolicyServerConfig:
         gateway: from which the weights come.
         keys: folder with ``policy.key``, ``gateway.pub`` and the admitted robots' keys.
         name: under which the gateway allows its key; servers of several sites have a name each.
-        device: auto: a GPU if there is one.
+        policy: kind, options and features of the only policy that robots may request, and the device.
         threads: CPU threads of torch; 1 leaves the rest of a small computer to the learner.
         announce: file to write the address to, once it listens; empty for none.
     """
@@ -64,7 +64,7 @@ class PolicyServerConfig:
     gateway: str = "tcp://127.0.0.1:5555"
     keys: Path = Path("keys")
     name: str = POLICY_NODE
-    device: Device = "auto"
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     threads: Count = 1
     announce: str = ""
     weights: ReceiverConfig = field(default_factory=ReceiverConfig)
@@ -91,6 +91,20 @@ def select_device(requested: Device) -> str:
     return "cpu"
 
 
+def require_own_policy(own: PolicyConfig, requested: PolicyDescription) -> None:
+    """Raises ConfigError unless a robot requests the server's own policy: a robot's key may not choose what runs here.
+
+    The message continues "the policy".
+    """
+    for key in ("kind", "options", "features"):
+        allowed, wanted = (as_dict(getattr(policy, key)) for policy in (own, requested))
+        if wanted != allowed:
+            raise ConfigError(
+                f"is another than the robot's: its policy.{key} is {allowed!r:.200}, the robot's {wanted!r:.200}; set "
+                "both to the same"
+            )
+
+
 def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
     """The function that opens a policy, which receives weights through a tunnel of its own.
 
@@ -100,17 +114,15 @@ def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
     """
     keys = load_keypair(config.keys / f"{POLICY_NODE}.key")
     gateway_key = load_public_key(config.keys / f"{GATEWAY_NAME}.pub")
-    device = select_device(config.device)
+    device = select_device(config.policy.device)
 
     @contextmanager
     def open_policy(description: PolicyDescription) -> Iterator[LivePolicy]:
+        require_own_policy(config.policy, description)
         digest = blake3(encode_description(description))
         name, spec = f"{config.name}-{digest.hexdigest(length=4)}", description.spec
-        config_of_policy = PolicyConfig(
-            kind=description.kind, options=description.options, features=description.features
-        )
         hello = Hello(protocol=PROTOCOL_VERSION, role="policy", name=name, spec=spec)
-        first = make_policy(config_of_policy, spec, secrets.randbits(32), device)
+        first = make_policy(config.policy, spec, secrets.randbits(32), device)
         with (
             TunnelClient(config.gateway, keys, gateway_key, hello, limits=config.tunnel) as client,
             LivePolicy(

@@ -98,7 +98,7 @@ def policy_process(
         "listen": f"tcp://{slot.address}:0",
         "gateway": gateway,
         "keys": folder.keys,
-        "device": config.policy.device,
+        "policy": json.dumps(as_dict(config.policy)),
         "announce": folder.policy_address,
         "weights": json.dumps(as_dict(config.weights)),
         "tunnel": json.dumps(as_dict(config.tunnel)),
