@@ -223,6 +223,12 @@ def _select_cameras(policy: PolicyConfig, spec: RobotSpec) -> tuple[str, ...]:
     return kind.select_cameras(spec, settings)
 
 
+def picture_bytes(policy: PolicyConfig, spec: RobotSpec) -> int:
+    """Bytes of the pictures that the policy reads in one observation. Raises SpecError, ConfigError: it cannot act."""
+    cameras = _select_cameras(policy, spec)
+    return sum(math.prod(camera.shape) for camera in spec.cameras if camera.name in cameras)
+
+
 def check_pictures(policy: PolicyConfig, robot: RobotConfig, *, at_server: bool = False) -> None:
     """Checks that the robot can give the pictures that the policy reads. Connects to no device.
 
@@ -247,8 +253,7 @@ def check_pictures(policy: PolicyConfig, robot: RobotConfig, *, at_server: bool 
             f"robot {robot.name}: frame_stride is {robot.frame_stride}, but the policy {policy.kind} reads pictures in "
             "each control period; set frame_stride: 1"
         )
-    read = [camera for camera in spec.cameras if camera.name in cameras]
-    size_bytes = sum(math.prod(camera.shape) for camera in read)
+    size_bytes = picture_bytes(policy, spec)
     if size_bytes > MAX_PICTURE_BYTES and policy_location(policy) == "server":
         raise ConfigError(
             f"robot {robot.name}: the pictures of {', '.join(cameras)} have {size_bytes} bytes, and a policy server "

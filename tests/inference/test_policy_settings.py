@@ -11,18 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 from inference_kit import OBSERVATION, SPEC, make_keys, remote, running, unavailable
 from run_kit import until, user_sys
 
 from hal.resource import Kind
+from hal.spec import ArraySpec, CameraSpec
 from user_sys.compose import PolicyConfig, RobotConfig
 from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.episode import decode_chunk
 from user_sys.errors import ConfigError, RunError
-from user_sys.inference.__main__ import PolicyServerConfig, main, policy_opener, require_own_policy
+from user_sys.inference.__main__ import MAX_ELEMENTS, PolicyServerConfig, main, policy_opener, require_own_policy
 from user_sys.inference.policy_server import PolicyServer
 from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
 from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder
@@ -117,6 +119,21 @@ def test_policy_that_is_not_the_servers_is_refused(tmp_path: Path, requested: di
     server = PolicyServer("tcp://127.0.0.1:0", own, Keyring(keys), policy_opener(config))
     with running(server) as endpoint, remote(lambda: endpoint, keys, timeout_s=2.0, **requested) as policy:
         unavailable(policy, f"is another than the robot's: its policy.{reason}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "giant"),
+    [
+        ("mlp", {"action": ArraySpec.from_rows("action", [("x", "1", -1.0, 1.0)] * (MAX_ELEMENTS + 1))}),
+        ("vla", {"cameras": (CameraSpec(name="front", height=10**6, width=10**6, rate_hz=10.0),)}),
+    ],
+)
+def test_policy_of_a_giant_robot_is_refused(tmp_path: Path, kind: str, giant: dict[str, Any]) -> None:
+    spec = msgspec.structs.replace(SPEC, **giant)
+    own, keys = PolicyConfig(kind=kind, device="cpu"), make_keys(tmp_path / "keys")
+    open_policy = policy_opener(PolicyServerConfig(gateway="tcp://127.0.0.1:1", keys=keys, policy=own))
+    with pytest.raises(ConfigError, match="this robot's have more"):
+        open_policy(PolicyDescription(kind=kind, options={}, features=(), spec=spec)).__enter__()
 
 
 def test_policy_explores_differently_after_each_start_of_its_server(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from hal.discovery import probe_gpus
 from hal.durable import replace_durably
 from hal.resource import local_node
 from hal.settings import Count
-from user_sys.compose import Device, PolicyConfig, make_policy
+from hal.spec import RobotSpec
+from user_sys.compose import Device, PolicyConfig, make_policy, picture_bytes
 from user_sys.config import as_dict, load
 from user_sys.errors import ConfigError
 from user_sys.inference.live_policy import LivePolicy
@@ -40,8 +41,10 @@ from user_sys.logs import run_process
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, load_public_key
-from user_sys.tunnel.limits import TunnelLimits, check_listen_endpoint
+from user_sys.tunnel.limits import MAX_PICTURE_BYTES, TunnelLimits, check_listen_endpoint
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
+
+MAX_ELEMENTS = 1 << 14  # of a robot's vectors together
 
 log = logging.getLogger("user_sys.inference")
 
@@ -105,6 +108,19 @@ def require_own_policy(own: PolicyConfig, requested: PolicyDescription) -> None:
             )
 
 
+def require_small_robot(own: PolicyConfig, spec: RobotSpec) -> None:
+    """Raises ConfigError for a spec whose policy could exhaust the memory; the message continues "the policy".
+
+    Raises SpecError or ConfigError as `make_policy`.
+    """
+    elements = sum(len(each.labels) for each in (*spec.observation, spec.action))
+    if elements > MAX_ELEMENTS or picture_bytes(own, spec) > MAX_PICTURE_BYTES:
+        raise ConfigError(
+            f"is for robots whose vectors have {MAX_ELEMENTS} elements and whose pictures have {MAX_PICTURE_BYTES} "
+            "bytes at most; this robot's have more"
+        )
+
+
 def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
     """The function that opens a policy, which receives weights through a tunnel of its own.
 
@@ -119,6 +135,7 @@ def policy_opener(config: PolicyServerConfig) -> OpenPolicy:
     @contextmanager
     def open_policy(description: PolicyDescription) -> Iterator[LivePolicy]:
         require_own_policy(config.policy, description)
+        require_small_robot(config.policy, description.spec)
         digest = blake3(encode_description(description))
         name, spec = f"{config.name}-{digest.hexdigest(length=4)}", description.spec
         hello = Hello(protocol=PROTOCOL_VERSION, role="policy", name=name, spec=spec)
