@@ -191,7 +191,7 @@ def check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
     if config.policy.is_started_by_run:
         raise ConfigError(
             f"policy: {config.policy.kind} acts in a policy server, and this computer cannot read the address of the "
-            "run's in the run's folder; start a server at this site (`python -m user_sys.inference`) and set "
+            "run's in the run's folder; start a server at this site (`python -m user_sys.inference CONFIG`) and set "
             "--policy.endpoint=tcp://HOST:PORT, or run a policy that acts without torch with --policy.location=edge"
         )
     for robot in config.robots:
