@@ -13,7 +13,10 @@ import pytest
 from msgspec.structs import replace
 from tunnel_kit import QUICK, GatewaySite, RecordingHandler, chunk, hello, prepare, serving, status, stored, until
 
+from hal.registry import read_registry
+from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
+from hal.state_database import STATE_FILE, StateDatabase
 from sim.network_emulator import EmulatedLink
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
@@ -23,6 +26,7 @@ from user_sys.gateway.gateway import GatewayAddress
 from user_sys.gateway.relay import Relay, RelayConfig
 from user_sys.inference.live_policy import LivePolicy
 from user_sys.messages import (
+    DevicesReport,
     LeaseGrant,
     LeaseRequest,
     OperatorCommand,
@@ -172,6 +176,19 @@ def test_relay_forwards_leases_commands_and_reports(tmp_path: Path) -> None:
         robot.send(OperatorReply(robot="far-0", operator="eve", order="e-stop", accepted=True))
         reply = console.receive_stop(120)
         assert isinstance(reply, OperatorReply) and reply.accepted
+
+
+def test_relay_forwards_the_devices_of_each_robots_computer(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        for name in ROBOTS[:2]:
+            camera = ResourceRecord(kind=Kind.CAMERA, name=f"pc-{name}/camera", model="C920", node=f"pc-{name}")
+            far.robot(name).send(DevicesReport(records=(camera,)))
+
+        def devices() -> set[str]:
+            return {record.name for record in read_registry(StateDatabase(cloud.run / STATE_FILE))}
+
+        until(lambda: devices() >= {"pc-far-0/camera", "pc-far-1/camera"}, "the cloud knows both")
 
 
 def test_relay_refuses_foreign_names(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from user_sys.messages import (
     ChunkAck,
     ChunkOffer,
     ChunkRefusal,
+    DevicesReport,
     EpisodeReport,
     Hello,
     LeaseRelease,
@@ -414,7 +415,9 @@ class Relay:
             case WeightsApplied():
                 self.weights.router.on_message(peer.name, message, None)
                 session.forward_weights_applied(message)
-            case LeaseRequest() | LeaseRelease() | OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport():
+            case LeaseRequest() | LeaseRelease() | OperatorReply() | RobotStatus():
+                session.client.send(message)
+            case EpisodeReport() | MetricsReport() | DevicesReport():
                 session.client.send(message)
 
 
