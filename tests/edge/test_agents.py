@@ -948,6 +948,15 @@ def test_person_who_drives_from_a_prepared_scene_on_teleoperates(make: Callable[
 HOUR_NS = 3_600_000_000_000
 
 
+def test_local_rearm_is_accepted_while_the_robots_clock_is_behind() -> None:
+    """Its clock stamps the orders of a console on this computer; the e-stop has another console's time."""
+    now_ns, replies = time.time_ns(), list[OperatorReply]()
+    commands = OperatorCommandQueue(time.monotonic, replies.append)
+    commands.note_estop(OperatorCommand(robot="r", operator="ada", order="e-stop", sequence=now_ns + HOUR_NS))
+    commands.submit(OperatorCommand(robot="r", operator="ada", order="re-arm", sequence=now_ns), is_local=True)
+    assert commands.get_nowait() is not None and not replies
+
+
 @pytest.mark.parametrize(
     ("operator", "at_s", "robot_ahead_s", "accepted"),
     [

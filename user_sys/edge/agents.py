@@ -294,17 +294,21 @@ class OperatorCommandQueue:
         self._newest_estop: OperatorCommand | None = None  # with the greatest `sequence`
         self._estop_s = 0.0  # when an e-stop arrived last
 
-    def submit(self, command: OperatorCommand, estop_sequence: int = 0, waited_s: float = 0.0) -> None:
+    def submit(
+        self, command: OperatorCommand, estop_sequence: int = 0, waited_s: float = 0.0, *, is_local: bool = False
+    ) -> None:
         """Queues a command. Rejects a re-arm that is older than the newest e-stop, which arrives on a faster channel.
 
         The consoles' clocks decide between orders of different consoles. An e-stop of a clock that is ahead counts as
-        pressed at its arrival, for another person whose clock agrees with this computer's.
+        pressed at its arrival, for another person whose clock agrees with this computer's. A local order needs no
+        clock: it is not delayed, so it is newer than each e-stop that has arrived.
 
         Args:
             estop_sequence: see `driver_client.DriverRequest`; it grows with each e-stop and re-arm.
             waited_s: how long it was on its way. Only orders of `MOVING_ORDERS` count from then.
+            is_local: it comes from a console on this computer.
         """
-        if command.order == "re-arm" and self._is_older_than_estop(command):
+        if command.order == "re-arm" and not is_local and self._is_older_than_estop(command):
             self.send_reply(command.reply(accepted=False, reason="the e-stop was pressed again since"))
             return
         key = ("drive", command.operator) if command.order == "drive" else None

@@ -210,7 +210,7 @@ class RobotSession:
 
         def on_local_message(message: AnyMessage, payload: Payload | None) -> None:
             if isinstance(message, OperatorCommand):
-                commands.submit(message, estops.next_sequence())
+                commands.submit(message, estops.next_sequence(), is_local=True)
             elif isinstance(message, PreviewRequest):
                 self._status.local_previews.enable(message)
 
