@@ -15,6 +15,7 @@ import pytest
 import zmq
 from tunnel_kit import QUICK, RecordingHandler, chunk, hello, prepare, status, until
 
+from sim.network_emulator import EmulatedLink, LinkConfig
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import LinkDown, RunError, SessionRefused, TunnelError
 from user_sys.messages import (
@@ -265,6 +266,14 @@ def test_silent_client_is_disconnected(bench: SessionBench) -> None:
     bench.open("panda-0", limits=replace(QUICK, heartbeat_s=600.0))
     until(lambda: bench.handler.closed, "the session is closed")
     assert "silent" in bench.handler.closed[0][1]
+
+
+def test_session_opens_over_a_long_round_trip(bench: SessionBench) -> None:
+    """It takes eight round trips, of which five pass before the first Welcome."""
+    with EmulatedLink(bench.server.endpoint.removeprefix("tcp://"), LinkConfig(delay_ms=100)) as link:
+        keys, limits = bench.keys["panda-0"], replace(QUICK, handshake_s=1.3)
+        with TunnelClient(link.endpoint, keys, bench.server_keys.public, hello("panda-0"), limits=limits) as client:
+            client.wait_open(120)
 
 
 def test_full_window_delays_only_chunks(bench: SessionBench, tmp_path: Path) -> None:

@@ -255,9 +255,9 @@ class ClientSession:
         self._last_control_s = self._next_heartbeat_s = 0.0
 
     def open(self, stopping: threading.Event) -> None:
-        """Blocks until the gateway has welcomed each channel. Raises as `exchange`."""
-        deadline = time.monotonic() + self._limits.handshake_s
+        """Blocks until the gateway has welcomed each channel, for `handshake_s` each at most. Raises as `exchange`."""
         for channel in Channel:
+            deadline = time.monotonic() + self._limits.handshake_s
             self._send(channel, self._hello)
             while channel not in self._welcomed and not stopping.is_set():
                 if (remaining_s := deadline - time.monotonic()) < 0:

@@ -93,7 +93,7 @@ class TunnelLimits:
         dead_after_s: silence on the control channel that ends a session.
         stuck_after_s: time without received bytes, or without TCP acknowledgements, on another channel that ends a
             session.
-        handshake_s: from the first byte to the end of the CURVE handshake, and from Hello to Welcome.
+        handshake_s: from the first byte to the end of the CURVE handshake, and from Hello to Welcome on each channel.
         backoff_min_s, backoff_max_s: upper bound of the random pause before a reconnect: the first value, doubled with
             each failure up to the second.
     """
