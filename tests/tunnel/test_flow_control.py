@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.pacing import Backoff, TokenBucket
+from hal.resource import Kind, ResourceRecord
 from user_sys.config import build
 from user_sys.errors import ConfigError, TunnelError, WireError
-from user_sys.messages import ChunkOffer, CreditGrant, MetricsReport, OperatorReply, WeightsOffer
+from user_sys.messages import ChunkOffer, CreditGrant, DevicesReport, MetricsReport, OperatorReply, WeightsOffer
 from user_sys.tunnel.flow_control import (
     MAX_QUEUED_BYTES,
     CoalescingQueue,
@@ -105,9 +106,23 @@ def test_slow_channel_keeps_order_and_newest_states() -> None:
     outlet.flush(lambda frames: sent.append(frames[0]) is None)
     assert len(sent) == 4 and len(outlet) == 0
     for _ in range(LIMITS.queue_messages):
-        assert outlet.put(Envelope(MetricsReport(node="n", count=0, scalars={})))
-    assert not outlet.put(Envelope(MetricsReport(node="n", count=0, scalars={})))
+        assert outlet.put(Envelope(MetricsReport(node="n", count=4, scalars={})))
+    assert not outlet.put(Envelope(MetricsReport(node="n", count=4, scalars={})))
     assert outlet.metrics.rejected == 1
+
+
+def test_reports_of_a_long_outage_leave_room_for_the_next_message() -> None:
+    queue, camera = SendQueue(LIMITS), ResourceRecord(kind=Kind.CAMERA, name="a/b", model="c", node="a")
+    for number in range(100):
+        for node in ("panda-0", "relay"):
+            assert queue.put(Envelope(MetricsReport(node=node, scalars={"number": float(number)})))
+        assert queue.put(Envelope(DevicesReport(records=(camera,) * (number % 2))))
+    for count in range(1, 4):
+        assert queue.put(Envelope(MetricsReport(node="learner", count=count, scalars={})))
+    messages = [item.message for _ in range(len(queue)) if (item := queue.get_nowait())]
+    metrics = [(each.node, each.count) for each in messages if isinstance(each, MetricsReport)]
+    assert metrics == [("panda-0", 0), ("relay", 0), ("learner", 1), ("learner", 2), ("learner", 3)]
+    assert [each.records for each in messages if isinstance(each, DevicesReport)] == [(camera,)]
 
 
 def test_first_offer_of_a_session_is_not_replaced() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from user_sys.messages import (
     PREVIOUS_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     ChunkAck,
+    CreditGrant,
     Heartbeat,
     LeaseRequest,
     MetricsReport,
@@ -32,10 +34,18 @@ from user_sys.messages import (
     WeightsBlobs,
     Welcome,
 )
-from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.client import ClientQueues, ClientSession, ClockEstimator, TunnelClient, TunnelState
 from user_sys.tunnel.keys import AuthorizedKey, KeyPair, Keyring, new_keypair
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.protocol import Channel, Envelope, Payload, decode_envelope, encode_envelope, new_session_id
+from user_sys.tunnel.protocol import (
+    AnyMessage,
+    Channel,
+    Envelope,
+    Payload,
+    decode_envelope,
+    encode_envelope,
+    new_session_id,
+)
 from user_sys.tunnel.server import TunnelServer
 
 
@@ -266,6 +276,57 @@ def test_silent_client_is_disconnected(bench: SessionBench) -> None:
     bench.open("panda-0", limits=replace(QUICK, heartbeat_s=600.0))
     until(lambda: bench.handler.closed, "the session is closed")
     assert "silent" in bench.handler.closed[0][1]
+
+
+def test_busy_control_channel_is_not_silent(bench: SessionBench) -> None:
+    bench.server.close()
+    bench.server = bench.serve(limits=replace(QUICK, dead_after_s=1.0))
+    client = bench.open("panda-0", limits=replace(QUICK, heartbeat_s=600.0))
+    ends_s = time.monotonic() + 1.6
+    while time.monotonic() < ends_s:
+        client.send(status(1))
+        time.sleep(0.02)
+    assert not bench.handler.closed
+
+
+class FullPipe:
+    """A `Connection` whose control pipe has room for so many messages."""
+
+    endpoint = "tcp://gateway"
+
+    def __init__(self) -> None:
+        self.room, self.sent = 99, list[AnyMessage]()
+        replies = (Welcome(), CreditGrant(messages=99, size_bytes=1 << 20))
+        self._replies = {channel: [encode_envelope(Envelope(reply)) for reply in replies] for channel in Channel}
+
+    def send(self, channel: Channel, frames: list[Payload]) -> bool:
+        if channel is Channel.CONTROL and not self.room:
+            return False
+        if channel is Channel.CONTROL:
+            self.room -= 1
+            self.sent.append(decode_envelope(channel, frames, QUICK).message)
+        return True
+
+    def receive(self, channel: Channel) -> list[Payload] | None:
+        return self._replies[channel].pop(0) if self._replies[channel] else None
+
+    def silence_s(self, channel: Channel) -> float:
+        return 0.0
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(min(max(0.0, timeout_s), 0.005))
+
+
+def test_heartbeat_passes_waiting_messages_when_the_pipe_has_room_again() -> None:
+    queues, pipe = ClientQueues("panda-0", QUICK), FullPipe()
+    for _ in range(4):
+        queues.send(Envelope(MetricsReport(node="panda-0", count=1, scalars={})))
+    limits = replace(QUICK, heartbeat_s=600.0)
+    session = ClientSession(pipe, hello("panda-0"), limits, queues, None, ClockEstimator())  # type: ignore[arg-type]
+    session.open(threading.Event())
+    for pipe.room in (0, 1, 1):
+        session.exchange()
+    assert [type(message) for message in pipe.sent[-2:]] == [Heartbeat, MetricsReport]
 
 
 def test_session_opens_over_a_long_round_trip(bench: SessionBench) -> None:

@@ -277,8 +277,8 @@ class ClientSession:
         """
         now = time.monotonic()
         if now >= self._next_heartbeat_s:
-            self._send_heartbeats()
-            self._next_heartbeat_s = now + self._limits.heartbeat_s
+            # A full pipe has room again soon, and messages that wait must not take all of it.
+            self._next_heartbeat_s = now + (self._limits.heartbeat_s if self._send_heartbeats() else BLOCKED_RETRY_S)
         self._receive()
         if now - self._last_control_s > self._limits.dead_after_s:
             raise LinkDown(f"{self._connection.endpoint} was silent for {now - self._last_control_s:.1f} s")
@@ -297,21 +297,24 @@ class ClientSession:
     def _sender(self, channel: Channel) -> SendFrames:
         return lambda frames: self._connection.send(channel, frames)
 
-    def _send(self, channel: Channel, message: AnyMessage) -> None:
-        self._connection.send(channel, encode_envelope(Envelope(message)))
+    def _send(self, channel: Channel, message: AnyMessage) -> bool:
+        return self._connection.send(channel, encode_envelope(Envelope(message)))
 
-    def _send_heartbeats(self) -> None:
-        """Raises LinkDown if a channel other than control was silent for `stuck_after_s`."""
+    def _send_heartbeats(self) -> bool:
+        """Returns False, and sends none, if libzmq accepts no more on control: only that heartbeat gets an echo.
+
+        Raises LinkDown if a channel other than control was silent for `stuck_after_s`.
+        """
         heartbeat = Heartbeat(t_client_ns=time.monotonic_ns())
-        for channel in Channel:
+        if not self._send(Channel.CONTROL, heartbeat):
+            return False
+        for channel in (Channel.STOP, Channel.WEIGHTS, Channel.EXPERIENCE):
             self._send(channel, heartbeat)  # if the pipe is full, other bytes show that the channel is alive
-            if channel is not Channel.CONTROL:
-                silent_s = self._connection.silence_s(channel)
-                if silent_s > self._limits.stuck_after_s:
-                    name = channel.name.lower()
-                    raise LinkDown(
-                        f"{self._connection.endpoint}: the {name} connection was silent for {silent_s:.1f} s"
-                    )
+            silent_s = self._connection.silence_s(channel)
+            if silent_s > self._limits.stuck_after_s:
+                name = channel.name.lower()
+                raise LinkDown(f"{self._connection.endpoint}: the {name} connection was silent for {silent_s:.1f} s")
+        return True
 
     def _receive(self) -> None:
         for channel in Channel:

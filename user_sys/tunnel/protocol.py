@@ -203,7 +203,8 @@ _COALESCING_KEYS: dict[type[Message], Callable[[Any], Hashable]] = {
     OperatorReply: lambda reply: ("confirmed", reply.robot) if reply.order == E_STOP else None,  # a press is repeated
     WeightsApplied: lambda report: (WeightsApplied, report.robot),
     WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a later offer lacks the greeting flag
-    **{kind: type for kind in (WeightsProgress, ChunkAck)},
+    MetricsReport: lambda report: (MetricsReport, report.node) if not report.count else None,  # a learner's are a curve
+    **{kind: type for kind in (WeightsProgress, ChunkAck, DevicesReport)},
 }
 
 

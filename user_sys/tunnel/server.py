@@ -111,7 +111,7 @@ class PeerSession:
         stream: str,
     ) -> None:
         self.peer, self.resume_state, self.stream = peer, resume_state, stream
-        self.last_heartbeat_s = time.monotonic()
+        self.last_control_s = time.monotonic()
         self.state_machine = StateMachine(f"the session of {peer.name}", SessionState.HANDSHAKE, SESSION_TRANSITIONS)
         self.welcomed_channels = {Channel.CONTROL}
         self.flows = {
@@ -126,7 +126,7 @@ class PeerSession:
 
     def silence_reason(self, limits: TunnelLimits) -> str:
         """Describes the connection that was silent for too long; empty if all are alive."""
-        silent_s = time.monotonic() - self.last_heartbeat_s
+        silent_s = time.monotonic() - self.last_control_s
         if silent_s > limits.dead_after_s:
             return f"silent for {silent_s:.1f} s"
         for channel, descriptor in self.bulk_descriptors.items():
@@ -431,6 +431,8 @@ class TunnelServer(ThreadedService):
         metrics = self.metrics[channel]
         metrics.received += 1
         metrics.received_bytes += size
+        if channel is Channel.CONTROL:
+            session.last_control_s = time.monotonic()
         try:
             if isinstance(message, CREDIT_EXEMPT):
                 self._on_session_message(session, channel, message)
@@ -450,7 +452,6 @@ class TunnelServer(ThreadedService):
     def _on_session_message(self, session: PeerSession, channel: Channel, message: AnyMessage) -> None:
         match message:
             case Heartbeat() if channel is Channel.CONTROL:
-                session.last_heartbeat_s = time.monotonic()
                 echo = Heartbeat(t_client_ns=message.t_client_ns, t_gateway_unix_ns=self._unix_ns())
                 for each in Channel:  # also if its own heartbeats are delayed
                     if each in session.welcomed_channels:
