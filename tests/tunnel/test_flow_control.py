@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tunnel_kit import chunk
 
 from hal.pacing import Backoff, TokenBucket
 from hal.resource import Kind, ResourceRecord
 from user_sys.config import build
+from user_sys.edge.outbox import Outbox
 from user_sys.errors import ConfigError, TunnelError, WireError
-from user_sys.messages import ChunkOffer, CreditGrant, DevicesReport, MetricsReport, OperatorReply, WeightsOffer
+from user_sys.messages import (
+    ChunkOffer,
+    ChunkRefusal,
+    CreditGrant,
+    DevicesReport,
+    MetricsReport,
+    OperatorReply,
+    WeightsOffer,
+)
+from user_sys.tunnel.connection import INITIAL_WINDOW_BYTES, ChunkSender
 from user_sys.tunnel.flow_control import (
     MAX_QUEUED_BYTES,
     CoalescingQueue,
@@ -123,6 +135,19 @@ def test_reports_of_a_long_outage_leave_room_for_the_next_message() -> None:
     metrics = [(each.node, each.count) for each in messages if isinstance(each, MetricsReport)]
     assert metrics == [("panda-0", 0), ("relay", 0), ("learner", 1), ("learner", 2), ("learner", 3)]
     assert [each.records for each in messages if isinstance(each, DevicesReport)] == [(camera,)]
+
+
+def test_refused_chunk_makes_room_for_the_next(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        for index in range(3):
+            outbox.append(chunk(index, floats=INITIAL_WINDOW_BYTES // 10))
+        sender, queue, sent = ChunkSender(outbox), SendQueue(ChannelLimits()), list[Payload]()
+        queue.add_credit(CreditGrant(messages=64, size_bytes=1 << 24))
+        for number in range(3):
+            for _ in range(3):
+                sender.send_pending(queue, lambda frames: sent.append(frames[0]) is None)
+            assert len(sent) == 1 + number, "one large chunk is in flight"
+            sender.on_reply(ChunkRefusal(sequence=outbox.next_sequence - 3 + number, reason="damaged"))
 
 
 def test_first_offer_of_a_session_is_not_replaced() -> None:

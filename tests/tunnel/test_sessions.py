@@ -23,6 +23,7 @@ from user_sys.messages import (
     PREVIOUS_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     ChunkAck,
+    ChunkOffer,
     CreditGrant,
     Heartbeat,
     LeaseRequest,
@@ -46,7 +47,7 @@ from user_sys.tunnel.protocol import (
     encode_envelope,
     new_session_id,
 )
-from user_sys.tunnel.server import TunnelServer
+from user_sys.tunnel.server import Peer, TunnelServer
 
 
 class SessionBench:
@@ -335,6 +336,36 @@ def test_session_opens_over_a_long_round_trip(bench: SessionBench) -> None:
         keys, limits = bench.keys["panda-0"], replace(QUICK, handshake_s=1.3)
         with TunnelClient(link.endpoint, keys, bench.server_keys.public, hello("panda-0"), limits=limits) as client:
             client.wait_open(120)
+
+
+class AcknowledgingHandler(RecordingHandler):
+    """Acknowledges chunks at once."""
+
+    server: TunnelServer
+
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        super().on_message(peer, message, payload)
+        if isinstance(message, ChunkOffer):
+            self.server.release(peer, 1, len(payload or b""))
+            self.server.reply(peer, ChunkAck(sequence=message.sequence))
+
+
+def test_picture_waits_for_few_chunks_on_a_slow_link(tmp_path: Path) -> None:
+    keys, pair, handler = prepare(tmp_path), new_keypair(), AcknowledgingHandler()
+    server = handler.server = TunnelServer("tcp://127.0.0.1:0", pair, Keyring(tmp_path / "keys"), handler, QUICK)
+    with Outbox.open(tmp_path / "outbox") as outbox, server:
+        for index in range(20):
+            outbox.append(chunk(index, floats=5000), sync=index == 19)  # 200 kB
+        config = LinkConfig(delay_ms=10, up_mbit_s=8, down_mbit_s=8)
+        with (
+            EmulatedLink(server.endpoint.removeprefix("tcp://"), config) as link,
+            TunnelClient(link.endpoint, keys["panda-0"], pair.public, hello("panda-0"), outbox=outbox) as client,
+        ):
+            until(lambda: len(outbox) < 20, "a chunk is acknowledged")
+            assert client.send_preview(Preview(robot="panda-0", camera="front", step=0), b"jpeg")
+            until(lambda: any(isinstance(m, Preview) for _, m in handler.messages), "the picture arrives")
+            before = [type(m) for _, m in handler.messages]
+            assert before[: before.index(Preview)].count(ChunkOffer) < 15
 
 
 def test_full_window_delays_only_chunks(bench: SessionBench, tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ _BYTES_RECEIVED_AT = 128
 
 ZAP_DENIED = 400
 ACK_TIMES = 512  # the newest times that count in the metrics
+IN_FLIGHT_S, IN_FLIGHT_ROUND_TRIPS = 1.0, 1.5  # of chunks: the longer of both, at the rate of acknowledgements
+INITIAL_WINDOW_BYTES = 256 << 10  # before the first acknowledgement
+MIN_ACK_S = 1e-3
 _DISCONNECT_REASONS = {
     int(zmq.EVENT_CLOSED): "no gateway listens there",
     int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
@@ -349,6 +352,14 @@ class PendingChunk(NamedTuple):
     packet: Payload
 
 
+class _SentChunk(NamedTuple):
+    """A chunk in flight. `done_bytes`: of the chunks of its session that were done when it was sent."""
+
+    size_bytes: int
+    sent_s: float
+    done_bytes: int
+
+
 class ChunkSource(Protocol):
     """A source of durable chunks. The tunnel's thread calls it.
 
@@ -375,43 +386,67 @@ class ChunkSource(Protocol):
 
 
 class ChunkSender:
-    """Sends the chunks of a source. One thread calls it; any thread may call `scalars`."""
+    """Sends the chunks of a source. One thread calls it; any thread may call `scalars`.
+
+    Pictures for people wait behind the chunks in flight. So these are as many bytes as the gateway acknowledges within
+    `IN_FLIGHT_S`, and at least one chunk. A link with a longer round trip has more in flight.
+    """
 
     def __init__(self, source: ChunkSource) -> None:
         self.source = source
-        self._in_flight: deque[tuple[int, float]] = deque()  # sequence, time of sending
         self._ack_times_s: deque[float] = deque(maxlen=ACK_TIMES)
+        self._in_flight: dict[int, _SentChunk] = {}  # by sequence
+        self._reset()
+
+    def _reset(self) -> None:
+        self._in_flight.clear()
         self._sent = -1
+        self._sent_bytes = self._done_bytes = 0
+        self._window_bytes, self._fastest_ack_s = INITIAL_WINDOW_BYTES, math.inf
 
     def resume(self, resume_after: int) -> None:
         """Starts a new session: chunks up to `resume_after` are durable, all later ones are sent again."""
-        self._in_flight.clear()
-        self._sent = -1
+        self._reset()
         if resume_after >= 0:
             self.source.acknowledge(resume_after)
 
     def send_pending(self, send_queue: SendQueue, send: SendFrames) -> bool:
-        """Sends chunks while credit and bandwidth allow. Returns True if libzmq accepts no more."""
-        if not send_queue.can_send():
+        """Sends chunks while window, credit and bandwidth allow. Returns True if libzmq accepts no more."""
+        if not self._can_send(send_queue):
             return False
         for chunk in self.source.pending(self._sent):
             if not send_queue.send(Envelope(ChunkOffer(sequence=chunk.sequence), chunk.packet), send):
                 return True
             self._sent = chunk.sequence
-            self._in_flight.append((chunk.sequence, time.monotonic()))
-            if not send_queue.can_send():
+            self._in_flight[chunk.sequence] = _SentChunk(len(chunk.packet), time.monotonic(), self._done_bytes)
+            self._sent_bytes += len(chunk.packet)
+            if not self._can_send(send_queue):
                 return False
         return False
+
+    def _can_send(self, send_queue: SendQueue) -> bool:
+        return self._sent_bytes - self._done_bytes < self._window_bytes and send_queue.can_send()
 
     def on_reply(self, reply: ChunkAck | ChunkRefusal) -> None:
         """Handles the gateway's reply. A refused chunk is set aside; the next acknowledgement covers it."""
         if isinstance(reply, ChunkRefusal):
+            if (refused := self._in_flight.pop(reply.sequence, None)) is not None:
+                self._done_bytes += refused.size_bytes
             self.source.set_aside(reply.sequence, reply.reason)
             return
         now = time.monotonic()
-        while self._in_flight and self._in_flight[0][0] <= reply.sequence:
-            self._ack_times_s.append(now - self._in_flight.popleft()[1])
+        for sequence in [each for each in self._in_flight if each <= reply.sequence]:
+            self._on_acknowledged(self._in_flight.pop(sequence), now)
         self.source.acknowledge(min(reply.sequence, self._sent))
+
+    def _on_acknowledged(self, chunk: _SentChunk, now: float) -> None:
+        """Measures the rate of acknowledgements since the chunk was sent, which sets the window."""
+        ack_s = max(now - chunk.sent_s, MIN_ACK_S)
+        self._ack_times_s.append(ack_s)
+        self._fastest_ack_s = min(self._fastest_ack_s, ack_s)
+        self._done_bytes += chunk.size_bytes
+        bytes_per_s = (self._done_bytes - chunk.done_bytes) / ack_s
+        self._window_bytes = 1 + int(bytes_per_s * max(IN_FLIGHT_S, IN_FLIGHT_ROUND_TRIPS * self._fastest_ack_s))
 
     def scalars(self) -> dict[str, float]:
         """The time from sending a chunk to its durable acknowledgement; empty before the first."""
