@@ -440,11 +440,19 @@ class ChunkRefusal(Message, frozen=True, kw_only=True, tag="chunk-refusal"):
 
 
 class Preview(Message, frozen=True, kw_only=True, tag="preview"):
-    """A picture for people; the second frame is a JPEG file. A newer one replaces a waiting one, one is in flight."""
+    """A picture for people; the second frame is a JPEG file. A newer one replaces a waiting one, one is in flight.
+
+    `captured_unix_ns` is by the gateway's clock, or by the robot's for a console on its computer; 0 if unknown.
+    """
 
     robot: str
     camera: str
     step: int
+    captured_unix_ns: int = 0
+
+    def age_s(self, now_unix_ns: int) -> float:
+        """Seconds since the capture, `now_unix_ns` being by the same clock; 0 if it is unknown."""
+        return max(0, now_unix_ns - self.captured_unix_ns) / 1e9 if self.captured_unix_ns else 0.0
 
 
 class PreviewAck(Message, frozen=True, kw_only=True, tag="preview-ack"):

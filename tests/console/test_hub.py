@@ -27,6 +27,7 @@ from user_sys.console.hub import (
     ShownCameras,
 )
 from user_sys.console.progress import MAX_CURVES, Curve, RunProgress
+from user_sys.console.protocol import encode_preview
 from user_sys.errors import AuthorityError, WireError
 from user_sys.messages import (
     ControlPeriod,
@@ -450,6 +451,13 @@ def test_picture_replaces_the_previous_one(hub: ConsoleHub) -> None:
     (picture,) = hub.previews(ShownCameras())
     assert (picture.step, picture.serial, picture.jpeg) == (2, 3, jpeg(2))
     assert hub.view().robots[0].cameras == ("front",)
+
+
+def test_page_gets_the_age_of_a_picture(hub: ConsoleHub) -> None:
+    sent = Preview(robot="panda-0", camera="front", step=0, captured_unix_ns=10**18)
+    hub.update_preview(sent, jpeg(0), sent.age_s(10**18 + 2_500_000_000))
+    (picture,) = hub.previews(ShownCameras())
+    assert b'"age_s":2.5' in encode_preview(picture)
 
 
 def test_robots_nodes_and_cameras_are_bounded(hub: ConsoleHub) -> None:

@@ -93,6 +93,16 @@ def test_previews_have_the_requested_rate_and_cameras() -> None:
     assert sent == [("front", number) for number in due]
 
 
+def test_preview_has_the_time_of_its_capture_by_the_receivers_clock() -> None:
+    frame, sent = CameraFrame(np.zeros((16, 16, 3), np.uint8), 7 * 10**9), list[Preview]()
+    with PreviewSender("r", lambda preview, _: sent.append(preview), lambda t_ns: t_ns + 10**18) as previews:
+        previews.enable(PreviewRequest(robot="r", rate_hz=30.0, ttl_s=30.0))
+        previews.on_step(replace(NO_INTERVENTION, frames={"front": frame}), 0, 0.0)
+        until(lambda: sent, "it is sent")
+    assert sent[0].age_s(10**18 + 9_500_000_000) == 2.5
+    assert Preview(robot="r", camera="front", step=0).age_s(10**18) == 0.0, "of an older robot"
+
+
 def test_frame_is_encoded_once_for_previews_and_store() -> None:
     frame, sent = CameraFrame(np.zeros((16, 16, 3), np.uint8), 0), list[bytes]()
     with PreviewSender("r", lambda _, jpeg: sent.append(jpeg)) as previews:

@@ -69,11 +69,12 @@ class ShownCameras:
 
 @dataclass(frozen=True)
 class PreviewImage:
-    """A camera's newest frame. `serial` grows with each frame of the hub."""
+    """A camera's newest frame. `serial` grows with each frame of the hub. `age_s`: when it arrived."""
 
     robot: str
     camera: str
     step: int
+    age_s: float
     serial: int
     jpeg: bytes
 
@@ -218,8 +219,8 @@ class ConsoleHub:
         with self._lock:
             self._robot(robot).spec = spec
 
-    def update_preview(self, preview: Preview, jpeg: bytes) -> None:
-        """Replaces a camera's frame.
+    def update_preview(self, preview: Preview, jpeg: bytes, age_s: float = 0.0) -> None:
+        """Replaces a camera's frame by one that was captured `age_s` ago.
 
         Raises:
             WireError: the frame is too large, declares too large a size, or is not a JPEG file; or too many cameras.
@@ -233,7 +234,7 @@ class ConsoleHub:
             if preview.camera not in pictures and len(pictures) >= MAX_CAMERAS_PER_ROBOT:
                 raise WireError(f"{preview.robot} sends pictures of more than {MAX_CAMERAS_PER_ROBOT} cameras")
             self._serial += 1
-            picture = PreviewImage(preview.robot, preview.camera, preview.step, self._serial, jpeg)
+            picture = PreviewImage(preview.robot, preview.camera, preview.step, age_s, self._serial, jpeg)
             pictures[preview.camera] = picture
             self._robot(preview.robot).pictured_s[preview.camera] = self._clock()
         self._notify(picture)

@@ -195,6 +195,7 @@ class PreviewHeader(msgspec.Struct, frozen=True):
     robot: str
     camera: str
     step: int
+    age_s: float
 
 
 _decoder: msgspec.json.Decoder[FromPage] = msgspec.json.Decoder(FromPage)
@@ -230,5 +231,5 @@ def encode(message: ToPage) -> str:
 
 
 def encode_preview(picture: PreviewImage) -> bytes:
-    header = _encoder.encode(PreviewHeader(picture.robot, picture.camera, picture.step))
+    header = _encoder.encode(PreviewHeader(picture.robot, picture.camera, picture.step, picture.age_s))
     return struct.pack("<I", len(header)) + header + picture.jpeg

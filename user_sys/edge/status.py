@@ -69,9 +69,17 @@ class PreviewSender(StartedAtEntry):
     A thread encodes them; only the newest image of each camera waits. The control loop's thread calls `on_step`.
     """
 
-    def __init__(self, robot: str, send: Callable[[Preview, bytes], object]) -> None:
-        """`send` sends a JPEG image or drops it. It never blocks."""
-        self._robot, self._send = robot, send
+    def __init__(
+        self,
+        robot: str,
+        send: Callable[[Preview, bytes], object],
+        unix_ns: Callable[[int], int] = lambda t_ns: time.time_ns() - time.monotonic_ns() + t_ns,
+    ) -> None:
+        """Args:
+        send: sends a JPEG image or drops it. It never blocks.
+        unix_ns: from this computer's monotonic clock to the receiver's Unix time; 0 if that is unknown.
+        """
+        self._robot, self._send, self._unix_ns = robot, send, unix_ns
         self._queue: CoalescingQueue[tuple[Preview, CameraFrame]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
         self._enabled_until_s, self._period_s = 0.0, 1.0
         self._cameras: tuple[str, ...] = ()  # of which a console requested pictures; empty for all
@@ -117,7 +125,8 @@ class PreviewSender(StartedAtEntry):
                 continue
             preview, frame = found
             try:
-                self._send(preview, frame.jpeg)
+                jpeg = frame.jpeg
+                self._send(msgspec.structs.replace(preview, captured_unix_ns=self._unix_ns(frame.t_capture_ns)), jpeg)
             except Exception as error:  # of any kind: the next `on_step` raises it
                 self._failure = error
 
@@ -264,7 +273,7 @@ class StatusPublisher(StartedAtEntry):
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
         self._source, self._refused_realtime = source, refused_realtime
-        self.previews = PreviewSender(robot, client.send_preview)
+        self.previews = PreviewSender(robot, client.send_preview, self._gateway_unix_ns)
         self._local = local or LocalLink("", lambda message, payload: None)
         self.local_previews = PreviewSender(robot, self._local.send)
         self._stack = ExitStack()
@@ -350,6 +359,10 @@ class StatusPublisher(StartedAtEntry):
         """The next predicted actions, at most `MAX_PROMISED`; the gateway counts each of them as a value too."""
         actions = self._source.promised[:MAX_PROMISED]
         return tuple(map(_rounded, actions[: max(0, max_values) // (1 + actions.shape[-1])]))
+
+    def _gateway_unix_ns(self, t_monotonic_ns: int) -> int:
+        clock = self._client.clock
+        return 0 if clock is None else clock.gateway_unix_ns(t_monotonic_ns)
 
     def _sends_pose(self, now_s: float) -> bool:
         return self.previews.sends_pose(now_s) or self.local_previews.sends_pose(now_s)

@@ -168,7 +168,9 @@ class ConsoleProcess:
         while not stop.is_set():
             if (shown := self._client.receive_preview(FORWARD_POLL_S)) is not None:
                 preview, jpeg = shown
-                self._show(self._hub.update_preview, preview, bytes(jpeg))
+                clock = self._client.clock
+                age_s = 0.0 if clock is None else preview.age_s(clock.gateway_unix_ns(time.monotonic_ns()))
+                self._show(self._hub.update_preview, preview, bytes(jpeg), age_s)
 
     def _forward_stop_replies(self, stop: threading.Event) -> None:
         while not stop.is_set():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +113,7 @@ class EdgeConsole:
             if isinstance(message, HubMessage):
                 self._hub.update(message)
             elif isinstance(message, Preview) and payload is not None:
-                self._hub.update_preview(message, bytes(payload))
+                self._hub.update_preview(message, bytes(payload), message.age_s(time.time_ns()))
         except WireError as error:
             log.warning("console.report_rejected %s", error)
 

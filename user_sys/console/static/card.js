@@ -206,7 +206,7 @@ export class Card {
     }
     camera.canvas.getContext("2d").drawImage(image, 0, 0);
     image.close();
-    this.showCameraRate(camera);
+    this.showCameraRate(camera, header.age_s);
   }
 
   addCamera(name) {
@@ -221,7 +221,7 @@ export class Card {
     const cameras = this.slot("cameras");
     cameras.querySelector(".empty")?.remove();
     cameras.append(figure);
-    const camera = { canvas, rate, times: [], shownMs: performance.now() };
+    const camera = { canvas, rate, times: [], capturedMs: performance.now() };
     this.cameras.set(name, camera);
     this.addStart(name);
     return camera;
@@ -233,11 +233,13 @@ export class Card {
     if (figures.some((figure, i) => this.slot("cameras").children[i] !== figure)) this.slot("cameras").append(...figures);
   }
 
-  showCameraRate(camera) {
-    const now = (camera.shownMs = performance.now());
+  showCameraRate(camera, ageS) {
+    const now = performance.now();
+    camera.capturedMs = now - 1000 * ageS;
     camera.times.push(now);
     while (camera.times[0] < now - RATES_OVER_MS) camera.times.shift();
     set(camera.rate, `${Math.round((camera.times.length * 1000) / RATES_OVER_MS)} fps`);
+    this.showPictureAges();
   }
 
   // Canvases in the robot's order, for a headset.
@@ -250,8 +252,8 @@ export class Card {
   }
 
   showPictureAges() {
-    for (const { rate, shownMs } of this.cameras.values()) {
-      const ageMs = performance.now() - shownMs;
+    for (const { rate, capturedMs } of this.cameras.values()) {
+      const ageMs = performance.now() - capturedMs;
       if (ageMs > OLD_MS) set(rate, `${(ageMs / 1000).toFixed(1)} s old`);
     }
   }
