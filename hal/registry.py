@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
@@ -34,7 +33,7 @@ from hal.decode_errors import DECODE_ERRORS
 from hal.errors import LeaseError, RegistryError, StateError
 from hal.lease import Lease, LeaseTable
 from hal.resource import Health, ResourceRecord
-from hal.state_database import STATE_FILE, AuditEntry, AuditEvent, AuditLog, StateDatabase, state_files
+from hal.state_database import AuditEntry, AuditEvent, AuditLog, StateDatabase
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +101,11 @@ class OperatorOverrides:
         """Quarantines or drains `name`, in place of an earlier override. Raises RegistryError if `by` is empty."""
         person, reason = _require_person(by), shorten(why, MAX_TEXT_CHARS)
         override = Override(what=kind, by=person, why=reason, since_unix_s=time.time())
-        self.repeat_override(name, override)
-        return override
-
-    def repeat_override(self, name: str, override: Override) -> None:
-        """Puts `override`, such as that of another run, in force for `name`, in place of an earlier one."""
         with self._database.change() as connection:
             content = msgspec.json.encode(override)
             connection.execute("INSERT OR REPLACE INTO override VALUES (?, ?, NULL)", (name, content))
-        logger.warning("resource.override_set name=%s %s %s", name, override.what, override.note)
+        logger.warning("resource.override_set name=%s %s %s", name, kind, override.note)
+        return override
 
     def clear_override(self, name: str, by: str) -> Override:
         """Restores `name` and returns its override. Raises RegistryError if it has none, or if `by` is empty."""
@@ -123,24 +118,6 @@ class OperatorOverrides:
             "resource.override_cleared name=%s by %s; it was %s %s", name, person, override.what, override.note
         )
         return override
-
-
-def restore(run: Path, name: str, by: str) -> Override:
-    """Clears the override of `name` in the run folder `run`, and where the other runs beside it repeat it; returns it.
-
-    Raises as `OperatorOverrides.clear_override`. Another run whose state cannot be changed is logged.
-    """
-    with StateDatabase(run / STATE_FILE) as database:
-        override = OperatorOverrides(database).clear_override(name, by)
-    for path in state_files(run.parent):
-        try:
-            with StateDatabase(path) as database:
-                others = OperatorOverrides(database)
-                if others.read().get(name) == override:
-                    others.clear_override(name, by)
-        except StateError as error:
-            logger.error("resource.override_kept name=%s %s", name, error)
-    return override
 
 
 def _require_person(name: str) -> str:
@@ -206,6 +183,7 @@ class Registry:
         self._changed: list[str] = []
         self._revoked: list[tuple[Lease, str]] = []
         self._in_force: dict[str, Override] = {}
+        self._elsewhere: dict[str, Override] = {}
         saved = {name: resource.record for name, resource in self._resources.items()}
         self._audited = {n: (r.health, r.note) for n, r in saved.items() if r.health in OVERRIDDEN}
         self._written: dict[str, ResourceRecord] = {}
@@ -252,6 +230,13 @@ class Registry:
             self._overrides.set_override(name, "quarantined", _REGISTRY_NAME, why)
             known.faults.clear()
             self._apply_overrides()
+
+    def set_override_elsewhere(self, name: str, override: Override | None) -> None:
+        """Sets the override of `name` in another registry. It counts like one of this registry, which goes first."""
+        if override is None:
+            self._elsewhere.pop(name, None)
+        else:
+            self._elsewhere[name] = override
 
     def poll(self) -> tuple[str, ...]:
         """Ends expired leases, applies new overrides, and finds silent resources; returns the latter by name."""
@@ -361,7 +346,7 @@ class Registry:
 
     def _apply_overrides(self) -> None:
         """Applies and audits the changes since the last call, or since the registry before this one."""
-        before, self._in_force = self._audited, self._overrides.read()
+        before, self._in_force = self._audited, {**self._elsewhere, **self._overrides.read()}
         self._audited = {name: (override.health, override.note) for name, override in self._in_force.items()}
         for name, override in self._in_force.items():
             if before.get(name) != self._audited[name]:

@@ -176,11 +176,6 @@ def _uri(path: Path) -> str:
     return f"{path.absolute().as_uri()}{'?mode=ro&immutable=1' if is_closed else ''}"
 
 
-def state_files(runs: Path) -> list[Path]:
-    """The files of the run folders in the folder `runs`, by name; links to run folders are left out."""
-    return sorted(path for path in runs.glob(f"*/{STATE_FILE}") if not path.parent.is_symlink())
-
-
 def machine_state_path() -> Path:
     """The file of this user's programs on this computer outside of runs."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"

@@ -30,6 +30,7 @@ from user_sys.config import as_dict, build
 from user_sys.errors import ConfigError, UserSysError
 from user_sys.plugins import load_policy
 from user_sys.policies.policy import ExecutionConfig, Policy
+from user_sys.robot_records import SIMULATED_DRIVERS
 from user_sys.tunnel.limits import MAX_PICTURE_BYTES, check_connect_endpoint
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class RobotConfig:
     @property
     def simulated(self) -> bool:
         """Whether it can run on any computer, without hardware."""
-        return self.driver in ("sim", "fake", "gym")
+        return self.driver in SIMULATED_DRIVERS
 
     @property
     def explores(self) -> bool:

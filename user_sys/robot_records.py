@@ -19,11 +19,15 @@ import msgspec
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import replace_durably
 from hal.errors import SpecError
+from hal.registry import OperatorOverrides, Override
+from hal.resource import Health
 from hal.spec import RobotSpec
+from hal.state_database import STATE_FILE, StateDatabase
 
 log = logging.getLogger(__name__)
 
 ROBOTS_FOLDER = "robots"  # in a run's folder, or in a store that belongs to no run
+SIMULATED_DRIVERS = ("sim", "fake", "gym")
 MAX_RECORD_BYTES = 1 << 20
 _SUFFIX = ".json"
 
@@ -205,3 +209,59 @@ def is_learner_name(name: str) -> bool:
 def learner_folder(parent: Path, learner: str) -> Path:
     """The folder of a learner's files: `parent` itself for the run's first, a folder of its name for the others."""
     return parent if learner == LEARNER else parent / learner
+
+
+# Operators' overrides of other runs
+
+
+class _RobotOfFile(msgspec.Struct, frozen=True):
+    name: str
+    driver: str
+
+
+class _RunFile(msgspec.Struct, frozen=True):
+    """The robots in a run's ``config.yaml``."""
+
+    robots: tuple[_RobotOfFile, ...] = ()
+    remote_robots: tuple[_RobotOfFile, ...] = ()
+
+
+def operator_overrides(runs: Path) -> dict[str, tuple[Override, str]]:
+    """Operator overrides of the runs in `runs`, by robot, each with its run's name; the most severe counts.
+
+    Those of robots that their run simulates do not count: another run has other robots of these names.
+
+    Raises:
+        StateError: the overrides of a run cannot be read.
+    """
+    found: dict[str, tuple[Override, str]] = {}
+    for path in sorted(runs.glob(f"*/{STATE_FILE}")):
+        if path.parent.is_symlink():
+            continue
+        with StateDatabase(path) as database:
+            overrides = OperatorOverrides(database).read()
+        simulated = _simulated_robots(path.parent) if overrides else set()
+        for name in overrides.keys() - simulated:
+            if name not in found or overrides[name].health is Health.QUARANTINED:
+                found[name] = (overrides[name], path.parent.name)
+    return found
+
+
+def override_elsewhere(robot: str, run: Path) -> Override | None:
+    """The override of a real robot of the run folder `run` in another run beside it. Raises as `operator_overrides`."""
+    if robot in _simulated_robots(run):
+        return None
+    override, other = operator_overrides(run.parent).get(robot, (None, ""))
+    if override is None or other == run.name:
+        return None
+    where = f"in run {other}, where `user-sys hardware restore` ends it"
+    return msgspec.structs.replace(override, why=f"{override.why} ({where})" if override.why else where)
+
+
+def _simulated_robots(run: Path) -> set[str]:
+    """Names of those that the run in this folder simulates; none if its configuration cannot be read."""
+    try:
+        file = msgspec.yaml.decode((run / "config.yaml").read_bytes(), type=_RunFile)
+    except (OSError, *DECODE_ERRORS):
+        return set()
+    return {robot.name for robot in (*file.robots, *file.remote_robots) if robot.driver in SIMULATED_DRIVERS}

@@ -27,7 +27,7 @@ def resources(tmp_path: Path) -> ResourceService:
     """Of a gateway that has just started."""
     database = StateDatabase(tmp_path / STATE_FILE)
     leases = LeaseTable(database, 30.0)
-    resources = ResourceService(leases, Registry(leases, database))
+    resources = ResourceService(leases, Registry(leases, database), tmp_path)
     resources.registry.announce(ARM)
     return resources
 

@@ -8,7 +8,7 @@ from wait_kit import ClockNs
 
 from hal.errors import LeaseError, RegistryError, StaleToken, StateError
 from hal.lease import LeaseTable
-from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry, read_registry, restore
+from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase, read_audit_log
 
@@ -306,17 +306,3 @@ def test_unknown_resource_error_lists_known_ones(registry: Registry) -> None:
     ):
         with pytest.raises(RegistryError, match=r"no resource 'ur-0'; there are \['panda-0'\]"):
             call()
-
-
-def test_restore_ends_an_override_in_the_runs_that_repeat_it(tmp_path: Path) -> None:
-    books = {name: OperatorOverrides(StateDatabase(tmp_path / name / STATE_FILE)) for name in "abc"}
-    override = books["a"].set_override("arm", "quarantined", "ana", "oil")
-    books["b"].repeat_override("arm", override)
-    books["c"].set_override("arm", "quarantined", "ana", "oil")
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / STATE_FILE).write_text("{" * 200)
-    assert restore(tmp_path / "b", "arm", "ben") == override
-    assert books["a"].read() == books["b"].read() == {} and books["a"].cleared_by("arm") == "ben"
-    assert [*books["c"].read()] == ["arm"], "another quarantine, with a time of its own"
-    with pytest.raises(RegistryError, match="nothing|no override"):
-        restore(tmp_path / "a", "arm", "ben")

@@ -17,26 +17,29 @@ import msgspec
 import pytest
 from rich.console import Console
 from run_kit import Launch, until, user_sys
+from wait_kit import Clock
 
-from hal.errors import LeaseError, PlacementError, StateError
+from hal.errors import PlacementError, StateError
 from hal.lease import LeaseTable, driven_robots, robot_lock
 from hal.ray_cluster import PlacementSlot, RayCluster, Reservation
 from hal.ray_nodes import Bundle, cluster_records, node_names
-from hal.registry import OperatorOverrides, Registry, restore
+from hal.registry import OperatorOverrides, Registry
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.config import load, save
 from user_sys.errors import RunError
+from user_sys.gateway.gateway import ResourceService
+from user_sys.messages import LeaseGrant, LeaseRefusal, LeaseRequest
 from user_sys.robot_records import read_robot_records
 from user_sys.run import allocation
 from user_sys.run.allocation import (
     NO_GPU,
     LocalAllocation,
-    hold_robots,
     merge_cluster_records,
     offered_resources,
+    out_of_use,
     plan_run,
     select_robots,
 )
@@ -174,35 +177,48 @@ def lab(**settings: Any) -> RunConfig:
     )
 
 
-def test_run_of_all_its_robots_holds_real_ones_that_are_out_of_use_in_another(runs: Path) -> None:
-    printed: list[str] = []
-    assert hold_robots(lab(), runs / "b", printed.append) == {"real", "drained", "away"}
-    command = f"no program moves it until `user-sys hardware restore real --run {runs / 'b'}`"
-    assert printed[2] == f"real is quarantined by ana: the gripper sticks: {command}" and len(printed) == 3
-    database = StateDatabase(runs / "b" / STATE_FILE)
-    registry = Registry(LeaseTable(database), database)
-    for name in ("real", "s", "s2", "ready"):
-        registry.announce(robot(name))
-    with pytest.raises(LeaseError, match="real is quarantined by ana: the gripper sticks; it cannot be leased"):
-        registry.acquire("real", "run b")
-    assert {registry.acquire(name, "run b").robot for name in ("s", "s2", "ready")} == {"s", "s2", "ready"}
-    assert restore(runs / "b", "real", "ben").why == "the gripper sticks"
-    assert hold_robots(lab(), runs / "c", printed.append) == {"drained", "away"}, "it was restored in each run"
+def test_real_robot_that_is_out_of_use_in_another_run_gets_no_lease(runs: Path) -> None:
+    folder, _ = create_run_folder(lab(runs=runs), "b", "tcp://127.0.0.1:5999")
+    assert [*out_of_use((*lab().robots, *lab().remote_robots), runs)] == ["real", "drained", "away"]
+    assert out_of_use(RunConfig().robots, runs) == {}, "simulated robots only"
+    database, clock = StateDatabase(folder.path / STATE_FILE), Clock()
+    leases = LeaseTable(database)
+    service = ResourceService(leases, Registry(leases, database), folder.path, clock)
+    answers = {}
+    for name in ("real", "s", "s2", "drained", "unlisted", "ready"):
+        service.registry.announce(robot(name))
+        answers[name] = lease_request(service, name)
+    refused = {name: answer.reason for name, answer in answers.items() if isinstance(answer, LeaseRefusal)}
+    where = "in run a, where `user-sys hardware restore` ends it"
+    assert refused == {
+        "real": f"real is quarantined by ana: the gripper sticks ({where}); it cannot be leased",
+        "drained": f"drained is draining by ana: {where}; it cannot be leased",
+        "unlisted": f"unlisted is quarantined by ana: the gripper sticks ({where}); it cannot be leased",
+    }
 
 
-def test_gateway_that_other_computers_reach_holds_robots_that_no_file_lists(runs: Path) -> None:
-    config = lab(gateway=GatewayConfig(endpoint="tcp://0.0.0.0:5555"))
-    assert hold_robots(config, runs / "b", lambda text: None) == {"real", "drained", "away", "unlisted"}
-    assert hold_robots(RunConfig(), runs / "c", refuse_to_wait) == frozenset(), "simulated robots only"
-    assert not (runs / "c").exists()
+def test_robot_gets_its_lease_once_it_is_restored_in_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "bc":
+        create_run_folder(lab(runs=runs), name, "tcp://127.0.0.1:5999")
+    OperatorOverrides(StateDatabase(runs / "b" / STATE_FILE)).set_override("real", "quarantined", "ben", "oil")
+    database, clock = StateDatabase(runs / "c" / STATE_FILE), Clock()
+    leases = LeaseTable(database)
+    service = ResourceService(leases, Registry(leases, database), runs / "c", clock)
+    service.registry.announce(robot("real"))
+    assert isinstance(lease_request(service, "real"), LeaseRefusal)
+    assert main(["hardware", "restore", "real", "--run", str(runs / "b"), "--by", "ben"]) == 0
+    assert "real stays out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().out
+    clock.now_s += 1.0
+    assert isinstance(lease_request(service, "real"), LeaseRefusal)
+    assert main(["hardware", "restore", "real", "--run", str(runs / "a"), "--by", "ben"]) == 0
+    assert "real is in use again; it was quarantined by ana" in capsys.readouterr().out
+    clock.now_s += 1.0
+    assert isinstance(lease_request(service, "real"), LeaseGrant)
 
 
-def test_own_draining_robot_that_is_quarantined_in_another_run_is_quarantined(runs: Path) -> None:
-    book = OperatorOverrides(StateDatabase(runs / "b" / STATE_FILE))
-    book.set_override("real", "draining", "ben")
-    own = book.set_override("away", "quarantined", "ben", "oil")
-    hold_robots(lab(), runs / "b", lambda text: None)
-    assert (book.read()["real"].by, book.read()["away"]) == ("ana", own)
+def lease_request(service: ResourceService, robot: str) -> LeaseGrant | LeaseRefusal:
+    peer: Any = SimpleNamespace(name=robot, session=b"1")
+    return service.on_lease_request(peer, LeaseRequest(robot=robot, holder=f"session of {robot}"))
 
 
 def test_robot_out_of_use_is_not_evaluated(runs: Path) -> None:

@@ -91,7 +91,7 @@ def test_launch_holds_a_robot_that_another_run_has_quarantined(
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert "arm is quarantined by ana: oil: no program moves it until" in captured.out, captured.err
-    assert held == ["arm"] and [*OperatorOverrides(StateDatabase(tmp_path / "runs/b" / STATE_FILE)).read()] == held
+    assert held == ["arm"]
 
 
 def test_demonstrations_of_a_real_robot_of_another_node_are_refused(tmp_path: Path, driven_here: list[str]) -> None:

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hal import registry
 from hal.discovery import PROBE_INTERVAL_S, Discoverer, DiscoveryEvent, DiscoveryResult, discover
 from hal.doctor import CheckResult, CheckStatus, DoctorConfig, run_checks
 from hal.placement import PlacementPlan, describe_state, format_time
@@ -35,6 +34,7 @@ from user_sys.compose import (
 )
 from user_sys.config import load
 from user_sys.errors import RunError
+from user_sys.robot_records import override_elsewhere
 from user_sys.run.allocation import offered_resources, plan_run, probe_failures, store_node_names, with_local_lease
 from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
 from user_sys.store.record_format import is_locked
@@ -184,9 +184,12 @@ def drain(robot: str, run: Path, by: str | None, reason: str) -> None:
 @click.command()
 @_override_options
 def restore(robot: str, run: Path, by: str | None) -> None:
-    """Put ROBOT back into use, also in the runs that hold it because of RUN. Running gateways apply this at once."""
-    override = registry.restore(_run_folder(run), robot, operator_name(by))
-    print_line(f"{robot} is in use again; it was {override.what} {override.note}")
+    """Put ROBOT back into use. A running gateway applies this at once."""
+    folder = _run_folder(run)
+    override = OperatorOverrides(StateDatabase(folder / STATE_FILE)).clear_override(robot, operator_name(by))
+    left = override_elsewhere(robot, folder)
+    state = f"stays out of use: {left.what} {left.note}" if left else "is in use again"
+    print_line(f"{robot} {state}; it was {override.what} {override.note}")
 
 
 @click.command()

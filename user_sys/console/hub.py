@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN, OperatorOverrides, OverrideKind, restore
+from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN, OperatorOverrides
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import RobotSpec
 from hal.state_database import STATE_FILE, StateDatabase
@@ -380,20 +380,22 @@ class ConsoleHub:
         self.send_order(robot, operator, "drive", twist, tool, rewind=rewind)
 
     def override(self, robot: str, order: OverrideOrder, person: str, reason: str = "") -> None:
-        """Quarantines, drains or restores (`hal.registry.restore`) a robot of the run; a running gateway applies it at
-        once. Blocks for a sync.
+        """Quarantines, drains or restores a robot of the run; a running gateway applies it at once. Blocks for a sync.
 
         Raises:
             AuthorityError: there is no such robot.
             HalError: there is nothing to restore, or the run's state cannot be written.
         """
         self._require_robot(robot)
-        if order == "restore":
-            restore(self._folder, robot, person)
-            return
         with StateDatabase(self._folder / STATE_FILE) as database:
-            kind: OverrideKind = "quarantined" if order == "quarantine" else "draining"
-            OperatorOverrides(database).set_override(robot, kind, person, reason)
+            overrides = OperatorOverrides(database)
+            match order:
+                case "quarantine":
+                    overrides.set_override(robot, "quarantined", person, reason)
+                case "drain":
+                    overrides.set_override(robot, "draining", person, reason)
+                case "restore":
+                    overrides.clear_override(robot, person)
 
     def previews(self, shown: ShownCameras) -> list[PreviewImage]:
         """The newest frame of each camera that a page shows."""

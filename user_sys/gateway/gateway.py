@@ -56,7 +56,7 @@ from user_sys.messages import (
     WeightsOffer,
     WeightsRequest,
 )
-from user_sys.robot_records import save_robot_record
+from user_sys.robot_records import override_elsewhere, save_robot_record
 from user_sys.store.store import StoreWriter
 from user_sys.threads import ThreadedService
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, new_keypair, save_keypair
@@ -75,6 +75,7 @@ MAX_CAMERAS, MAX_WAITING_BYTES = 64, 32 << 20  # of one robot's pictures for one
 STOP_TIMEOUT_S = 30.0
 
 LEASE_BURST, LEASE_REFILL_S = 10, 0.5  # new leases of one robot; each needs a disk write
+LOOK_ELSEWHERE_S = 1.0  # between two readings of the other runs' overrides for one robot
 
 
 class DiskThread(ThreadedService):
@@ -166,8 +167,11 @@ class ResourceService:
     Any thread may call it. Methods wait for the disk, except `refusal_reason` and `set_devices`.
     """
 
-    def __init__(self, leases: LeaseTable, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
-        self.registry = registry
+    def __init__(
+        self, leases: LeaseTable, registry: Registry, run_dir: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.registry, self._run_dir, self._clock = registry, run_dir, clock
+        self._look_at_s: dict[str, float] = {}  # by robot: when the other runs' overrides may be read again
         self._leases = leases
         self._lease_limits: dict[str, TokenBucket] = defaultdict(
             lambda: TokenBucket(1 / LEASE_REFILL_S, LEASE_BURST, clock)
@@ -221,6 +225,8 @@ class ResourceService:
 
     def on_lease_request(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
+            if not request.token:
+                self._look_elsewhere(request.robot)
             with self._lock:
                 if request.token:
                     lease = self.registry.renew(request.robot, request.token)
@@ -231,6 +237,15 @@ class ResourceService:
         return LeaseGrant(
             robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s, asked_ns=request.asked_ns
         )
+
+    def _look_elsewhere(self, robot: str) -> None:
+        """An override in another run keeps the robot from a new lease here."""
+        if (now_s := self._clock()) < self._look_at_s.get(robot, now_s):
+            return
+        self._look_at_s[robot] = now_s + LOOK_ELSEWHERE_S
+        override = override_elsewhere(robot, self._run_dir)
+        with self._lock:
+            self.registry.set_override_elsewhere(robot, override)
 
     def _acquire(self, peer: Peer, request: LeaseRequest) -> Lease:
         """Grants a lease. A session that repeats its request before the reply arrives gets the same token again.
@@ -311,7 +326,7 @@ class Gateway:
         try:
             self._state = StateDatabase(run_dir / STATE_FILE)
             leases = LeaseTable(self._state, config.lease_ttl_s)
-            self.resources = ResourceService(leases, Registry(leases, self._state, audit=self._audit), clock)
+            self.resources = ResourceService(leases, Registry(leases, self._state, audit=self._audit), run_dir, clock)
         except HalError:
             writer.close()
             raise

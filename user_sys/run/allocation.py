@@ -7,7 +7,6 @@ claims with locks of this computer, `user_sys.run.cluster_allocation` with reser
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -27,18 +26,15 @@ from hal.machine_folder import require_robot_name, shared_file
 from hal.placement import Assigned, PlacementPlan, plan
 from hal.ray_cluster import RayCluster, start_local_cluster
 from hal.ray_nodes import ray_resources
-from hal.registry import OperatorOverrides, Override
+from hal.registry import Override
 from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
-from hal.state_database import STATE_FILE, StateDatabase, state_files
 from user_sys.compose import RobotConfig, resource_probes
-from user_sys.config import load
-from user_sys.errors import ConfigError, RunError
-from user_sys.run.config import RunConfig, RunFolder
+from user_sys.errors import RunError
+from user_sys.robot_records import operator_overrides
+from user_sys.run.config import RunConfig
 from user_sys.run.topology import LOOPBACK, ProcessSlot, local_slots
-from user_sys.tunnel.limits import is_loopback
 
 RETRY_INTERVAL_S = 2.0
-RESTORE = "user-sys hardware restore"
 NO_GPU = ("-1",)  # in CUDA_VISIBLE_DEVICES it hides every GPU
 NOT_ON_CLUSTER = "no node of the cluster has it"
 TAKEN_BY_ANOTHER_RUN = "another run has just taken the free resources"
@@ -190,73 +186,27 @@ def merge_cluster_records(
     return list(merged.values())
 
 
-def operator_overrides(runs: Path) -> dict[str, tuple[Override, str]]:
-    """Operator overrides of the runs in `runs`, by robot, each with its run's name; the most severe counts.
-
-    Those of robots that their run simulates do not count: another run has other robots of these names.
-
-    Raises:
-        StateError: the overrides of a run cannot be read.
-    """
-    found: dict[str, tuple[Override, str]] = {}
-    for path in state_files(runs):
-        with StateDatabase(path) as database:
-            overrides = OperatorOverrides(database).read()
-        simulated = _simulated_robots(path.parent) if overrides else set()
-        for name in overrides.keys() - simulated:
-            if name not in found or overrides[name].health is Health.QUARANTINED:
-                found[name] = (overrides[name], path.parent.name)
-    return found
-
-
-def _simulated_robots(run: Path) -> set[str]:
-    """Names of those that the run in this folder simulates; none if its configuration cannot be read."""
-    with contextlib.suppress(ConfigError):
-        config = load(RunConfig, RunFolder(run).config)
-        return {robot.name for robot in (*config.robots, *config.remote_robots) if robot.simulated}
-    return set()
-
-
-def require_in_use(robots: Iterable[RobotConfig], runs: Path) -> None:
-    """Raises RunError if an operator has taken a real one of `robots` out of use in one of the runs in `runs`.
+def out_of_use(robots: Iterable[RobotConfig], runs: Path) -> dict[str, str]:
+    """The real ones of `robots` that an operator has taken out of use in one of the runs in `runs`, each with a line
+    for people.
 
     Raises StateError: the overrides of a run cannot be read.
     """
     real = [robot.name for robot in robots if not robot.simulated]
     overrides = operator_overrides(runs) if real else {}
+    found = {}
     for name in real:
         if name in overrides:
             override, run = overrides[name]
-            raise RunError(_out_of_use(name, override, runs / run))
+            command = f"user-sys hardware restore {name} --run {runs / run}"
+            found[name] = f"{name} is {override.what} {override.note}: no program moves it until `{command}`"
+    return found
 
 
-def hold_robots(config: RunConfig, run: Path, print_line: PrintLine) -> frozenset[str]:
-    """Repeats the overrides of the runs beside the run folder `run` there, so that no session of this run moves a real
-    robot that is out of use. Prints those of the run's real robots, and returns the names of these robots.
-
-    A robot that the configuration does not list may connect to a gateway beyond loopback, so it counts too.
-
-    Raises StateError: the overrides of a run cannot be read.
-    """
-    listed = {robot.name: robot.simulated for robot in (*config.robots, *config.remote_robots)}
-    is_reachable = not is_loopback(config.gateway.endpoint)
-    if not is_reachable and all(listed.values()):
-        return frozenset()
-    held = {n: each for n, (each, _) in operator_overrides(run.parent).items() if not listed.get(n, not is_reachable)}
-    with StateDatabase(run / STATE_FILE) as database:
-        overrides = OperatorOverrides(database)
-        own = overrides.read()
-        for name, override in held.items():
-            if name not in own or own[name].health is not override.health:
-                overrides.repeat_override(name, override)
-        own = overrides.read()
-    for name in sorted(held.keys() & listed.keys()):
-        print_line(_out_of_use(name, own[name], run))
-    return frozenset(held)
-
-
-def _out_of_use(name: str, override: Override, run: Path) -> str:
-    return f"{name} is {override.what} {override.note}: no program moves it until `{RESTORE} {name} --run {run}`"
+def require_in_use(robots: Iterable[RobotConfig], runs: Path) -> None:
+    """Raises RunError if there is one of `out_of_use`, and StateError as that does."""
+    for text in out_of_use(robots, runs).values():
+        raise RunError(text)
 
 
 def _with_override(record: ResourceRecord, overrides: Mapping[str, tuple[Override, str]]) -> ResourceRecord:

@@ -26,7 +26,7 @@ from user_sys.messages import (
     StopRun,
 )
 from user_sys.robot_records import LEARNER, assign_learners, first_learner, learner_from_robot, read_robot_records
-from user_sys.run.allocation import Allocation, hold_robots
+from user_sys.run.allocation import Allocation, out_of_use
 from user_sys.run.cluster_allocation import acquire_resources
 from user_sys.run.config import RunConfig, RunFolder, RunMetadata
 from user_sys.run.evaluate import evaluate_and_report, exit_status
@@ -99,7 +99,9 @@ def _run(
     prepare_trace(folder.trace, wanted=request.profile)
     folder.console_address.unlink(missing_ok=True)  # each launch has a secret of its own
     link_latest(folder.path)
-    held = hold_robots(config, folder.path, lambda text: console.print(text, markup=False, soft_wrap=True))
+    held = out_of_use((*config.robots, *config.remote_robots), folder.path.parent)
+    for text in held.values():
+        console.print(text, markup=False, soft_wrap=True)
     record_all_demonstrations(config, folder.store, console, allocation.locked_robots(), on_other_nodes, held)
     if request.verb == "cloud":
         print_join_instructions(folder, metadata, console)
