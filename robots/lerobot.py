@@ -82,7 +82,8 @@ class LerobotFeatures:
 
     Attributes:
         units: ours.
-        low, high, speed_max: float64 (n,), in our units and per second. LeRobot's value times a scale is ours.
+        low, high, speed_max: float64 (n,), in our units and per second.
+        scale: float64 (n,); LeRobot's value times this is ours.
     """
 
     def __init__(self, names: Mapping[str, Any], configs: Mapping[str, FeatureConfig], device: Any) -> None:
@@ -108,10 +109,10 @@ class LerobotFeatures:
             )
         known = [config for config in found.values() if config is not None]
         self.units, scale = zip(*(_SI_UNITS.get(each.unit, (each.unit, 1.0)) for each in known), strict=True)
-        self._scale = np.array(scale)
-        self.low, self.high = (self._scale * bounds for bounds in zip(*((c.low, c.high) for c in known), strict=True))
+        self.scale: Array = np.array(scale)
+        self.low, self.high = (self.scale * bounds for bounds in zip(*((c.low, c.high) for c in known), strict=True))
         speeds = [(c.high - c.low) / 4 if c.speed_max is None else c.speed_max for c in known]
-        self.speed_max: Array = self._scale * speeds
+        self.speed_max: Array = self.scale * speeds
 
     def spec(self, feature: str) -> ArraySpec:
         rows = zip(self.names, self.units, self.low.tolist(), self.high.tolist(), strict=True)
@@ -131,13 +132,13 @@ class LerobotFeatures:
             raise HardwareLost(f"LeRobot's robot returned no {missing}; it returned {sorted(values)}")
         ours = [
             float(values[name]) * scale if name in values else float(fallback[index])  # type: ignore[index]
-            for index, (name, scale) in enumerate(zip(self.names, self._scale, strict=True))
+            for index, (name, scale) in enumerate(zip(self.names, self.scale, strict=True))
         ]
         return np.array(ours, np.float32)
 
     def to_values(self, vector: Array) -> dict[str, float]:
         """Convert our vector to LeRobot's values."""
-        return dict(zip(self.names, (vector / self._scale).tolist(), strict=True))
+        return dict(zip(self.names, (vector / self.scale).tolist(), strict=True))
 
     def index(self, name: str) -> int:
         return self.names.index(name)
@@ -160,11 +161,9 @@ def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Ar
     for name, bus, motor in _motors(device):
         calibration = getattr(bus, "calibration", {}).get(motor)
         if _norm_mode(bus, motor) == "degrees" and calibration is not None and name in features.names:
-            steps = bus.model_resolution_table[bus.motors[motor].model] - 1
-            half = (
-                (calibration.range_max - calibration.range_min) / 2 * 2 * math.pi / steps
-            )  # LeRobot's zero is mid-range
-            low[features.index(name)], high[features.index(name)] = -half, half
+            steps, index = bus.model_resolution_table[bus.motors[motor].model] - 1, features.index(name)
+            half = (calibration.range_max - calibration.range_min) / 2 * 360 / steps  # LeRobot's zero is mid-range
+            low[index], high[index] = -half * features.scale[index], half * features.scale[index]
     return low, high
 
 

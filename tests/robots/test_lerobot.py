@@ -407,6 +407,20 @@ def test_home_out_of_calibrated_range_is_refused(arm: FeetechArmSimulator) -> No
         follower(arm, home=(2.0, 0.0, 0.0, 0.0, 0.0))
 
 
+def test_arm_that_keeps_degrees_has_its_calibrated_range_in_degrees(arm: FeetechArmSimulator) -> None:
+    kept, half_range = {"*.pos": FeatureConfig("lerobot_deg", -180, 180)}, 1024 / 4095 * 360
+    with pytest.raises(SpecError, match=r"shoulder_pan\.pos is 91; it must be between -90\.02\d* and 90\.02"):
+        follower(arm, features=kept, home=(91.0, 0.0, 0.0, 0.0, 0.0))
+    robot = follower(arm, features=kept, home=(60.0, -30.0, 0.0, 0.0, 0.0))
+    robot.connect()
+    try:
+        robot.observe()
+        applied = robot.command(np.array([170, 60, 0, 0, 0, 50], np.float32))
+        assert applied[:2] == pytest.approx([half_range, 60], abs=0.1)
+    finally:
+        robot.close()
+
+
 def test_reach_goals_out_of_calibrated_range_are_refused(arm: FeetechArmSimulator) -> None:
     options = {"type": "so101_follower", "settings": arm.settings}
     make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
