@@ -22,6 +22,8 @@ ENVIRONMENT_STATE = "observation.environment_state"
 IMAGES = "observation.images."
 ACTION = "action"
 
+ANGLE_UNITS = ("rad", "rad/s")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -82,6 +84,23 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):
             return None
         element = int(np.flatnonzero(~np.isfinite(value))[0])
         return f"{self.labels[element]} is {value[element]}"
+
+    @property
+    def degrees_per_unit(self) -> Array:
+        """Of each element: 180 / pi if its unit is rad or rad/s, else 1; float64 (n,)."""
+        return np.array([180 / math.pi if unit in ANGLE_UNITS else 1.0 for unit in self.units])
+
+    def find_far_angle(self, lowest: Array, highest: Array) -> str | None:
+        """The first angle whose values, from `lowest` to `highest`, (n,) each, go over a full turn beyond its bounds.
+
+        It is named such as ``pan is -60, and its bound -3.14159 rad``; None if there is none. It may be in degrees.
+        """
+        for index in np.flatnonzero(self.degrees_per_unit != 1.0).tolist():
+            least, most = self.low[index], self.high[index]
+            for value, bound in ((float(lowest[index]), least), (float(highest[index]), most)):
+                if max(least - value, value - most) > 2 * math.pi:
+                    return f"{self.labels[index]} is {value:g}, and its bound {bound:g} {self.units[index]}"
+        return None
 
 
 class CameraSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from hal.errors import SpecError
-from hal.spec import CameraSpec, RobotSpec
+from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from robots.fake import FakeRobot
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.errors import ConfigError
@@ -37,6 +38,21 @@ def test_fingerprint_of_a_driver_that_gives_whole_numbers_is_that_of_its_stored_
     spec = replace(FakeRobot().spec, rate_hz=50)
     stored = msgspec.json.decode(msgspec.json.encode(spec), type=RobotSpec)
     assert (spec.fingerprint, spec.embodiment) == (stored.fingerprint, stored.embodiment)
+
+
+def test_angles_over_a_turn_beyond_their_bounds_are_found() -> None:
+    free, grip, pan = ("free", "rad", -np.inf, np.inf), ("grip", "%", 0.0, 1.0), ("pan", "rad", -3.0, 3.0)
+    spec = ArraySpec.from_rows("state", (free, grip, pan, ("spin", "rad/s", 0.0, 1.0)))
+    usual = np.array([-500.0, -500.0, -9.0, -6.0]), np.array([500.0, 500.0, 9.0, 7.0])
+    assert spec.find_far_angle(*usual) is None
+    for element, low, high, text in (
+        (2, -60.0, 9.0, "pan is -60, and its bound -3 rad"),
+        (2, -9.0, 9.5, "pan is 9.5, and its bound 3 rad"),
+        (3, 0.0, 90.0, "spin is 90, and its bound 1 rad/s"),
+    ):
+        lowest, highest = (each.copy() for each in usual)
+        lowest[element], highest[element] = low, high
+        assert spec.find_far_angle(lowest, highest) == text
 
 
 def test_embodiment_stays_when_limits_or_the_safe_stop_change_and_the_fingerprint_does_not() -> None:

@@ -245,6 +245,7 @@ def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (("--format", "mcap", "--cameras", "video"), "require --format lerobot"),
         (("--format", "mcap", "--fps", "10"), "require --format lerobot"),
+        (("--format", "mcap", "--use-degrees"), "require --format lerobot"),
     ],
 )
 def test_options_without_effect_are_refused(

@@ -14,11 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from interchange_kit import bring_in, episode_chunks, export, make_store, picture, read_store, usual_store
+from msgspec.structs import replace
 
+from hal.spec import ArraySpec, RobotSpec
 from user_sys.episode import NAME_PATTERN, EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
 from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, valid_name
+from user_sys.robot_records import save_robot_record
 from user_sys.store.labels import DeleteLabel
 from user_sys.store.maintenance import add_labels, compact_store, merge_stores
 
@@ -145,6 +148,34 @@ def test_foreign_dataset_without_actions_becomes_demonstrations_without_actions(
     episode = next(iter(read_store(tmp_path / "store").values()))
     assert not {"action", "action.applied"} & episode.columns.keys()
     assert len(episode.frames["observation.images.top"]) == episode.steps == 40
+
+
+def arm_in_rad(folder: Path) -> RobotSpec:
+    """The spec of the arm of `foreign`, recorded in the store `folder`."""
+    state = ArraySpec.from_rows("observation.state", [("a", "rad", -3.14, 3.14), ("b", "%", 0.0, 100.0)])
+    action = ArraySpec.from_rows("action", [("m", "rad", -3.14, 3.14)])
+    spec = RobotSpec(model="so-101", rate_hz=20.0, observation=(state,), action=action)
+    save_robot_record(folder / "robots", "arm-0", spec)
+    return spec
+
+
+def test_degrees_of_a_dataset_become_rad_or_are_refused(tmp_path: Path) -> None:
+    root, store = foreign(tmp_path / "set"), tmp_path / "store"
+    options = ImportOptions(embodiment=arm_in_rad(store).embodiment)
+    with pytest.raises(DataSetError, match=r"in observation.state, a is 78, and its bound 3.14 rad; .* --use-degrees"):
+        bring_in(root, store, options)
+    assert bring_in(root, store, replace(options, use_degrees=True)).episodes == 2
+    long, short = read_store(store).values()
+    np.testing.assert_allclose(long.columns["observation.state"][:, 0], np.radians(np.arange(0, 80, 2)), rtol=1e-6)
+    np.testing.assert_array_equal(long.columns["observation.state"][:, 1], np.arange(1, 81, 2))
+    for name in ("action", "action.applied"):
+        np.testing.assert_allclose(long.columns[name][:, 0], np.radians(np.arange(40)), rtol=1e-6)
+    np.testing.assert_allclose(short.final["observation.state"], [np.radians(84), 85], rtol=1e-6)
+
+
+def test_degrees_of_an_unknown_robot_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataSetError, match="needs the spec of embodiment 0123: import into the store of a run"):
+        bring_in(foreign(tmp_path / "set"), tmp_path / "store", ImportOptions(embodiment="0123", use_degrees=True))
 
 
 def add_feature(root: Path, name: str, column: object, **declared: object) -> None:

@@ -14,8 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interchange_kit import assert_same, bring_in, episode_chunks, export, make_store, read_store, usual_store
 
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.commands.main import main
 from user_sys.episode import Chunk, decode_chunk
+from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeFilter
+from user_sys.interchange.lerobot_import import LerobotDataset
+from user_sys.robot_records import save_robot_record
 from user_sys.store.labels import DeleteLabel, column_labels
 from user_sys.store.maintenance import Retention, add_labels, compact_store
 
@@ -76,6 +81,35 @@ def test_labelled_columns_are_exported_in_place_of_recorded_ones(tmp_path: Path)
     found = read_store(tmp_path / "again")["a"].columns
     np.testing.assert_array_equal(found["log_prob"], [*recorded[:3], -1.0, -2.0, *recorded[5:]])
     assert found["log_prob"].dtype == np.float32 and "advantage" not in found
+
+
+def test_degrees_round_trip(tmp_path: Path) -> None:
+    state = ArraySpec.from_rows("observation.state", [(f"{n}", "rad" if n else "%", -5.0, 5.0) for n in range(3)])
+    action = ArraySpec.from_rows("action", [("m", "rad/s", -5.0, 5.0), ("gripper", "%", -5.0, 5.0)])
+    spec = RobotSpec(model="arm", rate_hz=10.0, observation=(state,), action=action)
+    store = tmp_path / "store"
+    save_robot_record(store / "robots", "arm-0", spec)
+    make_store(store, episode_chunks("a", embodiment=spec.embodiment))
+    command = ["store", "export", str(store), "--format", "lerobot", "--output", str(tmp_path / "set")]
+    assert main([*command, "--use-degrees"]) == 0
+    before = read_store(store)["a"]
+    (exported,) = LerobotDataset.open(tmp_path / "set").episodes()
+    for name, ours, degrees in (
+        ("observation.state", "observation.state", (1, 180 / np.pi, 180 / np.pi)),
+        ("action", "action", (180 / np.pi, 1)),
+        ("applied_action", "action.applied", (180 / np.pi, 1)),
+    ):
+        np.testing.assert_allclose(exported.columns[name], before.columns[ours] * degrees, rtol=1e-6)
+    assert main(["store", "import", str(tmp_path / "set"), "--output", str(tmp_path / "again")]) == 0
+    after = read_store(tmp_path / "again")["a"]  # the dataset says that it is in degrees
+    for found, wanted in ((after.columns, before.columns), (after.final, before.final)):
+        for name, column in wanted.items():
+            np.testing.assert_allclose(found[name], column, rtol=1e-6, err_msg=name)
+
+
+def test_degrees_without_a_spec_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataSetError, match="--use-degrees needs the spec of embodiment e1, which the store lacks"):
+        export(usual_store(tmp_path / "store"), tmp_path / "set", use_degrees=True)
 
 
 def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from user_sys.algorithms.conformance import example_batch
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
 from user_sys.config import load
-from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase
+from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import load_latest_checkpoint
 from user_sys.learner.config import ComputeConfig, LearnerConfig
@@ -478,6 +478,20 @@ def test_missing_columns_are_named(bench: LearnerBench, monkeypatch: pytest.Monk
     bench.learner(replace(CONFIG, algorithm="steep")).close()
     with pytest.raises(ConfigError, match="rlpd trains on 'observation.images.front', and online-0 lacks it"):
         bench.learner(CONFIG, policy=PolicyConfig(kind="cnn"))
+
+
+def test_demonstrations_in_degrees_are_named(bench: LearnerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_rad = msgspec.structs.replace(SPEC, action=msgspec.structs.replace(SPEC.action, units=("rad", "m")))
+    monkeypatch.setitem(globals(), "SPEC", in_rad)
+    bench.fill(EpisodeSource.DEMO, 1)
+    bench.learner(CONFIG).close()
+    chunk = decode_chunk(episode("imported", EpisodeSource.DEMO, 1))
+    applied = np.full_like(chunk.columns[APPLIED_ACTION], -60.0)
+    bench.writer.append(Chunk(chunk.header, {**chunk.columns, APPLIED_ACTION: applied}, chunk.final).encode())
+    bench.fill(EpisodeSource.ONLINE, 1)
+    expected = "^demonstration imported: dx is -60, and its bound -0.05 rad; if .* degrees, .* with --use-degrees"
+    with pytest.raises(ConfigError, match=expected):
+        bench.learner(CONFIG)
 
 
 def test_unreadable_checkpoints_are_refused(bench: LearnerBench) -> None:

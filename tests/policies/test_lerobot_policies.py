@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hal.errors import SpecError
-from hal.spec import Array, RobotSpec
+from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from robots.fake import FakeRobotConfig, fake_spec
 from user_sys.algorithms.algorithm import (
     Algorithm,
@@ -42,6 +43,7 @@ from user_sys.policies.conformance import PolicyConformance, example_observation
 from user_sys.policies.lerobot import LeRobotNetwork, LeRobotPolicy, lerobot_version
 from user_sys.policies.lerobot_checkpoint import LeRobotSettings
 from user_sys.policies.policy import ChunkContext, Policy
+from user_sys.policies.torch_policy import PromisedActions
 from user_sys.policies.trainable import TrainSettings, apply_train_settings
 from user_sys.store.store import StoreReader
 
@@ -383,6 +385,85 @@ def test_dsrl_steers_a_checkpoint(checkpoints: dict[str, LeRobotSettings]) -> No
         policy = found(SPEC, settings=settings)
         policy.load(after)
         assert len(policy.act(example_observation(np.random.default_rng(0)), SENTENCE, deterministic=True).actions) == 4
+
+
+# Degrees -------------------------------------------------------------------------------------------------------------
+
+TO_DEGREES = torch.tensor([180 / math.pi, 1.0])
+FRONT_PICTURE = {SPEC.cameras[0].feature: torch.randint(0, 256, (4, *SPEC.cameras[0].shape), dtype=torch.uint8)}
+
+
+def arm_in(unit: str) -> RobotSpec:
+    """A joint of half a turn either way, in rad or in LeRobot's degrees, and a gripper."""
+    labels, half = ("pan.pos", "gripper.pos"), math.pi if unit == "rad" else 180.0
+    state, action = (
+        ArraySpec(name=name, labels=labels, units=(unit, "%"), low=(-half, 0.0), high=(half, 100.0))
+        for name in (STATE, ACTION)
+    )
+    return msgspec.structs.replace(SPEC, observation=(state,), action=action, neutral=(0.0, 100.0))
+
+
+def arm_module(unit: str, settings: LeRobotSettings) -> LeRobotNetwork:
+    module = LeRobotPolicy.make_module(arm_in(unit), settings=settings)
+    assert isinstance(module, LeRobotNetwork)
+    return module
+
+
+def arm_results(module: LeRobotNetwork, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss, and chunks (n, H, 2) divided by `scale`, of one batch whose vectors are multiplied by `scale`."""
+    draws = torch.Generator().manual_seed(3)
+    state, actions = (torch.rand(4, *size, 2, generator=draws) * scale for size in ((), (module.chunk_length,)))
+    observation, sentences = {STATE: state, **FRONT_PICTURE}, [SENTENCE] * 4
+    torch.manual_seed(1)
+    loss = module.batch_loss(observation, sentences, actions, torch.ones(actions.shape[:2], dtype=torch.bool))
+    noise = None if module.noise_shape is None else torch.randn(4, *module.noise_shape)
+    promised = PromisedActions(actions[:, :3], torch.full((4,), 3), torch.full((4,), 2), "rtc")
+    with torch.no_grad():
+        chunks = module.eval().chunks_from_noise(observation, sentences, noise, promised, 5.0)
+    return loss.detach(), chunks / scale
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion", "smolvla"])
+def test_checkpoint_in_degrees_trains_and_drives_an_arm_in_rad_as_one_in_degrees(kind: str, tmp_path: Path) -> None:
+    stored = make_checkpoint(kind, arm_in("lerobot_deg"), tmp_path, **FRONT)
+    expected = arm_results(arm_module("lerobot_deg", stored), TO_DEGREES)
+    module = arm_module("rad", replace(stored, use_degrees=True))
+    new = make_checkpoint(kind, arm_in("rad"), tmp_path / "new", use_degrees=True, **FRONT)
+    module.export(tmp_path / "saved")
+    saved = arm_module("lerobot_deg", LeRobotSettings(path=tmp_path / "saved"))
+    for each, scale in ((module, torch.ones(2)), (saved, TO_DEGREES), (arm_module("lerobot_deg", new), TO_DEGREES)):
+        for found, wanted in zip(arm_results(each, scale), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_dsrl_steers_a_checkpoint_in_degrees(tmp_path: Path) -> None:
+    path = str(make_checkpoint("smolvla", arm_in("lerobot_deg"), tmp_path, **FRONT).path)
+    draws = torch.Generator().manual_seed(3)
+    state, chunks = torch.rand(4, 2, generator=draws), list[Any]()
+    for unit, scale in (("lerobot_deg", TO_DEGREES), ("rad", torch.ones(2))):
+        base = {"path": path, "use_degrees": unit == "rad"}
+        found, settings = load_policy("steered", {"base": "lerobot", "base_options": base})
+        module: Any = found.make_module(arm_in(unit), settings=settings)
+        observation = {STATE: state * scale, **FRONT_PICTURE}
+        noise = torch.full((4, module.mean.out_features), 0.3)
+        chunks.append(module.chunks(observation, [SENTENCE] * 4, noise, module.encode(observation)) / scale)
+    np.testing.assert_allclose(chunks[1], chunks[0], rtol=1e-3, atol=1e-4)
+
+
+def test_statistics_far_outside_the_bounds_of_an_angle_are_refused(tmp_path: Path) -> None:
+    stored = make_checkpoint("act", arm_in("lerobot_deg"), tmp_path, **FRONT)
+    text = message(SpecError, stored, arm_in("rad"))
+    assert "observation.state, pan.pos is -180, and its bound -3.14159 rad; if it is in degrees, set " in text
+    (tmp_path / "meta").mkdir()
+    for spread, refused in ((60.0, True), (2.0, False)):
+        each = {"mean": [-10.0 if refused else 0.5, 50.0], "std": [spread, 20.0]}
+        (tmp_path / "meta/stats.json").write_text(json.dumps({STATE: each, ACTION: each}))
+        settings = replace(stored, statistics=str(tmp_path))
+        if refused:
+            assert "pan.pos is -70" in message(SpecError, settings, arm_in("rad"))
+        else:
+            LeRobotPolicy(arm_in("rad"), settings=settings)
+    assert "no angle in rad" in message(ConfigError, replace(stored, use_degrees=True), arm_in("lerobot_deg"))
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ MAX_RATE_HZ = 100_000
     metavar="HZ",
     help="control rate of lerobot (default: from the robot's spec)",
 )
+@click.option("--use-degrees", is_flag=True, help="of lerobot; angles in degrees, for arms that have them in LeRobot")
 def export(
     path: Path,
     kind: str,
@@ -54,6 +55,7 @@ def export(
     incomplete: bool,
     cameras: str | None,
     fps: float | None,
+    use_degrees: bool,
     **chosen: Any,
 ) -> None:
     """Write episodes of the store PATH as LeRobot datasets or MCAP recordings.
@@ -61,12 +63,13 @@ def export(
     After an interruption, MCAP continues; remove a broken LeRobot dataset first.
     """
     episode_filter = make_filter(incomplete=incomplete, **chosen)
-    if kind == "mcap" and (cameras or fps):
-        raise DataSetError("--cameras and --fps require --format lerobot")
+    if kind == "mcap" and (cameras or fps or use_degrees):
+        raise DataSetError("--cameras, --fps and --use-degrees require --format lerobot")
     if kind == "mcap":
         text = _export_mcap(path, output, episode_filter)
     else:
-        text = _export_lerobot(path, output, episode_filter, cameras == "video", fps)
+        options = {"video": cameras == "video", "fps": fps, "use_degrees": use_degrees}
+        text = _export_lerobot(path, output, episode_filter, options)
     if left_out := _count_unfinished(path, episode_filter):
         text += f"\n{left_out} episodes that never ended were skipped (--incomplete exports them)"
     print_line(text, error=True)
@@ -81,12 +84,13 @@ def _count_unfinished(store: Path, episode_filter: EpisodeFilter) -> int:
     return sum(not each.deleted and loosened.matches(each) and not episode_filter.matches(each) for each in episodes)
 
 
-def _export_lerobot(path: Path, output: Path, episode_filter: EpisodeFilter, video: bool, fps: float | None) -> str:
+def _export_lerobot(path: Path, output: Path, episode_filter: EpisodeFilter, options: dict[str, Any]) -> str:
+    """`options` of `plan_export`."""
     from user_sys.interchange.lerobot_export import export_lerobot, plan_export
 
     with StoreReader.open(path) as store:
         reader = EpisodeReader(store, trimmed=True)
-        plans = plan_export(reader, reader.select(episode_filter), load_robot_specs(path), video=video, fps=fps)
+        plans = plan_export(reader, reader.select(episode_filter), load_robot_specs(path), **options)
         with progress_bar("exporting", sum(plan.steps for plan in plans)) as advance:
             export_lerobot(reader, plans, output, advance)
     records = robot_records_of_store(path)
@@ -100,7 +104,7 @@ def _export_lerobot(path: Path, output: Path, episode_filter: EpisodeFilter, vid
     ]
     if len(lines) > 1:
         lines.append("each embodiment has a LeRobot dataset of its own")
-    if fps is None and not all(each.robot_type for each in plans):
+    if options["fps"] is None and not all(each.robot_type for each in plans):
         lines.append("the store has no robot specs: the rate comes from the recorded times (--fps sets it)")
     return "\n".join(lines)
 
@@ -137,6 +141,7 @@ def _export_mcap(path: Path, output: Path, episode_filter: EpisodeFilter) -> str
     default="auto",
     help="auto (default): lossless images raw, video as JPEG",
 )
+@click.option("--use-degrees", is_flag=True, help="the dataset has degrees where the robot's spec has rad")
 def import_(
     path: Path,
     output: Path,
@@ -146,6 +151,7 @@ def import_(
     embodiment: str | None,
     success: str,
     frames: str,
+    use_degrees: bool,
 ) -> None:
     """Add the episodes of the LeRobot dataset v3 in the folder DIR to a store; existing episodes are skipped."""
     from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, import_lerobot
@@ -159,6 +165,7 @@ def import_(
         embodiment=embodiment or "",
         success=SUCCESS[success],
         frames=frames,
+        use_degrees=use_degrees,
     )
     data_set = LerobotDataset.open(path)
     with progress_bar("importing", data_set.info.total_frames) as advance:

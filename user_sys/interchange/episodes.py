@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from hal.spec import RobotSpec
+from hal.spec import ArraySpec, RobotSpec
 from user_sys.codec import Array
 from user_sys.episode import (
     APPLIED_ACTION,
@@ -305,7 +305,25 @@ def load_robot_specs(store: Path) -> dict[str, RobotSpec]:
 
 def element_labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
     """Names of the elements of each vector, by feature; empty without a spec."""
-    if spec is None:
-        return {}
-    labels: dict[str, Sequence[str]] = {each.name: each.labels for each in spec.observation}
-    return labels | {spec.action.name: spec.action.labels, APPLIED_ACTION: spec.action.labels}
+    return {} if spec is None else {name: each.labels for name, each in vectors_of(spec).items()}
+
+
+def vectors_of(spec: RobotSpec) -> dict[str, ArraySpec]:
+    """The vectors of a step, by their column in a store."""
+    observations = {each.name: each for each in spec.observation}
+    return observations | {spec.action.name: spec.action, APPLIED_ACTION: spec.action}
+
+
+def convert_angles(columns: Mapping[str, Array], spec: RobotSpec, *, to_degrees: bool) -> dict[str, Array]:
+    """Returns `columns`, (..., n) each, with the angles of `spec` in degrees instead of rad, or the reverse.
+
+    Raises DataSetError: a vector has another size than in `spec`.
+    """
+    converted = dict(columns)
+    for name, each in vectors_of(spec).items():
+        if name in converted:
+            if (shape := converted[name].shape[-1:]) != each.shape:
+                raise DataSetError(f"{name!r} has {shape[0]} elements, and that of {spec.model} {each.shape[0]}")
+            scale = each.degrees_per_unit if to_degrees else 1 / each.degrees_per_unit
+            converted[name] = (converted[name] * scale).astype(converted[name].dtype)
+    return converted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hal.durable import replace_durably, sync_folder
 from hal.spec import RobotSpec
 from user_sys.codec import Array
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import EpisodeReader, StepLayout, StoredEpisode, is_camera
+from user_sys.interchange.episodes import EpisodeReader, StepLayout, StoredEpisode, convert_angles, is_camera
 from user_sys.interchange.frames import Frame, decode_frame, encode_png
 from user_sys.interchange.lerobot_format import (
     DATA_FILE_MB,
@@ -32,6 +32,7 @@ from user_sys.interchange.lerobot_format import (
     EPISODES_PATH,
     FILES_PER_CHUNK,
     FINAL_PREFIX,
+    IN_DEGREES,
     INDEX_FEATURES,
     INFO,
     LEROBOT_NAMES,
@@ -132,6 +133,7 @@ class DatasetPlan:
     Attributes:
         folder: its path in the output; empty for a single dataset.
         video: store frames as video, otherwise as images (JPEG files unchanged, raw frames as PNG).
+        in_degrees: the spec whose angles are written in degrees; None writes them as recorded.
     """
 
     folder: str
@@ -143,6 +145,7 @@ class DatasetPlan:
     tasks: list[str]
     files: list[list[str]]
     steps: int
+    in_degrees: RobotSpec | None = None
 
     @property
     def episodes(self) -> int:
@@ -157,6 +160,7 @@ def plan_export(
     video: bool = False,
     fps: float | None = None,
     file_mb: float = DATA_FILE_MB,
+    use_degrees: bool = False,
 ) -> list[DatasetPlan]:
     """Divides episodes into datasets of one embodiment and layout, and these into files.
 
@@ -164,9 +168,10 @@ def plan_export(
         specs: by embodiment; they give names and rates.
         fps: control rate in Hz; None takes it from the specs or, without these, from the recorded times.
         file_mb: approximate size of the experience per file.
+        use_degrees: write angles in degrees, as LeRobot's arms with that setting have them.
 
     Raises:
-        DataSetError: a column has no place in the format.
+        DataSetError: a column has no place in the format, or `specs` lacks the embodiment whose angles are converted.
     """
     groups: dict[tuple[str, StepLayout], list[EpisodeSummary]] = {}
     for episode in episodes:
@@ -174,6 +179,11 @@ def plan_export(
     plans, names = [], list[str]()
     for (embodiment, layout), group in groups.items():
         spec = specs.get(embodiment)
+        if use_degrees and spec is None:
+            raise DataSetError(
+                f"--use-degrees needs the spec of embodiment {embodiment}, which the store lacks; export the store of "
+                "the run that recorded it"
+            )
         rate = fps or (spec.rate_hz if spec else _recorded_rate(reader, group[0].episode))
         names.append(embodiment)
         number = names.count(embodiment)
@@ -187,6 +197,7 @@ def plan_export(
             tasks=list(dict.fromkeys(reader.sentence(episode.episode) for episode in group)),
             files=list(_files(group, file_mb * 1e6)),
             steps=sum(reader.steps(episode.episode) for episode in group),
+            in_degrees=spec if use_degrees else None,
         )
         plans.append(plan)
     return plans
@@ -301,7 +312,10 @@ class _FileWriter:
         return path
 
     def add(self, episode: StoredEpisode) -> None:
-        """Adds a whole episode. Raises DataSetError: a frame has another size."""
+        """Adds a whole episode. Raises DataSetError: a frame has another size, or a vector than in the spec."""
+        if (spec := self._plan.in_degrees) is not None:
+            vectors, final = (convert_angles(each, spec, to_degrees=True) for each in (episode.columns, episode.final))
+            episode = replace(episode, columns=vectors, final=final)
         columns = self._numeric(episode)
         self._writer.write_table(self._table(episode, columns))
         stats = {name: column_statistics(column) for name, column in columns.items()}
@@ -362,7 +376,7 @@ class _FileWriter:
             row |= {f"videos/{name}/chunk_index": chunk, f"videos/{name}/file_index": file}
             row[f"videos/{name}/from_timestamp"] = self._video_steps / self._fps
             row[f"videos/{name}/to_timestamp"] = (self._video_steps + episode.steps) / self._fps
-        return row | _user_columns(episode)
+        return row | {IN_DEGREES: self._plan.in_degrees is not None} | _user_columns(episode)
 
     def __enter__(self) -> _FileWriter:
         return self
@@ -453,7 +467,7 @@ def episodes_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
         if feature.dtype == "video":
             fields += [(f"videos/{name}/{kind}_index", whole) for kind in ("chunk", "file")]
             fields += [(f"videos/{name}/{kind}_timestamp", pa.float64()) for kind in ("from", "to")]
-    fields += [(USER_PREFIX + name, kind) for name, (kind, _) in _USER_COLUMNS.items()]
+    fields += [(IN_DEGREES, pa.bool_()), *((USER_PREFIX + name, kind) for name, (kind, _) in _USER_COLUMNS.items())]
     for name, feature in features.items():
         if name.startswith("observation."):
             fields.append((FINAL_PREFIX + name, pa.binary() if feature.is_visual else pa.list_(pa.float32())))

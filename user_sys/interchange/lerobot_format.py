@@ -56,6 +56,7 @@ INDEX_FEATURES: Mapping[str, str] = {
 }
 USER_PREFIX = "user/"
 FINAL_PREFIX = USER_PREFIX + "final/"
+IN_DEGREES = USER_PREFIX + "use_degrees"
 
 
 class DatasetFeature(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.spec import ACTION
+from hal.spec import ACTION, RobotSpec
 from user_sys.codec import DTYPES, Array
 from user_sys.episode import (
     APPLIED_ACTION,
@@ -35,10 +35,12 @@ from user_sys.episode import (
     frame_columns,
 )
 from user_sys.errors import DataSetError
+from user_sys.interchange.episodes import convert_angles, load_robot_specs, vectors_of
 from user_sys.interchange.frames import Frame, decode_frame, decode_image_file, encode_jpeg, frame_size, same_frame
 from user_sys.interchange.lerobot_format import (
     DONE,
     FINAL_PREFIX,
+    IN_DEGREES,
     INDEX_FEATURES,
     INFO,
     STORE_NAMES,
@@ -117,6 +119,10 @@ class LerobotDataset:
         if info.fps <= 0:
             raise DataSetError(f"{root / INFO} says {info.fps} frames a second")
         return cls(root, info, _read_tasks(root / TASKS))
+
+    def specs(self) -> dict[str, RobotSpec]:
+        """The specs of robots that it holds, as our exports do, by embodiment."""
+        return load_robot_specs(self._root / "meta")
 
     def cameras(self) -> list[str]:
         """The features with colour pictures."""
@@ -331,6 +337,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
         success: of episodes without it; None is unknown.
         frames: ``auto`` keeps JPEG files, stores videos as JPEG and lossless images raw; ``jpeg`` and ``raw`` force
             one form, except that JPEG files stay.
+        use_degrees: angles are in degrees, as of LeRobot's arms with that setting, unless the dataset has its own mark.
     """
 
     source: EpisodeSource | None = None
@@ -339,6 +346,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     embodiment: str = ""
     success: bool | None = True
     frames: str = "auto"
+    use_degrees: bool = False
 
 
 class ImportReport(msgspec.Struct, kw_only=True):
@@ -362,11 +370,12 @@ def import_lerobot(
     """Adds the episodes of `data_set` to the store at `store`, each durable before the next.
 
     Raises:
-        DataSetError: the dataset is broken; earlier episodes stay in the store, and a later call continues after them.
+        DataSetError: the dataset is broken, or its angles have another unit; earlier episodes stay in the store, and a
+            later call continues after them.
         WireError: an episode belongs to another robot in the store.
         StoreError: the store cannot be written.
     """
-    convert = _Converter(data_set.info, options)
+    convert = _Converter(data_set.info, options, data_set.specs() | load_robot_specs(store))
     done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
         known = _known_episodes(store)
@@ -396,8 +405,8 @@ def _known_episodes(store: Path) -> dict[str, bool]:
 class _Converter:
     """Converts a dataset's episodes into chunks."""
 
-    def __init__(self, info: DatasetInfo, options: ImportOptions) -> None:
-        self._info, self._options = info, options
+    def __init__(self, info: DatasetInfo, options: ImportOptions, specs: Mapping[str, RobotSpec]) -> None:
+        self._info, self._options, self._specs = info, options, specs
         described = {name: [f.dtype, f.shape] for name, f in info.features.items() if name not in INDEX_FEATURES}
         description = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
         self._fingerprint = hashlib.blake2b(description, digest_size=8).hexdigest()
@@ -422,9 +431,10 @@ class _Converter:
         embodiment = _first(texts, "embodiment") or options.embodiment or self._fingerprint
         task = facts.get(USER_PREFIX + "task") or valid_name(options.task or episode.sentence)
         source = options.source or _source(_first(texts, "source") or EpisodeSource.DEMO)
+        told = (embodiment, task, source, *(("degrees",) if options.use_degrees else ()))
         return ChunkHeader(
             episode=facts.get(USER_PREFIX + "episode")
-            or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras, (embodiment, task, source))}",
+            or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras, told)}",
             index=0,
             first_step=0,
             steps=episode.steps,
@@ -441,7 +451,7 @@ class _Converter:
     def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
         """The episode as chunks, divided as recorded or into `CHUNK_STEPS`."""
         end = self._end(episode)
-        columns = self._columns(episode, end, header.source)
+        columns = self._in_units(episode, header, self._columns(episode, end, header.source))
         captured_ns = {name: self._captured_ns(episode, name, columns) for name in self._cameras.values()}
         frames = {
             name: self._frames(episode, theirs, (captured_ns[name] != 0) | (columns["t_capture_ns"] == 0))
@@ -460,7 +470,7 @@ class _Converter:
             yield Chunk(
                 msgspec.structs.replace(header, index=index, first_step=first, steps=steps, end=end if last else None),
                 part,
-                self._final(episode) if last and end else {},
+                self._in_units(episode, header, self._final(episode)) if last and end else {},
             )
             first += steps
 
@@ -492,6 +502,28 @@ class _Converter:
                     continue
                 column = np.full(episode.steps, UNKNOWN.get(name, 0))
             columns[name] = column.astype(dtype)
+        return columns
+
+    def _in_units(
+        self, episode: LerobotEpisode, header: ChunkHeader, columns: Mapping[str, Array]
+    ) -> Mapping[str, Array]:
+        """`columns` in the units of the robot's spec. Raises DataSetError: they do not seem to be in the named ones."""
+        spec = self._specs.get(header.embodiment)
+        recorded: bool | None = episode.metadata.get(IN_DEGREES)
+        in_degrees = self._options.use_degrees if recorded is None else recorded
+        if spec is None:
+            if in_degrees:
+                raise DataSetError(
+                    f"--use-degrees needs the spec of embodiment {header.embodiment}: import into the store of a run "
+                    "that has the robot, with its --embodiment"
+                )
+            return columns
+        columns = convert_angles(columns, spec, to_degrees=False) if in_degrees else columns
+        for name, each in vectors_of(spec).items() if recorded is None else ():
+            values = np.atleast_2d(columns.get(name, ()))
+            if values.shape[1:] == each.shape and (far := each.find_far_angle(values.min(0), values.max(0))):
+                hint = "import a dataset of this robot" if in_degrees else "if it is in degrees, give --use-degrees"
+                raise DataSetError(f"episode {episode.index}: in {name}, {far}; {hint}")
         return columns
 
     def _final(self, episode: LerobotEpisode) -> dict[str, Array]:

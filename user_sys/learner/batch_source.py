@@ -15,7 +15,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, SentenceReader, TdErrors, TensorBatch, TrainingData
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.codec import Array
-from user_sys.episode import IMAGE_PREFIX, EpisodeSource
+from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, EpisodeSource
 from user_sys.errors import ConfigError, StoreCorrupt
 from user_sys.learner.config import CPU, DEMO_FRACTION, LearnerConfig
 from user_sys.messages import NO_VERSION
@@ -69,7 +69,7 @@ class BatchSource:
         """
         require_suitable(config, algorithm.data)
         self._config, self._algorithm, self._device, self._reader = config, algorithm, device, reader
-        self._embodiments = embodiment_names(reader.path, spec)
+        self._embodiments, self._action = embodiment_names(reader.path, spec), spec.action
         self._sentences = torch.empty(0)  # what the policy reads of each sentence in the store
         data = algorithm.data
         self.cloned_updates, wanted = data.cloned_updates, config.min_demonstrations
@@ -138,6 +138,28 @@ class BatchSource:
                         f"{self._config.algorithm} trains on {missing[0]!r}, and {episode} lacks it: record it "
                         "(recorder, policy), add the column as labels, or train without it"
                     )
+
+    def require_angles(self) -> None:
+        """Checks the action of the newest stored demonstration, after the first refresh.
+
+        Raises:
+            ConfigError: an angle is far beyond its bounds, as of a dataset that was imported in degrees.
+        """
+        index, demonstrations = self.replay.index, (EpisodeSource.DEMO,)
+        only = StepFilter(embodiments=self._embodiments, sources=demonstrations)
+        for row in np.flatnonzero(only.matches(index, 0))[-1:].tolist():
+            try:
+                chunk = self._reader.read(int(index.steps.chunk[row]))
+            except UNUSABLE_ERRORS:  # the replay buffer reports damage
+                continue
+            action = chunk.columns.get(APPLIED_ACTION)
+            if action is None or action.shape[1:] != self._action.shape:
+                continue
+            if far := self._action.find_far_angle(action.min(0), action.max(0)):
+                raise ConfigError(
+                    f"demonstration {chunk.header.episode}: {far}; if its dataset is in degrees, delete its episodes, "
+                    "and import them with --use-degrees"
+                )
 
     def close(self) -> None:
         """Ends the threads. A second call has no effect."""

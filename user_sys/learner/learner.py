@@ -503,6 +503,7 @@ class Learner:
     def _resume(self) -> None:
         self._trainer.refresh()
         self._batches.require_columns()
+        self._batches.require_angles()
         checkpoint = None
         if self._versions is not None:
             self._unreadable_checkpoints = len(scan_checkpoints(self._folder).unreadable)

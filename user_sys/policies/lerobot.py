@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hal.spec import RobotSpec
+from hal.errors import SpecError
+from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.lerobot_checkpoint import (
     POSTPROCESSOR_NAME,
@@ -45,6 +46,7 @@ WITHOUT_MASK = ("pi0", "pi05")  # their losses count the actions past an episode
 NEVER_DOWNLOADED: dict[str, Any] = {"load_vlm_weights": False, "pretrained_backbone_weights": None}
 """Fields that load weights of parts from the hub; a checkpoint has them itself."""
 WEIGHTS_NOT_LOADED = "Could not load"  # printed by LeRobot's pi0, which then goes on with new weights
+_RANGE = ("min", "max", "mean", "std")  # statistics of a feature
 EVALUATION_SEED = 0  # of the noise of deterministic chunks
 
 
@@ -55,10 +57,19 @@ class LeRobotProcessors:
         pipelines: before and after the policy, as LeRobot saves them.
     """
 
-    def __init__(self, pipelines: tuple[Any, Any]) -> None:
+    def __init__(self, pipelines: tuple[Any, Any], arrays: Mapping[str, ArraySpec], use_degrees: bool = False) -> None:
+        """Args:
+        arrays: the vectors that the policy reads, and the action, by LeRobot's name.
+        use_degrees: LeRobot's side has degrees where these have rad.
+        """
         from lerobot.processor import DeviceProcessorStep
 
-        self.pipelines = pipelines
+        self.pipelines, self._arrays = pipelines, arrays
+        self._scales = {  # to LeRobot's units
+            name: torch.tensor(each.degrees_per_unit, dtype=torch.float32)
+            for name, each in arrays.items()
+            if use_degrees
+        }
         # The tensors are on the right device already.
         self._before, self._after = (
             [step for step in each.steps if not isinstance(step, DeviceProcessorStep)] for each in pipelines
@@ -68,10 +79,11 @@ class LeRobotProcessors:
         return self
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns the scaled and tokenized batch that the policy reads."""
+        """Returns the scaled and tokenized batch that the policy reads, of one in the units of the robot."""
         from lerobot.processor.converters import batch_to_transition, transition_to_batch
 
-        transition = batch_to_transition(batch)
+        scales = {name: scale.to(batch[name].device) for name, scale in self._scales.items() if name in batch}
+        transition = batch_to_transition(batch | {name: batch[name] * scale for name, scale in scales.items()})
         for step in self._before:
             transition = step(transition)
         prepared: dict[str, Any] = transition_to_batch(transition)
@@ -85,7 +97,7 @@ class LeRobotProcessors:
         for step in self._after:
             transition = step(transition)
         unscaled: Tensor = transition_to_policy_action(transition)
-        return unscaled
+        return unscaled / self._scales[ACTION].to(unscaled.device) if self._scales else unscaled
 
     def require_statistics(self, source: str) -> None:
         """Raises ConfigError if a feature is to be scaled and has no statistics; LeRobot would not scale it."""
@@ -98,6 +110,29 @@ class LeRobotProcessors:
                         f"{source} has no statistics of {name}, by which it is scaled; set policy.options.statistics "
                         "to the folder of the LeRobot dataset that it was trained on, or to bounds"
                     )
+
+    def require_angles(self, source: str) -> None:
+        """Raises SpecError if the statistics of an angle are far outside its bounds, as if it were in other units."""
+        hint = "if it is in degrees, set policy.options.use_degrees: true"
+        hint = "take a checkpoint and statistics of this robot" if self._scales else hint
+        for step in (*self._before, *self._after):
+            state = step.state_dict() if hasattr(step, "norm_map") else {}
+            for name, each in self._arrays.items():
+                if (found := _range_of(state, name)) is None or found[0].shape != each.shape:
+                    continue
+                scale = each.degrees_per_unit if self._scales else 1.0
+                if far := each.find_far_angle(found[0] / scale, found[1] / scale):
+                    raise SpecError(f"{source}: by the statistics of {name}, {far}; {hint}")
+
+
+def _range_of(state: Mapping[str, Tensor], name: str) -> tuple[Array, Array] | None:
+    """The least and greatest value (n,) in statistics, or one standard deviation about the mean; None without them."""
+    values = {kind: state[f"{name}.{kind}"].flatten().double().numpy() for kind in _RANGE if f"{name}.{kind}" in state}
+    if {"min", "max"} <= values.keys():
+        return values["min"], values["max"]
+    if {"mean", "std"} <= values.keys():
+        return values["mean"] - values["std"], values["mean"] + values["std"]
+    return None
 
 
 class LeRobotNetwork(nn.Module):
@@ -299,6 +334,7 @@ def build_network(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatu
 
     Raises:
         ConfigError: LeRobot cannot build or load it.
+        SpecError: its angles are in other units than the robot's.
     """
     with _translated(settings, "is it of another version of LeRobot, or is a field of policy.options.config wrong?"):
         config = _configuration(spec, settings, found)
@@ -314,8 +350,10 @@ def build_network(spec: RobotSpec, settings: LeRobotSettings, found: PolicyFeatu
         network = _network(settings, config)
     for name, value in changed.items():
         setattr(config, name, value)
-    processors = LeRobotProcessors(_pipelines(spec, settings, found, config))
+    pipelines = _pipelines(spec, settings, found, config)
+    processors = LeRobotProcessors(pipelines, found.arrays(spec), settings.use_degrees)
     processors.require_statistics(settings.source)
+    processors.require_angles(settings.source)
     return LeRobotNetwork(network, processors, found, settings.path is not None, stored_device(settings))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hal.errors import SpecError, install_hint
 from hal.settings import Limit, Positive, suggest
-from hal.spec import ENVIRONMENT_STATE, IMAGES, STATE, ArraySpec, CameraSpec, RobotSpec
+from hal.spec import ACTION, ENVIRONMENT_STATE, IMAGES, STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.scaling import feature_specs, require_vectors
 from user_sys.policies.trainable import TrainSettings
@@ -53,6 +53,8 @@ class LeRobotSettings:
         statistics: that scale observations and actions. checkpoint: those of `path`. bounds: those of the robot's spec,
             and the default without `path`. Otherwise the folder of a LeRobot dataset.
         tokenizer: folder or hub name of another tokenizer than the one that the checkpoint names.
+        use_degrees: LeRobot's side has degrees where the robot's spec has rad, as by LeRobot's setting of that name of
+            its arms. Observations and actions are converted, and a saved policy stays in degrees.
         resize: scales pictures to the size that the checkpoint has for them. Otherwise another size is an error.
         repeat_observation: a checkpoint that reads past observations gets the present one in their place.
         execute: actions of a chunk that the robot executes before the next one; 0 for LeRobot's ``n_action_steps``.
@@ -67,6 +69,7 @@ class LeRobotSettings:
     rename_map: dict[str, str] = field(default_factory=dict)
     statistics: str = ""
     tokenizer: str = ""
+    use_degrees: bool = False
     resize: bool = False
     repeat_observation: bool = False
     execute: Limit = 0
@@ -140,6 +143,8 @@ class PolicyFeatures:
                 f"policy.options.execute is {settings.execute}, and a chunk of {settings.source} has only {length} "
                 "actions: give at most that many, or 0"
             )
+        if settings.use_degrees and all((each.degrees_per_unit == 1.0).all() for each in found.arrays(spec).values()):
+            raise ConfigError(f"policy.options.use_degrees: {spec.model} has no angle in rad; remove the setting")
         return found
 
     @classmethod
@@ -214,6 +219,10 @@ class PolicyFeatures:
                 )
         return cls(kind, vectors, cameras, {ours: theirs for ours, (theirs, _) in wanted.items()}, sizes)
 
+    def arrays(self, spec: RobotSpec) -> dict[str, ArraySpec]:
+        """The vectors that the policy reads, and the action, by the checkpoint's name."""
+        return {**{self.names[each.name]: each for each in self.vectors}, ACTION: spec.action}
+
     def input_features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """By the checkpoint's name: LeRobot's feature type and shape; pictures are (3, height, width)."""
         vectors = {self.names[each.name]: (TYPE_OF_VECTOR[each.name], each.shape) for each in self.vectors}
@@ -230,9 +239,10 @@ class PolicyFeatures:
         if wanted == "checkpoint":
             return None
         if wanted == "bounds":
-            bounds = {self.names[each.name]: _statistics_of_bounds(each) for each in self.vectors}
-            pictures = {self.names[each.feature]: _picture_statistics() for each in self.cameras}
-            return bounds | pictures | {"action": _statistics_of_bounds(spec.action)}
+            bounds = {
+                name: _statistics_of_bounds(each, settings.use_degrees) for name, each in self.arrays(spec).items()
+            }
+            return bounds | {self.names[each.feature]: _picture_statistics() for each in self.cameras}
         path = Path(wanted) / "meta" / "stats.json"
         try:
             found: Statistics = json.loads(path.read_text(encoding="utf-8"))
@@ -356,12 +366,14 @@ def _similar(theirs: str, known: Mapping[str, object]) -> str:
     return next((name for name in known if name.startswith(IMAGES) == theirs.startswith(IMAGES)), theirs)
 
 
-def _statistics_of_bounds(spec: ArraySpec) -> dict[str, list[Any]]:
+def _statistics_of_bounds(spec: ArraySpec, in_degrees: bool) -> dict[str, list[Any]]:
     """Statistics by which both of LeRobot's scalings map the bounds to [-1, 1]; elements without bounds stay."""
     low, high = list(spec.low), list(spec.high)
     for index, (lower, upper) in enumerate(zip(spec.low, spec.high, strict=True)):
         if not (-float("inf") < lower < upper < float("inf")):
             low[index], high[index] = -1.0, 1.0
+    if in_degrees:
+        low, high = ((spec.degrees_per_unit * bounds).tolist() for bounds in (low, high))
     mean = [(lower + upper) / 2 for lower, upper in zip(low, high, strict=True)]
     half = [(upper - lower) / 2 for lower, upper in zip(low, high, strict=True)]
     return {"min": low, "max": high, "mean": mean, "std": half, **dict.fromkeys(("q01", "q10"), low)} | dict.fromkeys(
