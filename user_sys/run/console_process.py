@@ -145,7 +145,8 @@ class ConsoleProcess:
             elapsed_s = previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
             stored = run_episodes(folder)
             self._hub.restore_history(*previous_episodes(folder, stored), elapsed_s)
-            self._hub.restore_curves(previous_outcomes(folder, stored), previous_losses(folder))
+            losses = list(previous_losses(folder))  # read before the hub is locked
+            self._hub.restore_curves(previous_outcomes(folder, stored), losses)
             self._history.restored({each.episode for each in stored if each.complete})
         except (RunError, StoreError) as error:
             log.warning("console.history_unreadable: the page shows the run from now on: %s", error)
