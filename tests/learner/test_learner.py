@@ -32,8 +32,10 @@ from user_sys.algorithms.algorithm import (
     fits_policy,
     load_policy_state,
     policy_arrays,
+    save_state,
 )
 from user_sys.algorithms.algorithm import POLICY as POLICY_PREFIX
+from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import example_batch
 from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
@@ -46,7 +48,7 @@ from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner
 from user_sys.learner.trainer import Trainer, require_trainable
 from user_sys.plugins import ALGORITHMS, POLICIES, load_policy
 from user_sys.policies.conformance import example_spec
-from user_sys.policies.mlp import MlpPolicy
+from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.sampler import SamplerConfig, SelectorKind
 from user_sys.replay.selectors import MixturePartConfig, StepFilter
@@ -635,6 +637,23 @@ def test_policy_of_another_robot_is_refused_if_it_has_that_robots_scaling(kind: 
         with pytest.raises(WireError, match=r"is of another robot: \['action.centre', 'action.scale'\] differ"):
             load_policy_state(second, state)
         assert torch.equal(second.action.scale, own)
+
+
+def test_policy_with_tied_weights_starts_a_later_run() -> None:
+    def tied() -> torch.nn.Module:
+        module = MlpPolicy.make_module(SPEC, settings=MlpSettings((16,)))
+        module.head = module.mean  # as the words that PaliGemma reads and writes
+        return module
+
+    first, second = tied(), tied()
+    state = save_state(Bc(BcSettings(), first, SPEC))
+    assert NETWORK + POLICY_PREFIX + "head.weight" not in state, "each tensor is saved once"
+    assert fits_policy(second, state)
+    load_policy_state(second, state)
+    for name, value in policy_arrays(first).items():
+        np.testing.assert_array_equal(policy_arrays(second)[name], value)
+    untied = {name: value for name, value in state.items() if "mean.bias" not in name}
+    assert not fits_policy(second, untied)
 
 
 def test_resumed_learner_of_an_initial_policy_publishes_before_its_first_update(bench: LearnerBench) -> None:

@@ -420,11 +420,11 @@ def save_state(
     return {name: _saved_array(tensor) for name, tensor in tensors.items()}
 
 
-def _own_tensors(algorithm: Algorithm, frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _own_tensors(module: nn.Module, frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of the networks, each once, without those that share the memory of `frozen`."""
     seen = {(tensor.data_ptr(), tensor.shape) for tensor in frozen.values()}
     own: dict[str, Tensor] = {}
-    for name, tensor in algorithm.state_dict().items():
+    for name, tensor in module.state_dict().items():
         key = own_part(tensor).data_ptr(), tensor.shape
         if key not in seen or not tensor.numel():
             own[name] = tensor
@@ -444,15 +444,12 @@ def load_state(algorithm: Algorithm, state: Mapping[str, Array], frozen: Mapping
         WireError: names or shapes differ from this algorithm's; nothing was changed.
     """
     saved = _part(state, NETWORK)
-    own = algorithm.state_dict()
-    known = {(name, tuple(tensor.shape)) for name, tensor in own.items()}
-    needed = {(name, tuple(tensor.shape)) for name, tensor in _own_tensors(algorithm, frozen).items()}
-    found = {(name, tuple(tensor.shape)) for name, tensor in saved.items()}
-    if different := (needed - found) | (found - known):
+    if different := _differences(algorithm, saved, frozen):
         raise WireError(
             f"the state does not fit this {type(algorithm).__name__}, for example of other settings or another robot: "
-            f"{sorted({name for name, _ in different})[:6]} differ"
+            f"{sorted(different)[:6]} differ"
         )
+    own = algorithm.state_dict()
     algorithm.load_state_dict({name: divided_like(each, own[name]) for name, each in saved.items()}, strict=False)
     for name, optimizer in algorithm.optimizers.items():
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -461,6 +458,19 @@ def load_state(algorithm: Algorithm, state: Mapping[str, Array], frozen: Mapping
             index, _, field = key.partition(".")
             values.setdefault(int(index), {})[field] = divided_like(tensor, parameters[int(index)])
         optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _differences(
+    module: nn.Module, saved: Mapping[str, Array | Tensor], frozen: Mapping[str, Tensor] = NOTHING_FROZEN
+) -> set[str]:
+    """Returns the names that `saved` lacks, those unknown to `module`, and those of another shape.
+
+    A tensor that has several names is needed under the first of them.
+    """
+    known = {(name, tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
+    needed = {(name, tuple(tensor.shape)) for name, tensor in _own_tensors(module, frozen).items()}
+    found = {(name, tuple(tensor.shape)) for name, tensor in saved.items()}
+    return {name for name, _ in (needed - found) | (found - known)}
 
 
 def fits_policy(module: nn.Module, state: Mapping[str, Array | Tensor]) -> bool:
@@ -479,14 +489,13 @@ def load_policy_state(module: nn.Module, state: Mapping[str, Array | Tensor]) ->
             f"learner.initial_policy does not fit policy.kind and policy.options, or is of another robot: {different} "
             "differ"
         )
-    module.load_state_dict(_part(state, NETWORK + POLICY))
+    module.load_state_dict(_part(state, NETWORK + POLICY), strict=False)  # tied weights have one of their names
 
 
 def _policy_differences(module: nn.Module, state: Mapping[str, Array | Tensor]) -> list[str]:
     prefix = NETWORK + POLICY
-    found = {(key.removeprefix(prefix), tuple(each.shape)) for key, each in state.items() if key.startswith(prefix)}
     own = module.state_dict()
-    different = {name for name, _ in found ^ {(name, tuple(tensor.shape)) for name, tensor in own.items()}}
+    different = _differences(module, {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
     parts = [path for path, part in module.named_modules() if isinstance(part, Affine)]
     constants = {name for name in own if name.rpartition(".")[0] in parts} - different
     different |= {name for name in constants if not np.allclose(own[name].cpu(), state[prefix + name])}
