@@ -18,10 +18,10 @@ from hal.spec import ArraySpec, RobotSpec
 from user_sys.commands.main import main
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import EpisodeFilter
+from user_sys.interchange.episodes import EpisodeFilter, originals_of
 from user_sys.interchange.lerobot_import import LerobotDataset
 from user_sys.robot_records import save_robot_record
-from user_sys.store.labels import DeleteLabel, column_labels
+from user_sys.store.labels import DeleteLabel, TrimLabel, column_labels
 from user_sys.store.maintenance import Retention, add_labels, compact_store
 
 IMPORT = """
@@ -122,6 +122,34 @@ def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:
     after = read_store(half_done)
     for name, episode in read_store(store).items():
         assert_same(episode, after[name])
+
+
+def test_import_adds_no_part_beside_its_episode(tmp_path: Path) -> None:
+    trims = [TrimLabel(episode=each, first_step=2, steps=5, labeller="ada", at_unix_ns=1) for each in ("a", "c")]
+    store, again = usual_store(tmp_path / "store"), make_store(tmp_path / "again", episode_chunks("c", 10))
+    add_labels(store, trims)
+    for name in ("first", "second"):
+        argv = ["store", "export", str(store), "--format", "lerobot", "--output", str(tmp_path / name)]
+        assert main(argv) == 0
+        done = bring_in(tmp_path / name, store)
+        assert (done.episodes, done.steps, done.already_stored) == (0, 0, 3)
+    assert set(read_store(store)) == {"a", "b", "c"}
+    done = bring_in(tmp_path / "first", again)
+    assert (done.episodes, done.already_stored) == (2, 1) and set(read_store(again)) == {"a-2-7", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("episode", "originals"),
+    [
+        ("panda-0-1763695921123-9f2c1a-2-7", ["panda-0-1763695921123-9f2c1a"]),
+        ("a-2-17-0-5", ["a-2-17", "a"]),
+        ("panda-0-1763695921123-123456", []),
+        ("so101-000003-123456789012", []),
+        ("a-7-7", []),
+    ],
+)
+def test_id_of_a_part_names_its_originals(episode: str, originals: list[str]) -> None:
+    assert list(originals_of(episode)) == originals
 
 
 def test_import_of_an_episode_that_was_deleted_and_compacted_is_not_counted(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from user_sys.episode import (
     frame_columns,
 )
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import convert_angles, load_robot_specs, vectors_of
+from user_sys.interchange.episodes import convert_angles, load_robot_specs, originals_of, vectors_of
 from user_sys.interchange.frames import Frame, decode_frame, decode_image_file, encode_jpeg, frame_size, same_frame
 from user_sys.interchange.lerobot_format import (
     DONE,
@@ -369,6 +369,8 @@ def import_lerobot(
 ) -> ImportReport:
     """Adds the episodes of `data_set` to the store at `store`, each durable before the next.
 
+    A part of an episode, as a trim left it, is not added beside that episode.
+
     Raises:
         DataSetError: the dataset is broken, or its angles have another unit; earlier episodes stay in the store, and a
             later call continues after them.
@@ -382,6 +384,8 @@ def import_lerobot(
         for episode in data_set.episodes(convert.left_out):
             header = convert.header(episode)
             is_complete = known.get(header.episode)
+            if any(original in known for original in originals_of(header.episode)):
+                is_complete = True  # its steps are there, in the episode of which it is a part
             added = 0 if is_complete else sum(writer.append(each.encode()) for each in convert.chunks(episode, header))
             if added:
                 writer.sync()
