@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -637,6 +637,20 @@ def test_policy_of_another_robot_is_refused_if_it_has_that_robots_scaling(kind: 
         with pytest.raises(WireError, match=r"is of another robot: \['action.centre', 'action.scale'\] differ"):
             load_policy_state(second, state)
         assert torch.equal(second.action.scale, own)
+
+
+def test_frozen_policy_of_another_robot_is_refused_by_what_differs(bench: LearnerBench) -> None:
+    options = {"hidden": [16], "chunk_length": 2, "flow_steps": 2}
+    other = msgspec.structs.replace(SPEC, action=msgspec.structs.replace(SPEC.action, low=(-3.0, 0.0)))
+    kind, settings = load_policy("flow", options)
+    steered = PolicyConfig(kind="steered", options={"base": "flow", "base_options": options, "hidden": [16]})
+    dsrl = replace(CONFIG, algorithm="dsrl", options={"critic_hidden": [16]})
+    with StoreReader.open(bench.folder / "store") as reader:
+        for spec in (SPEC, other):
+            state = save_state(Bc(BcSettings(), kind.make_module(spec, settings=settings), spec))
+            differs = pytest.raises(WireError, match=r"\['action.centre', 'action.scale'\] differ")
+            with differs if spec is other else nullcontext():
+                Trainer(dsrl, SPEC, reader, policy=steered, initial_state=state).close()
 
 
 def test_policy_with_tied_weights_starts_a_later_run() -> None:

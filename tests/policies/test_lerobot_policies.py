@@ -26,7 +26,9 @@ from robots.fake import FakeRobotConfig, fake_spec
 from user_sys.algorithms.algorithm import (
     Algorithm,
     TensorBatch,
+    fits_policy,
     load_generators,
+    load_policy_state,
     load_state,
     policy_arrays,
     save_state,
@@ -35,7 +37,7 @@ from user_sys.algorithms.conformance import AlgorithmConformance, example_batch_
 from user_sys.algorithms.dsrl import Dsrl, DsrlSettings
 from user_sys.algorithms.hg_dagger import HgDagger, HgDaggerSettings
 from user_sys.compose import PolicyConfig
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, WireError
 from user_sys.learner.config import LearnerConfig
 from user_sys.learner.trainer import require_trainable
 from user_sys.plugins import load_policy
@@ -46,6 +48,7 @@ from user_sys.policies.policy import ChunkContext, Policy
 from user_sys.policies.torch_policy import PromisedActions
 from user_sys.policies.trainable import TrainSettings, apply_train_settings
 from user_sys.store.store import StoreReader
+from user_sys.weights.state import dequantize, quantize
 
 pytest.importorskip("lerobot")  # only its environments have it
 pytestmark = [pytest.mark.lerobot, pytest.mark.filterwarnings("ignore")]
@@ -220,6 +223,70 @@ def test_a_checkpoint_trains_and_resumes_bit_identically(kind: str, checkpoints:
     for name, value in save_state(resumed).items():
         np.testing.assert_array_equal(value, end[name], err_msg=name)
     assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_policy_starts_a_later_run(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    trained = module_of(checkpoints[kind])
+    state = save_state(HgDagger(HgDaggerSettings(acting_rate=1.0), trained.requires_grad_(True), SPEC))
+    later = module_of(checkpoints[kind])
+    for parameter in later.parameters():
+        parameter.data.zero_()
+    load_policy_state(later, state)
+    for name, value in policy_arrays(trained).items():
+        np.testing.assert_array_equal(policy_arrays(later)[name], value, err_msg=name)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> LeRobotSettings:
+    """A new ACT with the statistics of a dataset."""
+    write_statistics(tmp_path, 10.0)
+    return replace(small_settings("act", tmp_path, **FRONT), statistics=str(tmp_path))
+
+
+def write_statistics(folder: Path, mean: float) -> None:
+    """As after ``lerobot-record``, of vectors around `mean`."""
+    sizes = {each.name: each.shape[0] for each in (*SPEC.observation, SPEC.action)}
+    stats = {name: {"mean": [mean] * size, "std": [mean / 3] * size} for name, size in sizes.items()}
+    (folder / "meta").mkdir(exist_ok=True)
+    (folder / "meta" / "stats.json").write_text(json.dumps(stats))
+
+
+def chunk_of(module: LeRobotNetwork) -> Array:
+    observation = example_observation(np.random.default_rng(0))
+    tensors = {name: torch.from_numpy(value)[None] for name, value in observation.items()}
+    with torch.no_grad():
+        return module.eval().chunks_from_noise(tensors, [SENTENCE], None)[0].numpy()
+
+
+def test_weights_keep_their_statistics_after_more_was_recorded(recorded: LeRobotSettings, tmp_path: Path) -> None:
+    algorithm, acting = trainer_of(recorded), LeRobotPolicy(SPEC, settings=recorded)
+    algorithm.update(batch_of(algorithm), 0)
+    acting.load(policy_arrays(algorithm.policy))
+    before, saved = chunk_of(acting.module), save_state(algorithm)
+    write_statistics(tmp_path, 12.0)
+    resumed, server = trainer_of(recorded), LeRobotPolicy(SPEC, settings=recorded)
+    load_state(resumed, saved)
+    server.load(policy_arrays(resumed.policy))
+    for module in (resumed.policy, server.module, server.copy().module):  # the server has its copy of the dataset
+        np.testing.assert_array_equal(chunk_of(module), before)
+    server.load(dequantize(quantize(policy_arrays(resumed.policy), "bf16"), "bf16"))
+    for name, value in acting.module.scaling.state_dict().items():
+        assert torch.equal(server.module.scaling.state_dict()[name], value)
+    server.load(policy_arrays(resumed.policy))
+    server.export(tmp_path / "saved")
+    observation = example_observation(np.random.default_rng(0))
+    np.testing.assert_allclose(lerobot_actions(tmp_path / "saved", observation, None), before[:2], atol=1e-5)
+
+
+def test_initial_policy_of_other_statistics_is_refused(recorded: LeRobotSettings, tmp_path: Path) -> None:
+    state = save_state(trainer_of(recorded))
+    write_statistics(tmp_path, 12.0)
+    assert not fits_policy(module_of(recorded), state)
+    with pytest.raises(WireError, match="scaling"):
+        load_policy_state(module_of(recorded), state)
+    write_statistics(tmp_path, 10.0)
+    load_policy_state(module_of(recorded), state)
 
 
 @ON_GPU

@@ -20,6 +20,8 @@ from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import (
     GENERATOR,
+    NETWORK,
+    POLICY,
     Algorithm,
     PolicyDivergence,
     TdErrors,
@@ -333,10 +335,11 @@ class PolicySnapshots:
 def _prepare_policy(module: nn.Module, settings: Any, initial_state: Mapping[str, Array | Tensor] | None) -> None:
     """Loads the initial weights, with or without adapters, and applies the settings of what trains.
 
-    A policy that steers a frozen one, its attribute ``base``, takes them for that.
+    A policy that steers a frozen one, its attribute ``base``, takes them for that, unless they are of such a policy.
     """
     base = getattr(module, "base", None)
-    if initial_state is not None and base is not None and fits_policy(base, initial_state):
+    of_base = NETWORK + POLICY + "base."
+    if initial_state is not None and base is not None and not any(name.startswith(of_base) for name in initial_state):
         load_policy_state(base, initial_state)
         return
     is_plain = initial_state is not None and fits_policy(module, initial_state)

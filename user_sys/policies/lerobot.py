@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from user_sys.policies.lerobot_checkpoint import (
     stored_device,
     type_and_chunk_length,
 )
+from user_sys.policies.networks import Affine
 from user_sys.policies.policy import ExecutionMethod
 from user_sys.policies.rtc import ChunkPrefix, guided_velocity
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
@@ -47,6 +49,13 @@ NEVER_DOWNLOADED: dict[str, Any] = {"load_vlm_weights": False, "pretrained_backb
 """Fields that load weights of parts from the hub; a checkpoint has them itself."""
 WEIGHTS_NOT_LOADED = "Could not load"  # printed by LeRobot's pi0, which then goes on with new weights
 _RANGE = ("min", "max", "mean", "std")  # statistics of a feature
+STATISTICS_OF = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+"""The statistics by which each of LeRobot's modes scales a feature."""
 EVALUATION_SEED = 0  # of the noise of deterministic chunks
 
 
@@ -74,6 +83,8 @@ class LeRobotProcessors:
         self._before, self._after = (
             [step for step in each.steps if not isinstance(step, DeviceProcessorStep)] for each in pipelines
         )
+        steps = [step for step in (*self._before, *self._after) if hasattr(step, "norm_map")]
+        self._scaling = [(step, _scaled_by(step, number)) for number, step in enumerate(steps)]
 
     def __deepcopy__(self, memo: object) -> LeRobotProcessors:
         return self
@@ -101,15 +112,12 @@ class LeRobotProcessors:
 
     def require_statistics(self, source: str) -> None:
         """Raises ConfigError if a feature is to be scaled and has no statistics; LeRobot would not scale it."""
-        for step in (*self._before, *self._after):
-            modes = {kind.value: mode.value for kind, mode in getattr(step, "norm_map", {}).items()}
-            known = {name.rpartition(".")[0] for name in step.state_dict()} if modes else set()
-            for name, feature in (step.features if modes else {}).items():
-                if modes.get(feature.type.value, "IDENTITY") != "IDENTITY" and name not in known:
-                    raise ConfigError(
-                        f"{source} has no statistics of {name}, by which it is scaled; set policy.options.statistics "
-                        "to the folder of the LeRobot dataset that it was trained on, or to bounds"
-                    )
+        scaled = [(step.state_dict(), *each) for step, names in self._scaling for each in names.values()]
+        if missing := [feature for known, feature, name in scaled if f"{feature}.{name}" not in known]:
+            raise ConfigError(
+                f"{source} has no statistics of {missing[0]}, by which it is scaled; set policy.options.statistics "
+                "to the folder of the LeRobot dataset that it was trained on, or to bounds"
+            )
 
     def require_angles(self, source: str) -> None:
         """Raises SpecError if the statistics of an angle are far outside its bounds, as if it were in other units."""
@@ -123,6 +131,34 @@ class LeRobotProcessors:
                 scale = each.degrees_per_unit if self._scales else 1.0
                 if far := each.find_far_angle(found[0] / scale, found[1] / scale):
                     raise SpecError(f"{source}: by the statistics of {name}, {far}; {hint}")
+
+    def statistics(self) -> dict[str, Array]:
+        """Returns copies of what scales features, by a name for each: the bits of float32 as int32.
+
+        Published weights may be rounded to bfloat16, and integers are not.
+        """
+        found: dict[str, Array] = {}
+        for step, names in self._scaling:
+            known = step.state_dict()
+            found |= {key: np.array(known[f"{feature}.{name}"].float()) for key, (feature, name) in names.items()}
+        return {key: values.view(np.int32) for key, values in found.items()}
+
+    def use(self, statistics: Mapping[str, Tensor]) -> None:
+        """From now on scales by `statistics`, of this policy or another; see `statistics`."""
+        for step, names in self._scaling:
+            stats: dict[str, dict[str, Tensor]] = {}
+            for key, (feature, name) in names.items():
+                stats.setdefault(feature, {})[name] = statistics[key].view(torch.float32)
+            step.stats = stats
+            step.to(next((each.device for each in statistics.values()), None), torch.float32)
+
+
+def _scaled_by(step: Any, number: int) -> dict[str, tuple[str, str]]:
+    """Returns feature and name of the statistics that scale in the step, by a name that a buffer can have."""
+    modes = {kind.value: mode.value for kind, mode in step.norm_map.items()}
+    used = {feature: STATISTICS_OF.get(modes.get(of.type.value, ""), ()) for feature, of in step.features.items()}
+    pairs = [(feature, name) for feature, names in used.items() for name in names]
+    return {f"{number}/{feature}/{name}".replace(".", "/"): (feature, name) for feature, name in pairs}
 
 
 def _range_of(state: Mapping[str, Tensor], name: str) -> tuple[Array, Array] | None:
@@ -140,6 +176,7 @@ class LeRobotNetwork(nn.Module):
 
     Attributes:
         network: LeRobot's policy.
+        scaling: the statistics that scale observations and actions, part of the weights; see `LeRobotProcessors`.
         features, cameras: names of the vectors and cameras that it reads.
         chunk_length: actions from the present step on of a training sample.
         frozen_from: -1: no encoder of ours is frozen.
@@ -164,6 +201,7 @@ class LeRobotNetwork(nn.Module):
         """
         super().__init__()
         self.network, self.processors = network.float().train(), processors
+        self.scaling = Affine(persistent=True, **processors.statistics())
         self._found, self.is_pretrained, self._device, config = found, is_pretrained, device, network.config
         self.features = tuple(each.name for each in found.vectors)
         self.cameras = tuple(each.name for each in found.cameras)
@@ -247,6 +285,7 @@ class LeRobotNetwork(nn.Module):
     def export(self, folder: Path) -> None:
         """Writes the policy with its processors, as LeRobot's tools load them, into the new folder `folder`."""
         config = self.network.config
+        self.processors.use(dict(self.scaling.named_buffers()))
         used, config.device = config.device, self._device
         self.network.save_pretrained(folder)
         config.device = used
@@ -254,7 +293,11 @@ class LeRobotNetwork(nn.Module):
             pipeline.save_pretrained(folder)
 
     def _inputs(self, observation: Mapping[str, Tensor], sentences: Sequence[str]) -> dict[str, Any]:
-        """Returns LeRobot's batch: its names, pictures float32 (n, 3, h, w) in [0, 1], past observations."""
+        """Returns LeRobot's batch: its names, pictures float32 (n, 3, h, w) in [0, 1], past observations.
+
+        The processors, which all copies of the policy share, scale by the statistics of this one from then on.
+        """
+        self.processors.use(dict(self.scaling.named_buffers()))
         found, inputs = self._found, dict[str, Any]()
         for name in self.features:
             inputs[found.names[name]] = observation[name]

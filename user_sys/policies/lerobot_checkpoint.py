@@ -51,7 +51,8 @@ class LeRobotSettings:
         rename_map: feature of the robot to the name that the checkpoint has for it, such as
             ``{observation.images.front: observation.images.camera1}``; LeRobot's option of that name.
         statistics: that scale observations and actions. checkpoint: those of `path`. bounds: those of the robot's spec,
-            and the default without `path`. Otherwise the folder of a LeRobot dataset.
+            and the default without `path`. Otherwise the folder of a LeRobot dataset. The weights of a run keep those
+            with which its training started.
         tokenizer: folder or hub name of another tokenizer than the one that the checkpoint names.
         use_degrees: LeRobot's side has degrees where the robot's spec has rad, as by LeRobot's setting of that name of
             its arms. Observations and actions are converted, and a saved policy stays in degrees.
