@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,8 +39,8 @@ from user_sys.algorithms.dsrl import Dsrl, DsrlSettings
 from user_sys.algorithms.hg_dagger import HgDagger, HgDaggerSettings
 from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError, WireError
-from user_sys.learner.config import LearnerConfig
-from user_sys.learner.trainer import require_trainable
+from user_sys.learner.config import ComputeConfig, LearnerConfig
+from user_sys.learner.trainer import blocks_of, require_trainable
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.lerobot import LeRobotNetwork, LeRobotPolicy, lerobot_version
@@ -423,6 +424,23 @@ def test_training_is_as_fast_as_a_bare_loop(kind: str, checkpoints: dict[str, Le
     ours, bare_s = (float(np.median(spent[name][2:])) for name in ("ours", "plain"))
     print(f"{kind}: {32 / ours:.0f} samples/s, a bare loop {32 / bare_s:.0f}: {bare_s / ours:.2f}")
     assert bare_s / ours > 0.7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute_without_effect_is_refused(kind: str, checkpoints: dict[str, LeRobotSettings]) -> None:
+    config = LearnerConfig(algorithm="hg_dagger", compute=ComputeConfig(recompute=True))
+    policy = PolicyConfig(kind="lerobot", options={"path": str(checkpoints[kind].path)})
+    with nullcontext() if kind == "act" else pytest.raises(ConfigError, match="recompute has no effect") as refused:
+        require_trainable(config, policy, SPEC)
+    called, module = list[str](), module_of(checkpoints[kind]).train()
+    for name, part in module.named_modules():
+        part.register_forward_hook(lambda part, *_, name=name: called.append(name))
+    loss_of(module, batch_of(trainer_of(checkpoints[kind]), n=2))
+    trained = {id(each) for each in blocks_of(module) if any(weight.requires_grad for weight in each.parameters())}
+    names = {name for name, part in module.named_modules() if id(part) in trained}
+    assert (names <= {*called}) == (kind == "act")
+    if refused is not None:
+        assert ("gradient_checkpointing" in str(refused.value)) == (kind != "smolvla")
 
 
 def test_dsrl_steers_a_checkpoint(checkpoints: dict[str, LeRobotSettings]) -> None:

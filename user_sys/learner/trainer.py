@@ -105,6 +105,8 @@ class Trainer:
         policy = policy or PolicyConfig()
         self.policy_kind = policy.kind
         kind, settings = load_policy(policy.kind, policy.options)
+        if config.compute.recompute:
+            kind.check_recompute(settings)
         make_module = partial(kind.make_module, spec, settings=settings, features=policy.features)
         planned = None if kind.reads_files(settings) else planned_module(make_module, settings)
         processes, copies = group.world if config.compute.divide else 1, _copies(config, on)
@@ -438,8 +440,8 @@ def memory_errors() -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         raise RunError(
             f"the GPU of {local_node()} has too little memory for training: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
-            "are free; raise learner.compute.parts, set learner.compute.recompute, or train less "
-            "(policy.options.train)"
+            "are free; raise learner.compute.parts, set learner.compute.recompute (or, for LeRobot's diffusion, "
+            "pi0 and pi05, policy.options.config.gradient_checkpointing), or train less (policy.options.train)"
         ) from error
 
 
@@ -478,6 +480,8 @@ def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSp
     kind, settings = load_policy(policy.kind, policy.options)
     algorithm, options = load_algorithm(config.algorithm, config.options)
     _require_measures(config, algorithm)
+    if config.compute.recompute:
+        kind.check_recompute(settings)
     try:
         if kind.reads_files(settings):
             return None

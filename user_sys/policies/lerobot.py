@@ -44,6 +44,7 @@ from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 from user_sys.policies.trainable import merged_state
 
 WITH_SENTENCE = ("smolvla", "pi0", "pi05")
+CALLS_NO_BLOCK = ("diffusion", "smolvla", "pi0", "pi05")  # but the parts of their blocks
 WITHOUT_MASK = ("pi0", "pi05")  # their losses count the actions past an episode's end
 NEVER_DOWNLOADED: dict[str, Any] = {"load_vlm_weights": False, "pretrained_backbone_weights": None}
 """Fields that load weights of parts from the hub; a checkpoint has them itself."""
@@ -500,6 +501,18 @@ class LeRobotPolicy(TorchPolicy):
     """Acts with LeRobot's policy. A deterministic chunk starts from fixed noise."""
 
     settings = LeRobotSettings
+
+    @classmethod
+    def check_recompute(cls, settings: LeRobotSettings) -> None:
+        """See `TrainablePolicy.check_recompute`. Raises ConfigError also if there is no such checkpoint."""
+        if (kind := type_and_chunk_length(settings)[0]) in CALLS_NO_BLOCK:
+            own = (
+                "" if kind == "smolvla" else "set policy.options.config.gradient_checkpointing: true (LeRobot 0.6), or "
+            )
+            raise ConfigError(
+                f"learner.compute.recompute has no effect on most layers of LeRobot's {kind}: {own}raise "
+                "learner.compute.parts, or train less (policy.options.train)"
+            )
 
     @classmethod
     def execution_delays(cls, settings: LeRobotSettings) -> dict[ExecutionMethod, int]:

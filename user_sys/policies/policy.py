@@ -238,6 +238,10 @@ class TrainablePolicy(Policy):
         return False
 
     @classmethod
+    def check_recompute(cls, settings: Any) -> None:
+        """Raises ConfigError: `learner.compute.recompute` has no effect on this policy, because no block is called."""
+
+    @classmethod
     def execution_delays(cls, settings: Any) -> dict[ExecutionMethod, int]:
         """Returns the methods of asynchronous execution that a policy with `settings` can do.
 
