@@ -67,7 +67,7 @@ MIN_ACK_S = 1e-3
 _DISCONNECT_REASONS = {
     int(zmq.EVENT_CLOSED): "no gateway listens there",
     int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake failed: check the gateway's public key",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake failed: check the gateway's public key, or the delay",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the handshake failed: another program listens there",
 }
 _MONITORED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_DISCONNECT_REASONS)

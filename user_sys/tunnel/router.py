@@ -49,7 +49,7 @@ CLOSE_LINGER_MS = 200
 MAX_REFUSED_ADDRESSES = 1024
 ZAP_DOMAIN = b"user-sys"
 NOT_ALLOWED = "this key is not allowed"
-NO_HANDSHAKE = "it completed no handshake: no key, another protocol, another gateway's key, or no bytes"
+NO_HANDSHAKE = "it completed no handshake: no key, another protocol, another gateway's key, a slow link, or no bytes"
 TOO_MANY_BYTES = "it sent too many bytes without a whole message"
 TOO_MANY_CONNECTIONS = "too many connections without a session, of which it was among the oldest"
 
@@ -397,7 +397,7 @@ class GuardedRouter:
                 self._on_disconnected(descriptor, bytes(event["endpoint"]).decode())
             else:
                 self._counters["handshakes_failed"] += 1
-                logger.warning("tunnel.handshake_failed: another protocol, or another gateway's key")
+                logger.warning("tunnel.handshake_failed: another protocol, another gateway's key, or a slow link")
 
     def _on_disconnected(self, descriptor: int, endpoint: str) -> None:
         """Audits a closed connection without a handshake, unless its refused key was audited.
