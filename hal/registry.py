@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Literal
@@ -91,6 +91,10 @@ class OperatorOverrides:
             return {name: _OVERRIDE_DECODER.decode(content) for name, content in rows}
         except DECODE_ERRORS as error:
             raise StateError(f"an override in {self._database.path} cannot be read ({error}): restore it") from None
+
+    def is_known(self, name: str) -> bool:
+        """Whether the resource has or had an override."""
+        return bool(self._database.rows("SELECT 1 FROM override WHERE resource = ?", name))
 
     def cleared_by(self, name: str) -> str:
         """The operator who has cleared the last override of the resource; empty if there was none."""
@@ -185,7 +189,8 @@ class Registry:
         self._in_force: dict[str, Override] = {}
         self._elsewhere: dict[str, Override] = {}
         saved = {name: resource.record for name, resource in self._resources.items()}
-        self._audited = {n: (r.health, r.note) for n, r in saved.items() if r.health in OVERRIDDEN}
+        self._shown = {n: (r.health, r.note) for n, r in saved.items() if r.health in OVERRIDDEN}
+        self._audited = {name: shown for name, shown in self._shown.items() if self._overrides.is_known(name)}
         self._written: dict[str, ResourceRecord] = {}
         self._apply_overrides()
 
@@ -345,21 +350,27 @@ class Registry:
         return [text for at_ns, text in resource.faults if at_ns >= since_ns]
 
     def _apply_overrides(self) -> None:
-        """Applies and audits the changes since the last call, or since the registry before this one."""
-        before, self._in_force = self._audited, {**self._elsewhere, **self._overrides.read()}
-        self._audited = {name: (override.health, override.note) for name, override in self._in_force.items()}
+        """Applies the changes since the last call, and audits those of this registry, or since the one before it."""
+        own = self._overrides.read()
+        self._audit_overrides(own)
+        self._in_force = {**self._elsewhere, **own}
+        before, self._shown = self._shown, {name: (each.health, each.note) for name, each in self._in_force.items()}
+        for name in sorted(before.keys() | self._shown.keys()):
+            if before.get(name) != self._shown.get(name) and name in self._resources:
+                self._changed.append(name)
         for name, override in self._in_force.items():
-            if before.get(name) != self._audited[name]:
-                if name in self._resources:
-                    self._changed.append(name)
-                entry = AuditEntry(event=override.what, robot=name, person=override.by, reason=override.why)
-                self._audit.write(entry)
             if override.health is Health.QUARANTINED:
                 self._end_lease(self._leases.revoke, name, "revoked", override.note)
-        for name in sorted(before.keys() - self._in_force.keys()):
+
+    def _audit_overrides(self, own: Mapping[str, Override]) -> None:
+        before, self._audited = self._audited, {name: (each.health, each.note) for name, each in own.items()}
+        for name, override in own.items():
+            if before.get(name) != self._audited[name]:
+                entry = AuditEntry(event=override.what, robot=name, person=override.by, reason=override.why)
+                self._audit.write(entry)
+        for name in sorted(before.keys() - own.keys()):
             if name in self._resources:
                 self._resources[name].faults.clear()
-                self._changed.append(name)
             self._audit.write(AuditEntry(event="restored", robot=name, person=self._overrides.cleared_by(name)))
 
     def _end_lease(self, end: Callable[[str], None], name: str, event: AuditEvent, why: str) -> None:

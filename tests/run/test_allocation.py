@@ -17,7 +17,6 @@ import msgspec
 import pytest
 from rich.console import Console
 from run_kit import Launch, until, user_sys
-from wait_kit import Clock
 
 from hal.errors import PlacementError, StateError
 from hal.lease import LeaseTable, driven_robots, robot_lock
@@ -25,7 +24,7 @@ from hal.ray_cluster import PlacementSlot, RayCluster, Reservation
 from hal.ray_nodes import Bundle, cluster_records, node_names
 from hal.registry import OperatorOverrides, Registry
 from hal.resource import Health, Kind, ResourceRecord, local_node
-from hal.state_database import STATE_FILE, StateDatabase
+from hal.state_database import STATE_FILE, StateDatabase, read_audit_log
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.config import load, save
@@ -143,6 +142,7 @@ def test_robot_quarantined_in_any_run_is_not_selected(tmp_path: Path) -> None:
     config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot", count=2)], runs=tmp_path)
     book = OperatorOverrides(StateDatabase(tmp_path / "demo" / STATE_FILE))
     book.set_override("b", "quarantined", "ana", "the gripper sticks")
+    (tmp_path / "demo" / "config.yaml").touch()
     (tmp_path / "latest").symlink_to(tmp_path / "demo")
     assert "b quarantined by ana: the gripper sticks, in run demo" in why(
         config, offered_resources(config, [robot("a"), robot("b")])
@@ -181,9 +181,9 @@ def test_real_robot_that_is_out_of_use_in_another_run_gets_no_lease(runs: Path) 
     folder, _ = create_run_folder(lab(runs=runs), "b", "tcp://127.0.0.1:5999")
     assert [*out_of_use((*lab().robots, *lab().remote_robots), runs)] == ["real", "drained", "away"]
     assert out_of_use(RunConfig().robots, runs) == {}, "simulated robots only"
-    database, clock = StateDatabase(folder.path / STATE_FILE), Clock()
+    database = StateDatabase(folder.path / STATE_FILE)
     leases = LeaseTable(database)
-    service = ResourceService(leases, Registry(leases, database), folder.path, clock)
+    service = ResourceService(leases, Registry(leases, database), folder.path)
     answers = {}
     for name in ("real", "s", "s2", "drained", "unlisted", "ready"):
         service.registry.announce(robot(name))
@@ -201,19 +201,34 @@ def test_robot_gets_its_lease_once_it_is_restored_in_each_run(runs: Path, capsys
     for name in "bc":
         create_run_folder(lab(runs=runs), name, "tcp://127.0.0.1:5999")
     OperatorOverrides(StateDatabase(runs / "b" / STATE_FILE)).set_override("real", "quarantined", "ben", "oil")
-    database, clock = StateDatabase(runs / "c" / STATE_FILE), Clock()
+    database = StateDatabase(runs / "c" / STATE_FILE)
     leases = LeaseTable(database)
-    service = ResourceService(leases, Registry(leases, database), runs / "c", clock)
+    service = ResourceService(leases, Registry(leases, database), runs / "c")
     service.registry.announce(robot("real"))
     assert isinstance(lease_request(service, "real"), LeaseRefusal)
     assert main(["hardware", "restore", "real", "--run", str(runs / "b"), "--by", "ben"]) == 0
-    assert "real stays out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().out
-    clock.now_s += 1.0
+    assert "real is out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().out
     assert isinstance(lease_request(service, "real"), LeaseRefusal)
+    assert main(["hardware", "restore", "real", "--run", str(runs / "c"), "--by", "ben"]) == 2
+    assert "real is out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().err
     assert main(["hardware", "restore", "real", "--run", str(runs / "a"), "--by", "ben"]) == 0
     assert "real is in use again; it was quarantined by ana" in capsys.readouterr().out
-    clock.now_s += 1.0
     assert isinstance(lease_request(service, "real"), LeaseGrant)
+    assert not [each for each in read_audit_log(runs / "c" / STATE_FILE) if each.event in ("quarantined", "restored")]
+
+
+def test_run_whose_state_is_damaged_keeps_no_robot_from_its_lease(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    create_run_folder(lab(runs=runs), "b", "tcp://127.0.0.1:5999")
+    for file in (runs / "a").glob(f"{STATE_FILE}*"):
+        file.write_text("{" * 200)
+    database = StateDatabase(runs / "b" / STATE_FILE)
+    leases = LeaseTable(database)
+    service = ResourceService(leases, Registry(leases, database), runs / "b")
+    service.registry.announce(robot("real"))
+    assert isinstance(lease_request(service, "real"), LeaseGrant)
+    assert [f"{runs / 'a' / STATE_FILE} is damaged" in each for each in caplog.messages].count(True) == 1
+    with pytest.raises(StateError, match="damaged.*move this run out of"):
+        out_of_use(lab().robots, runs)
 
 
 def lease_request(service: ResourceService, robot: str) -> LeaseGrant | LeaseRefusal:
@@ -248,6 +263,7 @@ def test_lost_compute_waits_while_overrides_cannot_be_read(tmp_path: Path) -> No
     allocation = ClusterAllocation(cast("RayCluster", cluster), config, "one", tmp_path)
     assert allocation.reacquire("learner") == "gpu: missing (none there)"
     (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.yaml").touch()
     (tmp_path / "demo" / STATE_FILE).write_text("{" * 200)
     assert f"{tmp_path / 'demo' / STATE_FILE} is damaged" in str(allocation.reacquire("learner"))
 

@@ -78,6 +78,7 @@ def test_launch_holds_a_robot_that_another_run_has_quarantined(
 ) -> None:
     """Before any process starts, and before a demonstration is recorded."""
     OperatorOverrides(StateDatabase(tmp_path / "runs/a" / STATE_FILE)).set_override("arm", "quarantined", "ana", "oil")
+    (tmp_path / "runs/a/config.yaml").touch()
     text = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]\ndemonstrations: {episodes: 0}\n"
     (tmp_path / "lab.yaml").write_text(f"{text}console: {{port: 0}}\ngateway: {{endpoint: 'tcp://127.0.0.1:0'}}\n")
     held: list[str] = []

@@ -34,7 +34,7 @@ from user_sys.compose import (
 )
 from user_sys.config import load
 from user_sys.errors import RunError
-from user_sys.robot_records import override_elsewhere
+from user_sys.robot_records import restore_robot
 from user_sys.run.allocation import offered_resources, plan_run, probe_failures, store_node_names, with_local_lease
 from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
 from user_sys.store.record_format import is_locked
@@ -185,11 +185,7 @@ def drain(robot: str, run: Path, by: str | None, reason: str) -> None:
 @_override_options
 def restore(robot: str, run: Path, by: str | None) -> None:
     """Put ROBOT back into use. A running gateway applies this at once."""
-    folder = _run_folder(run)
-    override = OperatorOverrides(StateDatabase(folder / STATE_FILE)).clear_override(robot, operator_name(by))
-    left = override_elsewhere(robot, folder)
-    state = f"stays out of use: {left.what} {left.note}" if left else "is in use again"
-    print_line(f"{robot} {state}; it was {override.what} {override.note}")
+    print_line(restore_robot(robot, _run_folder(run), operator_name(by)))
 
 
 @click.command()

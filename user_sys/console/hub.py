@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN, OperatorOverrides
+from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN, OperatorOverrides, OverrideKind
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import RobotSpec
 from hal.state_database import STATE_FILE, StateDatabase
@@ -35,6 +35,7 @@ from user_sys.messages import (
     PreviewRequest,
     RobotStatus,
 )
+from user_sys.robot_records import restore_robot
 
 MAX_ROBOTS = 64
 MAX_CAMERAS_PER_ROBOT = 8  # of one robot
@@ -387,15 +388,12 @@ class ConsoleHub:
             HalError: there is nothing to restore, or the run's state cannot be written.
         """
         self._require_robot(robot)
+        if order == "restore":
+            restore_robot(robot, self._folder, person)
+            return
         with StateDatabase(self._folder / STATE_FILE) as database:
-            overrides = OperatorOverrides(database)
-            match order:
-                case "quarantine":
-                    overrides.set_override(robot, "quarantined", person, reason)
-                case "drain":
-                    overrides.set_override(robot, "draining", person, reason)
-                case "restore":
-                    overrides.clear_override(robot, person)
+            kind: OverrideKind = "quarantined" if order == "quarantine" else "draining"
+            OperatorOverrides(database).set_override(robot, kind, person, reason)
 
     def previews(self, shown: ShownCameras) -> list[PreviewImage]:
         """The newest frame of each camera that a page shows."""

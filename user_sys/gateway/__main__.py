@@ -17,6 +17,7 @@ from user_sys.errors import RunError, StoreFull, UserSysError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.gateway import Gateway
 from user_sys.logs import configure_logging
+from user_sys.robot_records import CONFIG_FILE
 
 logger = logging.getLogger("user_sys.gateway")
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     try:
-        config, logged = read_gateway_config(args.run / "config.yaml"), ""
+        config, logged = read_gateway_config(args.run / CONFIG_FILE), ""
         while not stop.is_set():
             try:
                 Gateway(config, args.run).run(stop)

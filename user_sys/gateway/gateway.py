@@ -56,7 +56,7 @@ from user_sys.messages import (
     WeightsOffer,
     WeightsRequest,
 )
-from user_sys.robot_records import override_elsewhere, save_robot_record
+from user_sys.robot_records import OverridesOfRuns, override_elsewhere, save_robot_record
 from user_sys.store.store import StoreWriter
 from user_sys.threads import ThreadedService
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, new_keypair, save_keypair
@@ -75,7 +75,6 @@ MAX_CAMERAS, MAX_WAITING_BYTES = 64, 32 << 20  # of one robot's pictures for one
 STOP_TIMEOUT_S = 30.0
 
 LEASE_BURST, LEASE_REFILL_S = 10, 0.5  # new leases of one robot; each needs a disk write
-LOOK_ELSEWHERE_S = 1.0  # between two readings of the other runs' overrides for one robot
 
 
 class DiskThread(ThreadedService):
@@ -170,8 +169,9 @@ class ResourceService:
     def __init__(
         self, leases: LeaseTable, registry: Registry, run_dir: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.registry, self._run_dir, self._clock = registry, run_dir, clock
-        self._look_at_s: dict[str, float] = {}  # by robot: when the other runs' overrides may be read again
+        self.registry, self._run_dir = registry, run_dir
+        self._other_runs = OverridesOfRuns(run_dir.parent)
+        self._unreadable: dict[str, str] = {}  # other runs, with the reason
         self._leases = leases
         self._lease_limits: dict[str, TokenBucket] = defaultdict(
             lambda: TokenBucket(1 / LEASE_REFILL_S, LEASE_BURST, clock)
@@ -239,11 +239,11 @@ class ResourceService:
         )
 
     def _look_elsewhere(self, robot: str) -> None:
-        """An override in another run keeps the robot from a new lease here."""
-        if (now_s := self._clock()) < self._look_at_s.get(robot, now_s):
-            return
-        self._look_at_s[robot] = now_s + LOOK_ELSEWHERE_S
-        override = override_elsewhere(robot, self._run_dir)
+        """An override in another run keeps the robot from a new lease here. A run that cannot be read is logged."""
+        override = override_elsewhere(robot, self._run_dir, self._other_runs)
+        if self._other_runs.unreadable != self._unreadable:
+            self._unreadable = self._other_runs.unreadable
+            logger.error("gateway.other_runs_unreadable %s", "; ".join(self._unreadable.values()) or "none any more")
         with self._lock:
             self.registry.set_override_elsewhere(robot, override)
 

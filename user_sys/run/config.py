@@ -29,6 +29,7 @@ from user_sys.errors import ConfigError, RunError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.learner.config import LearnerConfig
 from user_sys.rewards.reward import RewardConfig
+from user_sys.robot_records import CONFIG_FILE
 from user_sys.run.metrics import LoggingConfig
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.receiver import ReceiverConfig
@@ -268,7 +269,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.config = path, path / "config.yaml"
+        self.path, self.config = path, path / CONFIG_FILE
         self.store, self.keys, self.robots = path / "store", path / "keys", path / "robots"
         self.checkpoints, self.weights, self.trace = path / "checkpoints", path / "weights", path / "trace"
         self.policy_address, self.console_address = path / "policy.address", path / "console.address"
