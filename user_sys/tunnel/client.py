@@ -253,9 +253,13 @@ class ClientSession:
         self._flows = {channel: ChannelFlow(bounds[channel], queues.send_queues[channel]) for channel in Channel}
         self._welcomed: set[Channel] = set()
         self._last_control_s = self._next_heartbeat_s = 0.0
+        self._echoed_ns = 0  # the time of the newest heartbeat on control that the gateway has echoed
 
-    def open(self, stopping: threading.Event) -> None:
-        """Blocks until the gateway has welcomed each channel, for `handshake_s` each at most. Raises as `exchange`."""
+    def open(self, stopping: threading.Event) -> bool:
+        """Blocks until the gateway has welcomed each channel, for `handshake_s` each at most. Raises as `exchange`.
+
+        Returns False if `stopping` was set before that.
+        """
         for channel in Channel:
             deadline = time.monotonic() + self._limits.handshake_s
             self._send(channel, self._hello)
@@ -266,6 +270,7 @@ class ClientSession:
                 self._receive()
             self._flows[channel].send_grant(self._sender(channel))  # the gateway may send before all channels are open
         self._last_control_s = time.monotonic()
+        return self._welcomed.issuperset(Channel)
 
     def exchange(self) -> None:
         """Sends and receives what there is, and waits for more.
@@ -293,6 +298,18 @@ class ClientSession:
         if blocked:
             return BLOCKED_RETRY_S
         return min(flow.send_queue.bandwidth_wait_s() for flow in self._flows.values())
+
+    def finish(self) -> None:
+        """Waits up to `CLOSE_LINGER_MS` until the gateway has handled what was sent on control.
+
+        A connection that is closed before it has read everything drops what it has sent.
+        """
+        last = Heartbeat(t_client_ns=time.monotonic_ns())
+        deadline = time.monotonic() + CLOSE_LINGER_MS / 1e3
+        if self._send(Channel.CONTROL, last):
+            while self._echoed_ns < last.t_client_ns and (left_s := deadline - time.monotonic()) > 0:
+                self._connection.wait(left_s)
+                self._receive()
 
     def _sender(self, channel: Channel) -> SendFrames:
         return lambda frames: self._connection.send(channel, frames)
@@ -344,6 +361,7 @@ class ClientSession:
                 raise SessionRefused(f"{self._connection.endpoint} refused us: {refusal.reason}")
             case Heartbeat() as echo:
                 if channel is Channel.CONTROL:
+                    self._echoed_ns = echo.t_client_ns
                     self._clock.add(echo, time.monotonic_ns())
             case ChunkAck() | ChunkRefusal() as reply if self._chunks is not None:
                 self._chunks.on_reply(reply)
@@ -412,7 +430,7 @@ class TunnelClient(StartedAtEntry):
         self._thread.start()
 
     def close(self) -> None:
-        """Sends queued control messages that libzmq accepts at once, and closes the connections.
+        """Sends queued control messages that libzmq accepts at once, waits for the gateway, and closes the connections.
 
         The outbox keeps its chunks. Blocks for at most `CLOSE_TIMEOUT_S`; repeated calls have no effect.
         """
@@ -564,14 +582,14 @@ class TunnelClient(StartedAtEntry):
         session = ClientSession(connection, self.hello, self._limits, self.queues, self._chunks, self._clock)
         opened_s = time.monotonic()
         try:
-            session.open(self._stopping)
-            if self._stopping.is_set():
+            if not session.open(self._stopping):
                 return
             opened_s = time.monotonic()
             self.queues.transition_to(TunnelState.OPEN)
             while not self._stopping.is_set():
                 session.exchange()
             session.flush()  # for example a lease release
+            session.finish()
         finally:
             if time.monotonic() - opened_s > self._limits.dead_after_s:
                 backoff.reset()
