@@ -48,6 +48,8 @@ REWARDS = {
     "rule": "user_sys.rewards.rule:RuleReward",
     "vlm": "user_sys.rewards.vlm:VlmReward",
 }
+TEXT_PATHS = ("statistics", "text_encoder", "tokenizer")  # options of policies: a path or another name
+NOT_PATHS = ("", "bounds", "checkpoint")  # values with a meaning of their own for `statistics`
 
 
 def load_algorithm(name: str, options: Mapping[str, Any]) -> tuple[type[Algorithm], Any]:
@@ -81,6 +83,13 @@ def with_absolute_paths(config: RewardConfig) -> RewardConfig:
     _, settings = _reward(config)
     paths = {name: str(value.resolve()) for name, value in vars(settings).items() if isinstance(value, Path)}
     return replace(config, options={**config.options, **paths})
+
+
+def path_options(settings: Any) -> dict[str, Path]:
+    """The options of a policy that are paths, or text that may be one, as given; `settings` are the policy's."""
+    given = {name: getattr(settings, name, "") for name in TEXT_PATHS}  # those of a package need not be texts
+    texts = {name: Path(text) for name, text in given.items() if isinstance(text, str) and text not in NOT_PATHS}
+    return {name: value for name, value in vars(settings).items() if isinstance(value, Path)} | texts
 
 
 def _reward(config: RewardConfig) -> tuple[type[Reward], Any]:

@@ -27,8 +27,9 @@ from user_sys.errors import ConfigError, RunError
 from user_sys.inference.__main__ import MAX_ELEMENTS, PolicyServerConfig, main, policy_opener, require_own_policy
 from user_sys.inference.policy_server import PolicyServer
 from user_sys.inference.protocol import POLICY_NODE, PolicyDescription
+from user_sys.policies.mlp import MlpSettings
 from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder
-from user_sys.run.prepare import prepare_run_folder
+from user_sys.run.prepare import prepare_run_folder, resolve_paths
 from user_sys.run.topology import ProcessSlot, policy_process
 from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
@@ -96,19 +97,87 @@ def test_settings_of_weights_and_tunnels_reach_the_policy_server(tmp_path: Path)
 
 
 def test_server_of_a_run_gets_its_policy(tmp_path: Path) -> None:
-    options = {"hidden": (16, 8), "gripper": {"threshold": 1e-5}}
-    config = fleet(tmp_path, kind="flow", location="server", device="cpu", options=options, features=("a",))
+    options = {"type": "act", "config": {"dim_model": (16, 8), "optimizer_lr": 1e-5}}
+    config = fleet(tmp_path, kind="lerobot", location="server", device="cpu", options=options, features=("a",))
     argv = policy_process(prepared(fleet(tmp_path)), config, ProcessSlot(), "desk", ENDPOINT).argv
     own = load(PolicyServerConfig, None, argv[3:]).policy
-    assert (own.kind, own.features, own.device) == ("flow", ("a",), "cpu")
-    require_own_policy(own, PolicyDescription(kind="flow", options=options, features=("a",), spec=SPEC))
+    assert (own.kind, own.features, own.device) == ("lerobot", ("a",), "cpu")
+    require_own_policy(own, PolicyDescription(kind="lerobot", options=options, features=("a",), spec=SPEC))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("steered", {"base": "flow"}),
+        ("steered", {"base": "lerobot", "base_options": {"path": "act"}}),
+        ("lerobot", {"path": "act", "statistics": "latest"}),
+        ("lerobot", {"path": "~/act"}),
+        ("lerobot", {"path": "lerobot/smolvla_base"}),
+        ("vla", {"text_encoder": "act"}),
+    ],
+)
+def test_server_with_the_policy_section_of_a_run_acts_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    for name in ("act", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = PolicyConfig(kind=kind, options=options, endpoint="tcp://gpu:5557")
+    sent = resolve_paths(RunConfig(policy=own)).policy
+    monkeypatch.setenv("HOME", "/root")
+    require_own_policy(own, PolicyDescription(kind=kind, options=sent.options, features=(), spec=SPEC))
+
+
+def test_options_that_are_left_out_equal_their_defaults() -> None:
+    options = {"hidden": list(MlpSettings().hidden)}
+    require_own_policy(PolicyConfig(), PolicyDescription(kind="mlp", options=options, features=(), spec=SPEC))
+
+
+LONG = [f"layers.{number}" for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "requested", "reason"),
+    [
+        ("lerobot", {"path": "a/act"}, {"path": "/b/pi0"}, "options.path is 'a/act', the robot's '/b/pi0'; set"),
+        ("lerobot", {"type": "act"}, {"path": "/b/act"}, "options.path is None, the robot's '/b/act'; set"),
+        (
+            "lerobot",
+            {"type": "act", "config": {"chunk_size": 8, "n_obs_steps": 1}},
+            {"type": "act", "config": {"chunk_size": 8}},
+            "options.config.n_obs_steps is 1, the robot's None; set",
+        ),
+        (
+            "vla",
+            {"train": {"mode": "modules", "modules": [*LONG, "head"]}},
+            {"train": {"mode": "modules", "modules": [*LONG, "tail"]}},
+            "'head'], the robot's",
+        ),
+        ("steered", {"base": "flow"}, {"base": "vla"}, "options.base is 'flow', the robot's 'vla'; set"),
+        (
+            "steered",
+            {"base_options": {"hidden": [64]}},
+            {"base_options": {"hidden": [64], "chunk_length": 7}},
+            "options.base_options.chunk_length is",
+        ),
+    ],
+)
+def test_first_option_that_differs_is_named_with_both_values(
+    kind: str, own: dict[str, Any], requested: dict[str, Any], reason: str
+) -> None:
+    wanted = PolicyDescription(kind=kind, options=requested, features=(), spec=SPEC)
+    with pytest.raises(ConfigError, match="is another than the robot's: its policy") as refusal:
+        require_own_policy(PolicyConfig(kind=kind, options=own), wanted)
+    assert reason in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("requested", "reason"),
     [
         ({"kind": "lerobot", "options": {"path": "evil/act"}}, "kind is 'mlp', the robot's 'lerobot'; set both"),
-        ({"options": {"hidden": [20000, 20000]}}, "options is {}, the robot's {'hidden': [20000, 20000]}; set"),
+        ({"options": {"hidden": [20000, 20000]}}, "options.hidden is [256, 256], the robot's [20000, 20000]; set"),
         ({"features": ("observation.state",)}, "features is [], the robot's ['observation.state']; set"),
     ],
 )

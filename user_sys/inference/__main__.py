@@ -21,8 +21,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
@@ -39,12 +40,14 @@ from user_sys.inference.policy_server import OpenPolicy, PolicyServer
 from user_sys.inference.protocol import POLICY_NODE, PolicyDescription, encode_description
 from user_sys.logs import run_process
 from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.plugins import load_policy, path_options
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import MAX_PICTURE_BYTES, TunnelLimits, check_listen_endpoint
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig
 
 MAX_ELEMENTS = 1 << 14  # of a robot's vectors together
+MAX_VALUE_CHARS = 200  # of a setting, in a message
 
 log = logging.getLogger("user_sys.inference")
 
@@ -97,15 +100,39 @@ def select_device(requested: Device) -> str:
 def require_own_policy(own: PolicyConfig, requested: PolicyDescription) -> None:
     """Raises ConfigError unless a robot requests the server's own policy: a robot's key may not choose what runs here.
 
-    The message continues "the policy".
+    Options count as they take effect, with their defaults. The server uses its own paths, which belong to its computer:
+    only their last part counts. The message continues "the policy".
     """
-    for key in ("kind", "options", "features"):
-        allowed, wanted = (as_dict(getattr(policy, key)) for policy in (own, requested))
-        if wanted != allowed:
-            raise ConfigError(
-                f"is another than the robot's: its policy.{key} is {allowed!r:.200}, the robot's {wanted!r:.200}; set "
-                "both to the same"
-            )
+    _require_equal("policy.kind", own.kind, requested.kind)
+    _require_equal("policy.features", list(own.features), list(requested.features))
+    key, sides = "policy.options", [load_policy(own.kind, each.options)[1] for each in (own, requested)]
+    if own.kind == "steered":
+        from user_sys.policies.steered import load_base  # imports torch, as the policy has
+
+        _require_equal(key, *(_plain_options(replace(each, base_options={})) for each in sides))
+        key, sides = f"{key}.base_options", [load_base(each)[1] for each in sides]  # of the same base
+    _require_equal(key, *map(_plain_options, sides))
+
+
+def _plain_options(settings: Any) -> dict[str, Any]:
+    return {**as_dict(settings), **path_options(settings)}
+
+
+def _require_equal(key: str, own: Any, wanted: Any) -> None:
+    """Raises ConfigError with the first of two plain values that differ, below `key`."""
+    if isinstance(own, dict) and isinstance(wanted, dict):
+        for name in {**own, **wanted}:
+            _require_equal(f"{key}.{name}", own.get(name), wanted.get(name))
+        return
+    if isinstance(own, Path) and isinstance(wanted, Path) and wanted.name in (own.name, own.resolve().name):
+        return
+    if own != wanted:
+        texts = [repr(str(each) if isinstance(each, Path) else each) for each in (own, wanted)]
+        start = max(0, len(os.path.commonprefix(texts)) - MAX_VALUE_CHARS // 2)
+        allowed, asked = (f"{'...' if start else ''}{text[start:][:MAX_VALUE_CHARS]}" for text in texts)
+        raise ConfigError(
+            f"is another than the robot's: its {key} is {allowed}, the robot's {asked}; set both to the same"
+        )
 
 
 def require_small_robot(own: PolicyConfig, spec: RobotSpec) -> None:

@@ -52,7 +52,7 @@ from user_sys.learner.checkpoint import (
 )
 from user_sys.learner.config import LearnerConfig
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
-from user_sys.plugins import load_algorithm, load_policy, load_reward, with_absolute_paths
+from user_sys.plugins import load_algorithm, load_policy, load_reward, path_options, with_absolute_paths
 from user_sys.robot_records import (
     LEARNER,
     first_difference,
@@ -85,8 +85,6 @@ log = logging.getLogger(__name__)
 
 LAUNCHER = "launcher"  # follows the run as a console does
 LOCK_FILE = "launcher.lock"  # in the run's folder
-TEXT_PATHS = ("statistics", "text_encoder", "tokenizer")  # options of policies: a path or another name
-NOT_PATHS = ("", "bounds", "checkpoint")  # values with a meaning of their own for `statistics`
 REMOTE_PORTS = (20_000, 32_000)  # below those that Linux gives to outgoing connections
 
 
@@ -198,10 +196,8 @@ def resolve_paths(config: RunConfig) -> RunConfig:
 
 def _absolute_options(options: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """`options` with absolute paths to what exists here; `settings` are a policy's, made from them."""
-    given = {name: getattr(settings, name, "") for name in TEXT_PATHS}  # those of a package need not be texts
-    texts = {name: Path(text) for name, text in given.items() if isinstance(text, str) and text not in NOT_PATHS}
-    chosen = {name: value for name, value in vars(settings).items() if isinstance(value, Path)} | texts
-    return {**options, **{name: str(path.resolve()) for name, path in chosen.items() if path.exists()}}
+    found = {name: str(path.resolve()) for name, path in path_options(settings).items() if path.exists()}
+    return {**options, **found}
 
 
 def _with_absolute_files(robot: RobotConfig) -> RobotConfig:
