@@ -195,7 +195,7 @@ def restore(robot: str, run: Path, by: str | None) -> None:
 def audit(robot: str, run: Path | None, as_json: bool) -> None:
     """Print operators' actions, sign-ins, connections, refusals and leases, of all robots or of ROBOT, oldest first.
 
-    RUN may be the folder of a relay.
+    RUN may be the folder of a relay, or of `user-sys edge --console`.
     """
     path = machine_state_path() if run is None else run / STATE_FILE
     if run is not None and not path.exists():

@@ -17,7 +17,7 @@ from pathlib import Path
 from hal.durable import replace_durably
 from hal.errors import HalError
 from hal.resource import local_node
-from hal.state_database import STATE_FILE, AuditEntry, AuditLog
+from hal.state_database import STATE_FILE, AuditLog
 from user_sys.config import load
 from user_sys.console.config import ADDRESS_MODE, ConsoleConfig, as_before
 from user_sys.console.hub import ConsoleHub, HubMessage, OverrideOrder
@@ -25,12 +25,13 @@ from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.local_estop import LocalEstops
 from user_sys.edge.local_link import LocalLink
 from user_sys.errors import AuthorityError, WireError
+from user_sys.gateway.ingest import OperatorAudit
 from user_sys.logs import run_process
-from user_sys.messages import OperatorCommand, Preview, PreviewRequest
+from user_sys.messages import OperatorCommand, OperatorReply, Preview, PreviewRequest
 from user_sys.tunnel.protocol import AnyMessage, Payload
 
 DESCRIBE_DEADLINE_S = 1.0
-DESCRIBE_PERIOD_S = 2.0
+POLL_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class EdgeConsole:
         self._config = config
         self._link = LocalLink(config.endpoint, self._on_message)
         self._hub = EdgeHub(f"robots of {local_node()}", self._send, folder=config.folder)
-        self._estops = LocalEstops(self._hub.update, config.simulated)
+        self._estops = LocalEstops(self._on_reply, config.simulated)
+        self._audit = AuditLog(config.folder / STATE_FILE)
+        self._orders = OperatorAudit(self._audit.write)
         for robot in config.robots:
             self._hub.add_robot(robot)
 
@@ -82,22 +85,20 @@ class EdgeConsole:
         """Serves the page until `stop` is set. Raises as `ConsoleServer` does."""
         from user_sys.console.server import ConsoleServer  # needs the extra `console`
 
-        config = self._config
-        audit = AuditLog(config.folder / STATE_FILE)
+        config, audit = self._config, self._audit
         console, token = as_before(config.console, config.address)
         with ExitStack() as stack:
             stack.callback(audit.close)
             stack.enter_context(self._link)
-            self._audit = audit.write
             server = ConsoleServer(self._hub, console, token, audit.write, drawing_sources=config.drawing_sources)
             replace_durably(config.address, server.start().encode(), ADDRESS_MODE)
             stack.callback(server.stop)
             missing = set(config.robots)
-            while missing:
+            while not stop.is_set():
                 missing -= {robot for robot in missing if self._read_spec(robot)}
-                if stop.wait(DESCRIBE_PERIOD_S):
-                    return
-            stop.wait()
+                self._orders.expire()
+                audit.flush()
+                stop.wait(POLL_S)
 
     def _read_spec(self, robot: str) -> bool:
         try:
@@ -110,19 +111,23 @@ class EdgeConsole:
 
     def _on_message(self, message: AnyMessage, payload: Payload | None) -> None:
         try:
-            if isinstance(message, HubMessage):
+            if isinstance(message, OperatorReply):
+                self._on_reply(message)
+            elif isinstance(message, HubMessage):
                 self._hub.update(message)
             elif isinstance(message, Preview) and payload is not None:
                 self._hub.update_preview(message, bytes(payload), message.age_s(time.time_ns()))
         except WireError as error:
             log.warning("console.report_rejected %s", error)
 
+    def _on_reply(self, reply: OperatorReply) -> None:
+        self._hub.update(reply)
+        self._orders.on_reply(reply)
+
     def _send(self, message: OperatorCommand | PreviewRequest) -> bool:
         if not isinstance(message, OperatorCommand):
             return self._link.send(message, robot=message.robot)
-        if message.order != "drive":
-            order = AuditEntry(event="order", person=message.operator, robot=message.robot, order=message.order)
-            self._audit(order)
+        self._orders.on_command(message, "")
         if message.order != "e-stop":
             return self._link.send(message, robot=message.robot)
         if not self._estops.confirms(message):
