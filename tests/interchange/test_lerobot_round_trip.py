@@ -19,7 +19,7 @@ from user_sys.commands.main import main
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeFilter, originals_of
-from user_sys.interchange.lerobot_import import LerobotDataset
+from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset
 from user_sys.robot_records import save_robot_record
 from user_sys.store.labels import DeleteLabel, TrimLabel, column_labels
 from user_sys.store.maintenance import Retention, add_labels, compact_store
@@ -83,13 +83,18 @@ def test_labelled_columns_are_exported_in_place_of_recorded_ones(tmp_path: Path)
     assert found["log_prob"].dtype == np.float32 and "advantage" not in found
 
 
-def test_degrees_round_trip(tmp_path: Path) -> None:
+def store_with_arm(store: Path) -> str:
+    """Records an arm with angles in rad in the store; returns its embodiment."""
     state = ArraySpec.from_rows("observation.state", [(f"{n}", "rad" if n else "%", -5.0, 5.0) for n in range(3)])
     action = ArraySpec.from_rows("action", [("m", "rad/s", -5.0, 5.0), ("gripper", "%", -5.0, 5.0)])
     spec = RobotSpec(model="arm", rate_hz=10.0, observation=(state,), action=action)
-    store = tmp_path / "store"
     save_robot_record(store / "robots", "arm-0", spec)
-    make_store(store, episode_chunks("a", embodiment=spec.embodiment))
+    return spec.embodiment
+
+
+def test_degrees_round_trip(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    make_store(store, episode_chunks("a", embodiment=store_with_arm(store)))
     command = ["store", "export", str(store), "--format", "lerobot", "--output", str(tmp_path / "set")]
     assert main([*command, "--use-degrees"]) == 0
     before = read_store(store)["a"]
@@ -110,6 +115,23 @@ def test_degrees_round_trip(tmp_path: Path) -> None:
 def test_degrees_without_a_spec_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataSetError, match="--use-degrees needs the spec of embodiment e1, which the store lacks"):
         export(usual_store(tmp_path / "store"), tmp_path / "set", use_degrees=True)
+
+
+def test_import_in_degrees_of_an_export_in_rad_is_refused(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    make_store(store, episode_chunks("a", embodiment=store_with_arm(store)))
+    export(store, tmp_path / "set")
+    with pytest.raises(DataSetError, match="user/use_degrees is false .* leave out --use-degrees"):
+        bring_in(tmp_path / "set", tmp_path / "again", ImportOptions(use_degrees=True))
+
+
+def test_export_without_a_spec_can_be_imported_in_degrees(tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    store = make_store(tmp_path / "store", episode_chunks("a", embodiment=store_with_arm(again)))
+    export(store, tmp_path / "set")
+    assert bring_in(tmp_path / "set", again, ImportOptions(use_degrees=True)).episodes == 1
+    before, after = (read_store(each)["a"].columns["observation.state"] for each in (store, again))
+    np.testing.assert_allclose(after, before * (1, np.pi / 180, np.pi / 180), rtol=1e-6)
 
 
 def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ class DatasetPlan:
     Attributes:
         folder: its path in the output; empty for a single dataset.
         video: store frames as video, otherwise as images (JPEG files unchanged, raw frames as PNG).
-        in_degrees: the spec whose angles are written in degrees; None writes them as recorded.
+        spec: of the robot, if the store has it.
+        use_degrees: the angles of `spec` are written in degrees; otherwise as recorded.
     """
 
     folder: str
@@ -145,7 +146,8 @@ class DatasetPlan:
     tasks: list[str]
     files: list[list[str]]
     steps: int
-    in_degrees: RobotSpec | None = None
+    spec: RobotSpec | None = None
+    use_degrees: bool = False
 
     @property
     def episodes(self) -> int:
@@ -197,7 +199,8 @@ def plan_export(
             tasks=list(dict.fromkeys(reader.sentence(episode.episode) for episode in group)),
             files=list(_files(group, file_mb * 1e6)),
             steps=sum(reader.steps(episode.episode) for episode in group),
-            in_degrees=spec if use_degrees else None,
+            spec=spec,
+            use_degrees=use_degrees,
         )
         plans.append(plan)
     return plans
@@ -313,7 +316,7 @@ class _FileWriter:
 
     def add(self, episode: StoredEpisode) -> None:
         """Adds a whole episode. Raises DataSetError: a frame has another size, or a vector than in the spec."""
-        if (spec := self._plan.in_degrees) is not None:
+        if self._plan.use_degrees and (spec := self._plan.spec) is not None:
             vectors, final = (convert_angles(each, spec, to_degrees=True) for each in (episode.columns, episode.final))
             episode = replace(episode, columns=vectors, final=final)
         columns = self._numeric(episode)
@@ -376,7 +379,8 @@ class _FileWriter:
             row |= {f"videos/{name}/chunk_index": chunk, f"videos/{name}/file_index": file}
             row[f"videos/{name}/from_timestamp"] = self._video_steps / self._fps
             row[f"videos/{name}/to_timestamp"] = (self._video_steps + episode.steps) / self._fps
-        return row | {IN_DEGREES: self._plan.in_degrees is not None} | _user_columns(episode)
+        in_degrees = self._plan.use_degrees if self._plan.spec else None  # without a spec their unit is not known
+        return row | {IN_DEGREES: in_degrees} | _user_columns(episode)
 
     def __enter__(self) -> _FileWriter:
         return self

@@ -337,7 +337,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
         success: of episodes without it; None is unknown.
         frames: ``auto`` keeps JPEG files, stores videos as JPEG and lossless images raw; ``jpeg`` and ``raw`` force
             one form, except that JPEG files stay.
-        use_degrees: angles are in degrees, as of LeRobot's arms with that setting, unless the dataset has its own mark.
+        use_degrees: angles are in degrees, as of LeRobot's arms with that setting. An export of ours has its own mark.
     """
 
     source: EpisodeSource | None = None
@@ -514,6 +514,11 @@ class _Converter:
         """`columns` in the units of the robot's spec. Raises DataSetError: they do not seem to be in the named ones."""
         spec = self._specs.get(header.embodiment)
         recorded: bool | None = episode.metadata.get(IN_DEGREES)
+        if recorded is False and self._options.use_degrees:
+            raise DataSetError(
+                f"episode {episode.index}: {IN_DEGREES} is false in meta/episodes, so its angles are in the units of "
+                "the robot's spec: leave out --use-degrees; if the exported store had no spec, export it again"
+            )
         in_degrees = self._options.use_degrees if recorded is None else recorded
         if spec is None:
             if in_degrees:
