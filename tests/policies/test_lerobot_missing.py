@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from user_sys.errors import ConfigError
 from user_sys.plugins import load_policy
@@ -90,3 +91,32 @@ def test_step_that_may_run_code_of_a_checkpoint_is_refused(tmp_path: Path, step:
     with pytest.raises(ConfigError, match=reason) as refused:
         require_known_steps(settings, PREPROCESSOR_NAME)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("marks", "use_degrees", "reason"),
+    [
+        ([False, False], True, "exported in rad: .* export it with user-sys store export --use-degrees"),
+        ([None, True], False, "exported in degrees: .* export it without user-sys store export --use-degrees"),
+        ([True], True, ""),
+        ([False], False, ""),
+        ([None], True, ""),
+    ],
+)
+def test_statistics_of_an_export_in_another_unit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: list[bool | None], use_degrees: bool, reason: str
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("user_sys.policies.lerobot_checkpoint.lerobot_version", lambda: "0.4.4")
+    (tmp_path / "meta/episodes/chunk-000").mkdir(parents=True)
+    (tmp_path / "meta/stats.json").write_text("{}")
+    table = pa.table({"user/use_degrees": pa.array(marks, pa.bool_())})
+    pq.write_table(table, tmp_path / "meta/episodes/chunk-000/file-000.parquet")
+    plain, settings = example_spec(), LeRobotSettings(type="act", use_degrees=use_degrees, statistics=str(tmp_path))
+    spec = replace(plain, observation=(replace(plain.observation[0], units=("rad", "rad/s")),))
+    features = PolicyFeatures.of(spec, settings)
+    if reason:
+        with pytest.raises(ConfigError, match=f"use_degrees is {str(use_degrees).lower()}, .* {reason}"):
+            features.statistics(spec, settings)
+    else:
+        assert features.statistics(spec, settings)

@@ -263,6 +263,21 @@ class _RowReader:
         return self._rows.slice(found[0], steps).combine_chunks()
 
 
+def recorded_units(root: Path) -> set[bool]:
+    """Whether angles are in degrees, by the marks of our exports; empty for a dataset without a mark.
+
+    Raises DataSetError: a table of episodes cannot be read.
+    """
+    found: set[bool | None] = set()
+    for path in sorted((root / "meta/episodes").glob("*/*.parquet")):
+        try:
+            if IN_DEGREES in pq.read_schema(path).names:
+                found |= {*pq.read_table(path, columns=[IN_DEGREES])[IN_DEGREES].to_pylist()}
+        except _BROKEN as error:
+            raise _broken(path, error) from None
+    return {each for each in found if each is not None}
+
+
 def _read_info(root: Path) -> DatasetInfo:
     path = root / INFO
     try:

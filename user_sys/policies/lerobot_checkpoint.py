@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hal.errors import SpecError, install_hint
 from hal.settings import Limit, Positive, suggest
 from hal.spec import ACTION, ENVIRONMENT_STATE, IMAGES, STATE, ArraySpec, CameraSpec, RobotSpec
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, DataSetError
 from user_sys.policies.scaling import feature_specs, require_vectors
 from user_sys.policies.trainable import TrainSettings
 
@@ -144,7 +144,7 @@ class PolicyFeatures:
                 f"policy.options.execute is {settings.execute}, and a chunk of {settings.source} has only {length} "
                 "actions: give at most that many, or 0"
             )
-        if settings.use_degrees and all((each.degrees_per_unit == 1.0).all() for each in found.arrays(spec).values()):
+        if settings.use_degrees and not found.has_rad(spec):
             raise ConfigError(f"policy.options.use_degrees: {spec.model} has no angle in rad; remove the setting")
         return found
 
@@ -224,6 +224,10 @@ class PolicyFeatures:
         """The vectors that the policy reads, and the action, by the checkpoint's name."""
         return {**{self.names[each.name]: each for each in self.vectors}, ACTION: spec.action}
 
+    def has_rad(self, spec: RobotSpec) -> bool:
+        """Whether one of `arrays` has an angle in rad."""
+        return any((each.degrees_per_unit != 1.0).any() for each in self.arrays(spec).values())
+
     def input_features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """By the checkpoint's name: LeRobot's feature type and shape; pictures are (3, height, width)."""
         vectors = {self.names[each.name]: (TYPE_OF_VECTOR[each.name], each.shape) for each in self.vectors}
@@ -234,7 +238,7 @@ class PolicyFeatures:
         """Returns LeRobot's dataset statistics by feature, or None for those of the checkpoint.
 
         Raises:
-            ConfigError: the folder in `settings.statistics` is no LeRobot dataset.
+            ConfigError: the folder in `settings.statistics` is no LeRobot dataset, or an export of ours in other units.
         """
         wanted = settings.statistics or ("bounds" if settings.path is None else "checkpoint")
         if wanted == "checkpoint":
@@ -252,6 +256,8 @@ class PolicyFeatures:
                 f"policy.options.statistics: {path} cannot be read ({error}); give checkpoint, bounds, or the folder "
                 "of a LeRobot dataset v3"
             ) from None
+        if self.has_rad(spec):
+            _require_unit(Path(wanted), settings.use_degrees)
         renamed = {self.names.get(name, name): each for name, each in found.items()}
         return renamed | {self.names[each.feature]: _picture_statistics() for each in self.cameras}
 
@@ -380,6 +386,27 @@ def _statistics_of_bounds(spec: ArraySpec, in_degrees: bool) -> dict[str, list[A
     return {"min": low, "max": high, "mean": mean, "std": half, **dict.fromkeys(("q01", "q10"), low)} | dict.fromkeys(
         ("q90", "q99"), high
     )
+
+
+def _require_unit(folder: Path, use_degrees: bool) -> None:
+    """Raises ConfigError: the dataset is an export of ours with angles in the other unit, or that cannot be read."""
+    if not (folder / "meta/episodes").is_dir():
+        return
+    try:
+        from user_sys.interchange.lerobot_import import recorded_units
+
+        found = recorded_units(folder)
+    except ImportError:
+        hint = install_hint("interchange")
+        raise ConfigError(f"policy.options.statistics: the unit of angles in {folder} is not read: {hint}") from None
+    except DataSetError as error:
+        raise ConfigError(f"policy.options.statistics: {error}") from None
+    if (not use_degrees) in found:
+        unit, option = ("rad", "with") if use_degrees else ("degrees", "without")
+        raise ConfigError(
+            f"policy.options.use_degrees is {str(use_degrees).lower()}, and the angles of {folder} are exported in "
+            f"{unit}: for policy.options.statistics, export it {option} user-sys store export --use-degrees"
+        )
 
 
 def _picture_statistics() -> dict[str, list[Any]]:
