@@ -673,7 +673,7 @@ def test_promised_actions_travel_with_a_request(server: EchoServer, keys: Path) 
         assert "prefix" not in server.opened[0].seen
 
 
-@pytest.mark.parametrize("features", [(), (ENVIRONMENT_STATE,), (ENVIRONMENT_STATE, STATE)])
+@pytest.mark.parametrize("features", [(), (ENVIRONMENT_STATE,), (STATE, ENVIRONMENT_STATE)])
 def test_correction_travels_with_its_chunk(server: EchoServer, keys: Path, features: tuple[str, ...]) -> None:
     """It reads the vectors that the policy reads, in the robot's order as the policy."""
     with remote(lambda: server.endpoint, keys, features=features) as policy:

@@ -594,9 +594,9 @@ def test_another_size_of_pictures_can_be_scaled(act: LeRobotSettings) -> None:
     assert len(policy.act(observation, SENTENCE, deterministic=True).actions) == 4
 
 
-def test_a_new_policy_reads_cameras_in_the_order_of_the_robot() -> None:
+def test_cameras_of_a_new_policy_in_another_order_than_the_robots_are_refused() -> None:
     listed = LeRobotSettings(type="act", cameras=("wrist", "front"))
-    assert LeRobotPolicy.select_cameras(SPEC, listed) == ("front", "wrist")
+    assert r"give the robot's order, [front, wrist]" in message(SpecError, listed)
 
 
 def test_a_camera_can_have_another_name_in_the_checkpoint(act: LeRobotSettings) -> None:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hal.errors import SpecError
-from hal.spec import ENVIRONMENT_STATE, STATE, Array, CameraSpec
+from hal.spec import ENVIRONMENT_STATE, STATE, CameraSpec
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.plugins import load_policy
 from user_sys.policies.conformance import example_observation, example_spec
@@ -39,17 +39,15 @@ READING: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options"), READING, ids=[kind for kind, _ in READING])
-def test_weights_act_alike_in_any_listed_order_of_cameras_and_features(kind: str, options: dict[str, Any]) -> None:
-    spec, seen = example_spec(), example_observation(np.random.default_rng(0))
-    features, actions, weights = [STATE, ENVIRONMENT_STATE], [], dict[str, Array]()
-    for order in (1, -1):
-        listed = {name: value[::order] if name == "cameras" else value for name, value in options.items()}
-        made, settings = load_policy(kind, listed)
-        weights = weights or policy_arrays(made.make_module(spec, settings=settings, features=features))
-        policy = made(spec, settings=settings, features=features[::order])
-        policy.load(weights)
-        actions.append(policy.act(seen, "lift", deterministic=True).actions)
-    np.testing.assert_array_equal(*actions)
+def test_list_in_another_order_than_the_robots_is_refused(kind: str, options: dict[str, Any]) -> None:
+    features, advice = [STATE, ENVIRONMENT_STATE], "give the robot's order, .* another order cannot be used"
+    for name, listed in (("features", features), ("options.cameras", options.get("cameras", []))):
+        if not listed:
+            continue
+        given = options | ({"cameras": listed[::-1]} if name == "options.cameras" else {})
+        made, settings = load_policy(kind, given)
+        with pytest.raises(SpecError, match=rf"policy.{name} is \[{', '.join(listed[::-1])}\]: {advice}"):
+            made(example_spec(), settings=settings, features=features[::-1] if name == "features" else features)
 
 
 @pytest.mark.parametrize("age", [np.zeros(1), np.zeros(2, np.float32)])

@@ -17,6 +17,7 @@ from hal.errors import SpecError, install_hint
 from hal.settings import Limit, Positive, suggest
 from hal.spec import ACTION, ENVIRONMENT_STATE, IMAGES, STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError, DataSetError
+from user_sys.policies.policy import require_order
 from user_sys.policies.scaling import feature_specs, require_vectors
 from user_sys.policies.trainable import TrainSettings
 
@@ -167,7 +168,8 @@ class PolicyFeatures:
                 f"policy.features: LeRobot's policies read {' and '.join(TYPE_OF_VECTOR)}, and not "
                 f"{', '.join(each.name for each in named if each not in vectors)}"
             )
-        cameras = tuple(each for each in spec.cameras if not settings.cameras or each.name in settings.cameras)
+        require_order("policy.options.cameras", settings.cameras, [*by_name])
+        cameras = tuple(by_name[name] for name in settings.cameras or by_name)
         names = {name: name for name in (*(each.name for each in vectors), *(each.feature for each in cameras))}
         return cls(settings.type, vectors, cameras, names, {each.name: each.shape[:2] for each in cameras})
 
@@ -205,7 +207,7 @@ class PolicyFeatures:
                 f"{spec.action.shape[0]}: take a checkpoint that was trained on this robot"
             )
         vectors = tuple(each for each in spec.observation if each.name in wanted)
-        if features and {*features} != {each.name for each in vectors}:
+        if features and (*features,) != tuple(each.name for each in vectors):
             read = ", ".join(each.name for each in vectors)
             raise SpecError(f"policy.features: {settings.path} reads {read}; remove the setting")
         cameras = tuple(each for each in spec.cameras if each.feature in wanted)

@@ -269,10 +269,10 @@ class TrainablePolicy(Policy):
         """Returns the cameras that a policy with `settings` reads on a robot: `Policy.cameras`, without building it.
 
         By default these are the setting ``cameras``, or all cameras of the robot if that is empty; no camera for
-        settings without it. They are in the robot's order: weights have columns for each camera, and no names of them.
+        settings without it. They are in the robot's order.
 
         Raises:
-            SpecError: the robot lacks such a camera, or has none.
+            SpecError: the robot lacks such a camera, or has none, or the setting has another order.
         """
         if not hasattr(settings, "cameras"):
             return ()
@@ -285,7 +285,21 @@ class TrainablePolicy(Policy):
             raise SpecError(
                 f"policy.options.cameras: {spec.model} has no camera {unknown[0]!r}; {suggest(unknown[0], known)}"
             )
-        return tuple(name for name in known if not settings.cameras or name in settings.cameras)
+        require_order("policy.options.cameras", settings.cameras, known)
+        return tuple(settings.cameras) or tuple(known)
+
+
+def require_order(setting: str, listed: Sequence[str], known: Sequence[str]) -> None:
+    """Checks names of vectors or cameras: weights have columns for each, and no names of them.
+
+    Raises SpecError: `listed`, of `setting`, is not in the order of `known`, which the robot has, or names one twice.
+    """
+    ordered = [name for name in known if name in listed]
+    if [*listed] != ordered:
+        raise SpecError(
+            f"{setting} is [{', '.join(listed)}]: give the robot's order, [{', '.join(ordered)}], and train anew; "
+            "weights that were trained with another order cannot be used"
+        )
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import numpy as np
 from hal.errors import SpecError
 from hal.spec import Array, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
-from user_sys.policies.policy import AGE_SUFFIX, ActionChunk
+from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, require_order
 
 Gripper = Literal["continuous", "discrete"]
 INPUT_CLIP = 5.0  # of scaled observations
@@ -62,12 +62,11 @@ def discrete_gripper(spec: RobotSpec, gripper: Gripper) -> int:
 def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArraySpec, ...]:
     """Returns the observations that a policy reads: `features`, or all vectors of the robot.
 
-    They are in the robot's order: weights have columns for each vector, and no names of them.
-
-    Raises SpecError: the robot lacks one of `features`.
+    Raises SpecError: the robot lacks one of `features`, or has them in another order.
     """
-    chosen = [spec.feature(name) for name in features]
-    return tuple(each for each in spec.observation if not chosen or each in chosen)
+    chosen = tuple(spec.feature(name) for name in features)
+    require_order("policy.features", features, [each.name for each in spec.observation])
+    return chosen or spec.observation
 
 
 def require_vectors(spec: RobotSpec, features: Sequence[str], reader: str, instead: str) -> None:

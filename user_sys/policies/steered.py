@@ -239,7 +239,7 @@ class SteeredPolicy(TorchPolicy):
     ) -> None:
         """See `TrainablePolicy`."""
         super().__init__(spec, settings=settings, features=features, seed=seed, device=device)
-        self._specs = feature_specs(spec, self.module.reads[0])
+        self._specs = tuple(spec.feature(name) for name in self.module.reads[0])
 
     @classmethod
     def check_robot(cls, spec: RobotSpec, settings: Any, features: Sequence[str] = ()) -> None:
