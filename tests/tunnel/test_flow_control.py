@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from user_sys.config import build
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import ConfigError, TunnelError, WireError
 from user_sys.messages import (
+    ChunkAck,
     ChunkOffer,
     ChunkRefusal,
     CreditGrant,
@@ -26,7 +32,8 @@ from user_sys.messages import (
     OperatorReply,
     WeightsOffer,
 )
-from user_sys.tunnel.connection import INITIAL_WINDOW_BYTES, ChunkSender
+from user_sys.tunnel import connection
+from user_sys.tunnel.connection import INITIAL_WINDOW_BYTES, ChunkSender, PendingChunk
 from user_sys.tunnel.flow_control import (
     MAX_QUEUED_BYTES,
     CoalescingQueue,
@@ -148,6 +155,142 @@ def test_refused_chunk_makes_room_for_the_next(tmp_path: Path) -> None:
                 sender.send_pending(queue, lambda frames: sent.append(frames[0]) is None)
             assert len(sent) == 1 + number, "one large chunk is in flight"
             sender.on_reply(ChunkRefusal(sequence=outbox.next_sequence - 3 + number, reason="damaged"))
+
+
+@dataclass
+class Chunks:
+    """A source of `recorded` chunks of one size."""
+
+    size_bytes: int
+    recorded: int = 0
+    done: int = 0
+    stream: str = "panda-0"
+
+    def __len__(self) -> int:
+        return self.recorded - self.done
+
+    def pending(self, after_sequence: int) -> Iterator[PendingChunk]:
+        return (PendingChunk(each, bytes(self.size_bytes)) for each in range(after_sequence + 1, self.recorded))
+
+    def acknowledge(self, sequence: int) -> None:
+        self.done = sequence + 1
+
+    def set_aside(self, sequence: int, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def set_on_append(self, on_append: Callable[[], None] | None) -> None:
+        pass
+
+
+class ChunkLink:
+    """A sender of chunks, a link with a queue, and a gateway that syncs chunks in groups. Time is simulated.
+
+    Attributes:
+        round_trip_s, sync_s: of later chunks.
+        longest_wait_s: the longest time that a byte waited for chunks before it, since a test has reset it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunks: Chunks, bytes_per_s: float) -> None:
+        self.now_s, self.longest_wait_s, self.sync_s = 0.0, 0.0, 0.0
+        monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.round_trip_s = 0.05
+        self.chunks, self._bytes_per_s, self._sender = chunks, bytes_per_s, ChunkSender(chunks)
+        self._queue = SendQueue(ChannelLimits(window_messages=1 << 20))
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order, self._sequences = itertools.count(), itertools.count()
+        self._free_s, self._arrived, self._synced, self._syncing = 0.0, -1, -1, False
+
+    def run(self, duration_s: float, record_each_s: float = 0.0) -> None:
+        """Sends for a time, and records a chunk each period if it is not zero."""
+        end_s = self.now_s + duration_s
+        for number in range(int(duration_s / record_each_s) if record_each_s else 1):
+            self._at(number * record_each_s, self._record if record_each_s else self._send)
+        while self._events and self._events[0][0] <= end_s:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+        self.now_s = end_s
+
+    def _at(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_s + delay_s, next(self._order), event))
+
+    def _record(self) -> None:
+        self.chunks.recorded += 1
+        self._send()
+
+    def _send(self) -> None:
+        self._queue.add_credit(
+            CreditGrant(messages=1 << 20, size_bytes=(16 << 20) + self.chunks.done * self.chunks.size_bytes)
+        )
+        self._sender.send_pending(self._queue, self._transmit)
+
+    def _transmit(self, frames: list[Payload]) -> bool:
+        sequence = next(self._sequences)
+        self._free_s = max(self._free_s, self.now_s) + len(frames[-1]) / self._bytes_per_s
+        self.longest_wait_s = max(self.longest_wait_s, self._free_s - self.now_s)
+        self._at(self._free_s - self.now_s + self.round_trip_s / 2, lambda: self._arrive(sequence))
+        return True
+
+    def _arrive(self, sequence: int) -> None:
+        self._arrived = max(self._arrived, sequence)
+        if not self._syncing:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._syncing, newest = self._arrived > self._synced, self._arrived
+        if self._syncing:
+            self._at(self.sync_s, lambda: self._on_synced(newest))
+
+    def _on_synced(self, sequence: int) -> None:
+        self._synced = sequence
+        self._at(self.round_trip_s / 2, lambda: self._acknowledge(sequence))
+        self._sync()
+
+    def _acknowledge(self, sequence: int) -> None:
+        self._sender.on_reply(ChunkAck(sequence=sequence))
+        self._send()
+
+
+@pytest.mark.parametrize(
+    "size_bytes, period_s, round_trip_s, sync_s",
+    [(2_000_000, 1.0, 2.5, 0.0), (200_000, 0.1, 4.0, 0.0), (2_000_000, 1.0, 0.05, 1.5), (200_000, 0.1, 0.05, 1.5)],
+)
+def test_chunks_keep_up_after_acknowledgements_become_slow(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, period_s: float, round_trip_s: float, sync_s: float
+) -> None:
+    link = ChunkLink(monkeypatch, Chunks(size_bytes), bytes_per_s=12e6)
+    link.run(100, period_s)
+    link.round_trip_s, link.sync_s = round_trip_s, sync_s
+    link.run(300, period_s)
+    assert len(link.chunks) <= 2 * (round_trip_s + 2 * sync_s) / period_s
+
+
+@pytest.mark.parametrize("round_trip_s", [1.05, 1.2, 2.0])
+def test_backlog_uses_the_link_after_the_round_trip_grows(monkeypatch: pytest.MonkeyPatch, round_trip_s: float) -> None:
+    link = ChunkLink(monkeypatch, Chunks(200_000, recorded=10**6), bytes_per_s=3e6)
+    link.run(50)
+    link.round_trip_s = round_trip_s
+    link.run(60)
+    done = link.chunks.done
+    link.run(100)
+    assert (link.chunks.done - done) * 200_000 / 100 > 0.8 * 3e6
+
+
+def test_own_queue_does_not_grow_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = ChunkLink(monkeypatch, Chunks(300_000, recorded=10**6), bytes_per_s=250e3)
+    link.run(800)
+    assert link.longest_wait_s < 2.5
+    assert link.chunks.done * 300_000 / 800 > 0.97 * 250e3
+
+
+def test_window_shrinks_after_the_round_trip_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = ChunkLink(monkeypatch, Chunks(50_000, recorded=10**6), bytes_per_s=250e3)
+    link.round_trip_s = 1.2
+    link.run(60)
+    link.round_trip_s = 0.05
+    link.run(60)
+    link.longest_wait_s = 0.0
+    link.run(100)
+    assert link.longest_wait_s < 1.5
 
 
 def test_first_offer_of_a_session_is_not_replaced() -> None:

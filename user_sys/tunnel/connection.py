@@ -61,7 +61,8 @@ _BYTES_RECEIVED_AT = 128
 
 ZAP_DENIED = 400
 ACK_TIMES = 512  # the newest times that count in the metrics
-IN_FLIGHT_S, IN_FLIGHT_ROUND_TRIPS = 1.0, 1.5  # of chunks: the longer of both, at the rate of acknowledgements
+IN_FLIGHT_S, IN_FLIGHT_ROUND_TRIPS = 1.0, 2.5  # of chunks: the longer of both, at the rate of acknowledgements
+FASTEST_ACK_VALID_S = 30.0
 INITIAL_WINDOW_BYTES = 256 << 10  # before the first acknowledgement
 MIN_ACK_S = 1e-3
 _DISCONNECT_REASONS = {
@@ -353,11 +354,17 @@ class PendingChunk(NamedTuple):
 
 
 class _SentChunk(NamedTuple):
-    """A chunk in flight. `done_bytes`: of the chunks of its session that were done when it was sent."""
+    """A chunk in flight.
+
+    Attributes:
+        done_bytes: of the chunks of its session that were done when it was sent.
+        is_alone: no other chunk was in flight when it was sent.
+    """
 
     size_bytes: int
     sent_s: float
     done_bytes: int
+    is_alone: bool
 
 
 class ChunkSource(Protocol):
@@ -389,7 +396,12 @@ class ChunkSender:
     """Sends the chunks of a source. One thread calls it; any thread may call `scalars`.
 
     Pictures for people wait behind the chunks in flight. So these are as many bytes as the gateway acknowledges within
-    `IN_FLIGHT_S`, and at least one chunk. A link with a longer round trip has more in flight.
+    `IN_FLIGHT_S`, and at least one chunk. A link with a longer round trip has more in flight: the gateway syncs chunks
+    in groups, so an acknowledgement may take twice as long as the fastest.
+
+    Chunks in flight delay each other. So the fastest acknowledgement rises only with that of a chunk that was alone
+    in flight. After `FASTEST_ACK_VALID_S` without one, the chunks in flight drain, and the next is sent alone
+    (as ProbeRTT of BBR, https://doi.org/10.1145/3009824).
     """
 
     def __init__(self, source: ChunkSource) -> None:
@@ -403,6 +415,7 @@ class ChunkSender:
         self._sent = -1
         self._sent_bytes = self._done_bytes = 0
         self._window_bytes, self._fastest_ack_s = INITIAL_WINDOW_BYTES, math.inf
+        self._fastest_at_s = time.monotonic()
 
     def resume(self, resume_after: int) -> None:
         """Starts a new session: chunks up to `resume_after` are durable, all later ones are sent again."""
@@ -418,14 +431,21 @@ class ChunkSender:
             if not send_queue.send(Envelope(ChunkOffer(sequence=chunk.sequence), chunk.packet), send):
                 return True
             self._sent = chunk.sequence
-            self._in_flight[chunk.sequence] = _SentChunk(len(chunk.packet), time.monotonic(), self._done_bytes)
+            is_alone = self._sent_bytes == self._done_bytes
+            self._in_flight[chunk.sequence] = _SentChunk(
+                len(chunk.packet), time.monotonic(), self._done_bytes, is_alone
+            )
             self._sent_bytes += len(chunk.packet)
             if not self._can_send(send_queue):
                 return False
         return False
 
     def _can_send(self, send_queue: SendQueue) -> bool:
-        return self._sent_bytes - self._done_bytes < self._window_bytes and send_queue.can_send()
+        window_bytes = 1 if self._is_probe_due(time.monotonic()) else self._window_bytes
+        return self._sent_bytes - self._done_bytes < window_bytes and send_queue.can_send()
+
+    def _is_probe_due(self, now: float) -> bool:
+        return now - self._fastest_at_s > FASTEST_ACK_VALID_S
 
     def on_reply(self, reply: ChunkAck | ChunkRefusal) -> None:
         """Handles the gateway's reply. A refused chunk is set aside; the next acknowledgement covers it."""
@@ -443,10 +463,15 @@ class ChunkSender:
         """Measures the rate of acknowledgements since the chunk was sent, which sets the window."""
         ack_s = max(now - chunk.sent_s, MIN_ACK_S)
         self._ack_times_s.append(ack_s)
-        self._fastest_ack_s = min(self._fastest_ack_s, ack_s)
         self._done_bytes += chunk.size_bytes
+        is_probe = chunk.is_alone and self._is_probe_due(now)
+        if chunk.is_alone or ack_s <= self._fastest_ack_s:
+            self._fastest_ack_s, self._fastest_at_s = ack_s, now
+        if is_probe:
+            return  # the rate of one chunk does not show that of the link
         bytes_per_s = (self._done_bytes - chunk.done_bytes) / ack_s
-        self._window_bytes = 1 + int(bytes_per_s * max(IN_FLIGHT_S, IN_FLIGHT_ROUND_TRIPS * self._fastest_ack_s))
+        long_bytes = bytes_per_s * IN_FLIGHT_ROUND_TRIPS * self._fastest_ack_s - chunk.size_bytes
+        self._window_bytes = 1 + int(max(bytes_per_s * IN_FLIGHT_S, long_bytes))  # the last chunk exceeds it
 
     def scalars(self) -> dict[str, float]:
         """The time from sending a chunk to its durable acknowledgement; empty before the first."""
