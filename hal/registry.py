@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Literal
@@ -86,15 +86,18 @@ class OperatorOverrides:
 
     def read(self) -> dict[str, Override]:
         """The overrides in force, by resource. Raises StateError: the database cannot be read."""
-        rows = self._database.rows("SELECT resource, content FROM override WHERE cleared_by IS NULL")
+        return self._decoded(self._database.rows("SELECT resource, content FROM override WHERE cleared_by IS NULL"))
+
+    def _decoded(self, rows: Sequence[tuple[str, bytes]]) -> dict[str, Override]:
         try:
             return {name: _OVERRIDE_DECODER.decode(content) for name, content in rows}
         except DECODE_ERRORS as error:
             raise StateError(f"an override in {self._database.path} cannot be read ({error}): restore it") from None
 
-    def is_known(self, name: str) -> bool:
-        """Whether the resource has or had an override."""
-        return bool(self._database.rows("SELECT 1 FROM override WHERE resource = ?", name))
+    def newest(self, name: str) -> Override | None:
+        """The newest override of the resource, in force or cleared. Raises StateError: it cannot be read."""
+        rows = self._database.rows("SELECT resource, content FROM override WHERE resource = ?", name)
+        return self._decoded(rows).get(name)
 
     def cleared_by(self, name: str) -> str:
         """The operator who has cleared the last override of the resource; empty if there was none."""
@@ -190,7 +193,7 @@ class Registry:
         self._elsewhere: dict[str, Override] = {}
         saved = {name: resource.record for name, resource in self._resources.items()}
         self._shown = {n: (r.health, r.note) for n, r in saved.items() if r.health in OVERRIDDEN}
-        self._audited = {name: shown for name, shown in self._shown.items() if self._overrides.is_known(name)}
+        self._audited = {name: shown for name, shown in self._shown.items() if self._is_own(name, *shown)}
         self._written: dict[str, ResourceRecord] = {}
         self._apply_overrides()
 
@@ -235,6 +238,11 @@ class Registry:
             self._overrides.set_override(name, "quarantined", _REGISTRY_NAME, why)
             known.faults.clear()
             self._apply_overrides()
+
+    @property
+    def overridden_elsewhere(self) -> tuple[str, ...]:
+        """The resources with an override of `set_override_elsewhere`."""
+        return tuple(self._elsewhere)
 
     def set_override_elsewhere(self, name: str, override: Override | None) -> None:
         """Sets the override of `name` in another registry. It counts like one of this registry, which goes first."""
@@ -361,6 +369,11 @@ class Registry:
         for name, override in self._in_force.items():
             if override.health is Health.QUARANTINED:
                 self._end_lease(self._leases.revoke, name, "revoked", override.note)
+
+    def _is_own(self, name: str, health: Health, note: str) -> bool:
+        """Whether a saved health is of an override of this registry, which may have been cleared meanwhile."""
+        newest = self._overrides.newest(name)
+        return newest is not None and (newest.health, newest.note) == (health, note)
 
     def _audit_overrides(self, own: Mapping[str, Override]) -> None:
         before, self._audited = self._audited, {name: (each.health, each.note) for name, each in own.items()}

@@ -8,7 +8,7 @@ from wait_kit import ClockNs
 
 from hal.errors import LeaseError, RegistryError, StaleToken, StateError
 from hal.lease import LeaseTable
-from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry, read_registry
+from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Override, Registry, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase, read_audit_log
 
@@ -291,6 +291,11 @@ def test_override_is_audited_once_over_restarts(
     book.clear_override("panda-0", "dora")
     restarted = started(StateDatabase(tmp_path / STATE_FILE), clock)
     restarted.poll()
+    restarted.set_override_elsewhere(
+        "panda-0", Override(what="quarantined", by="bob", why="in run a", since_unix_s=0.0)
+    )
+    restarted.poll()
+    assert restarted.record("panda-0").note == "by bob: in run a"
     started(StateDatabase(tmp_path / STATE_FILE), clock)
     entries = read_audit_log(tmp_path / STATE_FILE)
     found = [(e.event, e.person, e.reason) for e in entries]

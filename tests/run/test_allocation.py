@@ -211,8 +211,11 @@ def test_robot_gets_its_lease_once_it_is_restored_in_each_run(runs: Path, capsys
     assert isinstance(lease_request(service, "real"), LeaseRefusal)
     assert main(["hardware", "restore", "real", "--run", str(runs / "c"), "--by", "ben"]) == 2
     assert "real is out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().err
+    assert service.present()[0].health is Health.QUARANTINED
     assert main(["hardware", "restore", "real", "--run", str(runs / "a"), "--by", "ben"]) == 0
     assert "real is in use again; it was quarantined by ana" in capsys.readouterr().out
+    service.poll((), ())
+    assert service.present()[0].health is Health.READY, "without a request of its session"
     assert isinstance(lease_request(service, "real"), LeaseGrant)
     assert not [each for each in read_audit_log(runs / "c" / STATE_FILE) if each.event in ("quarantined", "restored")]
 

@@ -203,6 +203,8 @@ class ResourceService:
 
         Returns the changed resources, and a refusal for each lease that the registry has revoked.
         """
+        for robot in self.registry.overridden_elsewhere:  # its session may be away when it is restored
+            self._look_elsewhere(robot)
         with self._lock:
             for peer in robots:
                 self.registry.announce(_robot_resource(peer))  # `on_peer_opened` may not have announced it yet
