@@ -34,7 +34,7 @@ from user_sys.compose import (
 )
 from user_sys.config import load
 from user_sys.errors import RunError
-from user_sys.robot_records import restore_robot
+from user_sys.operator_overrides import restore_robot
 from user_sys.run.allocation import offered_resources, plan_run, probe_failures, store_node_names, with_local_lease
 from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
 from user_sys.store.record_format import is_locked

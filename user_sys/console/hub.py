@@ -35,7 +35,7 @@ from user_sys.messages import (
     PreviewRequest,
     RobotStatus,
 )
-from user_sys.robot_records import restore_robot
+from user_sys.operator_overrides import restore_robot
 
 MAX_ROBOTS = 64
 MAX_CAMERAS_PER_ROBOT = 8  # of one robot

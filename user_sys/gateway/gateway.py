@@ -56,7 +56,8 @@ from user_sys.messages import (
     WeightsOffer,
     WeightsRequest,
 )
-from user_sys.robot_records import OverridesOfRuns, override_elsewhere, save_robot_record
+from user_sys.operator_overrides import OverridesOfRuns, override_elsewhere
+from user_sys.robot_records import save_robot_record
 from user_sys.store.store import StoreWriter
 from user_sys.threads import ThreadedService
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, new_keypair, save_keypair

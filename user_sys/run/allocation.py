@@ -30,7 +30,7 @@ from hal.registry import Override
 from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.errors import RunError
-from user_sys.robot_records import operator_overrides
+from user_sys.operator_overrides import operator_overrides
 from user_sys.run.config import RunConfig
 from user_sys.run.topology import LOOPBACK, ProcessSlot, local_slots
 
