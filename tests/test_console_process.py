@@ -112,8 +112,9 @@ def test_console_learns_from_the_status_which_processes_have_ended(
     assert ended == [{"learner-b", "learner-c"}]
 
 
+@pytest.mark.parametrize("error, episodes", [(None, 4), (OSError("the disk failed"), 2)])
 def test_console_is_open_while_it_reads_a_long_history_and_counts_no_episode_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, episodes: int
 ) -> None:
     folder, config, metadata = open_run_folder(make_run(tmp_path, "run", [True] * 3).path)
     config = replace(config, console=ConsoleConfig(port=0))
@@ -126,6 +127,8 @@ def test_console_is_open_while_it_reads_a_long_history_and_counts_no_episode_twi
 
     def stored(folder: RunFolder) -> list[EpisodeSummary]:
         assert read.wait(DEADLINE_S)
+        if error is not None:
+            raise error
         return run_episodes(folder)
 
     def receive(timeout_s: float) -> EpisodeReport | None:
@@ -155,7 +158,7 @@ def test_console_is_open_while_it_reads_a_long_history_and_counts_no_episode_twi
         Page(console.address).close()
         assert hubs[0].view().episodes == 0
         read.set()
-        until(lambda: hubs[0].view().episodes == 4, "the earlier episodes and the new one", DEADLINE_S)
+        until(lambda: hubs[0].view().episodes == episodes, "the earlier episodes and the new ones", 30)
     finally:
         read.set()
         stop.set()

@@ -23,7 +23,7 @@ from user_sys.console.config import ADDRESS_MODE, as_before
 from user_sys.console.hub import ConsoleHub, HubMessage
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.local_estop import with_local_estop
-from user_sys.errors import RunError, SessionRefused, StoreError, WireError
+from user_sys.errors import RunError, SessionRefused, WireError
 from user_sys.logs import LogFile, run_process
 from user_sys.messages import EpisodeReport, MetricsReport, OperatorReply, ResourceUpdate, RobotStatus
 from user_sys.robot_records import learner_from_robot, read_robot_records
@@ -140,17 +140,18 @@ class ConsoleProcess:
 
     def _restore(self, stop: threading.Event) -> None:
         """Shows the run's earlier episodes and curves, which takes long after weeks."""
-        folder = self._folder
+        folder, known = self._folder, set[str]()
         try:
             elapsed_s = previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
             stored = run_episodes(folder)
             self._hub.restore_history(*previous_episodes(folder, stored), elapsed_s)
             losses = list(previous_losses(folder))  # read before the hub is locked
             self._hub.restore_curves(previous_outcomes(folder, stored), losses)
-            self._history.restored({each.episode for each in stored if each.complete})
-        except (RunError, StoreError) as error:
+            known = {each.episode for each in stored if each.complete}
+        except Exception as error:  # of any kind: people need the page, with or without the history
             log.warning("console.history_unreadable: the page shows the run from now on: %s", error)
-            self._history.restored(set())
+        finally:
+            self._history.restored(known)
 
     def _read_status(self) -> None:
         """The processes that have ended, from the launcher's file, if it has written one."""
