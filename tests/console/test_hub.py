@@ -453,11 +453,12 @@ def test_picture_replaces_the_previous_one(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].cameras == ("front",)
 
 
-def test_page_gets_the_age_of_a_picture(hub: ConsoleHub) -> None:
+def test_page_gets_the_age_of_a_picture_since_its_capture(hub: ConsoleHub, clock: Clock) -> None:
     sent = Preview(robot="panda-0", camera="front", step=0, captured_unix_ns=10**18)
     hub.update_preview(sent, jpeg(0), sent.age_s(10**18 + 2_500_000_000))
     (picture,) = hub.previews(ShownCameras())
-    assert b'"age_s":2.5' in encode_preview(picture)
+    clock.now_s += 60.0  # a page that is opened later
+    assert b'"age_s":62.5' in encode_preview(picture, hub.age_s(picture))
 
 
 def test_robots_nodes_and_cameras_are_bounded(hub: ConsoleHub) -> None:

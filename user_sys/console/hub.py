@@ -70,12 +70,12 @@ class ShownCameras:
 
 @dataclass(frozen=True)
 class PreviewImage:
-    """A camera's newest frame. `serial` grows with each frame of the hub. `age_s`: when it arrived."""
+    """A camera's newest frame. `serial` grows with each frame of the hub; `captured_s` is by the hub's clock."""
 
     robot: str
     camera: str
     step: int
-    age_s: float
+    captured_s: float
     serial: int
     jpeg: bytes
 
@@ -235,9 +235,10 @@ class ConsoleHub:
             if preview.camera not in pictures and len(pictures) >= MAX_CAMERAS_PER_ROBOT:
                 raise WireError(f"{preview.robot} sends pictures of more than {MAX_CAMERAS_PER_ROBOT} cameras")
             self._serial += 1
-            picture = PreviewImage(preview.robot, preview.camera, preview.step, age_s, self._serial, jpeg)
+            now_s = self._clock()
+            picture = PreviewImage(preview.robot, preview.camera, preview.step, now_s - age_s, self._serial, jpeg)
             pictures[preview.camera] = picture
-            self._robot(preview.robot).pictured_s[preview.camera] = self._clock()
+            self._robot(preview.robot).pictured_s[preview.camera] = now_s
         self._notify(picture)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -409,6 +410,10 @@ class ConsoleHub:
         """The newest frame of the same camera."""
         with self._lock:
             return self._robots[picture.robot].pictures[picture.camera]
+
+    def age_s(self, picture: PreviewImage) -> float:
+        """Seconds since its capture."""
+        return self._clock() - picture.captured_s
 
     def request_previews(self, pages: Sequence[ShownCameras], ttl_s: float) -> None:
         """Requests previews of the cameras that pages show, for the next `ttl_s` seconds."""

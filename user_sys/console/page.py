@@ -354,7 +354,7 @@ class PageSocket(_Socket):
         self._in_flight.add(key)
         self._sent_serial[key] = picture.serial
         async with asyncio.timeout(SEND_TIMEOUT_S):
-            await self._socket.send_bytes(protocol.encode_preview(picture))
+            await self._socket.send_bytes(protocol.encode_preview(picture, self._hub.age_s(picture)))
 
 
 class EstopSocket(_Socket):

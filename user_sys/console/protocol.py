@@ -230,6 +230,6 @@ def encode(message: ToPage) -> str:
     return _encoder.encode(message).decode()
 
 
-def encode_preview(picture: PreviewImage) -> bytes:
-    header = _encoder.encode(PreviewHeader(picture.robot, picture.camera, picture.step, picture.age_s))
+def encode_preview(picture: PreviewImage, age_s: float) -> bytes:
+    header = _encoder.encode(PreviewHeader(picture.robot, picture.camera, picture.step, age_s))
     return struct.pack("<I", len(header)) + header + picture.jpeg
