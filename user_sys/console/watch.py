@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import struct
@@ -14,8 +15,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
+from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
-from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from user_sys.errors import RunError
@@ -63,38 +64,44 @@ def watch_robot(
     """
     parts = urlsplit(address)
     options: dict[str, Any] = {} if person is None else _sign_in(f"https://{parts.netloc}", person)
+    url = f"{'ws' if person is None else 'wss'}://{parts.netloc}/ws?{parts.query}"
     try:
-        scheme = "ws" if person is None else "wss"
-        with connect(f"{scheme}://{parts.netloc}/ws?{parts.query}", proxy=None, max_size=None, **options) as socket:
-            hello = {"type": "hello", "operator": NAME}
-            look = {"type": "look", "on": True, "large": [robot]}
-            for request in (hello, look, {"type": "trace", "robot": robot, "pose": True}):
-                socket.send(json.dumps(request))
-            labels: dict[str, list[str]] = {}
-            seen: list[tuple[str, str]] = []
-            pinged_s = seen_s = time.monotonic()
-            while not stop.is_set():
-                now_s = time.monotonic()
-                if now_s - pinged_s > PING_PERIOD_S:  # the console closes a silent page
-                    pinged_s = now_s
-                    socket.send(json.dumps({"type": "ping", "sent_ms": 0.0}))
-                if seen and now_s - seen_s > SEEN_PERIOD_S:
-                    socket.send(json.dumps({"type": "seen", "pictures": seen}))
-                    seen, seen_s = [], now_s
-                try:
-                    message = socket.recv(SEEN_PERIOD_S if seen else POLL_S)
-                except TimeoutError:
-                    continue
-                if isinstance(message, bytes):
-                    length = struct.unpack_from("<I", message)[0]
-                    header = json.loads(message[4 : 4 + length])
-                    seen.append((header["robot"], header["camera"]))
-                    if header["robot"] == robot:
-                        into.show_picture(f"{robot}/{header['camera']}", message[4 + length :], time.time_ns())
-                    continue
-                _show(json.loads(message), robot, into, labels)
+        asyncio.run(_watch(url, options, robot, into, stop))
     except (OSError, WebSocketException) as error:
         raise RunError(f"the console at {parts.netloc} ended the connection or does not answer: {error}") from None
+
+
+async def _watch(url: str, options: dict[str, Any], robot: str, into: WatchedRobot, stop: threading.Event) -> None:
+    # Not websockets.sync: its two threads share one TLS connection, which loses one handshake in a hundred.
+    async with connect(url, proxy=None, max_size=None, **options) as socket:
+        hello = {"type": "hello", "operator": NAME}
+        look = {"type": "look", "on": True, "large": [robot]}
+        for request in (hello, look, {"type": "trace", "robot": robot, "pose": True}):
+            await socket.send(json.dumps(request))
+        labels: dict[str, list[str]] = {}
+        seen: list[tuple[str, str]] = []
+        pinged_s = seen_s = time.monotonic()
+        while not stop.is_set():
+            now_s = time.monotonic()
+            if now_s - pinged_s > PING_PERIOD_S:  # the console closes a silent page
+                pinged_s = now_s
+                await socket.send(json.dumps({"type": "ping", "sent_ms": 0.0}))
+            if seen and now_s - seen_s > SEEN_PERIOD_S:
+                await socket.send(json.dumps({"type": "seen", "pictures": seen}))
+                seen, seen_s = [], now_s
+            try:
+                async with asyncio.timeout(SEEN_PERIOD_S if seen else POLL_S):
+                    message = await socket.recv()
+            except TimeoutError:
+                continue
+            if isinstance(message, bytes):
+                length = struct.unpack_from("<I", message)[0]
+                header = json.loads(message[4 : 4 + length])
+                seen.append((header["robot"], header["camera"]))
+                if header["robot"] == robot:
+                    into.show_picture(f"{robot}/{header['camera']}", message[4 + length :], time.time_ns())
+                continue
+            _show(json.loads(message), robot, into, labels)
 
 
 def _sign_in(origin: str, person: PersonSignIn) -> dict[str, Any]:
