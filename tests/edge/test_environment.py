@@ -243,6 +243,23 @@ def test_frame_stride_applies_except_in_real_time() -> None:
     driver.close()
 
 
+def test_step_that_ends_the_episode_has_frames_whatever_the_stride() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    cameras = [FakeCamera(robot, spec) for spec in robot.spec.cameras]
+    task = FakeTask(max_steps=3)
+    driver = RobotEnvironment(robot, task, SafetyKernel(robot.spec), cameras, frame_stride=100)
+    driver.connect()
+    driver.reset(seed=0)
+    assert [bool(driver.step(STILL).frames) for _ in range(3)] == [False, False, True]
+    driver.reset(seed=0)
+    assert driver.step(np.full(4, np.nan, np.float32)).frames
+    task.radius_m = 10.0
+    driver.reset(seed=0)
+    after = driver.step(STILL)
+    assert after.outcome.success and after.frames
+    driver.close()
+
+
 def test_camera_has_its_own_rate() -> None:
     robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16, camera_hz=0.001))
     camera = FakeCamera(robot, robot.spec.cameras[0])

@@ -172,7 +172,8 @@ class RobotEnvironment:
 
     `reset`, `step` and `hold` raise SpecError if an observation or a reward is not finite; it names the source.
 
-    Cameras are read in every `frame_stride`-th control period, and in each one while `real_time` is set.
+    Cameras are read at every `frame_stride`-th step, and in each control period while `real_time` is set. They are also
+    read after a step that ends the task, reaches its `max_steps` or is refused: rewards judge the last pictures.
 
     Attributes:
         real_time: an action is observed at the end of its control period, after `wait_for_period_end`.
@@ -203,7 +204,7 @@ class RobotEnvironment:
         self._input_devices = _InputDevices(teleoperators)
         self._connected = False
         self._frame_stride = frame_stride
-        self._periods = 0
+        self._steps = 0
         self._captured_ns: dict[str, int] = {}  # by camera, of the newest frame in a time step
         self._newest: Observation | None = None
         self._logged_refusal = SafetyReason(0)
@@ -268,7 +269,7 @@ class RobotEnvironment:
             except EmergencyStopped as error:
                 self._stop_for(error)
         self.kernel.reset()
-        self._periods = 0
+        self._steps = 0
         self._captured_ns.clear()
         return self._time_step(applied=None, reasons=SafetyReason(0), t_command_ns=0, evaluate=False)
 
@@ -402,15 +403,19 @@ class RobotEnvironment:
         except SpecError as error:
             raise SpecError(f"robot {self._name}: {error}") from error
         self._newest = observation
+        outcome = self._evaluate(observation) if evaluate else NO_OUTCOME
+        self._steps += evaluate
+        ends = applied is None or outcome.terminated or outcome.truncated or self._steps >= self.task.max_steps
+        is_due = self.real_time or self._steps % self._frame_stride == 0 or (evaluate and ends)
         estop = self.kernel.latched_estop
         return TimeStep(
             observation=observation.arrays,
-            frames=self._frames(),
+            frames=self._frames() if is_due else {},
             t_capture_ns=observation.t_capture_ns,
             applied=applied,
             safety_reasons=int(reasons),
             t_command_ns=t_command_ns,
-            outcome=self._evaluate(observation) if evaluate else NO_OUTCOME,
+            outcome=outcome,
             held_periods=0,
             stopped=estop is not None,
             local_input=self._input_devices.read(),
@@ -425,10 +430,8 @@ class RobotEnvironment:
         return outcome
 
     def _frames(self) -> dict[str, CameraFrame]:
-        due = self.real_time or self._periods % self._frame_stride == 0
-        self._periods += 1
         found: dict[str, CameraFrame] = {}
-        for camera in self.cameras if due else ():
+        for camera in self.cameras:
             frame, name = camera.read(), camera.spec.name
             if frame.image.shape != camera.spec.shape or frame.image.dtype != np.uint8:
                 found_image = f"{frame.image.dtype} {frame.image.shape}"
