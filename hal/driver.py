@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hal.camera import Camera
 from hal.errors import SpecError
 from hal.robot import Robot
-from hal.settings import load_plugin, read_settings
+from hal.settings import NAME_PATTERN, load_plugin, read_settings
 from hal.spec import RobotSpec
 from hal.task import Task, TaskRequest
 from hal.teleoperator import Teleoperator
@@ -51,6 +51,8 @@ class RobotSetupRequest:
 class RobotSetup:
     """A robot with its task, cameras and input devices; nothing is connected yet.
 
+    Raises SpecError: a task's name is not of `hal.settings.NAME_PATTERN`, so that no episode of it could be stored.
+
     Attributes:
         task: the robot's task, or its `hal.task.TaskMix`.
         teleoperators: input devices that are attached to the robot's computer.
@@ -63,6 +65,14 @@ class RobotSetup:
     cameras: tuple[Camera, ...] = ()
     teleoperators: tuple[Teleoperator, ...] = ()
     film_cameras: tuple[Camera, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.task.names:
+            if not NAME_PATTERN.fullmatch(name):
+                raise SpecError(
+                    f"task: {name[:80]!r} is not a name: use letters, digits, '.', '_' and '-', and start with a "
+                    "letter or digit; words belong into its sentence"
+                )
 
 
 Options = TypeVar("Options")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
@@ -34,6 +35,7 @@ Count = Annotated[int, Meta(ge=1)]
 Limit = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Name = Annotated[str, Meta(pattern=r"^[\w-]{1,64}\Z", description="1 to 64 letters, digits, '-' and '_'")]
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # of what is recorded with episodes
 
 MAX_QUOTED_CHARS = 80
 MAX_NAMED = 6

@@ -55,7 +55,7 @@ class Task(ABC):
     """One task on one robot, in the driver process.
 
     Attributes:
-        name: short, e.g. ``lift``.
+        name: short, of letters, digits and ``._-``, e.g. ``lift``.
         instruction: the text for a language-conditioned policy.
         max_steps: the episode is truncated after this many control periods.
         sentences: other texts that mean the same as `instruction`.

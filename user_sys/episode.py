@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +52,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
+from hal.settings import NAME_PATTERN
 from user_sys.codec import (
     Array,
     ArrayEntry,
@@ -93,7 +93,6 @@ SCALAR_DTYPES = {
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]  # free text; the limit protects the index
 _Number = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Phase(enum.IntEnum):

@@ -132,6 +132,12 @@ def test_unusable_task_of_a_robot_is_refused_in_one_line(task: object, problem: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["reach the goal", "lift/red", "-lift"])
+def test_task_whose_episodes_could_not_be_stored_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"robot arm: task: '{name}' is not a name: use letters, .* its sentence"):
+        robot_spec(RobotConfig(name="arm", driver="ur", task=name, options={"host": "127.0.0.1"}))
+
+
 def test_tasks_survive_saving(tmp_path: Path) -> None:
     robot = tidying(task=["lift", {"name": "place", "paraphrase": True}])
     save(robot, tmp_path / "robot.yaml")

@@ -16,8 +16,9 @@ import pytest
 from interchange_kit import bring_in, episode_chunks, export, make_store, picture, read_store, usual_store
 from msgspec.structs import replace
 
+from hal.settings import NAME_PATTERN
 from hal.spec import ArraySpec, RobotSpec
-from user_sys.episode import NAME_PATTERN, EpisodeSource, Phase
+from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
 from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, valid_name

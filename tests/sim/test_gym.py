@@ -28,7 +28,7 @@ from hal.spec import STATE, RobotSpec
 from sim.gym import GymCamera, GymConfig, GymRobot, GymTask
 from user_sys.algorithms.algorithm import SentenceReader, policy_arrays
 from user_sys.algorithms.conformance import example_batch_for
-from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, make_policy, robot_spec
+from user_sys.compose import PolicyConfig, RobotConfig, TaskConfig, build_robot_setup, make_policy, robot_spec
 from user_sys.edge.agents import NewestFrames, task_outcome
 from user_sys.edge.environment import RobotEnvironment
 from user_sys.errors import ConfigError
@@ -222,7 +222,8 @@ def test_environment_that_fails_is_a_lost_robot(fault: str, message: str) -> Non
 
 
 def test_reward_end_and_success_feed_the_episode() -> None:
-    setup = build_robot_setup(RobotConfig(name="gym-0", driver="gym", task="go right", options={"id": "TestPoint-v0"}))
+    task = TaskConfig("go", sentence="go right")
+    setup = build_robot_setup(RobotConfig(name="gym-0", driver="gym", task=task, options={"id": "TestPoint-v0"}))
     assert isinstance(setup.task, GymTask) and (setup.task.max_steps, setup.task.instruction) == (30, "go right")
     environment = RobotEnvironment(setup.robot, setup.task, SafetyKernel(setup.robot.spec), setup.cameras)
     environment.connect()

@@ -26,7 +26,7 @@ from zmq.utils import z85
 
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import PRIVATE_FILE_MODE, make_folder_durably, remove_durably, replace_durably, sync_folder
-from user_sys.episode import NAME_PATTERN
+from hal.settings import NAME_PATTERN
 from user_sys.errors import ConfigError, RunError
 
 Role = Literal["robot", "learner", "console", "relay", "policy"]
