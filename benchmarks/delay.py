@@ -128,7 +128,7 @@ def opened_trainer(task: str, options: dict[str, Any], demonstrations: int, seed
             store.sync()
 
         requested = DemonstrationConfig(episodes=demonstrations)
-        for _ in generate_demonstrations(robot, requested, 0, keep, RecorderConfig(), seed=seed):
+        for _ in generate_demonstrations(robot, requested, {}, keep, RecorderConfig(), seed=seed):
             pass
         reader = StoreReader.open(folder)
         stack.callback(reader.close)

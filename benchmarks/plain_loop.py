@@ -114,7 +114,7 @@ class PlainLoop:
     def _demonstrations(self) -> Iterator[EpisodeReport]:
         config = self._config
         return generate_demonstrations(
-            self._robot, config.demonstrations, 0, self._keep, config.recorder, seed=self._seed
+            self._robot, config.demonstrations, {}, self._keep, config.recorder, seed=self._seed
         )
 
     def _episodes(self) -> Iterator[bool]:

@@ -474,13 +474,14 @@ def draw_arm(source: str, spec: RobotSpec) -> ArmDrawing:
 
 class RobotDescription(NamedTuple):
     """`has_expert`: each of the robot's tasks has a scripted expert. `is_judged`: a person judges at least one.
-    `max_steps`: of its first task.
+    `max_steps`: of its first task. `tasks`: their names.
     """
 
     spec: RobotSpec
     has_expert: bool
     is_judged: bool
     max_steps: int
+    tasks: tuple[str, ...]
 
 
 _DESCRIPTIONS: dict[str, RobotDescription] = {}
@@ -492,7 +493,9 @@ def describe_robot(config: RobotConfig) -> RobotDescription:
     if key not in _DESCRIPTIONS:
         setup = build_robot_setup(config, cameras=False)
         task = setup.task
-        _DESCRIPTIONS[key] = RobotDescription(setup.robot.spec, task.has_expert, task.is_judged, task.max_steps)
+        _DESCRIPTIONS[key] = RobotDescription(
+            setup.robot.spec, task.has_expert, task.is_judged, task.max_steps, task.names
+        )
     return _DESCRIPTIONS[key]
 
 

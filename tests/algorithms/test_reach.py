@@ -56,7 +56,7 @@ class ReachLoop:
         self.trainer = Trainer(learner, spec, self.reader, policy=policy, initial_state=initial_state)
         self.acting = CountedPolicy(make_policy(policy, spec, 0))
         requested = DemonstrationConfig(episodes=demonstrations)
-        for _ in generate_demonstrations(self.robot, requested, 0, self._keep, RecorderConfig(), seed=0):
+        for _ in generate_demonstrations(self.robot, requested, {}, self._keep, RecorderConfig(), seed=0):
             pass
         self.trainer.refresh()
 

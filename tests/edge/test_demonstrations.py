@@ -115,6 +115,17 @@ def test_expert_demonstrates_each_of_the_tasks_with_its_sentence(tmp_path: Path)
     assert texts == {"reach the green target", "take the cube"}
 
 
+def test_task_that_is_new_at_a_resume_gets_its_share_of_demonstrations(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    recorded: list[str] = []
+    for task in ("reach", ["reach", "lift"], ["reach", "lift"]):
+        episodes = record_demonstrations(tidying(task=task), tmp_path, DemonstrationConfig(4), RecorderConfig(), seed=0)
+        recorded += [episode.task for episode in episodes]
+    assert recorded == ["reach"] * 4 + ["lift"] * 2
+    seeds = stored(tmp_path).episodes.seed.tolist()
+    assert len({*seeds}) == len(seeds) == 6
+
+
 @pytest.mark.parametrize(
     ("task", "problem"),
     [

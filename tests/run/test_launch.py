@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from user_sys.tunnel.client import TunnelState
 from user_sys.tunnel.keys import GATEWAY_NAME
 
 ENDPOINT = "tcp://127.0.0.1:5999"
+REAL = RobotConfig(driver="ur", task="tidy", options={"host": "127.0.0.1"})
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_robot_of_another_node_that_needs_no_device_has_its_demonstrations(
 
 
 def test_held_robot_records_no_demonstrations(tmp_path: Path, driven_here: list[str]) -> None:
-    robots = tuple(RobotConfig(name=name, driver="lab", task="reach") for name in ("ready", "held"))
+    robots = tuple(replace(REAL, name=name) for name in ("ready", "held"))
     config = RunConfig(robots=robots, demonstrations=DemonstrationConfig(episodes=3))
     record_all_demonstrations(config, tmp_path / "store", Console(file=io.StringIO()), frozenset(), (), {"held"})
     assert driven_here == ["ready"]
@@ -96,7 +98,7 @@ def test_launch_holds_a_robot_that_another_run_has_quarantined(
 
 
 def test_demonstrations_of_a_real_robot_of_another_node_are_refused(tmp_path: Path, driven_here: list[str]) -> None:
-    near, far = (RobotConfig(name=name, driver="lab", task="reach") for name in ("near", "far"))
+    near, far = (replace(REAL, name=name) for name in ("near", "far"))
     config = RunConfig(robots=(near, far), demonstrations=DemonstrationConfig(episodes=3))
     store = tmp_path / "run" / "store"
     with pytest.raises(RunError, match="far is on another computer, and 3 of its demonstrations are missing") as caught:

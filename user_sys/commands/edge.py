@@ -13,11 +13,13 @@ import math
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
 
 import click
@@ -35,6 +37,7 @@ from user_sys.compose import (
     RobotConfig,
     check_execution,
     check_pictures,
+    describe_robot,
     drawing_source,
     policy_location,
     require_unique_names,
@@ -348,8 +351,9 @@ def _record_demonstrations(config: EdgeConfig, robot: RobotConfig, state: Path, 
                 outbox.discard_unsynced()  # a part of a demonstration is none
                 raise
 
+        by_task = Counter(islice(cycle(describe_robot(robot).tasks), existing))  # the order in which they are recorded
         recorded = generate_demonstrations(
-            robot, config.demonstrations, existing, persist, config.recorder, seed=config.seed, check_stop=check_stop
+            robot, config.demonstrations, by_task, persist, config.recorder, seed=config.seed, check_stop=check_stop
         )
         for count, _ in enumerate(recorded, existing + 1):
             replace_durably(state / DEMONSTRATION_COUNT_FILE, str(count).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hal.settings import Amount, Limit
@@ -52,6 +52,21 @@ def _task_names(config: RobotConfig) -> str:
     return ", ".join(task.name for task in config.tasks)
 
 
+def missing_demonstrations(
+    config: RobotConfig, requested: DemonstrationConfig, existing: Mapping[str, int]
+) -> list[str]:
+    """The tasks of the missing demonstrations, in the order of their recording. Raises ConfigError.
+
+    Args:
+        existing: numbers of recorded demonstrations by task. Those beyond a task's share do not count.
+    """
+    if requested.episodes == 0:
+        return []
+    tasks = describe_robot(config).tasks
+    places = ((number // len(tasks), tasks[number % len(tasks)]) for number in range(requested.episodes))
+    return [task for place, task in places if place >= existing.get(task, 0)]
+
+
 def demonstration_seeds(robot: str, seed: int, number: int) -> Iterator[int]:
     """The seeds of the attempts at a robot's demonstration `number`.
 
@@ -63,7 +78,7 @@ def demonstration_seeds(robot: str, seed: int, number: int) -> Iterator[int]:
 def generate_demonstrations(
     config: RobotConfig,
     requested: DemonstrationConfig,
-    existing: int,
+    existing: Mapping[str, int],
     persist: Callable[[Sequence[bytes]], None],
     recorder: RecorderConfig,
     *,
@@ -75,7 +90,7 @@ def generate_demonstrations(
     """Records the missing demonstrations, and yields each successful one after `persist` has stored its chunks.
 
     Args:
-        existing: the number of recorded demonstrations. An interrupted one is repeated.
+        existing: numbers of recorded demonstrations by task. An interrupted one is repeated.
         persist: makes the chunks of one episode durable before it returns. Failed demonstrations are discarded.
         used: seeds that no demonstration may have, such as those of earlier ones, with and without success.
         check_stop: called in each control period, also of a reset; an error that it raises ends the demonstration.
@@ -85,8 +100,7 @@ def generate_demonstrations(
         ConfigError: the task has no scripted expert, or the expert fails too often.
         HalError: as `open_local_environment`; or the robot is lost or stopped.
     """
-    missing = requested.episodes - existing
-    if missing <= 0:
+    if not (missing := missing_demonstrations(config, requested, existing)):
         return
     setup = build_robot_setup(config)
     task = setup.task
@@ -96,22 +110,22 @@ def generate_demonstrations(
         listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
         chunks: list[bytes] = []
         record = Recorder(environment.spec, config.name, chunks.append, recorder)
-        names, recorded = task.names, existing
-        starts = demonstration_seeds(config.name, seed, recorded)
-        for _ in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
-            wanted = names[recorded % len(names)]
+        before, recorded = sum(existing.values()), 0
+        starts = demonstration_seeds(config.name, seed, before)
+        for _ in range(len(missing) * MAX_ATTEMPTS_PER_DEMONSTRATION):
+            wanted = missing[recorded]
             start = next(each for each in starts if each not in used and task.drawn_name(each) == wanted)
             agent = ScriptedAgent(task.make_expert(setup.robot, start, requested.noise))
             result = run_episode(environment, agent, record, source=EpisodeSource.DEMO, seed=start, listeners=listeners)
             if result.success:
                 persist(chunks)
                 recorded += 1
-                starts = demonstration_seeds(config.name, seed, recorded)
+                starts = demonstration_seeds(config.name, seed, before + recorded)
                 yield result
             chunks.clear()
-            if recorded == requested.episodes:
+            if recorded == len(missing):
                 return
     raise ConfigError(
-        f"the scripted expert of {_task_names(config)} failed too often: it gave {recorded} of {requested.episodes} "
+        f"the scripted expert of {_task_names(config)} failed too often: it gave {recorded} of {len(missing)} "
         "demonstrations; lower demonstrations.episodes or demonstrations.noise"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import socket
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from user_sys.edge.demonstrations import (
     DemonstrationConfig,
     check_demonstrable,
     generate_demonstrations,
+    missing_demonstrations,
 )
 from user_sys.edge.help_requests import require_possible_help, require_progress_model
 from user_sys.edge.local_environment import StopCheck, defer_signals, never_stop
@@ -614,10 +616,10 @@ def free_endpoint(endpoint: str) -> str:
     return f"{host}:{chosen}"
 
 
-def count_demonstrations(store: Path, robot: str) -> int:
-    """Complete, successful demonstrations of `robot` in the store at `store`; 0 if there is no store."""
+def count_demonstrations(store: Path, robot: str) -> Counter[str]:
+    """Complete, successful demonstrations of `robot` in the store at `store`, by task; none if there is no store."""
     episodes = stored_episodes(store)
-    return sum(e.source is EpisodeSource.DEMO and e.robot == robot and bool(e.success) for e in episodes)
+    return Counter(e.task for e in episodes if e.source is EpisodeSource.DEMO and e.robot == robot and e.success)
 
 
 def record_demonstrations(
@@ -630,7 +632,7 @@ def record_demonstrations(
     check_stop: StopCheck = never_stop,
     locked: bool = False,
 ) -> Iterator[EpisodeReport]:
-    """Records until the store has the configured number of successful demonstrations; yields each durable one.
+    """Records until the store has each task's share of successful demonstrations; yields each durable one.
 
     `check_stop` and `locked`: see `generate_demonstrations`.
 
@@ -639,7 +641,7 @@ def record_demonstrations(
         HalError: the robot cannot be driven now.
     """
     existing = count_demonstrations(store, config.name)
-    if existing >= demonstrations.episodes:
+    if not missing_demonstrations(config, demonstrations, existing):
         return
     with StoreWriter.open(store) as writer:
         used = _stored_seeds(store, config.name)
@@ -689,11 +691,14 @@ def record_all_demonstrations(
         RunError: a real robot on another computer lacks demonstrations. No robot has moved.
     """
     for robot in config.robots:
-        is_far = robot.name in on_other_nodes and not robot.simulated
-        if is_far and (missing := config.demonstrations.episodes - count_demonstrations(store, robot.name)) > 0:
+        if robot.simulated or robot.name not in on_other_nodes:
+            continue
+        existing = count_demonstrations(store, robot.name)
+        if missing := missing_demonstrations(robot, config.demonstrations, existing):
+            episodes = len(robot.tasks) * max(Counter(missing).values())  # the record verb shares them out evenly
             raise RunError(
-                f"{robot.name} is on another computer, and {missing} of its demonstrations are missing: record them "
-                f"there with `user-sys record CONFIG --episodes {missing}`, copy runs/demonstrations here, "
+                f"{robot.name} is on another computer, and {len(missing)} of its demonstrations are missing: record "
+                f"them there with `user-sys record CONFIG --episodes {episodes}`, copy runs/demonstrations here, "
                 f"`user-sys store merge runs/demonstrations --into {store}`, and `--resume {store.parent}`; "
                 "or set demonstrations.episodes to 0"
             )
