@@ -652,6 +652,21 @@ def test_shutdown_ends_the_episode_with_one_neutral_step(session: Session) -> No
     assert outcome is not None and outcome.truncated and outcome.success is None
 
 
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_success_in_the_step_that_a_shutdown_or_reset_ends_terminates_the_episode(
+    session: Session, is_reset: bool
+) -> None:
+    session.act()
+    if is_reset:
+        session.order("reset")
+    else:
+        session.stopping = True
+    assert isinstance(session.environment.task, FakeTask)
+    session.environment.task.radius_m = 10.0
+    _, outcome = session.period()
+    assert outcome is not None and outcome.success and outcome.terminated and not outcome.truncated
+
+
 def test_commands_beyond_the_bound_are_refused(session: Session) -> None:
     for _ in range(MAX_PENDING_COMMANDS + 1):
         session.order("reset")

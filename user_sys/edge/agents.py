@@ -552,10 +552,12 @@ class SharedControlAgent:
         if self._label:
             reward = float(self._label.success)
             return StepOutcome(reward, terminated=True, truncated=False, success=self._label.success, source="person")
-        if self._reset or self._session.is_stopping():
-            return StepOutcome(after.outcome.reward, False, True, after.outcome.success, after.outcome.source)
+        ends = self._reset or self._session.is_stopping()
         if not self.authority.runs_episode:
-            return StepOutcome(0.0, False, False, None, after.outcome.source)
+            return StepOutcome(0.0, False, ends, None, after.outcome.source)
+        if ends:
+            outcome = task_outcome(after, late=False)
+            return replace(outcome, truncated=not outcome.terminated)
         return task_outcome(after, late=self._policy_steps >= self._max_steps or self._human_steps >= MAX_HUMAN_STEPS)
 
     def _update_authority(self, time_step: TimeStep) -> ControlState:
