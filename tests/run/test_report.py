@@ -265,6 +265,19 @@ def test_real_robot_is_not_evaluated_without_a_person(tmp_path: Path) -> None:
     assert f"user-sys evaluate {tmp_path} --robot NAME" in message.getvalue()
 
 
+def test_simulated_robot_whose_task_is_not_evaluated_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = {"a": "reach", "b": "far", "c": "reach"}
+    robots = [RobotConfig(name=name, driver="fake", task=task) for name, task in tasks.items()]
+    report = EpisodeReport(
+        robot="a", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
+    )
+    save_robot_record(RunFolder(tmp_path).robots, "a", robot_spec(robots[0]))
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", lambda *args: ([report] * 3, [], None))
+    config, message = RunConfig(robots=tuple(robots)), io.StringIO()
+    evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), Console(file=message, width=500))
+    assert f"not evaluated: b (far); user-sys evaluate {tmp_path} --robot NAME" in message.getvalue()
+
+
 def test_video_frame_joins_the_newest_picture_of_each_camera() -> None:
     film: list[Array] = []
     show = video_listener(film.append, 2)

@@ -6,7 +6,7 @@ import logging
 import select
 import sys
 import termios
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -301,7 +301,8 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
     """
     summary, total = counts, config.evaluation.episodes
     first = first_learner(assign_learners(read_robot_records(folder.robots)))
-    for learner, robot in robots_to_evaluate(config, folder).items() if total > 0 else ():
+    chosen = robots_to_evaluate(config, folder) if total > 0 else {}
+    for learner, robot in chosen.items():
         try:
             if learner == first:
                 episodes, film, _ = run_evaluation(config, folder, total, console, learner, robot)
@@ -318,7 +319,10 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
                 raise
             console.print("interrupted: no further robot is evaluated", highlight=False)
             break
-    if config.evaluation.episodes > 0 and (real := [robot.name for robot in config.robots if not robot.simulated]):
+    if total > 0 and (left_out := _simulated_left_out(config.robots, chosen.values())):
+        text = f"not evaluated: {', '.join(left_out)}; user-sys evaluate {folder.path} --robot NAME"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if total > 0 and (real := [robot.name for robot in config.robots if not robot.simulated]):
         console.print(
             f"not evaluated without a person who stands by: {', '.join(real)}; "
             f"with an e-stop within reach: user-sys evaluate {folder.path} --robot NAME",
@@ -326,6 +330,17 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
         )
     write_report(folder.path, summary, training_history(folder), console)
     return summary
+
+
+def _simulated_left_out(robots: Sequence[RobotConfig], evaluated: Collection[RobotConfig]) -> list[str]:
+    """The simulated robots with tasks on which no robot of their embodiment is evaluated, each with these tasks."""
+    covered = {(robot_spec(robot).embodiment, task.name) for robot in evaluated for task in robot.tasks}
+    tasks = {
+        robot.name: [each.name for each in robot.tasks if (robot_spec(robot).embodiment, each.name) not in covered]
+        for robot in robots
+        if robot.simulated
+    }
+    return [f"{name} ({', '.join(missing)})" for name, missing in tasks.items() if missing]
 
 
 def _evaluate_other(config: RunConfig, folder: RunFolder, console: Console, learner: str, robot: RobotConfig) -> None:
