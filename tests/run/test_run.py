@@ -26,6 +26,7 @@ from run_kit import user_sys
 from safetensors.numpy import save_file
 
 from hal.spec import RobotSpec
+from user_sys.algorithms.algorithm import save_state
 from user_sys.commands.main import main
 from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load
@@ -38,6 +39,9 @@ from user_sys.errors import ConfigError, ExitStatus, RunError
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.relay import RelayConfig
 from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
+from user_sys.learner.config import LearnerConfig
+from user_sys.plugins import load_algorithm
+from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.policy import ExecutionConfig
 from user_sys.rewards.reward import FORMAT, RewardMetadata
 from user_sys.robot_records import embodiment_names, read_robot_records
@@ -644,6 +648,31 @@ def test_checkpoint_of_another_training_refuses_a_resume(
     save_checkpoint(folder, Checkpoint(1, {}, {"network.x": np.zeros(3)}), keep=1)
     assert main(["train", "--resume", str(tmp_path / "first"), override, "--console.enabled=false"]) == 2
     require_one_error(capsys.readouterr().err, message)
+
+
+@pytest.mark.parametrize("override", ["--learner.options.critics=3", "--policy.options.hidden=[8, 8]"])
+def test_setting_that_the_checkpoint_does_not_fit_refuses_a_resume(tmp_path: Path, override: str) -> None:
+    options: dict[str, Any] = {"critic_hidden": [8], "critics": 2}
+    config = replace(
+        fleet(tmp_path),
+        robots=(RobotConfig(driver="fake", task="reach", frame_stride=1),),
+        learner=LearnerConfig(options=options),
+        policy=PolicyConfig(options={"hidden": [8]}),
+        console=ConsoleConfig(enabled=False),
+    )
+    folder, metadata = create_run_folder(config, "first", ENDPOINT)
+    prepare_run_folder(config, folder, metadata)
+    kind, settings = load_algorithm(config.learner.algorithm, options)
+    spec = robot_spec(config.robots[0])
+    trained = kind(settings, MlpPolicy.make_module(spec, settings=MlpSettings((8,))), spec)
+    save_checkpoint(folder.checkpoints, Checkpoint(1, {}, save_state(trained)), keep=1)
+
+    def resume(*overrides: str) -> RunConfig:
+        return load_run(LaunchRequest("train", None, folder.path, False, False, None, [*overrides]))[0]
+
+    with pytest.raises(ConfigError, match="does not fit this Rlpd, .* differ, from .*: leave their settings as they"):
+        resume(override)
+    assert resume("--learner.options.learning_rate=0.001").learner.options["critics"] == 2
 
 
 def test_initial_policy_may_change_until_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -467,15 +467,18 @@ def _require_measures(config: LearnerConfig, algorithm: type[Algorithm]) -> None
         )
 
 
-def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec) -> TrainingData | None:
-    """Checks that the algorithm can train the policy, and that the learner's settings suit it.
+def require_trainable(
+    config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec, saved: Checkpoint | None = None
+) -> TrainingData | None:
+    """Checks that the algorithm can train the policy, from `saved` if given, and that the learner's settings suit it.
 
-    It builds both on torch's meta device, which takes no memory, unless the policy reads files.
+    It builds both, unless the policy reads files; without `saved` on torch's meta device, which takes no memory.
 
     Returns what the algorithm trains on; None if only the learner can build it.
 
     Raises:
         ConfigError, SpecError: as the constructors do, and `Trainer`.
+        WireError: as `Trainer.load_checkpoint`.
     """
     kind, settings = load_policy(policy.kind, policy.options)
     algorithm, options = load_algorithm(config.algorithm, config.options)
@@ -485,14 +488,17 @@ def require_trainable(config: LearnerConfig, policy: PolicyConfig, spec: RobotSp
     try:
         if kind.reads_files(settings):
             return None
-        with torch.device("meta"), torch.random.fork_rng([]):
+        with torch.device("meta" if saved is None else CPU), torch.random.fork_rng([]):
             module = apply_train_settings(kind.make_module(spec, settings=settings, features=policy.features), settings)
             if config.compute.divide:
                 mark_divided(module)
-            data = algorithm(options, module, spec).data
-            require_suitable(config, data)
-            return data
-    except (ConfigError, SpecError):
+            frozen = frozen_parameters(module)
+            built = algorithm(options, module, spec)
+            require_suitable(config, built.data)
+            if saved is not None:
+                load_state(built, saved.arrays, frozen)
+            return built.data
+    except (ConfigError, SpecError, WireError):
         raise
     except Exception:  # of any type: those of a package may need numbers, and the learner builds them again
         return None

@@ -42,13 +42,14 @@ from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import write_process_configs
 from user_sys.edge.session import EpisodeStarts, SessionConfig
 from user_sys.episode import EpisodeSource
-from user_sys.errors import ConfigError, RunError
+from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.inference.remote_policy import action_timeout_s, check_server_swaps
 from user_sys.learner.checkpoint import (
     RESTART_FLAG,
     CheckpointScan,
     quarantine_checkpoints,
+    read_checkpoint,
     scan_checkpoints,
     unreadable_message,
 )
@@ -57,6 +58,7 @@ from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello
 from user_sys.plugins import load_algorithm, load_policy, load_reward, path_options, with_absolute_paths
 from user_sys.robot_records import (
     LEARNER,
+    assign_learners,
     first_difference,
     is_learner_name,
     learner_folder,
@@ -306,7 +308,7 @@ def _require_embodiments(config: RunConfig, folder: RunFolder) -> None:
 
 
 def _require_same_training(config: RunConfig, folder: RunFolder) -> None:
-    """Raises ConfigError if the run's checkpoints are of another algorithm or kind of policy."""
+    """Raises ConfigError if the checkpoints are of another algorithm or kind of policy, or do not fit new settings."""
     _, before, _ = open_run_folder(folder.path)
     for setting, trained, wanted in (
         ("learner.algorithm", before.learner.algorithm, config.learner.algorithm),
@@ -317,6 +319,18 @@ def _require_same_training(config: RunConfig, folder: RunFolder) -> None:
                 f"{setting} is {wanted}, and {folder.path} has trained with {trained}: leave it as it was, or start a "
                 "new run"
             )
+    if _training_settings(config) == _training_settings(before):
+        return
+    from user_sys.learner.trainer import require_trainable  # imports torch
+
+    for learner, spec in assign_learners(read_robot_records(folder.robots)).items():
+        if (path := scan_checkpoints(learner_folder(folder.checkpoints, learner)).readable) is not None:
+            try:
+                require_trainable(config.learner, config.policy, spec, read_checkpoint(path))
+            except WireError as error:
+                raise ConfigError(
+                    f"learner and policy: {error}, from {path}: leave their settings as they were, or start a new run"
+                ) from None
 
 
 def _buildable_robots(config: RunConfig) -> Iterator[RobotConfig]:
