@@ -577,6 +577,7 @@ class PrioritizedSelector(Selector):
     def state_dict(self, index: Index) -> SelectorState:
         """See `Selector.state_dict`. Priorities are keyed by the permanent sequence number of their chunk's record."""
         return {
+            "alpha": np.array([self._alpha]),
             "greatest": np.array([self._maximum]),
             "draws": np.array([self._draws], np.int64),
             "sequence": index.chunks.sequence.copy(),
@@ -586,12 +587,17 @@ class PrioritizedSelector(Selector):
         }
 
     def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
-        """See `Selector.load_state_dict`. Rows that are unknown to the state, or relabelled since, count as new."""
+        """See `Selector.load_state_dict`. Rows that are unknown to the state, or relabelled since, count as new.
+
+        Powers of another alpha become those of this one. A state of alpha 0 has no priorities: its rows count as new.
+        """
         sequence, steps = state_column(state, "sequence"), state_column(state, "steps")
         powers, rewards = state_column(state, "powers"), state_column(state, "rewards")
         if len(sequence) != len(steps) or not int(steps.sum()) == len(powers) == len(rewards):
             raise WireError("the priorities of the sampler's state are inconsistent")
         self._maximum = float(state_column(state, "greatest")[0])
+        alpha = float(state.get("alpha", [self._alpha])[0])  # older states have none
+        powers = powers ** (self._alpha / alpha) if alpha else np.full_like(powers, self._maximum**self._alpha)
         self._draws = int(state_column(state, "draws")[0])
         total = len(index.steps)
         self._powers[:total] = self._maximum**self._alpha
