@@ -344,7 +344,7 @@ class ActionLimits:
         self._shape = (size,)
         self._low: Array = np.array(spec.action.low, np.float32).astype(np.float64)
         self._high: Array = np.array(spec.action.high, np.float32).astype(np.float64)
-        self._neutral = _neutral_action(spec)
+        self._neutral: Array = _neutral_action(spec).astype(np.float32).astype(np.float64)
         self._last: Array = self._neutral.copy()
         rate = checked_vector(limits.action_rate_max or (np.inf,) * size, size, "action_rate_max")
         if not (self._low <= self._high).all() or np.isnan(rate).any() or (rate < 0).any():

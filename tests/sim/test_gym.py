@@ -274,6 +274,15 @@ def test_greatest_action_of_a_float64_space_is_within_it() -> None:
         robot.command(np.array(robot.spec.action.high, np.float32))
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.1, 1.0), (-1.0, -0.1), (0.7, 1.0)])
+def test_robot_of_a_float64_space_without_zero_is_driven(low: float, high: float) -> None:
+    with point(action=spaces.Box(low, high, (2,), np.float64)) as robot:
+        rest = robot.spec.rest_action(robot.observe().arrays)
+        applied = SafetyKernel(robot.spec).filter(rest, robot.observe()).applied
+        assert applied is not None
+        robot.command(applied)
+
+
 @pytest.mark.parametrize("rate_hz", [1.0, 125.0])
 def test_watchdog_gives_a_session_a_second_at_any_rate(rate_hz: float) -> None:
     spec = GymRobot(GymConfig("TestPoint-v0", rate_hz=rate_hz)).spec
