@@ -259,6 +259,26 @@ def test_keyboard_leaves_a_robot_that_is_lost_while_the_page_drives_it(page: Any
     until(lambda: simulated.orders("take-over"))
 
 
+def test_name_of_another_robot_leaves_the_driven_one_in_view_and_under_the_keys(
+    page: Any, simulated: SimulatedRun
+) -> None:
+    other = simulated.add("zeta-0")
+    page.get_by_role("button", name="zeta-0", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[aria-label='Robot zeta-0'].chosen")
+    page.keyboard.press("t")
+    page.wait_for_selector("[aria-label='Robot zeta-0'] .badge[data-state=you]")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="panda-0", exact=True).click()
+    page.wait_for_selector("#events li:has-text('panda-0: hand back zeta-0 first')")
+    assert page.locator(".card:visible").get_attribute("aria-label") == "Robot zeta-0", "it moves"
+    page.keyboard.press("h")
+    page.wait_for_selector("[aria-label='Robot zeta-0'] .badge[data-state=policy]")
+    page.keyboard.press("o")
+    until(lambda: other.orders("success"))
+    assert not simulated.orders("success")
+
+
 def test_label_from_the_episodes_page_names_the_person(page: Any, tmp_path: Path) -> None:
     write_episode(tmp_path / "store", "panda-0-1")
     page.fill("#operator", "ana")

@@ -175,7 +175,7 @@ function showAlarm(fresh) {
 
 function addCard(name) {
   const override = (order, reason) => link.send({ type: "override", robot: name, order, reason });
-  const actions = { override, give: (order) => give(name, order), choose: () => choose(card), open: () => open(card) };
+  const actions = { override, give: (order) => give(name, order), choose: () => choose(card), open: () => openAlone(card) };
   const card = new Card(name, actions, stops);
   cards.set(name, card);
   el("no-robots").hidden = true;
@@ -192,6 +192,13 @@ function ordered() {
 function open(card) {
   opened = card;
   showLayout();
+}
+
+// Shows the robot that the keyboard controls: `card`, or the driven one until it is handed back.
+function openAlone(card) {
+  choose(card);
+  if (chosen !== card) say(`${card.name}: hand back ${driving} first`, false);
+  open(chosen);
 }
 
 function showLayout() {
@@ -325,8 +332,7 @@ function onKeyDown(event) {
   } else if (event.code === "Escape") {
     open(null);
   } else if (index >= 0 && index < cards.size) {
-    choose(ordered()[index]);
-    if (opened) open(chosen);
+    (opened ? openAlone : choose)(ordered()[index]);
   } else {
     return;
   }
