@@ -688,6 +688,9 @@ def test_key_that_the_page_let_go_moves_nothing_until_it_is_pressed_anew(page: A
         lambda: page.get_by_role("button", name="Usual keys").click(),
         lambda: page.keyboard.press("Meta"),
         lambda: page.evaluate("window.dispatchEvent(new Event('blur'))"),
+        lambda: page.locator("#run").click(button="right"),  # the menu gets the key's release
+        lambda: page.evaluate("document.querySelector('a').dispatchEvent(new Event('dragstart', { bubbles: true }))"),
+        lambda: (page.locator("#input-view").click(), page.keyboard.press("Escape")),  # its list gets it
     ):
         page.keyboard.down("w")
         assert lit.count()
@@ -696,6 +699,9 @@ def test_key_that_the_page_let_go_moves_nothing_until_it_is_pressed_anew(page: A
         page.keyboard.down("w")  # the key repeats
         assert not lit.count()
         page.keyboard.up("w")
+    page.keyboard.down("w")
+    page.locator("[data-code=KeyR]").dispatch_event("contextmenu", {"cancelable": True})
+    assert lit.count(), "a long press opens no menu there"
 
 
 def test_joint_robot_is_driven_joint_by_joint(page: Any, simulated: SimulatedRun) -> None:

@@ -346,6 +346,11 @@ function onKeyUp(event) {
   if (event.code === "Space" && !typing(event)) event.preventDefault(); // else it clicks the button that has the focus
 }
 
+// A menu, a drag or an open list gets the release of a held key.
+function onKeysTaken(event) {
+  if (!event.defaultPrevented && (event.type !== "mousedown" || event.target.matches("select"))) hand.letGo();
+}
+
 function stopAll() {
   stop([...cards.keys()]);
 }
@@ -412,6 +417,7 @@ el("operator").addEventListener("change", () => {
 window.addEventListener("keydown", onKeyDown, { capture: true });
 window.addEventListener("keyup", onKeyUp, { capture: true });
 window.addEventListener("blur", () => hand.letGo());
+for (const start of ["contextmenu", "dragstart", "mousedown"]) window.addEventListener(start, onKeysTaken);
 document.addEventListener("visibilitychange", onHidden);
 showSpeed(); // it may be this browser's own setting
 setInterval(sendInput, DRIVE_PERIOD_MS);
