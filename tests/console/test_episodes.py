@@ -221,15 +221,33 @@ def test_episode_is_marked_trimmed_and_restored_by_undo(site: Site) -> None:
             return np.flatnonzero(store.index.steps.alive).tolist()
 
     assert set(label(demonstration=True)["phases"]) == {"teleop"}
-    assert label(kept=[2, 8])["kept"] == [2, 8] and sampled() == [*range(2, 9)]
-    assert label(kept=[1, 5])["labels"][0] == "ana: trimmed to steps 1 to 5" and sampled() == [*range(1, 6)]
+    assert label(keep_from=2, keep_to=8)["kept"] == [2, 8] and sampled() == [*range(2, 9)]
+    assert label(keep_from=1, keep_to=5)["labels"][0] == "ana: trimmed to steps 1 to 5" and sampled() == [*range(1, 6)]
     assert label(undo=True)["kept"] == [2, 8] and sampled() == [*range(2, 9)]
     label(undo=True)
     assert label(undo=True)["phases"] == ["policy"] * 6 + ["correction"] * 6 and sampled() == [*range(STEPS)]
     assert "no label to undo" in site.post("/api/episodes/a/label", undo=True).text
-    assert "cannot be kept" in site.post("/api/episodes/a/label", kept=[3, 99]).text
+    assert "cannot be kept" in site.post("/api/episodes/a/label", keep_from=3, keep_to=99).text
     orders = [each.order for each in read_audit_log(site.run / "audit") if each.event == "order"]
-    assert orders[:2] == ["label a: demonstration True", "label a: kept (2, 8)"]
+    assert orders[:2] == ["label a: demonstration True", "label a: keep_from 2, keep_to 8"]
+
+
+def test_second_end_of_a_trim_keeps_the_first_which_waits(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.console.episodes.STORE_TIMEOUT_S", 0.0)  # no gateway stores the labels
+    write_episode(site.run / "store", "a")
+    for given, first, last in (
+        ({"keep_from": 3}, 3, STEPS - 1),
+        ({"keep_to": 8}, 3, 8),
+        ({"keep_from": 10}, 10, 10),
+        ({"keep_to": 4}, 4, 4),
+        ({"undo": True}, 10, 10),
+        ({"keep_to": 11}, 10, 11),
+    ):
+        assert site.post("/api/episodes/a/label", **given).json() == {"stored": False}
+        newest = site.get("/api/episodes/a").json()["labels"][0]
+        assert newest == f"ana: trimmed to steps {first} to {last} (waits for the gateway)"
+    add_labels(site.run / "store", [])
+    assert site.get("/api/episodes/a").json()["kept"] == [10, 11]
 
 
 def test_undo_reverts_the_newest_label_of_a_person_even_one_that_waits(

@@ -116,7 +116,8 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         demonstration: all steps count as a person's, from which algorithms take demonstrations.
-        kept: first and last of the steps that are kept; the others are not sampled.
+        keep_from, keep_to: first and last of the steps that are kept; the others are not sampled. If one is absent,
+            that of the newest trim stays, or moves to the one that is given.
         undo: reverts the newest label instead, see `label_to_undo`.
     """
 
@@ -124,7 +125,8 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     success: Literal["yes", "no", "unknown"] | None = None
     deleted: bool | None = None
     demonstration: bool = False
-    kept: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    keep_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    keep_to: Annotated[int, msgspec.Meta(ge=0)] | None = None
     undo: bool = False
     note: Note = ""
 
@@ -183,7 +185,7 @@ class EpisodeLibrary:
             sentence=stored.header.sentence or summary.task,
             cameras=[CameraFrames(name, _captured_steps(stored, name)) for name in sorted(stored.frames)],
             phases=[Phase(int(phase)).name.lower() for phase in phases],
-            kept=(0, summary.steps - 1) if trim is None else (trim.first_step, trim.first_step + trim.steps - 1),
+            kept=_kept(trim, summary.steps),
             traces=_traces(stored, list(names.get(ACTION, ()))),
             labels=list(labels),
         )
@@ -225,15 +227,15 @@ class EpisodeLibrary:
             labels.append(DeleteLabel(deleted=request.deleted, **common))
         if request.demonstration:
             labels.append(PhaseLabel(first_step=0, steps=steps, phase=Phase.TELEOP, **common))
-        if request.kept is not None:
-            first, last = request.kept
+        if (request.keep_from, request.keep_to) != (None, None):
+            first, last = _requested_steps(request, *_kept(newest_trim(by_precedence(known)), steps))
             if not first <= last < steps:
                 raise StoreError(f"steps {first} to {last} cannot be kept: {episode} has steps 0 to {steps - 1}")
             labels.append(TrimLabel(first_step=first, steps=last - first + 1, **common))
         if request.undo:
             labels = [UndoLabel(undone_at_unix_ns=label_to_undo(known, episode).at_unix_ns, **common)]
         if not labels and not request.note:
-            raise StoreError("the label is empty: give success, deleted, demonstration, kept, undo or a note")
+            raise StoreError("the label is empty: give success, deleted, demonstration, a kept step, undo or a note")
         return wait_until_stored(queue_labels(self._path, labels or [NoteLabel(**common)]), STORE_TIMEOUT_S)
 
     def export(self, episode: str, form: Literal["lerobot", "mcap"]) -> Path:
@@ -298,6 +300,20 @@ class EpisodeLibrary:
         else:
             self._cache.move_to_end(key)
         return found
+
+
+def _kept(trim: TrimLabel | None, steps: int) -> tuple[int, int]:
+    """First and last step that `trim` keeps of an episode of `steps`."""
+    return (0, steps - 1) if trim is None else (trim.first_step, trim.first_step + trim.steps - 1)
+
+
+def _requested_steps(request: LabelRequest, first: int, last: int) -> tuple[int, int]:
+    """First and last step that are kept after the request, of the present ones."""
+    if request.keep_from is not None:
+        first, last = request.keep_from, max(request.keep_from, last)
+    if request.keep_to is not None:
+        first, last = first if request.keep_from is not None else min(first, request.keep_to), request.keep_to
+    return first, last
 
 
 def _label_text(label: Label) -> str:

@@ -17,8 +17,8 @@ export class Player {
     const acts = { close, play: () => this.play(), back: () => this.move(-1), forward: () => this.move(1), delete: () => this.toggleDeleted() };
     Object.assign(acts, {
       demonstration: () => this.label({ demonstration: true }),
-      keepFrom: () => this.label({ kept: [this.step, Math.max(this.step, this.detail.kept[1])] }),
-      keepTo: () => this.label({ kept: [Math.min(this.step, this.detail.kept[0]), this.step] }),
+      keepFrom: () => this.label({ keep_from: this.step }),
+      keepTo: () => this.label({ keep_to: this.step }),
       undo: () => this.label({ undo: true }),
     });
     for (const [name, act] of Object.entries(acts)) this.node.querySelector(`[data-act=${name}]`).addEventListener("click", act);
