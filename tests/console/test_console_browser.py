@@ -925,6 +925,41 @@ def test_unconfirmed_e_stop_ends_by_cancel_only(page: Any, simulated: SimulatedR
     assert not simulated.orders("e-stop")
 
 
+def test_page_that_stays_open_shows_the_robots_of_the_next_run(browser: Any, simulated: SimulatedRun) -> None:
+    first = ConsoleServer(simulated.hub, token="of both")
+    address = first.start()
+    page = browser.new_context(viewport=DESKTOP).new_page()
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(address)
+    simulated.add("arm-0")
+    simulated.away = True
+    page.get_by_label("Robot arm-0").get_by_role("button", name="E-STOP").click()
+    page.wait_for_selector("[aria-label='Robot arm-0'] .badge:text-is('NOT CONFIRMED')")
+    page.get_by_label("Robot panda-0").get_by_role("button", name="panda-0").click()
+    first.stop()
+    following = SimulatedRun("panda-1").start()
+    second = ConsoleServer(following.hub, ConsoleConfig(port=urlsplit(address).port or 0), token="of both")
+    second.start()
+    try:
+        page.wait_for_selector("[aria-label='Robot panda-1'].chosen .badge[data-state=policy]")
+        assert not page.locator("[aria-label='Robot panda-0']").count()
+        stopping = page.get_by_label("Robot arm-0")
+        for _ in range(2):
+            page.wait_for_selector("#alarm:text-matches('NOT CONFIRMED: arm-0 .no robot .arm-0. in this run')")
+            assert stopping.get_by_role("button", name="Take over").is_disabled()
+            assert stopping.locator(".badge").inner_text() == "NOT CONFIRMED"
+            page.reload()
+        stopping.get_by_role("button", name="Cancel the stop").click()
+        stopping.wait_for(state="detached")
+        page.keyboard.press("Space")
+        assert badge(page, "stopped") == "STOPPED"
+        page.wait_for_selector("#alarm", state="hidden")
+    finally:
+        page.context.close()
+        second.stop()
+        following.close()
+
+
 def test_labels_and_reset_have_keys(page: Any, simulated: SimulatedRun) -> None:
     for key, order in (("o", "success"), ("x", "failure"), ("Backspace", "reset")):
         page.keyboard.press(key)

@@ -123,11 +123,13 @@ function showRun(view) {
   el("p-success").textContent = percent(view.success);
   el("p-helped").textContent = percent(view.helped);
   el("p-tasks").textContent = Object.entries({ ...view.tasks, ...view.models }).map(([task, share]) => `${task} ${percent(share)}`).join(" · ");
+  removeGone(new Set(view.robots.map(({ name }) => name)));
   for (const robot of view.robots) {
     if (!cards.has(robot.name)) addCard(robot.name);
     cards.get(robot.name).show(robot, me);
     if (robot.name === traces.robot && robot.status) traces.showTimeline(robot);
   }
+  for (const robot of stops.pressed.keys()) if (!cards.has(robot)) addCard(robot); // it has the button that cancels
   showJoints();
   followControl();
 }
@@ -178,10 +180,22 @@ function addCard(name) {
   const actions = { override, give: (order) => give(name, order), choose: () => choose(card), open: () => openAlone(card) };
   const card = new Card(name, actions, stops);
   cards.set(name, card);
-  el("no-robots").hidden = true;
   el("robots").append(...ordered().map((each) => each.node));
   if (!chosen) choose(card);
   showLayout();
+}
+
+// Removes the cards of robots that the run does not have: another run has taken the console's port. A card that shows only
+// an unconfirmed stop stays.
+function removeGone(names) {
+  const gone = [...cards.values()].filter(({ name, robot }) => !names.has(name) && (robot || !stops.pressed.has(name)));
+  for (const card of gone) {
+    card.node.remove();
+    cards.delete(card.name);
+    if (chosen === card) chosen = null;
+    if (opened === card) opened = null;
+  }
+  if (gone.length) showLayout();
 }
 
 function ordered() {
@@ -205,6 +219,7 @@ function showLayout() {
   const many = cards.size > 1;
   el("robots").classList.toggle("fleet", cards.size > MAX_LARGE_CARDS && !opened);
   el("all-robots").hidden = !many || !opened;
+  el("no-robots").hidden = cards.size > 0;
   for (const card of cards.values()) {
     card.node.hidden = many && Boolean(opened) && card !== opened;
     card.slot("name").disabled = !many;
