@@ -140,6 +140,22 @@ def test_remote_robot_is_shown_before_it_reports(hub: ConsoleHub, clock: Clock) 
     assert hub.view().robots[1].lost and hub.view().robots[1].silent_s == 90
 
 
+def test_robot_that_was_lost_before_the_console_started_is_lost(hub: ConsoleHub, clock: Clock) -> None:
+    clock.now_s += 2.0
+    arm = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
+    hub.update_resource(arm)
+    assert not hub.view().robots[0].lost
+    hub.update_resource(msgspec.structs.replace(arm, health=Health.LOST))
+    assert not hub.view().robots[0].lost, "it has not come in since the gateway started"
+    hub.update_resource(msgspec.structs.replace(arm, health=Health.LOST, seen_unix_s=time.time() - 3600))
+    view = hub.view()
+    assert view.robots[0].lost and view.robots[0].silent_s == pytest.approx(3600, abs=60)
+    assert view.alarms == ("no report from panda-0: check the robot's computer and its network",)
+    assert "panda-0 lost (silent for 1:00:00)" in plain_line(view, "training")
+    hub.update(status())
+    assert not hub.view().robots[0].lost and not hub.view().alarms
+
+
 def test_success_counts_episodes_without_help(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().success is None
     for report in (episode(True), episode(False), episode(True, touched=5), episode(None), episode(True, "demo")):

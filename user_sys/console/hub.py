@@ -469,8 +469,10 @@ class ConsoleHub:
                     yield f"no new picture of {robot.name}'s camera {camera} for {age_s:.0f} s"
 
     def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
-        lost = robot.status is not None and now_s - robot.last_seen_s > LOSS_TIMEOUT_S
         silent_s = now_s - max(robot.last_seen_s, self._started_s)
+        lost = robot.status is not None and silent_s > LOSS_TIMEOUT_S
+        if robot.status is None and robot.record is not None and robot.record.seen_unix_s:  # it was lost earlier
+            lost, silent_s = True, max(silent_s, time.time() - robot.record.seen_unix_s)
         tool_speed = 0.0 if robot.status is None else robot.status.tool_speed
         return RobotView(
             name=robot.name,

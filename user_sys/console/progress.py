@@ -50,14 +50,14 @@ class RobotView(msgspec.Struct, frozen=True):
 
     Attributes:
         status: None before its first report.
-        lost: it has reported, but not within `LOSS_TIMEOUT_S`.
+        lost: it has reported, but not within `LOSS_TIMEOUT_S`; or the gateway lost it before the hub was created.
         cameras: those that have sent pictures.
         joints: labels of the joints that can be driven one by one.
         moves_tool: its tool can be driven along x, y and z.
         tool_speed: of the tool at the full share, m/s; 0 if it is unknown.
         expects_cameras: whether its spec has cameras; None if the spec is unknown.
         last: the report of its newest finished episode.
-        silent_s: time since its newest report, or since the hub was created if it has not reported.
+        silent_s: time since its newest report, or since the hub was created if it is not known to have reported.
         health: of its resource record, as the registry last reported it.
         health_note: the reason of a quarantine or a drain, and the person.
         phases: of the running episode: the first step and the phase of each section.

@@ -195,19 +195,19 @@ def _control(robot: RobotView) -> str:
 
     The health of one that is out of use: its session waits for its lease and sends no report.
     """
-    if robot.status is None:
-        return "missing"
     if robot.lost:
         return robot.health.value if robot.health in OVERRIDDEN else "lost"
+    if robot.status is None:
+        return "missing"
     operator = robot.status.operator
     return f"{robot.status.authority} ({operator})" if operator else robot.status.authority
 
 
 def _note(robot: RobotView) -> str:
-    if robot.status is None:
-        return f"not connected yet, for {format_duration(robot.silent_s)}"
     if robot.lost:
         return robot.health_note if robot.health in OVERRIDDEN else f"silent for {format_duration(robot.silent_s)}"
+    if robot.status is None:
+        return f"not connected yet, for {format_duration(robot.silent_s)}"
     return robot.status.note
 
 
