@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import console_kit
 import msgspec
 import pytest
+import simplejpeg
 from browser_kit import CHROMIUM, FLAGS, picture, require_playwright
 from console_kit import SPEC, SimulatedRun, until, write_episode
 from joint_arm_kit import joint_spec
@@ -28,6 +29,7 @@ from hal.spec import CameraSpec
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
+from user_sys.console.scene_process import PROMISED_RGB
 from user_sys.console.server import ConsoleServer
 from user_sys.edge.control_authority import ToolDrive
 from user_sys.messages import OperatorCommand
@@ -46,7 +48,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.long(40)]
 DESKTOP = {"width": 1280, "height": 800}
 TIMEOUT_MS = 120_000
 PHONE = {"width": 390, "height": 844}
-SMALL = {"width": 480, "height": 360}  # a processor draws the scene
+SMALL = {"width": 800, "height": 600}  # a processor draws the scene
 JOINTED = joint_spec("joint_delta")
 IWER = Path(__file__).with_name("vendor") / "iwer.min.js"
 """Meta's Immersive Web Emulation Runtime 2.5.0 (MIT), ``build/iwer.min.js`` of its npm package: a headset for tests."""
@@ -487,6 +489,15 @@ def test_scene_shows_the_joints_to_signed_in_people_only(browser: Any, simulated
         seen.append(b"")
         until(is_still, seconds=120)
         picture(scene, "scene-moved")
+
+        def shows_the_path() -> bool:
+            rgb = simplejpeg.decode_jpeg(scene.screenshot(type="jpeg")).astype(int)
+            return bool((abs(rgb[:, 40:] - PROMISED_RGB).max(-1) < 40).any())  # viser's own note has an orange margin
+
+        until(shows_the_path, seconds=120)
+        simulated.close()  # the robot is lost
+        until(lambda: not shows_the_path(), seconds=120)
+        picture(scene, "scene-lost", after_ms=3000)
         assert not complaints, complaints
         assert [url for url in requested if not url.startswith((address, "data:", "blob:"))] == []
     finally:

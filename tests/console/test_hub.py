@@ -384,6 +384,20 @@ def test_silent_robot_that_a_person_took_out_of_use_is_no_alarm(hub: ConsoleHub,
     assert hub.view().alarms == ("no report from panda-0: check the robot's computer and its network",)
 
 
+def test_pose_is_known_until_the_robot_is_lost(hub: ConsoleHub, clock: Clock) -> None:
+    assert hub.pose("panda-0") is None
+    hub.update(status(state=(0.5,), promised=((1.0,),)))
+    clock.now_s += LOSS_TIMEOUT_S
+    pose = hub.pose("panda-0")
+    assert pose is not None and (pose.state, pose.promised) == ((0.5,), ((1.0,),))
+    clock.now_s += 0.1
+    assert hub.pose("panda-0") is None
+    hub.update(status())
+    assert hub.pose("panda-0") is None, "it reports no pose"
+    hub.update(status(state=(0.6,)))
+    assert hub.pose("panda-0") is not None
+
+
 def test_cameras_have_the_order_of_the_spec(hub: ConsoleHub) -> None:
     cameras = tuple(CameraSpec(name=name, height=8, width=8, rate_hz=10.0) for name in ("wrist", "front"))
     hub.set_robot_spec("panda-0", msgspec.structs.replace(bus("x y z g"), cameras=cameras))

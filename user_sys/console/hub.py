@@ -102,6 +102,7 @@ class _Robot:
     periods: deque[ControlPeriod] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
     periods_seen: int = 0
     pose: RobotPose | None = None
+    posed_s: float = -math.inf
 
     def set_status(self, status: RobotStatus, now_s: float) -> None:
         """Applies a status. Its control periods and its pose are kept apart, since it is shown many times."""
@@ -113,7 +114,7 @@ class _Robot:
         self.periods.extend(status.periods)
         self.periods_seen += len(status.periods)
         if status.state:
-            self.pose = RobotPose(state=status.state, promised=status.promised)
+            self.pose, self.posed_s = RobotPose(state=status.state, promised=status.promised), now_s
         if status.resets:  # this time does not count as the age of a picture
             passed_s = now_s - self.last_seen_s
             self.pictured_s = {camera: min(at_s + passed_s, now_s) for camera, at_s in self.pictured_s.items()}
@@ -294,8 +295,10 @@ class ConsoleHub:
         return self._require_robot(robot).spec
 
     def pose(self, robot: str) -> RobotPose | None:
-        """The newest pose; None before the first. Raises AuthorityError: there is no such robot."""
-        return self._require_robot(robot).pose
+        """The newest pose; None if it is older than `LOSS_TIMEOUT_S`. Raises AuthorityError: there is no such robot."""
+        found = self._require_robot(robot)
+        with self._lock:
+            return found.pose if self._clock() - found.posed_s <= LOSS_TIMEOUT_S else None
 
     def request_pose(self, robot: str, ttl_s: float) -> None:
         """Requests poses of the robot, for the next `ttl_s` seconds. Raises AuthorityError: there is no such robot."""

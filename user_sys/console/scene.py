@@ -193,7 +193,7 @@ class _Scene:
             await process.wait()
 
     async def _feed(self, process: Process, into: asyncio.StreamWriter) -> None:
-        """Passes poses on until no page shows them. Raises RunError: the process ended."""
+        """Passes poses on, and that there is none any more, until no page shows them. Raises RunError: it ended."""
         shown, watched_s, asked_s = None, time.monotonic(), 0.0
         while process.returncode is None:
             now_s = time.monotonic()
@@ -204,7 +204,7 @@ class _Scene:
                 asked_s = now_s
                 with contextlib.suppress(UserSysError):  # the gateway is away
                     self._hub.request_pose(self._robot, POSE_TTL_S)
-            if (pose := self._hub.pose(self._robot)) is not None and pose is not shown:
+            if (pose := self._hub.pose(self._robot)) is not shown:
                 shown = pose
                 into.write(msgspec.json.encode(pose) + b"\n")
                 async with asyncio.timeout(SEND_TIMEOUT_S):

@@ -1,8 +1,8 @@
 """A 3D view of one robot: ``python -m user_sys.console.scene_process SOCKET``, which the console starts and ends.
 
 It serves viser on a Unix socket in a folder of this user, so that no other user and no browser reaches it. Standard
-input has one JSON line each: first a `SceneSetup`, then `RobotPose`s. It prints one line when it serves, or why not,
-and ends with its input.
+input has one JSON line each: first a `SceneSetup`, then `RobotPose`s, or null if the robot reports none. It prints one
+line when it serves, or why not, and ends with its input.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SERVING = "serving"
 PROMISED_RGB = (230, 80, 20)
 POINT_SIZE_M = 0.008
+NO_POSE = "no report from the robot"
 CAMERA_M, LOOK_AT_M = (1.3, -0.9, 0.8), (0.3, 0.0, 0.2)
 
 
@@ -45,7 +46,7 @@ class SceneSetup(msgspec.Struct, frozen=True):
 
 
 class ArmScene:
-    """The arm in a viser scene."""
+    """The arm in a viser scene, with a label while there is no pose."""
 
     def __init__(self, server: viser.ViserServer, drawing: ArmDrawing) -> None:
         self._server, self._drawing = server, drawing
@@ -64,15 +65,18 @@ class ArmScene:
                 position=shape.position,
                 wxyz=shape.wxyz,
             )
+        self._label = server.scene.add_label("/no-pose", NO_POSE, anchor="top-center")
 
-    def show(self, pose: RobotPose) -> None:
-        """Raises SpecError: the pose does not fit the robot."""
-        state, promised = np.array(pose.state), np.array(pose.promised)
-        points = self._drawing.path(state, promised) if len(promised) else np.zeros((0, 3))
-        positions, rotations = self._drawing.move(state)
+    def show(self, pose: RobotPose | None) -> None:
+        """With None, the arm stays and the promised path goes. Raises SpecError: the pose does not fit the robot."""
+        points = np.zeros((0, 3))
         with self._server.atomic():
-            for body, position, wxyz in zip(self._bodies, positions, rotations, strict=True):
-                body.position, body.wxyz = position, wxyz
+            self._label.visible = pose is None
+            if pose is not None:
+                state, promised = np.array(pose.state), np.array(pose.promised)
+                points = self._drawing.path(state, promised) if len(promised) else points
+                for body, position, wxyz in zip(self._bodies, *self._drawing.move(state), strict=True):
+                    body.position, body.wxyz = position, wxyz
             self._server.scene.add_point_cloud(
                 "/promised", points.astype(np.float32), PROMISED_RGB, point_size=POINT_SIZE_M, point_shape="circle"
             )
@@ -126,7 +130,7 @@ def main(argv: list[str]) -> int:
         return 2
     answer.write(f"{SERVING}\n")
     answer.flush()
-    decoder = msgspec.json.Decoder(RobotPose)
+    decoder = msgspec.json.Decoder(RobotPose | None)
     for line in lines:
         scene.show(decoder.decode(line))
     return 0
