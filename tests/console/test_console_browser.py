@@ -886,6 +886,21 @@ def test_e_stop_repeats_until_confirmed_across_a_reload(page: Any, simulated: Si
     assert len({order.press for order in simulated.orders("e-stop")}) == 1
 
 
+def test_unconfirmed_e_stop_is_shown_though_the_clock_is_set_back(page: Any, simulated: SimulatedRun) -> None:
+    simulated.away = True
+    page.keyboard.press("Space")
+    page.evaluate("const now = Date.now; Date.now = () => now() - 3_600_000")
+    page.wait_for_selector(".badge:text-is('NOT CONFIRMED')", timeout=20_000)
+    page.evaluate("""() => {
+      const [[robot, press]] = JSON.parse(sessionStorage.getItem("stops"));
+      sessionStorage.setItem("stops", JSON.stringify([[robot, { ...press, atMs: press.atMs + 3_600_000 }]]));
+    }""")
+    page.reload()
+    page.wait_for_selector(".badge:text-is('NOT CONFIRMED')", timeout=20_000)
+    page.get_by_role("button", name="Cancel the stop").click()
+    badge(page, "policy")
+
+
 def test_second_press_of_an_unconfirmed_e_stop_is_a_new_press(page: Any, simulated: SimulatedRun) -> None:
     """Its confirmation may be lost, and another person may have re-armed the robot."""
     simulated.away = True

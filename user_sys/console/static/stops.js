@@ -9,6 +9,8 @@ const PING_MS = 500;
 const RETRY_MS = 500; // a stop that was pressed while the network was away follows it at once
 const KEPT = "stops";
 
+const nowMs = () => Math.round(performance.timeOrigin + performance.now()); // epoch; not set back while the page is open
+
 export class Stops {
   // `operator()` returns the operator's name; `confirmed(robot, ms)` and `changed()` are callbacks.
   constructor(operator, confirmed, changed) {
@@ -16,6 +18,7 @@ export class Stops {
     this.confirmed = confirmed;
     this.changed = changed;
     this.pressed = new Map(JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")); // robot -> press, atMs (epoch), reason
+    for (const press of this.pressed.values()) press.atMs = Math.min(press.atMs, nowMs()); // the clock was set back
     const on = { open: () => this.repeat(), stopped: (message) => this.answer(message) };
     this.link = new Link("/stop", PING_MS, on, RETRY_MS);
     setInterval(() => this.repeat(), REPEAT_MS);
@@ -24,7 +27,7 @@ export class Stops {
   press(robots) {
     for (const robot of robots) {
       const press = Date.now() * 1000 + Math.floor(1000 * Math.random()); // unlike that of any other page
-      this.pressed.set(robot, { atMs: Date.now(), reason: "", ...this.pressed.get(robot), press });
+      this.pressed.set(robot, { atMs: nowMs(), reason: "", ...this.pressed.get(robot), press });
     }
     this.repeat();
     this.keep();
@@ -37,7 +40,7 @@ export class Stops {
 
   // Milliseconds since the press; undefined without an unconfirmed one.
   waitedMs(robot) {
-    return this.pressed.has(robot) ? Date.now() - this.pressed.get(robot).atMs : undefined;
+    return this.pressed.has(robot) ? nowMs() - this.pressed.get(robot).atMs : undefined;
   }
 
   isUnconfirmed(robot) {
