@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from edge_kit import RIGHT, STILL, RecordingRobot
@@ -17,11 +18,11 @@ from wait_kit import Clock, ClockNs
 from hal.camera import CameraFrame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.estop import EmergencyStop, EstopLatch
-from hal.robot import Observation, StopLevel
+from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.task import TaskOutcome
 from hal.teleoperator import TeleopInput
-from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
+from robots.fake import FakeCamera, FakeRobotConfig, FakeTable, FakeTask, FakeTeleoperator, FaultPlan
 from user_sys.edge.driver_server import connect_unless_stopped
 from user_sys.edge.environment import RobotEnvironment
 
@@ -147,6 +148,42 @@ def test_robots_own_stop_button_latches_until_release_and_re_arm() -> None:
     assert driver.step(RIGHT).applied is None, "released, and latched"
     driver.kernel.rearm("Ada")
     assert driver.step(RIGHT).applied is not None
+    driver.close()
+
+
+class HeldTask(FakeTask):
+    """Its reset leaves the robot, at rest, where a person has put it."""
+
+    place = (0.1, 0.0, 0.0)
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        assert isinstance(robot, RecordingRobot)
+        robot.set_state(np.array(self.place), np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "why"),
+    [
+        ({"tool_delta": ()}, {"workspace_high": (0.05, 1.0, 1.0)}, "workspace: the tool is at [0.1, 0.0, 0.0] m"),
+        ({"tool_delta": ()}, {"tool_force_max": 5.0}, "force: the tool is at"),
+        ({}, {"joint_position": (0,), "joint_low": (-0.1,), "joint_high": (0.1,)}, "joint_position: x is at 0.1000"),
+    ],
+    ids=["out of the workspace", "pressing", "at the end of a joint's range"],
+)
+def test_robot_that_no_action_may_move_after_a_reset_stops_until_a_person_moves_it(
+    changes: dict[str, object], limits: dict[str, object], why: str
+) -> None:
+    robot, task = RecordingRobot(FakeRobotConfig(table=FakeTable(height_m=0.02))), HeldTask()
+    limited = msgspec.structs.replace(robot.spec.limits, **limits)
+    robot.spec = msgspec.structs.replace(robot.spec, limits=limited, **changes)
+    driver = RobotEnvironment(robot, task, SafetyKernel(robot.spec))
+    driver.connect()
+    for _ in range(2):
+        time_step = driver.reset(0)
+        assert time_step.stopped and why in time_step.stopped_why and robot.stops[-1] is StopLevel.SAFE
+        driver.kernel.rearm("ada")
+    task.place = (0.0, 0.0, 0.02)
+    assert not driver.reset(0).stopped and driver.step(STILL).applied is not None
     driver.close()
 
 

@@ -259,12 +259,14 @@ class RobotEnvironment:
     def reset(self, seed: int) -> TimeStep:
         """Moves robot and scene to an initial state, then connects lost input devices that have returned.
 
-        An e-stop, latched or new, leaves robot and scene in place.
+        An e-stop, latched or new, leaves robot and scene in place. It latches if no action may move the robot after the
+        task's reset: a person must bring it back.
         """
         self.stop_if_latched()
         if self.kernel.latched_estop is None:
             try:
                 self.task.reset(self.robot, np.random.default_rng(seed))
+                self._require_in_place()
                 self._input_devices.connect_lost(self.robot.check_stop)
             except EmergencyStopped as error:
                 self._stop_for(error)
@@ -272,6 +274,13 @@ class RobotEnvironment:
         self._steps = 0
         self._captured_ns.clear()
         return self._time_step(applied=None, reasons=SafetyReason(0), t_command_ns=0, evaluate=False)
+
+    def _require_in_place(self) -> None:
+        if why := self.kernel.explain_place(self.robot.observe()):
+            raise EmergencyStopped(
+                f"no action may move {self._name} after its reset ({why}): a person must move it back, or correct its "
+                "limits"
+            )
 
     def step(self, action: Array) -> TimeStep:
         if self._newest is None:
