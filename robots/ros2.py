@@ -142,6 +142,9 @@ class ControllerManager:
     def __init__(self, ros_node: RosNode, name: str, controllers: Sequence[str], timeout_s: float) -> None:
         """Block until the manager's services are available.
 
+        Args:
+            controllers: their names, with or without the manager's namespace.
+
         Raises:
             SpecError: ROS 2 lacks the package controller_manager_msgs.
             HardwareLost: there is no such manager.
@@ -149,7 +152,7 @@ class ControllerManager:
         messages = "controller_manager_msgs/srv"
         self._list = RosServiceClient(ros_node, f"{messages}/ListControllers", f"{name}/list_controllers")
         self._switch = RosServiceClient(ros_node, f"{messages}/SwitchController", f"{name}/switch_controller")
-        self.name, self._controllers = name, list(controllers)
+        self.name, self._controllers = name, _listed_names(controllers)
         self._asked: Any = None
         self._asked_s = time.monotonic()
         ros_node.wait_until(
@@ -172,7 +175,7 @@ class ControllerManager:
         if unknown := {name: state for name, state in found.items() if state not in (ACTIVE, INACTIVE)}:
             raise HardwareLost(f"{self.name}: cannot activate {unknown}; the controllers are {states}")
         start = [name for name, state in found.items() if state == INACTIVE]
-        self._request(start, [name for name in instead_of if states.get(name) == ACTIVE])
+        self._request(start, [name for name in _listed_names(instead_of) if states.get(name) == ACTIVE])
 
     def deactivate(self) -> None:
         """Deactivate the active controllers. Blocks. Raises HardwareLost, as `activate`."""
@@ -211,6 +214,11 @@ class ControllerManager:
         stopped = {name: states.get(name, "not loaded") for name in self._controllers if states.get(name) != ACTIVE}
         if stopped:
             raise HardwareLost(f"{self.name}: not active: {stopped}; a person or a fault stopped them")
+
+
+def _listed_names(controllers: Sequence[str]) -> list[str]:
+    """The names by which the manager lists and switches controllers: without its namespace."""
+    return [name.rpartition("/")[2] for name in controllers]
 
 
 def _states(response: Any) -> dict[str, str]:

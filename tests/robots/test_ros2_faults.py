@@ -195,6 +195,39 @@ def test_controller_manager_that_answered_is_not_lost_after_a_pause_of_its_calle
         manager.check_active()
 
 
+class Services:
+    """Those of a controller manager, which lists its controllers without its namespace."""
+
+    def __init__(self, **states: str) -> None:
+        self.states, self.switched = states, list[dict[str, Any]]()
+        self.is_ready = True
+
+    def call(self, request: dict[str, Any], _: float) -> SimpleNamespace:
+        if request:
+            self.switched.append(request)
+            self.states |= dict.fromkeys(request["activate_controllers"], "active")
+            self.states |= dict.fromkeys(request["deactivate_controllers"], "inactive")
+        listed = [SimpleNamespace(name=name, state=state) for name, state in self.states.items()]
+        return SimpleNamespace(ok=True, controller=listed)
+
+    def call_async(self, request: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(done=lambda: True, result=lambda: self.call(request, 0.0))
+
+
+def test_controllers_in_a_namespace_are_switched_by_the_names_that_their_manager_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    services = Services(arm="inactive", hand="inactive", forward="active")
+    monkeypatch.setattr(ros2, "RosServiceClient", lambda *_: services)
+    names = ["/left/arm", "left/hand"]
+    manager = ControllerManager(Node(), "/left/controller_manager", names, 1.0)  # type: ignore[arg-type]
+    manager.activate(["/left/forward"])
+    manager.require_active()
+    assert services.states == {"arm": "active", "hand": "active", "forward": "inactive"}
+    manager.deactivate()
+    assert set(services.states.values()) == {"inactive"}
+
+
 def test_force_sensor_beyond_an_unknown_joint_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "two.urdf").write_text(URDF)
     monkeypatch.setattr(ros2, "RosNode", Node)
