@@ -26,6 +26,7 @@ _FULL_TURN_RAD = 2 * math.pi  # either way, for a joint without end stops
 
 DESCRIPTION_TIMEOUT_S = 10.0
 TOOL_RANGE_M, FORCE_RANGE_N = 2.0, 200.0  # bounds of the state's elements, not limits
+SPEED_RANGE = 3.0  # rad/s or m/s, of a joint whose description has no speed
 
 ControllerKind = Literal["trajectory", "position"]
 StampClock = Literal["shared", "robot", "arrival"]
@@ -374,13 +375,15 @@ def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
     low, high, speed = zip(*(_bounds(name, config, urdf) for name in config.joints), strict=True)
     prismatic = {name for name, each in urdf.joints.items() if each.kind == "prismatic"} if urdf is not None else set()
     units = ["m" if name in prismatic else "rad" for name in config.commanded_joints]
-    arm = list(zip(config.joints, units, low, high, speed, strict=False))
-    rows = [(f"{name}.pos", unit, least, most) for name, unit, least, most, _ in arm]
+    places = zip(config.joints, units, low, high, strict=False)
+    rows = [(f"{name}.pos", unit, least, most) for name, unit, least, most in places]
     if grip is not None:
         rows.append((f"{grip.joint}.pos", units[-1], grip.low, grip.high))
     action = ArraySpec.from_rows(ACTION, rows)
     if config.velocities:
-        rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, _, _, fastest in arm]
+        ranges = [_speed_range(name, urdf) for name in config.joints]
+        speeds = zip(config.joints, units, ranges, strict=False)
+        rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, fastest in speeds]
     tool_at = tuple(range(len(rows), len(rows) + 3)) if tool is not None else ()
     rows += [(f"tool_{axis}", "m", -TOOL_RANGE_M, TOOL_RANGE_M) for axis, _ in zip("xyz", tool_at, strict=False)]
     force_at = tuple(range(len(rows), len(rows) + 3)) if wrench is not None else ()
@@ -433,3 +436,9 @@ def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, f
             f"`limits: {{{joint}: {{low: -3.1, high: 3.1, speed_max: 0.5}}}}` or `description`"
         )
     return low, high, speed
+
+
+def _speed_range(joint: str, urdf: Urdf | None) -> float:
+    """The bound of a joint's speed in the state: no limit, which a person may change while a policy is trained."""
+    described = math.nan if urdf is None else urdf.joint(joint).speed_max
+    return described if 0 < described < math.inf else SPEED_RANGE

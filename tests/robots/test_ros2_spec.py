@@ -41,6 +41,18 @@ def test_config_limits_override_description(tmp_path: Path) -> None:
     assert limits.joint_velocity_max == (0.5, 1.0), "a quarter of what the description allows"
 
 
+def test_speed_limits_do_not_change_the_embodiment(tmp_path: Path) -> None:
+    description = described(tmp_path)
+    specs = [
+        spec_of(description=description, **changes)
+        for changes in ({}, {"speed_share": 0.1}, {"limits": {"b": {"speed_max": 0.3}}}, {"reduced_speed": 0.1})
+    ]
+    assert len({spec.embodiment for spec in specs}) == 1
+    assert specs[1].observation[0].high[2:] == (2.0, 4.0), "the description's speeds"
+    slow, fast = (spec_of(limits={"*": {**STATED["*"], "speed_max": speed}}) for speed in (0.2, 0.5))
+    assert slow.embodiment == fast.embodiment and slow.limits != fast.limits
+
+
 def test_state_layout_follows_config(tmp_path: Path) -> None:
     spec = spec_of(
         description=described(tmp_path),
