@@ -19,6 +19,7 @@ from robots.device import DeviceClock
 from robots.ros2_spec import StampClock
 
 MAX_AHEAD_NS = 50_000_000  # how far synchronised clocks may be apart
+RESTARTED_CLOCK_NS = 1_000_000_000  # a stamp that is earlier than the last one by more is of a clock that began anew
 CHANNELS_FROM_ENCODING = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "8UC1": 1, "8UC3": 3}
 """The supported encodings of sensor_msgs/msg/Image, with their bytes per pixel."""
 
@@ -48,11 +49,14 @@ class CaptureTimes:
     def captured_ns(self, stamp_ns: int) -> int | None:
         """The capture time of a message that arrives now; never in the future.
 
-        None for a message to ignore: its stamp is not later than the last one, or is ahead of a shared clock.
+        None for a message to ignore: its stamp is not later than the last one, or is ahead of a shared clock. A robot's
+        clock may begin anew, as after a restart of its computer.
         """
         arrival_ns = self._monotonic_ns()
         if self._kind == "arrival":
             return arrival_ns
+        if self._kind == "robot" and stamp_ns < self._last_ns - RESTARTED_CLOCK_NS:
+            self._clock, self._last_ns = DeviceClock(), -1
         if stamp_ns <= self._last_ns:
             return None
         if self._kind == "robot":

@@ -46,6 +46,19 @@ def test_repeated_stamp_is_ignored(clock: StampClock) -> None:
     assert times("arrival").captured_ns(0) == NOW_NS
 
 
+def test_robot_clock_that_begins_anew_is_followed() -> None:
+    now_ns, newest_ns = NOW_NS, 0
+    robot = CaptureTimes("robot", lambda: now_ns, lambda: WALL_NS)
+    for begun_ns in (WALL_NS, 20_000 * MS, 3_000 * MS):  # a computer without a battery begins at the same date
+        for sent, delay_ns in enumerate((8 * MS, 2 * MS, 5 * MS)):
+            sent_ns = now_ns
+            now_ns = sent_ns + delay_ns
+            captured_ns = robot.captured_ns(begun_ns + sent * 100 * MS)
+            assert captured_ns is not None and newest_ns <= captured_ns <= now_ns <= captured_ns + 8 * MS
+            newest_ns, now_ns = captured_ns, sent_ns + 100 * MS
+        now_ns += 60_000 * MS
+
+
 def test_joints_of_several_publishers_are_merged() -> None:
     joints = JointReadings(("a", "b", "grip"), "arrival")
     joints.update(["b", "other", "a"], [2.0, 9.0, 1.0], [0.2, 0.9, 0.1], 1)
