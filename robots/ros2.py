@@ -8,7 +8,8 @@ name. Since ros2_controllers 4.2 it refuses an empty trajectory, so a hold is a 
 position. A forward controller receives positions in the order of its parameter ``joints``.
 
 Safe stop: the target is the measured position; then the controllers are deactivated, and the hardware keeps its last
-command. The next command activates them again. A controller that a fault or a person deactivated makes the robot lost.
+command. The next command activates them again. A controller that a fault or a person deactivated makes the robot lost,
+and the e-stop latches: connecting activates the controller again.
 If this process dies, a controller moves to its last target, at most one control period ahead, and stays there.
 """
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from hal.camera import Camera, CameraFrame
 from hal.driver import RobotSetup, RobotSetupRequest, read_options
-from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError
+from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError, StoppedAtRobot
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array, CameraSpec
 from robots.device import DeviceLock, age_s, require_fresh, run_all
@@ -161,7 +162,7 @@ class ControllerManager:
 
     def require_active(self) -> None:
         """Raises HardwareLost if one of the controllers is not active. Blocks."""
-        self._require_active(self._list.call({}, RESPONSE_TIMEOUT_S))
+        self._require_active(self._list.call({}, RESPONSE_TIMEOUT_S), HardwareLost)
 
     def activate(self, instead_of: Sequence[str] = ()) -> None:
         """Activate the controllers and deactivate `instead_of`, in one cycle of the control loop, or none of them.
@@ -186,7 +187,8 @@ class ControllerManager:
         """Check periodically, without blocking, that the controllers are active. Call it in each control period.
 
         Raises:
-            HardwareLost: one is not active, or the manager has not answered for `RESPONSE_TIMEOUT_S`.
+            HardwareLost: one is not active, or the manager has not answered for `RESPONSE_TIMEOUT_S`. StoppedAtRobot if
+                one is inactive.
         """
         now_s = time.monotonic()
         if self._asked is None:
@@ -194,7 +196,7 @@ class ControllerManager:
                 self._asked, self._asked_s = self._list.call_async({}), now_s
         elif self._asked.done():
             response, self._asked = self._asked.result(), None
-            self._require_active(response)
+            self._require_active(response, StoppedAtRobot)
             return  # it did answer, however late it is looked at
         if now_s - self._asked_s > STATE_CHECK_INTERVAL_S + RESPONSE_TIMEOUT_S:
             raise HardwareLost(f"{self.name} has not answered for {now_s - self._asked_s:.1f} s")
@@ -209,11 +211,12 @@ class ControllerManager:
             why = getattr(response, "message", "") or "its log has the reason"
             raise HardwareLost(f"{self.name} did not activate {start} and deactivate {stop}: {why}")
 
-    def _require_active(self, response: Any) -> None:
+    def _require_active(self, response: Any, if_inactive: type[HardwareLost]) -> None:
         states = _states(response)
         stopped = {name: states.get(name, "not loaded") for name in self._controllers if states.get(name) != ACTIVE}
         if stopped:
-            raise HardwareLost(f"{self.name}: not active: {stopped}; a person or a fault stopped them")
+            kind = if_inactive if INACTIVE in stopped.values() else HardwareLost
+            raise kind(f"{self.name}: not active: {stopped}; a person or a fault stopped them")
 
 
 def _listed_names(controllers: Sequence[str]) -> list[str]:

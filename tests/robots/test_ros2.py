@@ -14,7 +14,7 @@ from ros2_kit import DOMAIN, HERE_ONLY, OTHER_DOMAIN, Ros2Peer, ros2_peer
 from hal.camera import Camera
 from hal.conformance import CameraConformance, RobotConformance
 from hal.driver import RobotSetupRequest
-from hal.errors import EmergencyStopped, HardwareLost, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, StaleObservation, StoppedAtRobot
 from hal.resource import ResourceRecord
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
@@ -231,7 +231,7 @@ def test_reset_moves_arm_to_configured_home(peer: Ros2Peer) -> None:
 def test_stopped_controller_loses_robot_and_fault_is_not_cleared(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
         peer.send("put arm_controller inactive")
-        await_raise(HardwareLost, lambda: robot.command(HOME), "a person or a fault")
+        await_raise(StoppedAtRobot, lambda: robot.command(HOME), "a person or a fault")
     assert peer.state()["controllers"]["arm_controller"] == "inactive"
     with pytest.raises(HardwareLost, match="not active"):
         Ros2Robot(replace(PLAIN, activate=False)).connect()

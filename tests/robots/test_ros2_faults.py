@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation, StoppedAtRobot
 from hal.robot import StopLevel, no_op
 from hal.spec import CameraSpec
 from robots import ros2
@@ -226,6 +226,24 @@ def test_controllers_in_a_namespace_are_switched_by_the_names_that_their_manager
     assert services.states == {"arm": "active", "hand": "active", "forward": "inactive"}
     manager.deactivate()
     assert set(services.states.values()) == {"inactive"}
+
+
+@pytest.mark.parametrize(("state", "latches"), [("inactive", True), ("unconfigured", False), ("not loaded", False)])
+def test_controller_that_is_deactivated_while_it_runs_latches_the_estop(
+    monkeypatch: pytest.MonkeyPatch, state: str, latches: bool
+) -> None:
+    services, now_s = Services(arm="active"), [100.0]
+    monkeypatch.setattr(ros2, "RosServiceClient", lambda *_: services)
+    monkeypatch.setattr(ros2, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    manager = ControllerManager(Node(), "/manager", ["arm"], 1.0)  # type: ignore[arg-type]  # a stand-in
+    services.states = {} if state == "not loaded" else {"arm": state}
+    with pytest.raises(HardwareLost, match="not active") as at_start:
+        manager.require_active()
+    now_s[0] += 1.0
+    manager.check_active()
+    with pytest.raises(HardwareLost, match=f"'arm': '{state}'.; a person or a fault stopped them") as running:
+        manager.check_active()
+    assert [isinstance(each.value, StoppedAtRobot) for each in (at_start, running)] == [False, latches]
 
 
 def test_force_sensor_beyond_an_unknown_joint_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
