@@ -478,6 +478,8 @@ class _AxisLimits:
         max_lead = speed[self._joints] * max(MAX_TARGET_LEAD_S / period_s, 2.0)
         self._joint_range = _JointRange(angles, lowest, highest, max_lead)
         if len(self.targets):  # a target's bounds limit its place, and its rate limits the speed
+            if not np.isfinite(speed[self._joints]).all():
+                raise SpecError(f"{spec.model}: joint_target needs a finite joint_velocity_max of each joint")
             self._joint_range.narrow(low[self._joints], high[self._joints])
             low[self._joints], high[self._joints] = -rate[self._joints], rate[self._joints]
             rate[self._joints] = np.inf

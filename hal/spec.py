@@ -150,7 +150,7 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         joint_low, joint_high: joint limits, rad.
         joint_velocity: indices of the joint velocities in ``observation.state``; empty if they are not measured.
         joint_velocity_max: limit of each joint's speed, rad/s: of the measured speed if `joint_velocity` is set, and of
-            the commanded speed if the action has `RobotSpec.joint_target` or `joint_delta`.
+            the commanded speed if the action has `RobotSpec.joint_target`, which needs it, or `joint_delta`.
         joint_acceleration_max, joint_jerk_max: limits of each joint's commanded motion, rad/s^2 and rad/s^3; empty for
             none, and only with `RobotSpec.joint_target` or `joint_delta`.
         action_rate_max: the largest change of each action element between two control periods, in its own unit. For a

@@ -175,14 +175,11 @@ class _JointPath:
         self._robot, self._home, self._last_action = robot, np.array(home, np.float64), last_action
         self._joint_elements, self._state_indices = list(spec.joint_target), list(spec.limits.joint_position)
         self._kernel = _slow_kernel(spec)
-        fastest = spec.limits.joint_velocity_max
-        if len(fastest) != len(self._joint_elements) or len(self._home) != len(self._joint_elements):
-            raise SpecError(
-                f"{spec.model}: homing needs a position and a speed limit (joint_velocity_max) for each of "
-                f"{len(self._joint_elements)} joints; there are {len(self._home)} and {len(fastest)}"
-            )
-        speed = np.array(fastest) * spec.limits.reduced_speed
-        self._max_step, self._tolerance = speed * spec.period_s, np.array(fastest) * HOME_TOLERANCE_S
+        if len(self._home) != (joints := len(self._joint_elements)):
+            raise SpecError(f"{spec.model}: homing needs a position for each of {joints} joints; there are {len(home)}")
+        fastest = np.array(spec.limits.joint_velocity_max)
+        speed = fastest * spec.limits.reduced_speed
+        self._max_step, self._tolerance = speed * spec.period_s, fastest * HOME_TOLERANCE_S
         self._lead = np.maximum(speed * MAX_TARGET_LEAD_S, 2 * self._tolerance)
         self._target: Array | None = None
         self._measured = self._still_at = np.full(len(self._home), np.inf)

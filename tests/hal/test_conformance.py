@@ -27,7 +27,9 @@ class Arm(Robot):
             rate_hz=10.0,
             observation=(ArraySpec(name=STATE, labels=("a", "b"), **BOUNDS),),  # type: ignore[arg-type]
             action=ArraySpec(name=ACTION, labels=("b", "a"), **BOUNDS),  # type: ignore[arg-type]
-            limits=SafetyLimits(joint_position=(1, 0), joint_low=(-2.0, -2.0), joint_high=(2.0, 2.0)),
+            limits=SafetyLimits(
+                joint_position=(1, 0), joint_low=(-2.0, -2.0), joint_high=(2.0, 2.0), joint_velocity_max=(1.0, 1.0)
+            ),
             neutral=(0.0, 0.0),
             joint_target=(0, 1),
         )

@@ -295,3 +295,11 @@ def test_contradictory_motion_limits_are_refused(wrong: dict[str, Any]) -> None:
     base = {name: getattr(TOOL, name) for name in TOOL.__struct_fields__}
     with pytest.raises(SpecError):
         SafetyKernel(RobotSpec(**(base | wrong)))
+
+
+@pytest.mark.parametrize("fastest", [(), (1.0, np.inf), (1.0, np.nan)])
+def test_joint_targets_without_a_speed_limit_are_refused(fastest: tuple[float, ...]) -> None:
+    """The policy could jump through the whole range in one period, and a person could not drive at a share of it."""
+    limits = msgspec.structs.replace(JOINTS.limits, joint_velocity_max=fastest)
+    with pytest.raises(SpecError, match="joints: joint_target needs a finite joint_velocity_max of each joint"):
+        kernel_of(msgspec.structs.replace(JOINTS, limits=limits))
