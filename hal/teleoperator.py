@@ -16,7 +16,7 @@ class TeleopInput:
 
     Attributes:
         twist: float32 (k,), each element in [-1, 1]: the share of the action's range, one element for each action
-            element. For a joint that is moved by targets, the share of its greatest speed.
+            element. Of a motion, the share of its greatest reduced speed, see ``SafetyLimits.reduced_speed``.
         engaged: False if the dead-man switch is released: the robot holds.
         target: float32 (k,), an action in the spec's units, from a device with the robot's own joints (a leader arm);
             replaces `twist`.

@@ -321,7 +321,8 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
         requested_by: another operator who requests control from `operator`.
         help: why the robot requests help, in the state ``requesting``; or how to prepare the scene, if `awaits_reset`.
         resets: its driver resets it, and sends no pictures meanwhile.
-        tool_speed: of a tool that the session can drive by moving the joints, m/s at the full share; else 0.
+        tool_speed: of a tool that the session can drive by moving the joints, m/s at the full share in its
+            newest direction; else 0.
         tool_refusal: why it cannot, if the action moves joints.
         task: of the running episode.
         periods: the newest control periods since the last status, while a console requests pictures.

@@ -43,6 +43,7 @@ from user_sys.policies.policy import ActionChunk, PolicyQuery
 
 TASK = TaskInfo(name="reach", sentence="go", max_steps=50)
 LENGTH = 3
+REDUCED_M = STEP_M * FakeRobot().spec.limits.reduced_speed  # an operator's greatest step
 FAR = 0.01  # step along x: the version times this, plus a tenth of it for each step in the chunk
 
 
@@ -238,7 +239,7 @@ def test_take_over_is_a_correction_and_hand_back_starts_a_chunk(session: Session
     session.order("drive", (0.5, 0, 0, 0))
     corrected = session.act()
     assert (corrected.phase, corrected.policy_version) == (Phase.CORRECTION, -1)
-    np.testing.assert_allclose(corrected.action, [STEP_M / 2, 0, 0, GRIPPER_M], rtol=1e-6)
+    np.testing.assert_allclose(corrected.action, [REDUCED_M / 2, 0, 0, GRIPPER_M], rtol=1e-6)
     assert np.isnan(corrected.log_prob)
     session.order("hand-back")
     again = session.act()
@@ -347,6 +348,15 @@ def test_speed_is_reduced_from_the_first_period_of_a_take_over(session: Session)
     assert not session.environment.kernel.is_speed_reduced
 
 
+@pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+def test_reduced_speed_keeps_an_operators_direction_and_share(session: Session, share: float) -> None:
+    session.order("take-over")
+    session.order("drive", (share, -share / 2, 0, 0))
+    requested = session.act().action
+    np.testing.assert_array_equal(session.time_step.applied, requested)
+    np.testing.assert_allclose(requested[:3], [share * REDUCED_M, -share / 2 * REDUCED_M, 0], rtol=1e-6)
+
+
 def test_robot_outside_of_an_episode_awaits_the_person_who_has_it(session: Session) -> None:
     def waits(*orders: str) -> bool:
         for order in orders:
@@ -418,7 +428,7 @@ def test_zero_input_holds_the_robot_and_is_no_step(session: Session) -> None:
         assert session.period() == (None, None)
     assert session.robot.commands == [] and session.robot.stops == [StopLevel.HOLD] * 3
     session.order("drive", (0, 0, -1, 0))
-    assert session.act().action[2] == np.float32(-STEP_M)
+    assert session.act().action[2] == np.float32(-REDUCED_M)
 
 
 def test_closing_gripper_is_recorded_while_it_settles(session: Session) -> None:
@@ -631,7 +641,7 @@ def test_newest_input_replaces_earlier_ones(session: Session) -> None:
     for _ in range(MAX_PENDING_COMMANDS):
         session.order("drive", (1, 0, 0, 0))
     session.order("drive", (0, -0.5, 0, 0))
-    np.testing.assert_allclose(session.act().action, [0, -STEP_M / 2, 0, GRIPPER_M], rtol=1e-6)
+    np.testing.assert_allclose(session.act().action, [0, -REDUCED_M / 2, 0, GRIPPER_M], rtol=1e-6)
     assert [reply.accepted for reply in session.replies] == [True]
 
 

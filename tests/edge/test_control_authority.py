@@ -12,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from wait_kit import Clock
 
 from hal.errors import SpecError
-from hal.spec import ArraySpec, RobotSpec
+from hal.robot import Observation
+from hal.safety import SafetyKernel
+from hal.spec import STATE, ArraySpec, RobotSpec, SafetyLimits
+from hal.teleoperator import TeleopInput
 from user_sys.edge.control_authority import CONTROL_REQUEST_S, INPUT_TIMEOUT_S, ControlAuthority, ControlState
 from user_sys.episode import Phase
 from user_sys.errors import AuthorityError
@@ -204,6 +207,33 @@ def test_twist_becomes_an_action_in_the_robots_units(bench: AuthorityBench) -> N
     bench.order("alice", "drive", (0.0, 0.0, 0.0, 1.0))
     bench.wait(1.0)
     np.testing.assert_allclose(bench.authority.action(previous), [0, 0, 0, 0.08], rtol=1e-6)  # held, still open
+
+
+def test_motion_is_reduced_as_the_safety_kernel_does_it() -> None:
+    labels, bounds = ("base.x", "base.yaw", "joint", "lamp"), (0.3, 1.5, 0.1, 1.0)
+    spec = RobotSpec(
+        model="rover",
+        rate_hz=10.0,
+        observation=(ArraySpec(name=STATE, labels=("joint",), units=("rad",), low=(-3.0,), high=(3.0,)),),
+        action=ArraySpec(
+            name="action",
+            labels=labels,
+            units=("m/s", "rad/s", "rad", "1"),
+            low=tuple(-each for each in bounds),
+            high=bounds,
+        ),
+        limits=SafetyLimits(joint_position=(0,), joint_low=(-3.0,), joint_high=(3.0,), reduced_speed=0.3),
+        neutral=(0.0,) * 4,
+        joint_delta=(2,),
+    )
+    authority, kernel = ControlAuthority("rover-0", spec), SafetyKernel(spec, clock=lambda: 0)
+    kernel.is_speed_reduced = True
+    authority.apply_local_input(TeleopInput(np.array([1.0, -0.5, 0.9, 1.0], np.float32), engaged=True))
+    action = authority.action(np.zeros(4, np.float32))
+    np.testing.assert_allclose(action, [0.09, -0.225, 0.027, 1.0], rtol=1e-6)
+    decision = kernel.filter(action, Observation({STATE: np.zeros(1, np.float32)}, 0))
+    assert decision.applied is not None and not decision.reasons, decision.text
+    np.testing.assert_array_equal(decision.applied, action)
 
 
 def test_robot_without_a_neutral_action_raises() -> None:

@@ -9,6 +9,7 @@ import mujoco
 import numpy as np
 import pytest
 from joint_arm_kit import joint_spec
+from msgspec.structs import replace
 
 from hal.robot import Observation
 from hal.safety import SafetyKernel
@@ -24,12 +25,16 @@ STEPS = 20
 class Bench:
     """An operator, the control authority and the safety kernel of an arm that moves exactly as commanded."""
 
-    def __init__(self, kind: Literal["joint_delta", "joint_target"], description: str = "ur5e") -> None:
-        self.spec = joint_spec(kind)
+    def __init__(
+        self, kind: Literal["joint_delta", "joint_target"], description: str = "ur5e", reduced_speed: float = 1.0
+    ) -> None:
+        spec = joint_spec(kind)
+        self.spec = replace(spec, limits=replace(spec.limits, reduced_speed=reduced_speed))
         self.now_s = 100.0
         drive = ToolDrive(self.spec, description)
         self.authority = ControlAuthority("arm-0", self.spec, lambda: self.now_s, tool_drive=drive)
         self.kernel = SafetyKernel(self.spec, clock=lambda: int(self.now_s * 1e9))
+        self.kernel.is_speed_reduced = True
         self.joints = np.array(UR5E.home_rad)
         self.applied = self.spec.rest_action(self.observation)
         self.sequence = 0
@@ -80,15 +85,25 @@ def test_tool_moves_in_the_wanted_direction(kind: Literal["joint_delta", "joint_
     np.testing.assert_allclose(rest, expected, atol=1e-6)  # without input the joints rest
 
 
-def test_joints_keep_their_speed_limits_and_the_direction() -> None:
-    drive = ToolDrive(joint_spec("joint_target"), "ur5e")
-    drive.speed = 50.0
-    still, joints = np.zeros(6, np.float32), np.array(UR5E.home_rad)
-    fast = drive.twist(still, np.array([1.0, 0.0, 0.0]), joints)
-    assert np.abs(fast).max() == 1.0
-    drive.speed = 0.1
-    slow = drive.twist(still, np.array([1.0, 0.0, 0.0]), joints)
-    np.testing.assert_allclose(fast / np.linalg.norm(fast), slow / np.linalg.norm(slow), atol=1e-5)
+@pytest.mark.parametrize("kind", ["joint_delta", "joint_target"])
+def test_joints_keep_their_reduced_speed_and_the_direction(kind: Literal["joint_delta", "joint_target"]) -> None:
+    speeds = []
+    for share in (0.25, 0.5, 1.0):
+        bench = Bench(kind, reduced_speed=0.1)
+        start, before = bench.tool, bench.joints
+        for _ in range(STEPS // 4):
+            assert not bench.order("drive", (share, 0.0, 0.0))
+            request = bench.authority.action(bench.applied, bench.observation)
+            bench.step()
+            np.testing.assert_array_equal(bench.applied, request)
+            moved, before = bench.joints - before, bench.joints
+            assert np.abs(moved).max() == pytest.approx(share * 0.1 * bench.spec.period_s, rel=1e-3)
+        way = bench.tool - start
+        assert np.linalg.norm(way[1:]) < np.tan(np.deg2rad(1.0)) * way[0]
+        speed = way[0] / (STEPS // 4 * bench.spec.period_s)
+        assert speed == pytest.approx(share * bench.authority.tool_drive.speed, rel=0.02)
+        speeds.append(speed)
+    np.testing.assert_allclose(speeds, speeds[-1] * np.array([0.25, 0.5, 1.0]), rtol=0.02)
 
 
 @pytest.mark.parametrize(

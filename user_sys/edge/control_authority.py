@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from hal.errors import SpecError
+from hal.motion_limits import commanded_speeds
 from hal.spec import STATE, Array, RobotSpec
 from hal.teleoperator import TeleopInput
 from user_sys.compose import make_joint_velocities
@@ -44,7 +45,7 @@ LOCAL_OPERATOR = "a person at the robot"
 """The operator whose input comes from a device on the robot's own computer."""
 
 _log = logging.getLogger(__name__)
-TOOL_SPEED = 0.1  # m/s at the full share
+TOOL_SPEED = 0.1  # m/s at the full share, if the joints are fast enough
 
 
 class ControlState(enum.StrEnum):
@@ -102,9 +103,10 @@ class ControlAuthority:
     slow control rates an input is valid for half of `input_timeout_s`.
 
     An operator's *twist* has one element for each action element, in [-1, 1]: the share of the way from
-    ``spec.neutral`` to the action's bound. The gripper's element is +1 for open (upper bound) and -1 for closed (lower
-    bound). It is 0 until the operator first changes it, which keeps the gripper as it is: a take-over drops nothing. A
-    joint with position targets moves on from its last target, at that share of its maximum speed.
+    ``spec.neutral`` to the action's bound. Of a motion it is the share of the reduced speed, so that the safety kernel
+    does not turn its direction. A joint with position targets moves on from its last target. The gripper's element is
+    +1 for open (upper bound) and -1 for closed (lower bound). It is 0 until the operator first changes it, which keeps
+    the gripper as it is: a take-over drops nothing.
 
     Attributes:
         tool_drive: moves the tool of a robot whose action moves its joints.
@@ -232,10 +234,12 @@ class ControlAuthority:
         if len(spec.neutral) != len(twist):
             raise SpecError(f"{spec.model}: a robot without `neutral` in its spec cannot be driven by hand; add it")
         neutral, low, high = (np.asarray(v, np.float32) for v in (spec.neutral, spec.action.low, spec.action.high))
-        action: Array = neutral + twist * np.where(twist > 0, high - neutral, neutral - low)
+        moving, share = [*spec.tool_delta, *_joints(spec), *commanded_speeds(spec)], twist.astype(np.float64)
+        share[moving] *= spec.limits.reduced_speed
+        action: Array = (neutral + share * np.where(twist > 0, high - neutral, neutral - low)).astype(np.float32)
         if joints := list(spec.joint_target):
-            fastest = np.array(spec.limits.joint_velocity_max, np.float32) * np.float32(spec.period_s)
-            action[joints] = np.clip(previous[joints] + twist[joints] * fastest, low[joints], high[joints])
+            fastest = np.array(spec.limits.joint_velocity_max) * spec.period_s
+            action[joints] = np.clip(previous[joints] + share[joints] * fastest, low[joints], high[joints])
         if spec.gripper >= 0:
             action[spec.gripper] = self._gripper(twist[spec.gripper], previous[spec.gripper])
         return action
@@ -465,14 +469,14 @@ class ToolDrive:
     """Maps shares of the tool's speed to shares of the joints' speeds. The control loop's thread uses it.
 
     Attributes:
-        speed: of the tool at the full share, m/s; 0 if it cannot be driven in this way.
+        speed: of the tool at the full share in the newest direction, m/s; 0 if it cannot be driven in this way.
         refusal: why it cannot be, for people; empty if it can, or if the action moves the tool itself.
     """
 
     def __init__(self, spec: RobotSpec, description: str = "") -> None:
         """`description`: see `sim.kinematics.ArmKinematics`; empty for none."""
         self.speed, self.refusal = 0.0, ""
-        self._joints = list(spec.joint_target or spec.joint_delta)
+        self._joints = _joints(spec)
         if not self._joints or spec.tool_delta:
             return
         if not description:
@@ -490,19 +494,29 @@ class ToolDrive:
     def twist(self, twist: Array, tool: Array, joints: Array) -> Array:
         """A copy of `twist` (a,) whose joints' elements move the tool by the shares `tool` (3,), in that direction.
 
+        A joint that would be too fast at the full share makes the tool slower at each share.
+
         Args:
+            tool: not all 0.
             joints: (n,) measured positions, in the units of the state.
         """
-        shares = self._joint_velocities(joints, tool * self.speed) / self._full
+        share = float(np.abs(tool).max())
+        full = self._joint_velocities(joints, tool / share * TOOL_SPEED) / self._full
+        slower = max(1.0, float(np.abs(full).max()))
+        self.speed = TOOL_SPEED / slower
         moved = twist.copy()
-        moved[self._joints] = shares / max(1.0, float(np.abs(shares).max()))
+        moved[self._joints] = full * share / slower
         return moved
+
+
+def _joints(spec: RobotSpec) -> list[int]:
+    """The action's elements that move one joint each."""
+    return list(spec.joint_target or spec.joint_delta)
 
 
 def _full_speeds(spec: RobotSpec) -> Array:
     """The joints' speeds (n,) at the full share of a twist, a second."""
-    if spec.joint_target:
-        return np.array(spec.limits.joint_velocity_max)
-    low, high = (np.array(bound)[list(spec.joint_delta)] for bound in (spec.action.low, spec.action.high))
-    speeds: Array = np.minimum(-low, high) * spec.rate_hz
+    low, high = (np.array(bound)[_joints(spec)] for bound in (spec.action.low, spec.action.high))
+    unreduced = spec.limits.joint_velocity_max if spec.joint_target else np.minimum(-low, high) * spec.rate_hz
+    speeds: Array = np.array(unreduced) * spec.limits.reduced_speed
     return speeds
