@@ -18,7 +18,7 @@ from wait_kit import Clock
 
 from hal.registry import LOSS_TIMEOUT_S
 from hal.resource import Health, Kind, ResourceRecord
-from hal.spec import ArraySpec, CameraSpec, RobotSpec
+from hal.spec import ArraySpec, CameraSpec, RobotSpec, SafetyLimits
 from user_sys.console.hub import (
     MAX_CAMERAS_PER_ROBOT,
     MAX_JPEG_BYTES,
@@ -551,6 +551,13 @@ def test_move_sets_the_tool_elements_of_the_spec(sent: list[Any]) -> None:
     hub.update(status("stranger"))
     hub.send_drive("stranger", "alice", (0.1, 0.2, 0.3), 1.0)
     assert sent[-1].twist == (0.1, 0.2, 0.3, 1.0)
+
+
+def test_tool_speed_is_the_one_that_a_person_reaches() -> None:
+    arm = bus("x y z", tool_delta=(0, 1, 2), limits=SafetyLimits(reduced_speed=0.25))
+    hub = ConsoleHub("demo", lambda message: None, {"arm": arm, "joints": bus("a b", joint_delta=(0, 1))})
+    hub.update(status("joints", tool_speed=0.07))
+    assert [robot.tool_speed for robot in hub.view().robots] == [2.5, 0.07]
 
 
 def test_preview_request_goes_to_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:

@@ -518,8 +518,9 @@ def _still_twist(spec: RobotSpec, gripper: float) -> tuple[float, ...]:
 
 
 def _tool_speed(spec: RobotSpec) -> float:
-    """At the full share along the slowest axis, m/s; 0 if its tool is not driven by steps."""
-    return min((spec.action.high[axis] for axis in spec.tool_delta), default=0.0) * spec.rate_hz
+    """At the full share along the slowest axis while a person drives, m/s; 0 if its tool is not driven by steps."""
+    slowest = min((spec.action.high[axis] for axis in spec.tool_delta), default=0.0)
+    return slowest * spec.rate_hz * spec.limits.reduced_speed
 
 
 def _joints(spec: RobotSpec) -> tuple[int, ...]:

@@ -123,7 +123,8 @@ export class Headset {
     this.readMs = now;
     if (!this.clutch) return [0, 0, 0];
     const speed = this.on.toolSpeed();
-    const shares = this.left.map((metres) => Math.max(-1, Math.min(1, metres / (speed * FOLLOW_S))));
+    const reach = Math.max(speed * FOLLOW_S, Math.hypot(...this.left)); // the robot limits the length of a step
+    const shares = this.left.map((metres) => metres / reach);
     this.left = this.left.map((metres, i) => metres - shares[i] * speed * seconds);
     return shares;
   }
