@@ -319,7 +319,8 @@ function sendInput() {
   const robot = driving || (performance.now() < granted.untilMs ? granted.robot : "");
   if (!robot || document.hidden || headset.isAway || !link.fresh) return;
   if (hand.rewinds) hand.setGripper(0); // the gripper stays as the path back leaves it
-  link.send({ type: "drive", robot, move: hand.move(), gripper: hand.gripper, rewind: hand.rewinds, joint: Number(el("joint").value) });
+  const joint = Number(el("joint").value);
+  link.send({ type: "drive", robot, move: hand.move(joint >= 0), gripper: hand.gripper, rewind: hand.rewinds, joint });
 }
 
 function showSpeed() {

@@ -151,15 +151,15 @@ export class Hand {
     return (Number(document.getElementById("speed").value) / 100) * (this.slow ? SLOW : 1);
   }
 
-  // Call it once for each sent input.
-  move() {
+  // Call it once for each sent input. The shares of a joint are not turned.
+  move(movesJoint) {
     const headset = this.headset.read();
     const total = this.pad.shares.map((share, i) => share + headset[i]);
     for (const code of this.down) (MOVES[code] ?? total.map(() => 0)).forEach((share, i) => (total[i] += share));
     const [plane, height] = this.sticks.map((stick) => stick.shares);
     const added = [plane[1] + this.tilt.shares[1], -plane[0] - this.tilt.shares[0], height[1]];
     const shares = total.map((share, i) => Math.max(-1, Math.min(1, share + added[i])) * this.scale);
-    return turned(shares, Number(this.settings.view));
+    return movesJoint ? shares : turned(shares, Number(this.settings.view));
   }
 }
 
