@@ -1,7 +1,7 @@
 """A scripted operator: an input device that drives a simulated robot by its task's expert, as a person would.
 
-It takes over when an episode is late, and hands back at the episode's end. So benchmarks and examples of corrections
-run without a person::
+It takes over when an episode is late, and hands back at the episode's end, or if its expert fails for long. So
+benchmarks and examples of corrections run without a person::
 
     robots: [{name: panda-0, task: lift, teleoperators: [{kind: scripted, after_steps: 25}]}]
 """
@@ -20,6 +20,8 @@ from hal.robot import Observation, Robot
 from hal.settings import Count, read_settings
 from hal.task import ExpertPolicy, Task, TaskOutcome
 from hal.teleoperator import Teleoperator, TeleopInput
+
+MAX_STEPS = 3000  # of one attempt
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ScriptedOperator(Teleoperator):
     def read(self) -> TeleopInput:
         """See `Teleoperator.read`."""
         still = np.zeros(self._robot.spec.action.shape, np.float32)
-        if self._expert is None or self._steps < self._after_steps:
+        if self._expert is None or not 0 <= self._steps - self._after_steps < MAX_STEPS:
             hands_back, self._drives = self._drives, False
             return TeleopInput(still, engaged=False, hands_back=hands_back)
         self._drives = True

@@ -20,8 +20,9 @@ from hal.robot import Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.teleoperator import TeleopInput
-from robots.fake import GRIPPER_M, STEP_M, FakeRobot, FakeTask
+from robots.fake import GRIPPER_M, STEP_M, FakeRobot, FakeRobotConfig, FakeTask
 from user_sys.compose import RobotConfig
+from user_sys.edge import agents
 from user_sys.edge.agents import (
     GRIPPER_SETTLE_STEPS,
     MAX_PENDING_COMMANDS,
@@ -748,6 +749,38 @@ def test_operator_rewinds_along_the_path_and_then_corrects(session: Session) -> 
     assert session.act().phase is Phase.CORRECTION
     session.order("drive", (0.0,) * 4, rewind=True)
     assert session.act().action[1] > 0, "the correction is retraced too"
+
+
+@pytest.mark.parametrize("rate_hz", [10.0, 30.0])
+@pytest.mark.parametrize("order", ["success", "hand-back"])
+def test_long_demonstration_holds_the_robot_until_its_label(
+    monkeypatch: pytest.MonkeyPatch, rate_hz: float, order: Any
+) -> None:
+    monkeypatch.setattr(agents, "MAX_HUMAN_S", 2.0)
+    robot = RecordingRobot(FakeRobotConfig(rate_hz=rate_hz))
+    environment = RobotEnvironment(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
+    environment.connect()
+    session = Session(robot, environment, MarchingPolicy())
+    session.order("take-over")
+    for number in range(round(2.0 * rate_hz)):
+        session.order("drive", (0.0, (-1.0) ** number, 0.0, 0.0))
+        _, outcome = session.period()
+        assert outcome is not None and not outcome.is_last and outcome.success is None
+    session.order("drive", (0.0, 1.0, 0.0, 0.0))
+    assert session.period() == (None, None) and robot.stops[-1] is StopLevel.HOLD
+    assert session.agent.stopped_why == "holds: a person has moved it for 2 s; label this episode, or hand back"
+    session.order("drive", (0.0,) * 4, rewind=True)
+    assert session.act().phase is Phase.RECOVERY and not session.agent.stopped_why
+    session.order(order)
+    selected, outcome = session.period()
+    assert selected is not None and outcome is not None
+    if order == "hand-back":
+        assert selected.phase is Phase.POLICY and not outcome.is_last and not session.agent.policy_error
+        return
+    assert outcome.terminated and outcome.success
+    session.begin()
+    session.order("drive", (0.0, 1.0, 0.0, 0.0))
+    assert session.act().phase is Phase.TELEOP
 
 
 def test_rewind_of_a_mobile_arm_leaves_its_base_standing() -> None:

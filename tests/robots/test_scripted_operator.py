@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hal.safety import SafetyKernel
+from robots import scripted_operator
 from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.edge.agents import OperatorCommandQueue, SharedControlAgent
 from user_sys.edge.control_authority import ControlAuthority, ControlState
@@ -94,6 +95,13 @@ def test_operator_takes_over_finishes_and_hands_back() -> None:
     assert all(result.success and result.intervention_steps >= 5 for result in results)
     assert first == [ControlState.POLICY] * 3
     assert {result.task for result in results} == {"lift_red", "lift_blue"}
+
+
+def test_operator_whose_expert_fails_hands_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_operator, "MAX_STEPS", 2)
+    with operated_environment() as environment:
+        results, _ = run_operated(environment, 1)
+    assert results[0].intervention_steps == 2 and results[0].success is False
 
 
 def test_hand_back_passes_the_driver_process() -> None:

@@ -26,7 +26,7 @@ from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, ExecutionConfig, Policy, PolicyQuery
 from user_sys.tunnel.flow_control import CoalescingQueue
 
-MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: bounds an episode that an operator left open
+MAX_HUMAN_S = 600.0  # of an operator's motion in one episode
 GRIPPER_SETTLE_STEPS = 5  # steps that are recorded after an operator toggled the gripper
 MAX_PENDING_COMMANDS = 256
 CLOCK_TOLERANCE_NS = 5_000_000_000  # of clocks that agree
@@ -417,7 +417,7 @@ class SharedControlAgent:
     While an operator drives, a control period is a step only if the operator moves something. An arm at rest is held
     and nothing is recorded. An operator's label ends the episode with one neutral step. An operator who rewinds moves
     the robot back along its path of the episode, at most to the start. So does the robot itself, before it requests
-    help, if the settings say so.
+    help, if the settings say so. After `MAX_HUMAN_S` of an operator's motion the robot holds, and only goes back.
 
     An e-stop that is latched at a reset leaves the robot where it is. Then a person may drive it, the policy may not: a
     hand-back leads to the next reset, as an order to reset does.
@@ -438,9 +438,10 @@ class SharedControlAgent:
         self.authority = authority
         self._rules = InterventionRules(intervention or InterventionConfig(), spec)
         self._path, self._retraces = TravelledPath(spec), False
-        self._policy, self._commands, self._session, self._max_steps = policy, commands, session, 0
+        self._policy, self._commands, self._session = policy, commands, session
+        self._max_human_steps = round(MAX_HUMAN_S * spec.rate_hz)
         self._policy_agent = PolicyAgent(policy, spec, execution, deterministic=False, follows_clock=follows_clock)
-        self._unavailable = ""  # why the policy gave no action last; of a suspended one why the robot stopped itself
+        self._unavailable = ""  # why the policy gave no action last; of a suspended one `stopped_why`
         self._applied = _AppliedAction(spec)
         self._label: OperatorLabel | None = None
         self._reset = False
@@ -463,13 +464,12 @@ class SharedControlAgent:
 
     @property
     def stopped_why(self) -> str:
-        """Why the robot latched its own e-stop, for operators; empty if it did not."""
+        """For operators: why the robot latched its own e-stop, or holds although one drives; empty if it does not."""
         return self._unavailable if self.is_policy_suspended else ""
 
     def begin_episode(self, time_step: TimeStep, task: TaskInfo) -> None:
         self.authority.mark_no_episode()  # labels that were given during the reset are refused
         self._update_authority(time_step)
-        self._max_steps = task.max_steps
         self._policy.begin_episode()
         self._policy_agent.begin_episode(time_step, task)
         self.authority.begin_episode()
@@ -558,7 +558,7 @@ class SharedControlAgent:
         if ends:
             outcome = task_outcome(after, late=False)
             return replace(outcome, truncated=not outcome.terminated)
-        return task_outcome(after, late=self._policy_steps >= self._max_steps or self._human_steps >= MAX_HUMAN_STEPS)
+        return self._policy_agent.evaluate_step(after, self._policy_steps)
 
     def _update_authority(self, time_step: TimeStep) -> ControlState:
         """Applies e-stops, commands and local input to the authority; returns the state for this control period."""
@@ -653,9 +653,10 @@ class SharedControlAgent:
     def _operator_action(self, time_step: TimeStep) -> SelectedAction | None:
         """The operator's action; None if it moves nothing."""
         if self.authority.is_rewinding:
-            selected = self._action_back()
-            self._human_steps += selected is not None
-            return selected
+            return self._action_back()
+        if self._human_steps >= self._max_human_steps and self.authority.runs_episode:
+            self._unavailable = f"holds: a person has moved it for {MAX_HUMAN_S:g} s; label this episode, or hand back"
+            return None
         action = self.authority.action(self._applied.value, time_step.observation)
         rest = self._applied.rest_action()
         if np.array_equal(action, rest) and not self._settling_steps:
