@@ -3,8 +3,8 @@
 A person sets a pin (`user-sys weights rollback`), and with ``learner.publish.on_success_drop: best`` so does the run:
 
 1. Robots act with the newest version. The version that acted when the success over `SUCCESS_WINDOWS`' larger window was
-   at its best is kept on the gateway's disk.
-2. The success falls by `SUCCESS_DROP` from its best: the best version is pinned. Training goes on.
+   at its best is kept on the gateway's disk. If long episodes outlast it there, the newest stored one before it is.
+2. The success falls by `SUCCESS_DROP` from its best: the kept version is pinned. Training goes on.
 3. After a window of episodes with the best version, robots try the newest for up to `TRIAL_EPISODES` episodes.
 4. If the newest succeeds nearly as often (`AS_GOOD`), go to 1. Otherwise go to 2; each further trial comes after twice
    as many episodes.
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 WINDOW = SUCCESS_WINDOWS[1]
 TRIAL_EPISODES = 20
 AS_GOOD = 0.1  # the newest version may succeed less often by this share
+NEAR = 0.5  # an older version stands for the best one if its number is at least this share of the best one's
 PROTECTED = 0.5  # a lower best success is not protected: at the start of training, success rises and falls
 MAX_EPISODES_BETWEEN_TRIALS = 16 * WINDOW
 AUTOMATIC = "learner.publish.on_success_drop"  # who pins
@@ -103,7 +104,7 @@ class SuccessGuard:
         self._run, self._learner = run, learner
         self._store = VersionStore(learner_folder(run / "weights", learner))
         self._outcomes = deque[bool](maxlen=WINDOW)  # of the versions that act
-        self._kept, self._episodes = NO_VERSION, 0
+        self._version, self._episodes = NO_VERSION, 0  # of the newest episode; since the versions were exchanged
         self._saved = state = self._read_state()
         self._acting: _Acting = "trial" if state.acting == "trial" else "newest"
         self._best, self._best_version = state.best, state.best_version
@@ -151,9 +152,8 @@ class SuccessGuard:
         if (self._acting == "best" and not is_best) or (self._acting == "trial" and is_best):
             return  # it began before the versions were exchanged
         self._outcomes.append(episode.success)
+        self._version = episode.policy_version
         self._episodes += 1
-        if self._acting == "newest" and len(self._outcomes) == WINDOW and self._share >= self._best:
-            self._best, self._best_version = self._share, episode.policy_version
 
     def apply(self) -> str:
         """Keeps and pins versions as the episodes ask for. Returns what to tell a person; empty if nothing changed."""
@@ -181,12 +181,29 @@ class SuccessGuard:
         self._outcomes.clear()
 
     def _guard(self) -> str:
-        if self._best >= PROTECTED and self._best_version != self._kept:
-            self._store.keep(self._best_version)
-            self._kept = self._best_version
-        if self._best < PROTECTED or len(self._outcomes) < WINDOW or self._share > self._best - SUCCESS_DROP:
+        if len(self._outcomes) < WINDOW:
+            return ""
+        if self._share >= self._best:
+            self._keep_best()
+        if self._best < PROTECTED or self._share > self._best - SUCCESS_DROP:
             return ""
         return self._pin(f"success fell from {self._best:.0%} to {self._share:.0%}")
+
+    def _keep_best(self) -> None:
+        """Has the gateway keep the version of the newest episode, or the nearest stored one before it.
+
+        Without one, the version that is kept stays.
+        """
+        stored, found = self._stored_versions(), self._version
+        if found <= max(stored, default=NO_VERSION):  # a newer one is not written yet
+            near = (each for each in stored if NEAR * found <= each <= found)
+            found = max(near, default=self._best_version)
+        if self._share >= PROTECTED and found != self._store.kept():
+            self._store.keep(found)
+        self._best, self._best_version = self._share, found
+
+    def _stored_versions(self) -> list[int]:
+        return [manifest.version for manifest in self._store.manifests()]
 
     def _try(self) -> str:
         if self._episodes < self._trial_after:
@@ -208,14 +225,13 @@ class SuccessGuard:
         return f"{self._learner}: robots act with the newest version: it is as good as the best again"
 
     def _pin(self, why: str) -> str:
-        stored = [manifest.version for manifest in self._store.manifests()]
-        self._best_version = max((each for each in stored if each <= self._best_version), default=NO_VERSION)
-        if self._best_version == NO_VERSION:
+        if self._best_version not in self._stored_versions():
+            self._best, self._best_version = 0.0, NO_VERSION
             self._begin("newest")
-            return f"{self._learner}: {why}, and no older version is stored; robots act with the newest"
+            return f"{self._learner}: {why}, and the best version so far is not stored; robots act with the newest"
         set_pin(self._run, self._learner, self._best_version, AUTOMATIC, why)
         self._begin("best")
-        return f"{self._learner}: {why}; robots act with version {self._best_version}, the best so far"
+        return f"{self._learner}: {why}; robots act with version {self._best_version}, the best so far that is stored"
 
 
 class SuccessGuards:
