@@ -91,25 +91,34 @@ def test_console_whose_port_is_taken_leaves_the_address_of_the_one_that_runs(
     assert folder.console_address.read_text() == "http://127.0.0.1:8088/?token=abc"
 
 
-def test_console_learns_from_the_status_which_processes_have_ended(
+def test_console_learns_from_the_status_which_processes_have_ended_and_which_version_acts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, ended = threading.Event(), list[set[str]]()
+    stop, ended, warnings = threading.Event(), list[set[str]](), list[str]()
 
     class Hub(ConsoleHub):
         def set_ended(self, processes: Iterable[str]) -> None:
             ended.append(set(processes))
-            stop.set()
+            warnings.append(self.view().warning)
+            if len(ended) == 2:
+                stop.set()
+            write_status({})
 
     monkeypatch.setattr(console_process, "ConsoleHub", Hub)
     config = RunConfig(runs=tmp_path, console=ConsoleConfig(port=0))
     folder, metadata = create_run_folder(config, "run", free_endpoint(GatewayConfig().endpoint))
     prepare_run_folder(config, folder, metadata)
     states = {"learner": ProcessState.RUNNING, "learner-b": ProcessState.FAILED, "learner-c": ProcessState.STOPPED}
-    statuses = {name: ProcessStatus(state=state) for name, state in states.items()}
-    StatusFile(folder.path).write("training", RunView(run="run"), statuses, {})
+
+    def write_status(scalars: dict[str, float]) -> None:
+        statuses = {name: ProcessStatus(state=state) for name, state in states.items()}
+        StatusFile(folder.path).write("training", RunView(run="run", metrics={"run": scalars}), statuses, {})
+
+    write_status({"acting_with_version/learner": 880.0})
+    monkeypatch.setattr(console_process, "STATUS_POLL_S", 0.0)
     console_process.ConsoleProcess(folder, config, metadata, is_restart=False).serve(stop)
-    assert ended == [{"learner-b", "learner-c"}]
+    assert ended == [{"learner-b", "learner-c"}] * 2
+    assert warnings == ["newer versions succeed less often: robots act with version 880", ""]
 
 
 @pytest.mark.parametrize("error, episodes", [(None, 4), (OSError("the disk failed"), 2)])

@@ -191,6 +191,11 @@ class ConsoleHub:
         with self._lock:
             self._progress.set_ended(processes)
 
+    def set_scalars(self, node: str, scalars: Mapping[str, float]) -> None:
+        """Replaces the newest scalars of `node`, which sends no reports itself, such as the run."""
+        with self._lock:
+            self._progress.metrics[node] = dict(scalars)
+
     def update(self, message: HubMessage) -> None:
         """Applies one message, and calls the listeners in the caller's thread."""
         with self._lock:

@@ -154,9 +154,10 @@ class ConsoleProcess:
             self._history.restored(known)
 
     def _read_status(self) -> None:
-        """The processes that have ended, from the launcher's file, if it has written one."""
+        """The run's scalars and the processes that have ended, from the launcher's file, if it has written one."""
         with suppress(RunError):
             status = read_status(self._folder.path)
+            self._hub.set_scalars(RUN, status.run.metrics.get(RUN, {}))
             self._hub.set_ended(ended_processes({each.name: each for each in status.processes}))
 
     def _read_robot_records(self) -> None:

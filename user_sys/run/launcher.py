@@ -346,7 +346,7 @@ class RunSupervisor:
 
     def _log_scalars(self, count: int, scalars: dict[str, float]) -> None:
         self._logger.log(RUN, count, scalars)
-        self._hub.update(MetricsReport(node=RUN, count=count, scalars=scalars))
+        self._hub.set_scalars(RUN, scalars)
 
     def _check_processes(self, display: ProgressDisplay) -> bool:
         """Returns whether the learners are done. A robot that fails for good leaves the run to the others.
