@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -35,11 +35,15 @@ from user_sys.run.allocation import LocalAllocation
 from user_sys.run.compare import read_variants
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder, read_run_metadata
 from user_sys.run.launcher import RunSupervisor
+from user_sys.run.pins import AUTOMATIC, current_pin, set_pin
 from user_sys.run.prepare import record_all_demonstrations
 from user_sys.run.processes import RunProcesses
 from user_sys.run.status import read_status
 from user_sys.tunnel.client import TunnelState
 from user_sys.tunnel.keys import GATEWAY_NAME
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.signing import ensure_signer
+from user_sys.weights.version_store import VersionStore
 
 ENDPOINT = "tcp://127.0.0.1:5999"
 REAL = RobotConfig(driver="ur", task="tidy", options={"host": "127.0.0.1"})
@@ -207,6 +211,22 @@ def test_launcher_that_the_gateway_refuses_ends_the_run(tmp_path: Path, monkeypa
     folder, _ = create_run_folder(config, "r", ENDPOINT)
     text = train(folder, config, FakeProcesses(), patch=monkeypatch, refused="this key was revoked")
     assert f"the gateway refuses the launcher: this key was revoked; continue with --resume {folder.path}" in text
+
+
+@pytest.mark.parametrize(
+    ("on_drop", "by", "version"), [("warn", AUTOMATIC, None), ("best", AUTOMATIC, 7), ("warn", "ana", 7)]
+)
+def test_launch_without_a_guard_of_success_releases_the_pin_of_an_earlier_guard(
+    on_drop: Literal["warn", "best"], by: str, version: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(runs=tmp_path, learner=LearnerConfig(publish=PublishConfig(on_success_drop=on_drop)))
+    folder, _ = create_run_folder(config, "r", ENDPOINT)
+    ensure_signer(folder.keys, "learner")
+    set_pin(folder.path, "learner", 7, by, "success fell")
+    text = train(folder, config, FakeProcesses(), patch=monkeypatch, refused="so it ends at once")
+    pin = current_pin(VersionStore(folder.weights))
+    assert (None if pin is None else pin.version) == version
+    assert ("learner: robots act with the newest version again, no longer with version 7" in text) is (version is None)
 
 
 def test_training_sets_the_results_of_the_run_s_earlier_end_aside(

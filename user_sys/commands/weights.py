@@ -19,7 +19,7 @@ from user_sys.policies.policy import ExportablePolicy
 from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
 from user_sys.run.config import RunFolder, open_run_folder, read_run_metadata
 from user_sys.run.evaluate import load_acting_weights
-from user_sys.run.pins import current_pin, set_pin
+from user_sys.run.pins import current_pin, published_learners, set_pin
 from user_sys.store.record_format import is_locked
 from user_sys.weights.version_store import VersionStore
 
@@ -54,7 +54,7 @@ def list_(run: Path, learner: str, as_json: bool) -> None:
     print_table(table)
     if pin is not None:
         print_line(f"version {pin.version} is pinned by {pin.by}: {pin.reason or 'no reason given'}")
-    if others := [name for name in _learners(run) if name != learner]:
+    if others := [name for name in published_learners(run) if name != learner]:
         print_line(f"these are of {learner}; --learner NAME shows those of {format_list(others, 'or')}")
 
 
@@ -115,7 +115,7 @@ def release(run: Path, learner: str, by: str | None, reason: str) -> None:
 def _pin(run: Path, learner: str, version: int, target: str, by: str | None, reason: str) -> str:
     """Pins a version, and returns a message."""
     set_pin(run, learner, version, operator_name(by), reason)
-    robots = "every robot" if len(_learners(run)) == 1 else f"every robot of {learner}"
+    robots = "every robot" if len(published_learners(run)) == 1 else f"every robot of {learner}"
     note = "" if is_locked(RunFolder(run).store) else ". The gateway is not running; it applies this at its start"
     return f"{robots} will use {target}{note}"
 
@@ -126,17 +126,13 @@ def _open_store(run: Path, learner: str) -> VersionStore:
     if not weights.is_dir():
         read_run_metadata(run)
         raise RunError(f"{run} has no weights yet: its learner has published no version")
-    if learner not in _learners(run):
-        raise RunError(f"--learner {learner}: the learners of {run} are {', '.join(_learners(run))}")
+    if learner not in published_learners(run):
+        raise RunError(f"--learner {learner}: the learners of {run} are {', '.join(published_learners(run))}")
     return VersionStore(learner_folder(weights, learner))
 
 
-def _learners(run: Path) -> list[str]:
-    return [LEARNER, *sorted(folder.name for folder in (run / "weights").glob(f"{LEARNER}-*/"))]
-
-
 def _run_label(run: Path, learner: str) -> str:
-    return str(run) if len(_learners(run)) == 1 else f"{learner} of {run}"
+    return str(run) if len(published_learners(run)) == 1 else f"{learner} of {run}"
 
 
 @click.command()

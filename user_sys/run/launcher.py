@@ -32,7 +32,7 @@ from user_sys.run.config import RunConfig, RunFolder, RunMetadata
 from user_sys.run.evaluate import evaluate_and_report, exit_status
 from user_sys.run.exporter import RunExporter
 from user_sys.run.metrics import RUN, RunLogger
-from user_sys.run.pins import SuccessGuards
+from user_sys.run.pins import SuccessGuards, release_automatic_pins
 from user_sys.run.prepare import (
     LAUNCHER,
     LaunchRequest,
@@ -197,6 +197,8 @@ class RunSupervisor:
         self._reasons = PrintedReasons()
         self._seen: set[str] = set()  # robots that have reported in this launch
         self._guards = SuccessGuards(folder.path) if config.learner.publish.on_success_drop == "best" else None
+        for line in () if self._guards else release_automatic_pins(folder.path):
+            console.print(line, markup=False, soft_wrap=True)
         self.status = StatusFile(folder.path)
         self._exporter = RunExporter(
             config.logging.prometheus_port, folder.path, lambda: self.status.newest, is_local=not config.ray.address

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Literal
@@ -45,6 +45,11 @@ PROTECTED = 0.5  # a lower best success is not protected: at the start of traini
 MAX_EPISODES_BETWEEN_TRIALS = 16 * WINDOW
 AUTOMATIC = "learner.publish.on_success_drop"  # who pins
 GUARD_FILE = "guard.json"  # beside a learner's versions
+
+
+def published_learners(run: Path) -> list[str]:
+    """The names of the run's learners that have published weights, and of its first."""
+    return [LEARNER, *sorted(folder.name for folder in (run / "weights").glob(f"{LEARNER}-*/"))]
 
 
 def current_pin(store: VersionStore) -> PinnedVersion | None:
@@ -81,6 +86,19 @@ def set_pin(run: Path, learner: str, version: int, by: str, reason: str) -> None
     store.set_pin(load_signer(key).sign(pin))
     target = "the newest version" if version == NO_VERSION else f"version {version}"
     audit_operator_action(pin.by, f"weights of {learner}: use {target}", run=run, reason=pin.reason)
+
+
+def release_automatic_pins(run: Path) -> Iterator[str]:
+    """Releases the pins of an earlier launch's guards. Yields what to tell a person. Raises as `set_pin`."""
+    for learner in published_learners(run):
+        try:
+            pin = current_pin(VersionStore(learner_folder(run / "weights", learner)))
+        except (OSError, WireError) as error:
+            log.error("weights.pin_unreadable %s", error)
+            continue
+        if pin is not None and pin.by == AUTOMATIC:
+            set_pin(run, learner, NO_VERSION, AUTOMATIC, "on_success_drop is not best any more")
+            yield f"{learner}: robots act with the newest version again, no longer with version {pin.version}"
 
 
 _Acting = Literal["newest", "best", "trial"]
