@@ -38,7 +38,7 @@ from user_sys.run.progress import (
 )
 from user_sys.run.report import run_episodes
 from user_sys.run.topology import ProcessSlot
-from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel
+from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, SuccessLabel
 from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreWriter
 
@@ -64,6 +64,17 @@ def test_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
     assert hub.view().episodes == 100 and hub.view().success_50 == 1.0
     none = RunFolder(tmp_path / "none")
     assert list(previous_losses(none)) == previous_outcomes(none, []) == []
+
+
+def test_earlier_success_is_what_robots_reported_and_not_later_labels(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "earlier", [False] * 3)
+    with MetricsWriter(folder.path, "run") as metrics:
+        metrics.write(0, {"elapsed_s": 9.0})
+    label = SuccessLabel(episode="0001", labeller="reward:classifier", at_unix_ns=1, success=True)
+    add_labels(folder.store, [label])
+    stored = run_episodes(folder)
+    assert [each.success for each in stored[1:]] == [False, True, False]
+    assert [report.success for _, report in previous_outcomes(folder, stored)] == [False, False, False]
 
 
 def test_episode_under_way_is_not_counted_among_the_earlier_ones(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def previous_episodes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> tu
 
 
 def previous_outcomes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> list[tuple[float, EpisodeReport]]:
-    """The finished online and evaluation episodes of the run, in order; each with its second of the run.
+    """The finished online and evaluation episodes as reported, without later labels; each with its second of the run.
 
     `stored`: of `run_episodes`.
     """
@@ -258,7 +258,7 @@ def _report(episode: EpisodeSummary) -> EpisodeReport:
         episode=episode.episode,
         source=episode.source.value,
         steps=episode.steps,
-        success=episode.success,
+        success=episode.recorded_success,
         intervention_steps=episode.intervention_steps,
         episode_return=episode.episode_return,
         policy_version=episode.policy_versions[1],

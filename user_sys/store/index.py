@@ -266,6 +266,7 @@ class Index:
 
     Attributes:
         updates: number of calls of `apply` that have changed an episode.
+        ends: of episodes, by their rows, as recorded.
     """
 
     def __init__(self) -> None:
@@ -275,7 +276,7 @@ class Index:
         self._updated = np.empty(0, np.int64)  # the number of the last update of each episode
         self._columns: dict[str, Array] = {}  # labelled columns: float32, NaN without a label, with spare rows
         self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
-        self._ends: dict[int, EndRecord] = {}
+        self.ends: dict[int, EndRecord] = {}
         self._rows: dict[int, dict[int, int]] = {}  # of incomplete episodes: chunk index -> row
         self._newest: NewestSteps | None = None  # None once a step was dropped or revived
 
@@ -453,7 +454,7 @@ class Index:
         return found
 
     def _set_end(self, episode: int, index: int, end: EndRecord) -> None:
-        self._ends[episode] = end
+        self.ends[episode] = end
         self.episodes.end_index[episode] = index
         self._set_outcome(episode, end.success, end.reward_source)
 
@@ -536,7 +537,7 @@ class Index:
         recorded = self._recorded_columns(episode, steps)
         labelled = {name: column.copy() for name, column in recorded.items()}
         number, last = self.step_of(steps), self._is_end(episode, steps)
-        end = self._ends.get(episode)
+        end = self.ends.get(episode)
         outcome = (end.success, end.reward_source) if end else (None, "")
         for label in labels:
             match label:
@@ -637,6 +638,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         success: by the last label, otherwise by the episode's end; None if unknown.
+        recorded_success: by the episode's end.
         episode_return: sum of the stored rewards.
         intervention_steps: steps in another phase than POLICY.
         policy_versions: lowest and highest version that acted; (-1, -1) if no policy did.
@@ -664,6 +666,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     labelled_by: str = ""
     reward_source: str = ""
     deleted: bool = False
+    recorded_success: bool | None = None
 
 
 def summarise_episodes(index: Index, rows: Array | None = None) -> list[EpisodeSummary]:
@@ -698,6 +701,7 @@ def summarise_episodes(index: Index, rows: Array | None = None) -> list[EpisodeS
             labelled_by=_labeller(index.labels(name)),
             reward_source=episodes.reward_sources.names[episodes.reward_source[row]],
             deleted=bool(episodes.deleted[row]),
+            recorded_success=index.ends[row].success if row in index.ends else None,
         )
         for place, row in enumerate(rows.tolist())
     ]
