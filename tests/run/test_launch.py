@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 from rich.console import Console
-from run_folder_kit import make_run
+from run_folder_kit import STARTED_S, make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
 from hal.registry import OperatorOverrides
@@ -28,13 +28,14 @@ from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.errors import RunError
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import LOG_VARIABLE
-from user_sys.messages import MetricsReport, ResourceUpdate, RobotStatus
+from user_sys.messages import EpisodeReport, MetricsReport, ResourceUpdate, RobotStatus
 from user_sys.robot_records import assign_learners, learner_from_robot, read_robot_records, save_robot_record
 from user_sys.run import launcher, prepare
 from user_sys.run.allocation import LocalAllocation
 from user_sys.run.compare import read_variants
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder, read_run_metadata
 from user_sys.run.launcher import RunSupervisor
+from user_sys.run.metrics import MetricsWriter
 from user_sys.run.pins import AUTOMATIC, current_pin, set_pin
 from user_sys.run.prepare import record_all_demonstrations
 from user_sys.run.processes import RunProcesses
@@ -239,6 +240,19 @@ def test_training_sets_the_results_of_the_run_s_earlier_end_aside(
         train(folder, RunConfig(), FakeProcesses(), patch=monkeypatch)
         assert read_variants([folder.path])[0].total("episodes") == 0
         assert json.loads((folder.path / "earlier-summary.json").read_text())["episodes"] == 20
+
+
+def test_success_that_falls_after_a_resume_is_compared_with_its_best_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path, "week", [True] * 100)
+    with MetricsWriter(folder.path, "run") as metrics:
+        for second in (0.0, 110.0):
+            metrics.write(0, {"elapsed_s": second}, STARTED_S + second)
+    report = EpisodeReport(robot="arm", episode="new", source="online", steps=2, success=False, intervention_steps=0,
+                           episode_return=0.0, policy_version=1)  # fmt: skip
+    text = train(folder, RunConfig(), FakeProcesses(), *[report] * 30, patch=monkeypatch)
+    assert "success fell to 40% of the newest 50 autonomous episodes, from 100%" in text
 
 
 @pytest.mark.parametrize("finished", [0.0, 1.0])

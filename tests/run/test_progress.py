@@ -62,6 +62,7 @@ def test_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
     success = curves["success"]
     assert (success.x[0], success.y[0]) == (30.0, 0.0) and (success.x[-1], success.y[-1]) == (129.0, 1.0)
     assert hub.view().episodes == 100 and hub.view().success_50 == 1.0
+    assert hub.success_rate(50) is None, "the target counts episodes of this launch"
     none = RunFolder(tmp_path / "none")
     assert list(previous_losses(none)) == previous_outcomes(none, []) == []
 

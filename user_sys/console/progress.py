@@ -224,6 +224,7 @@ class _AutonomousEpisodes:
 
     def __init__(self, model_from_robot: Callable[[str], str]) -> None:
         self.successes: list[bool] = []
+        self.earlier = 0  # of them, of earlier launches
         self._all = _Success()
         self._tasks: dict[str, _Success] = {}
         self._models: dict[str, _Success] = {}
@@ -242,9 +243,9 @@ class _AutonomousEpisodes:
         if (name := f"{EVALUATION}{task}") in self._tasks or len(self._tasks) < MAX_TASKS:
             self._tasks.setdefault(name, _Success(EVALUATED, EVALUATION_DROP)).add(success)
 
-    def rate(self, episodes: int) -> float | None:
-        """Share of successes among so many newest episodes; None while there are fewer."""
-        return share_of(self.successes, episodes) if len(self.successes) >= episodes else None
+    def rate(self, episodes: int, without: int = 0) -> float | None:
+        """Share of successes among so many newest episodes; None while there are fewer after the first `without`."""
+        return share_of(self.successes, episodes) if len(self.successes) - without >= episodes else None
 
     def rate_by_task(self) -> dict[str, float]:
         """Share of successes among the newest episodes of each task; of a task that is practised alone it is `rate`."""
@@ -322,6 +323,7 @@ class RunProgress:
         """
         for at_s, episode in outcomes:
             self._add_outcome(episode, at_s)
+        self._autonomous.earlier = len(self._autonomous.successes)
         for report in losses:
             self._add_losses(report)
 
@@ -396,8 +398,8 @@ class RunProgress:
             policy_version=self._newest_version(self._first_learner, 0),
             staleness=max((robot.behind for robot in robots), default=0),
             success=share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]),
-            success_20=self.success_rate(20),
-            success_50=self.success_rate(50),
+            success_20=self._autonomous.rate(20),
+            success_50=self._autonomous.rate(50),
             tasks=self._autonomous.rate_by_task(),
             models=self._autonomous.rate_by_model(),
             helped=self._helped,
@@ -426,7 +428,7 @@ class RunProgress:
 
     def success_rate(self, episodes: int) -> float | None:
         """Share of successes among so many autonomous episodes of this launch; None while there are fewer."""
-        return self._autonomous.rate(episodes)
+        return self._autonomous.rate(episodes, self._autonomous.earlier)
 
     def _staleness(self, robot: RobotView) -> int:
         """The number of versions by which the robot is behind its own learner."""

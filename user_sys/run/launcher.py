@@ -45,7 +45,7 @@ from user_sys.run.prepare import (
     report_unreadable_checkpoints,
 )
 from user_sys.run.processes import PrintedReasons, RunProcesses
-from user_sys.run.progress import ProgressDisplay, previous_elapsed_s, previous_episodes, run_scalars
+from user_sys.run.progress import ProgressDisplay, previous_elapsed_s, previous_episodes, previous_outcomes, run_scalars
 from user_sys.run.report import RunSummary, link_latest, run_episodes, set_aside_results
 from user_sys.run.status import StatusFile, ended_processes
 from user_sys.trace import merge_trace, prepare_trace
@@ -204,7 +204,9 @@ class RunSupervisor:
             config.logging.prometheus_port, folder.path, lambda: self.status.newest, is_local=not config.ray.address
         )
         self._hub = link.hub
-        self._hub.restore_history(*self._counted_episodes(), previous_elapsed_s(logger.run.path))
+        stored = run_episodes(folder)
+        self._hub.restore_history(*previous_episodes(folder, stored), previous_elapsed_s(logger.run.path))
+        self._hub.restore_curves(previous_outcomes(folder, stored), ())
         for robot in config.remote_robots:
             link.show(link.hub.add_robot, robot.name)
 
@@ -249,7 +251,7 @@ class RunSupervisor:
         Episodes whose reports were lost, such as while the gateway restarted, count by the store.
         """
         run, learners = self._hub.view(), assign_learners(read_robot_records(self._folder.robots))
-        _, env_steps, interventions = self._counted_episodes()
+        _, env_steps, interventions = previous_episodes(self._folder, run_episodes(self._folder))
         return RunSummary(
             run=self._folder.path.name,
             successes=0,
@@ -261,9 +263,6 @@ class RunSupervisor:
             seed=self._config.seed,
             target_reached=self._is_target_reached,
         )
-
-    def _counted_episodes(self) -> tuple[int, int, int]:
-        return previous_episodes(self._folder, run_episodes(self._folder))
 
     def _follow(self, display: ProgressDisplay) -> str:
         """Processes messages until the run is over. Returns the reason."""
