@@ -57,6 +57,7 @@ from user_sys.store.labels import DeleteLabel, SuccessLabel
 from user_sys.store.store import StoreWriter
 
 Frame = np.ndarray[Any, np.dtype[np.uint8]]
+ACTED = SimpleNamespace(version=880, updates=8_800)  # the manifest of the version that acted
 
 
 def _summary(successes: int = 98, episodes: int = 100) -> RunSummary:
@@ -153,12 +154,13 @@ def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest
         robot="left", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
     )
 
-    def run_evaluation(*args: object) -> tuple[list[EpisodeReport], list[Frame], None]:
+    def run_evaluation(*args: object) -> tuple[list[EpisodeReport], list[Frame], SimpleNamespace]:
         if broken == "filming" and args[-1] == [2]:  # the failure again
             raise HardwareLost("the camera cannot be opened")
         if broken == "interrupted" and args[-1] == [2]:
             raise KeyboardInterrupt
-        return [msgspec.structs.replace(report, success=each) for each in (True, True, False)], _frames(1, 64, 64), None
+        reports = [msgspec.structs.replace(report, success=each) for each in (True, True, False)]
+        return reports, _frames(1, 64, 64), ACTED
 
     def write_video(*args: object) -> None:
         if broken == "writing":
@@ -170,7 +172,9 @@ def test_evaluation_counts_without_its_films(tmp_path: Path, monkeypatch: pytest
     config, console = RunConfig(robots=(robot,)), Console(file=message, width=500)
     summary = evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), console)
     assert (summary.successes, summary.episodes) == (2, 3)
-    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 3
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["episodes"], written["policy_version"], written["policy_updates"]) == (3, 880, 8_800)
+    assert "880 (after 8,800 updates)" in message.getvalue()
     reason = {"filming": "the camera cannot", "writing": "the disk", "interrupted": "interrupted"}[broken]
     assert f"the films of left are incomplete: {reason}" in message.getvalue()
 
@@ -190,7 +194,7 @@ def test_interrupt_ends_the_evaluation_and_keeps_what_is_finished(
         asked.append("films" if failed else {LEARNER: "first", "learner-b": "second"}.get(learner, "third"))
         if asked[-1] == interrupted:
             raise KeyboardInterrupt
-        return [report] * 3, [], SimpleNamespace(version=1)
+        return [report] * 3, [], ACTED
 
     learners = {LEARNER: robot, "learner-b": robot, "learner-c": robot}
     monkeypatch.setattr(user_sys.run.evaluate, "robots_to_evaluate", lambda config, folder: learners)
@@ -213,7 +217,7 @@ def test_evaluation_of_the_next_learner_counts_while_no_robot_has_the_first(
     report = EpisodeReport(
         robot="left", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
     )
-    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", lambda *args: ([report] * 3, [], None))
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", lambda *args: ([report] * 3, [], ACTED))
     config, console = RunConfig(robots=(robot,)), Console(file=io.StringIO())
     summary = evaluate_and_report(config, folder, _summary(0, 0), console)
     assert (summary.successes, summary.episodes) == (3, 3)
@@ -229,10 +233,10 @@ def test_learner_without_weights_leaves_the_summary_to_the_first(
 
     def run_evaluation(
         config: RunConfig, folder: RunFolder, total: int, console: Console, learner: str, robot: object, *failed: object
-    ) -> tuple[list[EpisodeReport], list[Frame], None]:
+    ) -> tuple[list[EpisodeReport], list[Frame], SimpleNamespace]:
         if learner != LEARNER or first_fails:
             load_acting_weights(folder, learner)
-        return [report] * 3, [], None
+        return [report] * 3, [], ACTED
 
     learners = dict(zip((LEARNER, "learner-b"), robots, strict=True))
     monkeypatch.setattr(user_sys.run.evaluate, "robots_to_evaluate", lambda config, folder: learners)

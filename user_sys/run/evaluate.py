@@ -305,8 +305,8 @@ def evaluate_and_report(config: RunConfig, folder: RunFolder, counts: RunSummary
     for learner, robot in chosen.items():
         try:
             if learner == first:
-                episodes, film, _ = run_evaluation(config, folder, total, console, learner, robot)
-                summary = _summary(counts, episodes, robot)
+                episodes, film, manifest = run_evaluation(config, folder, total, console, learner, robot)
+                summary = _summary(counts, episodes, robot, manifest)
                 _film_failures(config, folder, console, learner, robot, episodes, film)
             else:
                 _evaluate_other(config, folder, console, learner, robot)
@@ -383,11 +383,18 @@ def _film_failures(
             raise
 
 
-def _summary(counts: RunSummary, episodes: Sequence[EpisodeReport], robot: RobotConfig) -> RunSummary:
-    control_s = sum(episode.steps for episode in episodes) / robot_spec(robot).rate_hz
-    successes = sum(bool(episode.success) for episode in episodes)
-    tasks = success_by_task(episodes)
-    return replace(counts, successes=successes, episodes=len(episodes), control_s=control_s, tasks=tasks)
+def _summary(
+    counts: RunSummary, episodes: Sequence[EpisodeReport], robot: RobotConfig, manifest: WeightsManifest
+) -> RunSummary:
+    return replace(
+        counts,
+        successes=sum(bool(episode.success) for episode in episodes),
+        episodes=len(episodes),
+        control_s=sum(episode.steps for episode in episodes) / robot_spec(robot).rate_hz,
+        tasks=success_by_task(episodes),
+        policy_version=manifest.version,
+        policy_updates=manifest.updates,
+    )
 
 
 def success_by_task(episodes: Sequence[EpisodeReport]) -> dict[str, tuple[int, int]]:

@@ -52,6 +52,8 @@ class RunSummary:
         successes, episodes: evaluation episodes that succeeded, and all of them; the policy acts without a person.
         tasks: of an evaluation of several tasks: successes and episodes of each.
         control_s: control time of the evaluation: its steps times the control period, without resets.
+        policy_version, policy_updates: the version that acted in the evaluation, which an operator or the run may have
+            pinned, and its updates; None before there was one.
         training_s: time that the learner trained or waited for robots.
         env_steps, updates: control steps acted and gradient steps taken.
         interventions: training episodes with an intervention.
@@ -69,6 +71,8 @@ class RunSummary:
     target_reached: bool | None = None
     control_s: float = 0.0
     tasks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    policy_version: int | None = None
+    policy_updates: int | None = None
     version: str = field(default_factory=_version)
 
     @property
@@ -213,6 +217,7 @@ def _table(run_dir: Path, summary: RunSummary, episodes: Sequence[EpisodePoint])
         "success": success_text(summary.successes, summary.episodes) if summary.episodes else "not evaluated",
         **{f"success, {task}": success_text(*counts) for task, counts in summary.tasks.items()},
         "evaluation episodes": f"{summary.episodes:,}",
+        "evaluated version": _version_text(summary),
         "successes per hour": f"{summary.successes_per_hour:,.0f}" if summary.control_s else "-",
         f"training, alone, newest {alone['episodes']}": success_text(alone["successes"], alone["episodes"]),
         "training, with help": f"{assisted['successes']:,} of {assisted['episodes']:,} succeeded",
@@ -226,6 +231,11 @@ def _table(run_dir: Path, summary: RunSummary, episodes: Sequence[EpisodePoint])
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _version_text(summary: RunSummary) -> str:
+    number, updates = summary.policy_version, summary.policy_updates
+    return "-" if number is None else f"{number:,} (after {updates:,} updates)"
 
 
 def new_figure() -> Any:
