@@ -356,6 +356,32 @@ def test_history_places_episodes_in_training_time_and_follows_labels(tmp_path: P
     assert history[99] == EpisodePoint(pytest.approx(90.0), True, assisted=True, updates=901)
 
 
+def test_history_of_a_learner_that_began_again_adds_up(tmp_path: Path, console: Console) -> None:
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path), "run", "tcp://127.0.0.1:5000")
+    with StoreWriter.open(folder.store) as writer:
+        for second in range(160):
+            writer.append(episode(f"{second:04d}", second, second < 110))
+        writer.sync()
+    with MetricsWriter(folder.path, "run") as run, MetricsWriter(folder.path, "learner") as learner:
+        for second in range(0, 161, 10):
+            run.write(0, {"elapsed_s": second}, STARTED_S + second)
+            trained_s = second if second <= 100 else second - 110
+            learner.write(2 * trained_s, {"training_s": trained_s, "waited_s": 0.0}, STARTED_S + second)
+    history = training_history(folder)
+    write_report(folder.path, _summary(), history, console)
+    counted = json.loads((folder.path / "summary.json").read_text())["autonomous"]
+    assert (counted["episodes"], counted["successes"]) == (100, 50), "the newest by time"
+    assert [point.success for point in history] == [True] * 110 + [False] * 50
+    assert history[-1].training_s == pytest.approx(149.0) and history[-1].updates == 298
+
+
+def test_newest_episodes_are_those_of_a_learner_that_joined_late(tmp_path: Path, console: Console) -> None:
+    early = [EpisodePoint(100.0 + number, True, number=number) for number in range(100)]
+    late = [EpisodePoint(number, False, number=100 + number) for number in range(100)]
+    write_report(tmp_path, _summary(), [*late, *early], console)
+    assert json.loads((tmp_path / "summary.json").read_text())["autonomous"]["successes"] == 0
+
+
 def test_history_keeps_its_order_after_the_clock_was_set_back(tmp_path: Path) -> None:
     """An hour back after 100 s of training, and 2 s back after 160 s."""
     folder, _ = create_run_folder(RunConfig(runs=tmp_path), "run", "tcp://127.0.0.1:5000")

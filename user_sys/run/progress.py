@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -24,8 +23,8 @@ from user_sys.episode import EpisodeSource
 from user_sys.messages import EpisodeReport, MetricsReport
 from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunFolder
-from user_sys.run.metrics import METRICS, RUN, read_metrics, rows_in_order
-from user_sys.run.report import wilson_interval
+from user_sys.run.metrics import METRICS, RUN, read_metrics
+from user_sys.run.report import by_run_time, wilson_interval
 from user_sys.store.index import EpisodeSummary
 
 PLAIN_INTERVAL_S = 10.0  # between lines without a terminal
@@ -238,18 +237,8 @@ def previous_outcomes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> li
 
     `stored`: of `run_episodes`.
     """
-    known = list[tuple[float, float]]()
-    for line in read_metrics(folder.path / METRICS / f"{RUN}.jsonl"):
-        if (at_s := line.get("time_unix_s")) is not None and (elapsed_s := line.get("elapsed_s")) is not None:
-            known.append((at_s, elapsed_s))
-    if not known:
-        return []
     finished = [each for each in stored if each.complete and each.source != EpisodeSource.DEMO]
-    finished.sort(key=lambda each: each.started_unix_ns)
-    times_s, run_s = rows_in_order(np.array(known, np.float64)).T
-    seconds = np.interp([each.started_unix_ns / 1e9 for each in finished], times_s, run_s)
-    outcomes = [(float(at_s), _report(each)) for at_s, each in zip(seconds, finished, strict=True)]
-    return sorted(outcomes, key=lambda outcome: outcome[0])  # the clock may have been set back
+    return [(at_s, _report(episode)) for at_s, episode in by_run_time(folder, finished)]
 
 
 def _report(episode: EpisodeSummary) -> EpisodeReport:

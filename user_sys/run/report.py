@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,8 @@ def write_report(
 
 def _training_counts(episodes: Sequence[EpisodePoint]) -> dict[str, Any]:
     """Of the newest autonomous training episodes, and of all those with a person's steps."""
-    alone, assisted = autonomous(episodes)[-NEWEST:], [episode for episode in episodes if episode.assisted]
+    alone = sorted(autonomous(episodes), key=lambda episode: episode.number)[-NEWEST:]
+    assisted = [episode for episode in episodes if episode.assisted]
     successes = sum(bool(episode.success) for episode in alone)
     interval = [round(bound, 4) for bound in wilson_interval(successes, len(alone))]
     return {
@@ -263,15 +263,15 @@ def _plot(figure: Any, summary: RunSummary, episodes: Sequence[EpisodePoint]) ->
     if helped := [e.training_s / 60 for e in episodes if e.assisted]:
         axes.plot(helped, [-3] * len(helped), "|", color=_ORANGE, ms=7, label="a person took over", clip_on=False)
     if summary.episodes:
-        _draw_evaluation(axes, summary)
+        _draw_evaluation(axes, summary, max([summary.training_s, *(e.training_s for e in episodes)]))
     style_axes(axes, f"{summary.run} (seed {summary.seed})")
 
 
-def _draw_evaluation(axes: Any, summary: RunSummary) -> None:
+def _draw_evaluation(axes: Any, summary: RunSummary, end_s: float) -> None:
     low, high = summary.ci95
     below, above = max(0.0, summary.success - low), max(0.0, high - summary.success)
     axes.errorbar(
-        [summary.training_s / 60],
+        [end_s / 60],
         [100 * summary.success],
         yerr=[[100 * below], [100 * above]],
         fmt="o",
@@ -303,13 +303,15 @@ def style_axes(axes: Any, title: str) -> None:
 class EpisodePoint:
     """A training episode that began at `training_s` of its learner, after `updates`; `assisted` by a person's steps.
 
-    The time in which the learner waited for robots counts. `success` is None if it was cut off without a label.
+    The time in which the learner waited for robots counts, and training that was lost, such as after a restart from the
+    beginning. `success` is None if it was cut off without a label. `number` is its place among the run's episodes.
     """
 
     training_s: float
     success: bool | None
     assisted: bool = False
     updates: int = 0
+    number: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,20 @@ def run_episodes(folder: RunFolder) -> list[EpisodeSummary]:
     return [episode for episode in stored if episode.started_unix_ns >= earliest_ns]
 
 
+def by_run_time(folder: RunFolder, episodes: Iterable[EpisodeSummary]) -> list[tuple[float, EpisodeSummary]]:
+    """The episodes in the order in which they began, also if the clock was set back; each with its second of the run.
+
+    The second is 0 if the run has no report.
+    """
+    reports = read_metrics(folder.path / METRICS / f"{RUN}.jsonl")
+    rows = [(report.get("time_unix_s"), report.get("elapsed_s")) for report in reports]
+    known = [row for row in rows if None not in row] or [(0.0, 0.0)]
+    times_s, run_s = rows_in_order(np.array(known, np.float64)).T
+    ordered = sorted(episodes, key=lambda episode: episode.started_unix_ns)
+    seconds = np.interp([episode.started_unix_ns / 1e9 for episode in ordered], times_s, run_s).tolist()
+    return sorted(zip(seconds, ordered, strict=True), key=lambda pair: pair[0])
+
+
 def training_history(folder: RunFolder) -> list[EpisodePoint]:
     """The complete online episodes of the run, with their newest labels, in the order of training time.
 
@@ -351,16 +367,17 @@ def training_history(folder: RunFolder) -> list[EpisodePoint]:
     """
     online = [e for e in run_episodes(folder) if e.source == EpisodeSource.ONLINE and e.complete and not e.deleted]
     learners = learner_from_robot(read_robot_records(folder.robots))
-    points: list[tuple[int, EpisodePoint]] = []
-    by_learner = sorted(online, key=lambda episode: learners.get(episode.robot, LEARNER))
-    for learner, group in groupby(by_learner, key=lambda episode: learners.get(episode.robot, LEARNER)):
-        episodes = list(group)
-        training_s, updates = _progress_at(folder, learner, np.array([e.started_unix_ns for e in episodes]) / 1e9)
+    by_learner = defaultdict[str, list[tuple[int, EpisodeSummary]]](list)
+    for number, (_, episode) in enumerate(by_run_time(folder, online)):
+        by_learner[learners.get(episode.robot, LEARNER)].append((number, episode))
+    points: list[EpisodePoint] = []
+    for learner, episodes in by_learner.items():
+        training_s, updates = _progress_at(folder, learner, np.array([e.started_unix_ns for _, e in episodes]) / 1e9)
         points += [
-            (episode.started_unix_ns, _point(episode, float(seconds), int(count)))
-            for episode, seconds, count in zip(episodes, training_s, updates, strict=True)
+            EpisodePoint(float(seconds), episode.success, episode.intervention_steps > 0, int(count), number)
+            for (number, episode), seconds, count in zip(episodes, training_s, updates, strict=True)
         ]
-    return [point for _, point in sorted(points, key=lambda pair: (pair[1].training_s, pair[0]))]
+    return sorted(points, key=lambda point: (point.training_s, point.number))
 
 
 def reported_episodes(folder: RunFolder) -> int:
@@ -369,17 +386,17 @@ def reported_episodes(folder: RunFolder) -> int:
     return max((int(report.get("episodes") or 0) for report in reports), default=0)
 
 
-def _point(episode: EpisodeSummary, training_s: float, updates: int) -> EpisodePoint:
-    return EpisodePoint(training_s, episode.success, episode.intervention_steps > 0, updates)
-
-
 def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array, Array]:
-    """Training time with waiting, and updates, of a learner at the times `unix_s`; 0 before its first report."""
+    """Training time with waiting, and updates, of a learner at the times `unix_s`; 0 before its first report.
+
+    A learner that begins again, or at an older checkpoint, adds to what it did before.
+    """
     reports = read_metrics(folder.path / METRICS / f"{learner}.jsonl")
     names = ("time_unix_s", "training_s", "waited_s", "count")
     rows = [(0.0, 0.0, 0.0, 0.0), *(tuple(report.get(name) for name in names) for report in reports)]
     known = np.array([row for row in rows if None not in row], np.float64)
     known[:1, 0] = known[1:2, 0] - 1e-3 if len(known) > 1 else 0.0  # at 0 until just before the first report
+    known[:, 1:] = np.cumsum(np.maximum(np.diff(known[:, 1:], axis=0, prepend=0.0), 0.0), axis=0)
     times_s, trained_s, waited_s, count = rows_in_order(known).T
     return np.interp(unix_s, times_s, trained_s + waited_s), np.interp(unix_s, times_s, count)
 
