@@ -145,10 +145,12 @@ def test_console_is_open_while_it_reads_a_long_history_and_counts_no_episode_twi
             return reports.get(timeout=timeout_s)
         return None
 
+    def nothing(timeout_s: float) -> None:
+        read.wait(timeout_s)
+
     client = SimpleNamespace(
         send=lambda message: True, start=lambda: None, close=lambda: None, receive=receive, state=TunnelState.OPEN,
-        receive_preview=lambda timeout_s: read.wait(timeout_s) and None,
-        receive_stop=lambda timeout_s: read.wait(timeout_s) and None,
+        receive_preview=nothing, receive_stop=nothing,
     )  # fmt: skip
     monkeypatch.setattr(console_process, "ConsoleHub", Hub)
     monkeypatch.setattr(console_process, "gateway_client", lambda *_: client)
