@@ -28,11 +28,13 @@ class Server:
     Attributes:
         away: it does not answer.
         drift: added to the actions of each further chunk.
+        trained: for so many promised actions.
     """
 
     def __init__(self, takes: int = 0, execute: int = 0, drift: float = 0.0) -> None:
         self.takes, self.execute, self.drift = takes, execute, drift
         self.version, self.now, self.away, self.requests = 7, 0, False, 0
+        self.trained = LENGTH
         self._chunk: ActionChunk | None = None
         self.correction: ChunkCorrection | None = None
         self.context: ChunkContext | None = None
@@ -42,7 +44,9 @@ class Server:
         self.requests += 1
         self.context = query.context
         actions = float(query.observation["t"][0]) + np.arange(LENGTH, dtype=np.float32) + self.drift * self.requests
-        return ActionChunk(actions[:, None], -np.arange(LENGTH, dtype=np.float32), self.execute, self.correction)
+        bridged = 0 if query.context is None else min(query.context.assured, self.trained)
+        log_prob = -np.arange(LENGTH, dtype=np.float32)
+        return ActionChunk(actions[:, None], log_prob, self.execute, self.correction, bridged)
 
     def request(self, query: PolicyQuery) -> None:
         if self.away:
@@ -180,7 +184,7 @@ def test_measured_delay_is_counted_in_control_periods() -> None:
 
 def test_chunk_that_is_shorter_than_the_delay_is_named() -> None:
     robot = Robot(Server(takes=2 * LENGTH), mode="async")
-    values(robot, 3 * LENGTH + 3)
+    values(robot, 3 * LENGTH + 7)
     with pytest.raises(
         PolicyUnavailable, match=r"not arrived after 9 control periods, and a chunk of 6 actions"
     ) as late:
@@ -212,6 +216,43 @@ def test_early_vlash_chunk_waits_for_its_first_period() -> None:
     steps = [each.chunk_step for each in (robot.period() for _ in range(12)) if each is not None]
     assert len(steps) == 12 and robot.executor.counters.delays[-1] == 0
     assert 0 in steps[1:] and all(after in (0, before + 1) for before, after in itertools.pairwise(steps))
+
+
+def test_vlash_chunk_begins_after_the_actions_that_its_policy_has_bridged() -> None:
+    server = Server(takes=3)
+    server.trained = 2
+    robot = Robot(server, mode="async", method="vlash")
+    acted = [each for each in (robot.period() for _ in range(40)) if each is not None]
+    later = [each for each in acted if each.chunk >= 3]
+    assert {each.delay for each in later} == {3}
+    first_steps = {each.chunk: each.chunk_step for each in reversed(later)}
+    assert {*first_steps.values()} == {1}, "it is used one control period after its first action was due"
+
+
+@pytest.mark.parametrize(("method", "setting"), [("vlash", "offset_max"), ("training_rtc", "prefix_max")])
+def test_delay_beyond_the_training_is_noted_while_it_lasts(method: str, setting: str) -> None:
+    server = Server(takes=3)
+    robot = Robot(server, mode="async", method=method)
+    values(robot, 40)
+    assert robot.executor.delay_note == ""
+    server.trained = 1
+    values(robot, 8)
+    assert f"trained for 1 at most: train with policy.options.{setting} 3" in robot.executor.delay_note
+    robot.executor.discard()
+    assert robot.executor.delay_note == "", "another source of control moves the robot"
+    plain = Robot(Server(takes=3), mode="async")
+    plain.server.trained = 0
+    values(plain, 40)
+    assert plain.executor.delay_note == "", "plain switching needs no training"
+
+
+def test_first_chunk_of_a_session_says_nothing_about_the_delay() -> None:
+    server = Server(takes=20)  # it starts
+    robot = Robot(server, mode="async")
+    values(robot, 20)
+    server.takes = 2
+    values(robot, 12)
+    assert robot.executor.counters.predicted_delay() == 2
 
 
 def test_a2c2_corrects_by_the_newest_observation() -> None:

@@ -55,7 +55,7 @@ class EchoPolicy:
         cameras: that it reads.
         seen: the newest observation.
         contexts: of the newest batch.
-        correction, length: of its chunks.
+        correction, length, bridged: of its chunks.
     """
 
     def __init__(self, description: PolicyDescription) -> None:
@@ -70,6 +70,7 @@ class EchoPolicy:
         self.options, self.seen = description.options, dict[str, Array]()
         self.contexts: list[ChunkContext | None] = []
         self.correction: ChunkCorrection | None = None
+        self.bridged = 0
         self.length = 1
 
     def hold_reason(self, *, explore: bool) -> str:
@@ -94,7 +95,8 @@ class EchoPolicy:
             require_features(self._specs, observation)
             self.seen = {name: array.copy() for name, array in observation.items()}
         actions = [np.repeat(seen[STATE][None, :2], self.length, 0) for seen in observations]
-        return [ActionChunk(each, np.zeros(self.length, np.float32), 0, self.correction) for each in actions]
+        log_prob = np.zeros(self.length, np.float32)
+        return [ActionChunk(each, log_prob, 0, self.correction, self.bridged) for each in actions]
 
     def raise_failure(self) -> None:
         pass

@@ -666,7 +666,8 @@ def test_promised_actions_travel_with_a_request(server: EchoServer, keys: Path) 
         acts(policy)
         assert server.opened[0].contexts == [None]
         prefix = np.arange(6, dtype=np.float32).reshape(3, 2)
-        policy.act(PolicyQuery(OBSERVATION, "", True, ChunkContext(prefix, 2)))
+        server.opened[0].bridged = 1
+        assert policy.act(PolicyQuery(OBSERVATION, "", True, ChunkContext(prefix, 2))).bridged == 1
         (context,) = server.opened[0].contexts
         assert context is not None and context.delay == 2
         np.testing.assert_array_equal(context.prefix, prefix)

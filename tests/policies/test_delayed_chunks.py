@@ -124,6 +124,21 @@ def test_vlash_acts_from_the_state_at_the_end_of_the_promise() -> None:
     assert not np.allclose(chunk(policy, "vlash"), chunk(policy, "switch", seen=other), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "trained"), [("vlash", {"offset_max": 4}), ("training_rtc", {"prefix_max": 4}), ("rtc", {})]
+)
+def test_chunk_for_a_longer_delay_is_that_of_the_longest_trained_one(
+    method: ExecutionMethod, trained: dict[str, int]
+) -> None:
+    policy, longest = acting(**trained), 4 if trained else 0
+    for delay in (3, 6):
+        contexts = [ChunkContext(PREFIX, delay, method), ChunkContext(PREFIX[:0], delay, method), None]
+        drawn = policy.act_batch([SEEN] * 3, [""] * 3, deterministic=True, contexts=contexts)
+        assert [each.bridged for each in drawn] == [min(delay, longest), 0, 0]
+    if method == "vlash":
+        np.testing.assert_array_equal(chunk(policy, method, 6), chunk(policy, method, 4))
+
+
 def test_state_follows_targets_and_steps_of_the_tool() -> None:
     observed = {STATE: torch.tensor([[0.0, 0.0], [1.0, 1.0]])}
     actions, count = torch.tensor([[[0.1], [0.2]], [[0.3], [0.4]]]), torch.tensor([2, 0])

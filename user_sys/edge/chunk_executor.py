@@ -42,6 +42,7 @@ class RunningChunk:
         first: count of executed actions at which the chunk's first action is due.
         t_observation_ns: monotonic clock of the edge: capture of the observation that the chunk was computed from.
         delay: control periods in which actions were executed from that observation to the chunk's first use.
+        assured: see `ChunkContext`; 0 without one.
     """
 
     chunk: ActionChunk
@@ -50,6 +51,7 @@ class RunningChunk:
     first: int
     t_observation_ns: int
     delay: int
+    assured: int
 
     def __len__(self) -> int:
         return len(self.chunk.actions)
@@ -78,21 +80,23 @@ def current_chunk(chunks: Sequence[RunningChunk], executed: int) -> RunningChunk
 class Switch:
     """Plain switching: a new chunk replaces the old one from the present control period on. The base of other methods.
 
-    Real-time chunking and training-time RTC switch in this way too: their policies make the new chunk begin as the old
-    one goes on (`user_sys.policies.rtc`).
+    Real-time chunking switches in this way too: its policy makes the new chunk begin as the old one goes on
+    (`user_sys.policies.rtc`).
 
     Attributes:
         requests_always: a chunk is requested in each control period, whether or not the last one has enough actions.
+        trained_by: the setting of the policy that trains it for a delay; empty if the method needs no training.
     """
 
     requests_always = False
+    trained_by = ""
 
     def __init__(self, config: ExecutionConfig) -> None:
         self.config = config
 
-    def first_period(self, executed: int, context: ChunkContext) -> int:
-        """Count of executed actions at which the first action of a chunk is due that is requested now."""
-        return executed
+    def offset(self, bridged: int) -> int:
+        """Executed actions from a chunk's observation to its first action; `bridged`: see `ActionChunk`."""
+        return 0
 
     def take(self, chunks: Sequence[RunningChunk], taken: RunningChunk, executed: int) -> list[RunningChunk]:
         """Returns the chunks that are still needed when `taken` arrives, the newest last."""
@@ -134,6 +138,12 @@ class Ensemble(Switch):
         return np.average(actions, axis=0, weights=weights).astype(np.float32), math.nan
 
 
+class TrainingRtc(Switch):
+    """Training-time RTC: a chunk begins with the promised actions, as learned (`user_sys.policies.rtc`)."""
+
+    trained_by = "prefix_max"
+
+
 class Vlash(Switch):
     """VLASH: the policy acts from the state in which the robot will be when its chunk is used.
 
@@ -142,8 +152,10 @@ class Vlash(Switch):
     when they end. A chunk that arrives before its first period waits for it.
     """
 
-    def first_period(self, executed: int, context: ChunkContext) -> int:
-        return executed + min(context.delay, len(context.prefix))
+    trained_by = "offset_max"
+
+    def offset(self, bridged: int) -> int:
+        return bridged
 
 
 class A2c2(Switch):
@@ -175,7 +187,7 @@ METHODS: dict[ExecutionMethod, type[Switch]] = {
     "switch": Switch,
     "ensemble": Ensemble,
     "rtc": Switch,
-    "training_rtc": Switch,
+    "training_rtc": TrainingRtc,
     "vlash": Vlash,
     "a2c2": A2c2,
 }
@@ -212,14 +224,14 @@ class _Request:
 
     Attributes:
         executed, period: actions and control periods of the episode at the observation.
+        assured: see `RunningChunk`.
         due: control period in which the chunk is used; None as soon as it is there.
-        first: see `RunningChunk`.
     """
 
     executed: int
     period: int
     t_observation_ns: int
-    first: int
+    assured: int = 0
     due: int | None = None
 
 
@@ -230,7 +242,7 @@ class ExecutionCounters:
     Attributes:
         chunks: that were used.
         stalls: control periods without an action because the next chunk had not arrived.
-        delays: of the newest chunks, in control periods.
+        delays: of the newest chunks but the first, in control periods.
         disagreement: mean difference of the newest chunk from the one before, as a share of the action's range, over
             the control periods that both cover; 0 if there is none.
     """
@@ -335,7 +347,7 @@ class ChunkExecutor:
         newest = self._chunks[-1] if self._chunks else None
         if newest is None or newest.place(self._executed) >= newest.execute:
             chunk = self._policy.act(PolicyQuery(observe(), instruction, self.deterministic))
-            self._take(chunk, _Request(self._executed, self._period, t_observation_ns, self._executed))
+            self._take(chunk, _Request(self._executed, self._period, t_observation_ns))
 
     def _advance(self, requests: AsyncPolicy, observe: Observe, t_observation_ns: int, instruction: str) -> None:
         unavailable: PolicyUnavailable | None = None
@@ -356,8 +368,7 @@ class ChunkExecutor:
     ) -> None:
         context, started_s = self._context(), self._clock()
         requests.request(PolicyQuery(observation, instruction, self.deterministic, context))
-        first = self._method.first_period(self._executed, context)
-        request = _Request(self._executed, self._period, t_observation_ns, first)
+        request = _Request(self._executed, self._period, t_observation_ns, context.assured)
         if self._delay_periods == "measured":
             self._computed = requests.response(wait=True)
             request.due = self._period + math.ceil((self._clock() - started_s) / self._period_s)
@@ -391,6 +402,17 @@ class ChunkExecutor:
         )
 
     @property
+    def delay_note(self) -> str:
+        """For operators: the newest chunk's delay is longer than the policy was trained for; empty if it is not."""
+        setting, newest = self._method.trained_by, self._chunks[-1] if self._chunks else None
+        if not setting or newest is None or newest.chunk.bridged >= newest.assured:
+            return ""
+        return (
+            f"the next action chunk is expected after {newest.assured} control periods, and the policy was trained for "
+            f"{newest.chunk.bridged} at most: train with policy.options.{setting} {newest.assured}, or make it faster"
+        )
+
+    @property
     def has_acted(self) -> bool:
         """Whether the policy has given an action in this episode."""
         return self._executed > 0
@@ -414,7 +436,7 @@ class ChunkExecutor:
     def _delay(self) -> int:
         """The predicted delay in control periods."""
         fixed = self._delay_periods
-        return fixed if isinstance(fixed, int) and fixed else self.counters.predicted_delay()
+        return fixed if isinstance(fixed, int) else self.counters.predicted_delay()
 
     def _needs_chunk(self) -> bool:
         """Promised actions are left for the predicted delay only, or enough of the newest chunk was executed."""
@@ -434,15 +456,18 @@ class ChunkExecutor:
                 raise PolicyUnavailable(
                     f"version {version} of the policy gives an action in which {found}; the robot holds"
                 )
-        self.counters.delays.append(self._period - request.period)
+        if self.counters.chunks:  # the first chunk of a session may wait for a policy server that starts
+            self.counters.delays.append(self._period - request.period)
         self.counters.chunks += 1
+        first = request.executed + self._method.offset(min(chunk.bridged, request.assured))
         taken = RunningChunk(
             chunk=chunk,
             version=self._policy.version,
             number=self._number,
-            first=request.first,
+            first=first,
             t_observation_ns=request.t_observation_ns,
-            delay=max(self._executed, request.first) - request.executed,
+            delay=max(self._executed, first) - request.executed,
+            assured=request.assured,
         )
         self._number += 1
         self._length = len(taken)

@@ -363,8 +363,10 @@ class RobotSession:
         not_reset = "" if self._agent.authority.runs_episode else NOT_RESET
         if stopped := "; ".join(filter(None, (self._agent.stopped_why, not_reset))):
             return stopped
-        if self._agent.policy_error or not (dropped := self._outbox.newly_dropped_episodes):
-            return self._agent.policy_error
+        if note := self._agent.policy_error or self._agent.chunks.delay_note:
+            return note
+        if not (dropped := self._outbox.newly_dropped_episodes):
+            return ""
         return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
 
 

@@ -362,6 +362,7 @@ class PolicyServer:
                 number=each.request.number,
                 version=policy.version,
                 execute=chunk.execute,
+                bridged=chunk.bridged,
                 swap_delay_s=policy.swap_delay_s,
             )
             arrays = {ACTIONS: chunk.actions, LOG_PROB: chunk.log_prob}

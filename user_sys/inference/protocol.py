@@ -92,7 +92,7 @@ class ActionResponse(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: the request's; 0 if the request could not be decoded.
         version: of the weights that acted.
-        execute: see `ActionChunk.execute`.
+        execute, bridged: see `ActionChunk`.
         swap_delay_s: from the announcement of that version to its first use at the server.
         awaits_weights: the policy has no weights, and the request does not allow it to explore.
         needs_description: the server does not know the policy.
@@ -104,6 +104,7 @@ class ActionResponse(msgspec.Struct, frozen=True, kw_only=True):
     number: Number
     version: int = NO_VERSION
     execute: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    bridged: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     swap_delay_s: float = 0.0
     awaits_weights: bool = False
     needs_description: bool = False

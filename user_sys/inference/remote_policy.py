@@ -276,7 +276,7 @@ class RemotePolicy(ClosedAtExit):
             raise PolicyUnavailable(response.unavailable)
         if response.unavailable:
             raise self._connection.unavailable(response.unavailable)
-        chunk = self._checked_chunk(received, response.execute)
+        chunk = self._checked_chunk(response, received)
         self._report(response)
         return chunk
 
@@ -327,7 +327,7 @@ class RemotePolicy(ClosedAtExit):
             raise self._connection.unavailable("does not answer")
         return None
 
-    def _checked_chunk(self, arrays: Arrays, execute: int) -> ActionChunk:
+    def _checked_chunk(self, response: ActionResponse, arrays: Arrays) -> ActionChunk:
         """Checks shapes and dtypes, which driver and recorder rely on. The driver checks the values."""
         actions, log_prob = arrays.get(ACTIONS), arrays.get(LOG_PROB)
         if actions is None or log_prob is None or actions.ndim != 2 or len(actions) == 0:
@@ -342,7 +342,8 @@ class RemotePolicy(ClosedAtExit):
             correction = ChunkCorrection.from_arrays(sizes, *width, len(actions), found) if found else None
         except WireError as error:
             raise self._connection.unavailable(f"answers with {error}") from None
-        return ActionChunk(actions.copy(), log_prob.copy(), min(execute, len(actions)), correction)
+        execute = min(response.execute, len(actions))
+        return ActionChunk(actions.copy(), log_prob.copy(), execute, correction, response.bridged)
 
     def _report(self, response: ActionResponse) -> None:
         now_s = self._clock()

@@ -343,12 +343,20 @@ class FlowPolicy(TorchPolicy):
     ) -> list[ActionChunk]:
         """See `Policy.act_batch`; with A2C2 each chunk has its correction."""
         chunks = super().act_batch(observations, sentences, deterministic=deterministic, contexts=contexts)
+        if any(contexts):
+            bridged = map(self._bridged, contexts)
+            chunks = [replace(chunk, bridged=count) for chunk, count in zip(chunks, bridged, strict=True)]
         correction = getattr(self.module, "correction", None)
         if correction is None or not any(context and context.method == "a2c2" for context in contexts):
             return chunks
         with self._acting():
             found = correction.corrections(self.module, observations, self.module.chunk_length)
         return [replace(chunk, correction=each) for chunk, each in zip(chunks, found, strict=True)]
+
+    def _bridged(self, context: ChunkContext | None) -> int:
+        """See `ActionChunk.bridged`."""
+        setting = {"vlash": "offset_max", "training_rtc": "prefix_max"}.get("" if context is None else context.method)
+        return 0 if context is None or setting is None else min(context.assured, getattr(self.options, setting, 0))
 
     def draw(
         self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
@@ -357,7 +365,7 @@ class FlowPolicy(TorchPolicy):
         module, options = self.module, self.options
         method = "switch" if promised is None else promised.method
         if promised is not None and method == "vlash":
-            count = torch.minimum(promised.delay, promised.count)
+            count = torch.minimum(promised.delay, promised.count).clamp(max=options.offset_max)
             observation = module.forecast.roll(observation, promised.actions, count)
         context = module.encode(observation)
         n = len(context)

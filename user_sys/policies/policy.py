@@ -54,12 +54,15 @@ class ActionChunk:
         execute: how many actions the robot executes before it uses the next chunk; 0 for all. The others are promised:
             the robot executes them while the next chunk is late, if it need not wait (`ExecutionConfig.mode`).
         correction: for the method ``a2c2``.
+        bridged: promised actions (`ChunkContext`) that the policy takes as executed, at most as many as it was trained
+            for. With ``vlash`` the chunk begins after them, with ``training_rtc`` it begins with them.
     """
 
     actions: Array
     log_prob: Array
     execute: int = 0
     correction: ActionCorrection | None = None
+    bridged: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class ChunkContext:
     prefix: Array
     delay: int
     method: ExecutionMethod = "switch"
+
+    @property
+    def assured(self) -> int:
+        """How many promised actions will be executed whatever the policy answers."""
+        return min(self.delay, len(self.prefix))
 
 
 class PolicyQuery(NamedTuple):
