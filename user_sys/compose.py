@@ -263,7 +263,7 @@ def check_pictures(policy: PolicyConfig, robot: RobotConfig, *, at_server: bool 
 
 
 def check_execution(policy: PolicyConfig, *, at_server: bool = False) -> None:
-    """Checks that the policy can do the method of asynchronous execution, with chunks that bridge a fixed delay.
+    """Checks that the policy can do the method of asynchronous execution, with chunks that bridge `delay_periods`.
 
     Args:
         at_server: see `check_pictures`.
@@ -286,9 +286,10 @@ def check_execution(policy: PolicyConfig, *, at_server: bool = False) -> None:
             f"policy.execution.method is {method}, which the policy {policy.kind} cannot do with its present "
             f"policy.options; use one of {', '.join(delays)}"
         )
-    if isinstance(wanted, int) and wanted > delays[method]:
+    least, shown = (1, "measured, which is 1 at least") if wanted == "measured" else (wanted, wanted)
+    if least > delays[method]:
         raise ConfigError(
-            f"policy.execution.delay_periods is {wanted}, and the policy {policy.kind} bridges at most "
+            f"policy.execution.delay_periods is {shown}, and the policy {policy.kind} bridges at most "
             f"{delays[method]} with the method {method}: a chunk needs two actions for each (policy.options)"
         )
 

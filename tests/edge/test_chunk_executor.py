@@ -196,6 +196,18 @@ def test_chunk_that_is_shorter_than_the_delay_is_named() -> None:
     assert steered.execution_delays(settings)["switch"] == 9
 
 
+def test_late_policy_of_one_action_is_told_to_wait() -> None:
+    one = ActionChunk(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+    server = Server(takes=1)
+    server.act = lambda query: one  # type: ignore[method-assign]
+    robot = Robot(server, mode="async")
+    assert values(robot, 7) == [None, 0.0] * 3 + [None], "half of the control periods are lost"
+    robot.server.takes = 3
+    values(robot, 2)
+    with pytest.raises(PolicyUnavailable, match="gives one action at once: set policy.execution.mode: wait"):
+        robot.executor.next_action(lambda: {"t": np.zeros(1, np.float32)}, 0, "go")
+
+
 def test_vlash_uses_a_chunk_from_the_end_of_its_promised_actions() -> None:
     server = Server(drift=100.0)
     robot = Robot(server, mode="async", method="vlash", delay_periods=3)

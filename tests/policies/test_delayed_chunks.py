@@ -15,7 +15,9 @@ from user_sys.algorithms.algorithm import Algorithm, DelayTrained, TensorBatch, 
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.q_chunking import QChunking
 from user_sys.compose import PolicyConfig, RobotConfig, check_execution, robot_spec
-from user_sys.errors import ConfigError, WireError
+from user_sys.edge.agents import LoadedPolicy
+from user_sys.edge.chunk_executor import ChunkExecutor
+from user_sys.errors import ConfigError, PolicyUnavailable, WireError
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.flow import FlowNetwork, FlowPolicy, FlowSettings
@@ -171,6 +173,20 @@ def test_offsets_move_state_and_chunk_together() -> None:
     assert exists[:, 0].all() and (exists[1::2].sum(1) == 3 - offset[1::2]).all()
 
 
+@pytest.mark.parametrize("delay_periods", [3, 4])
+def test_robot_without_weights_does_not_stop_under_a_delay_that_its_chunks_bridge(delay_periods: int) -> None:
+    policy = FlowPolicy(SPEC, settings=SMALL)
+    execution = ExecutionConfig(mode="async", delay_periods=delay_periods)
+    executor = ChunkExecutor(LoadedPolicy(policy), SPEC.action, execution, deterministic=False)
+    executor.begin_episode()
+    for _ in range(delay_periods):
+        with pytest.raises(PolicyUnavailable, match="has not arrived"):
+            executor.next_action(lambda: SEEN, 0, "")
+    actions = np.array([executor.next_action(lambda: SEEN, 0, "").action for _ in range(400)])[:, 0]
+    assert np.corrcoef(actions[1:], actions[:-1])[0, 1] > 0.4, "it keeps its direction for a while"
+    assert executor.counters.stalls == 0
+
+
 # A2C2
 
 
@@ -287,6 +303,8 @@ def test_correction_that_does_not_fit_is_refused() -> None:
         ("mlp", {}, {"method": "rtc"}, "method is rtc, which the policy mlp cannot do with its present policy.options"),
         ("flow", {}, {"method": "vlash"}, "use one of switch, ensemble, rtc"),
         ("gated_flow", {"chunk_length": 8}, {"method": "rtc"}, "gated_flow cannot do"),
+        ("mlp", {}, {"delay_periods": "measured"}, "measured, which is 1 at least, and the policy mlp bridges at most"),
+        ("gated_flow", {}, {"delay_periods": "measured"}, "policy gated_flow bridges at most 0 with the method switch"),
         (
             "flow",
             {"chunk_length": 8},

@@ -393,6 +393,11 @@ class ChunkExecutor:
         waited, length = 0 if self._request is None else self._period - self._request.period, self._length
         if waited <= length // 2 or not length:
             return PolicyUnavailable("the next action chunk has not arrived; the robot holds")
+        if length == 1:
+            return PolicyUnavailable(
+                f"the next action has not arrived after {waited} control periods, and the policy gives one action at "
+                "once: set policy.execution.mode: wait, or choose a policy of longer chunks; the robot holds"
+            )
         return PolicyUnavailable(
             f"the next action chunk has not arrived after {waited} control periods, and a chunk of {length} actions "
             f"bridges {length // 2}: set policy.options.chunk_length to {2 * waited} or more (of the kind lerobot "

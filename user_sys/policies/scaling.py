@@ -137,15 +137,18 @@ class RandomExploration:
         self._bounds, self._rng = bounds, rng
         self._walk = rng.standard_normal(bounds.centre.size)
 
-    def act(self, deterministic: bool) -> ActionChunk:
-        """Returns a chunk of one action: the next one of the walk, or the centre of the bounds."""
-        scaled = np.zeros(self._walk.size)
-        if not deterministic:
+    def act(self, deterministic: bool, length: int = 1, execute: int = 0) -> ActionChunk:
+        """Returns a chunk of `length` actions: the next ones of the walk, or the centre of the bounds.
+
+        `execute`: see `ActionChunk`.
+        """
+        scaled = np.zeros((length, self._walk.size))
+        for row in () if deterministic else scaled:
             # A stationary Gaussian walk, mapped through its own distribution function, is uniform at every step.
             fresh = self._rng.standard_normal(self._walk.size)
             self._walk = EXPLORATION_CORRELATION * self._walk + np.sqrt(1 - EXPLORATION_CORRELATION**2) * fresh
-            scaled = _gaussian_to_uniform(self._walk)
-        return self._bounds.chunk((self._bounds.centre + self._bounds.half * scaled)[None], np.nan)
+            row[:] = _gaussian_to_uniform(self._walk)
+        return self._bounds.chunk(self._bounds.centre + self._bounds.half * scaled, np.nan, execute)
 
 
 def _gaussian_to_uniform(z: Array) -> Array:

@@ -104,6 +104,8 @@ class TorchPolicy(TrainablePolicy):
             encode([""])  # a pretrained encoder is read now, and not while robots wait
         self._shared: dict[str, tuple[Array, Tensor]] = {}  # the newest read-only arrays, and the tensors with them
         self._has_weights = False
+        # Also without weights a chunk bridges each delay that `execution_delays` allows.
+        self._random_actions = max(1, 2 * self.execution_delays(self.options).get("switch", 0))
 
     def _seed(self, seed: int) -> None:
         import torch
@@ -159,8 +161,9 @@ class TorchPolicy(TrainablePolicy):
         for observation in observations:
             require_features(self._specs, observation)
             require_pictures(self._pictures, observation)
+        execute = getattr(self.options, "execute", 0)
         if not self._has_weights:
-            return [self._exploration.act(deterministic) for _ in observations]
+            return [self._exploration.act(deterministic, self._random_actions, execute) for _ in observations]
         vectors = {spec.name: [observation[spec.name] for observation in observations] for spec in self._specs}
         arrays = {name: np.stack(each, dtype=np.float32) for name, each in vectors.items()}  # as in training
         pictures = [camera.feature for camera in self._pictures]
@@ -176,7 +179,6 @@ class TorchPolicy(TrainablePolicy):
             self.sentences = tuple(sentences)
             drawn = self.draw(tensors, deterministic=deterministic, promised=promised)
             actions, log_prob = (each.cpu().numpy() for each in drawn)
-        execute = getattr(self.options, "execute", 0)
         return [self._bounds.chunk(*pair, execute) for pair in zip(actions, log_prob, strict=True)]
 
     def _acting(self) -> AbstractContextManager[object]:
