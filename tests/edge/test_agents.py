@@ -40,7 +40,7 @@ from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import PolicyUnavailable
 from user_sys.logs import JsonFormatter
 from user_sys.messages import EpisodeReport, OperatorCommand, OperatorReply
-from user_sys.policies.policy import ActionChunk, PolicyQuery
+from user_sys.policies.policy import ActionChunk, ExecutionConfig, PolicyQuery
 
 TASK = TaskInfo(name="reach", sentence="go", max_steps=50)
 LENGTH = 3
@@ -96,6 +96,7 @@ class Session:
     policy: MarchingPolicy
     max_steps: int = 50
     intervention: InterventionConfig | None = None
+    execution: ExecutionConfig | None = None
     now_s: float = 100.0
     stopping: bool = False
     newest_estop: int = 0  # the driver's
@@ -109,7 +110,7 @@ class Session:
         self.authority = ControlAuthority("fake-0", self.robot.spec, clock=lambda: self.now_s)
         self.commands = OperatorCommandQueue(lambda: self.now_s, self.send_reply)
         self.agent = SharedControlAgent(
-            self.robot.spec, self.authority, self.policy, self.commands, self, self.intervention
+            self.robot.spec, self.authority, self.policy, self.commands, self, self.intervention, self.execution
         )
         self.begin()
 
@@ -165,11 +166,11 @@ class Session:
 
 @pytest.fixture
 def make() -> Callable[..., Session]:
-    def session(max_steps: int = 50, version: int = 1, intervention: InterventionConfig | None = None) -> Session:
+    def session(max_steps: int = 50, version: int = 1, **settings: Any) -> Session:
         robot = RecordingRobot()
         environment = RobotEnvironment(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
         environment.connect()
-        return Session(robot, environment, MarchingPolicy(version), max_steps, intervention)
+        return Session(robot, environment, MarchingPolicy(version), max_steps, **settings)
 
     return session
 
@@ -264,6 +265,17 @@ def test_unavailable_policy_holds_the_robot_without_using_up_steps(
     selected, outcome = session.period()
     assert selected is not None and selected.log_prob == 0.0 and selected.policy_version == 1
     assert outcome is not None and outcome.truncated and session.agent.policy_error == ""  # its fourth step
+
+
+def test_hold_for_a_counted_delay_is_no_error_of_the_policy(make: Callable[..., Session]) -> None:
+    session = make(execution=ExecutionConfig(mode="async", delay_periods=1))
+    for _ in range(2):
+        assert session.period() == (None, None) and session.agent.policy_error == ""
+        assert session.act().policy_version == 1
+        session.begin()
+    session.policy.why = "it does not answer"
+    session.period()
+    assert session.period() == (None, None) and session.agent.policy_error == "it does not answer"
 
 
 def test_operator_takes_over_from_an_unavailable_policy(session: Session) -> None:

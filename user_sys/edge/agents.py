@@ -617,7 +617,7 @@ class SharedControlAgent:
         try:
             selected = self._policy_agent.select_action(time_step)
         except PolicyUnavailable as error:
-            self._unavailable = str(error)
+            self._unavailable = "" if self.chunks.counts_delay else str(error)
             if self.chunks.is_idle:
                 self._policy.pause()
             return None

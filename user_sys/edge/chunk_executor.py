@@ -428,6 +428,11 @@ class ChunkExecutor:
         return self._request is None and all(chunk.place(self._executed) >= 0 for chunk in self._chunks)
 
     @property
+    def counts_delay(self) -> bool:
+        """Whether its next chunk is due in a later control period, by `ExecutionConfig.delay_periods`."""
+        return self._request is not None and self._request.due is not None
+
+    @property
     def promised(self) -> Array:
         """The predicted actions (n, a) from the next control period on; n is 0 without a chunk."""
         if (current := current_chunk(self._chunks, self._executed)) is None:
