@@ -241,6 +241,13 @@ def test_frozen_policy_acts_under_its_condition(reads_base: bool) -> None:
     assert not torch.allclose(steered, free)
 
 
+@pytest.mark.parametrize(("execute", "of_base", "bound"), [(0, 0, 5), (0, 4, 2), (8, 0, 4)])
+def test_steered_policy_over_lerobot_bridges_half_of_its_action_steps(execute: int, of_base: int, bound: int) -> None:
+    base = {"type": "smolvla", "config": {"chunk_size": 50, "n_action_steps": 10}, "execute": of_base}
+    settings = SteeredSettings(base="lerobot", base_options=base, execute=execute)
+    assert SteeredPolicy.execution_delays(settings) == {"switch": bound, "ensemble": bound}
+
+
 @pytest.mark.parametrize(("options", "bound"), [({}, 4), ({"execute": 4}, 2)])
 def test_steered_policy_bridges_half_of_the_executed_actions(options: dict[str, Any], bound: int) -> None:
     settings = SteeredSettings(base_options={"chunk_length": 8}, **options)

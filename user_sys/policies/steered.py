@@ -27,6 +27,7 @@ from hal.spec import ArraySpec, RobotSpec
 from user_sys.config import build
 from user_sys.errors import ConfigError
 from user_sys.policies.cnn import PictureSettings
+from user_sys.policies.lerobot_checkpoint import LeRobotSettings, executed_actions
 from user_sys.policies.networks import Affine, GaussianNetwork
 from user_sys.policies.policy import SENTENCE, ExecutionMethod
 from user_sys.policies.scaling import action_affine, feature_specs, require_vectors
@@ -283,7 +284,8 @@ class SteeredPolicy(TorchPolicy):
         """See `TrainablePolicy.execution_delays`: half of the executed actions, as a chunk holds no others."""
         kind, options = load_base(settings)
         half: int = kind.execution_delays(options)["switch"]
-        if executed := settings.execute or getattr(options, "execute", 0):
+        of_base = executed_actions(options) if isinstance(options, LeRobotSettings) else getattr(options, "execute", 0)
+        if executed := settings.execute or of_base:
             half = min(half, executed // 2)
         return {"switch": half, "ensemble": half}
 
