@@ -248,6 +248,7 @@ def test_lack_of_steps_to_train_on_warns_until_it_ends(hub: ConsoleHub) -> None:
     hub.update(MetricsReport(node="learner", count=0, scalars={"nothing_to_sample": 1.0}))
     run = hub.view()
     assert "learner finds no stored step that its algorithm trains on" in run.warning
+    assert "learner.options (such as steps)" in run.warning and "learner.sampler" in run.warning
     assert run.warning in plain_line(run, "starting")
     hub.update(MetricsReport(node="learner", count=1, scalars={"nothing_to_sample": 0.0}))
     assert not hub.view().warning

@@ -838,6 +838,16 @@ def test_lack_of_steps_to_train_on_is_logged_once_and_reported(
         assert bench.reported[-1][1]["nothing_to_sample"] == 0
 
 
+def test_bc_trains_on_demonstrations_that_people_give_in_a_run(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.ONLINE, 2)
+    bench.fill(EpisodeSource.DEMO, 1)
+    bench.show(1)
+    bench.train(replace(CONFIG, algorithm="bc", options={}, batch_size=64, max_updates=1))
+    index = bench.trainer.batches.replay.index
+    drawn = {index.episodes.ids.names[row] for row in index.episode_of(bench.trainer.batches.drawn.row)}
+    assert drawn == {"demo-0", "shown-0"}
+
+
 def test_part_of_a_mixture_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
     scene(bench)
     mixture = (MixturePartConfig(tasks=("t",)), MixturePartConfig(("demonstrations",), ("lift_read",)))

@@ -8,7 +8,8 @@ The policy defines the loss l(phi; s, a) of an action or a chunk of actions, sca
     l      = |v(x_t, t, s) - (a - x_0)|^2,   x_0 ~ N(0, 1), t ~ U(0, 1), x_t = (1 - t) x_0 + t a    flow matching
 
 A chunk ends with the episode, and where the source of control changes. The setting `steps` selects the imitated steps;
-"successes" is filtered behaviour cloning. A way back along the path (phase RECOVERY) is no example of the task.
+by default those of experts and people, in demonstrations and online episodes. "successes" is filtered behaviour
+cloning. A way back along the path (phase RECOVERY) is no example of the task.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class BcSettings:
         gradient_norm_max: maximum norm of the gradient.
     """
 
-    steps: tuple[ImitatedSteps, ...] = ("demonstrations",)
+    steps: tuple[ImitatedSteps, ...] = ("demonstrations", "interventions")
     learning_rate: float = 1e-3
     acting_rate: float = 0.01
     action_noise: float = 0.0

@@ -34,7 +34,7 @@ STORE_FULL_HINT = "robots keep their steps in their outboxes, and hold when thes
 LEARNER_DISK_FULL_HINT = "training pauses until a checkpoint can be written"
 NOTHING_TO_SAMPLE_WARNING = (
     "training waits: {} finds no stored step that its algorithm trains on; give it demonstrations or corrections, or "
-    "check learner.sampler"
+    "check learner.options (such as steps) and learner.sampler"
 )
 DEMONSTRATIONS_WARNING = (
     "training waits: {} demonstrations; show the task and end each episode, or lower learner.min_demonstrations"
