@@ -10,10 +10,16 @@ import torch
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, TensorBatch
-from user_sys.algorithms.conformance import AlgorithmConformance, example_batch, train_together, train_with
+from user_sys.algorithms.conformance import (
+    AlgorithmConformance,
+    example_batch,
+    example_windows,
+    train_together,
+    train_with,
+)
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.algorithms.rlpd import RlpdSettings
-from user_sys.algorithms.sac import Sac, SacSettings, is_cloned
+from user_sys.algorithms.sac import Sac, SacSettings, cloned_steps, is_cloned
 from user_sys.episode import Phase
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
@@ -84,6 +90,16 @@ def test_people_without_recorded_actions_are_not_cloned() -> None:
     batch = replace(batch, phase=torch.full((8,), int(Phase.TELEOP)))
     batch.weight[:4] = 0.0
     assert is_cloned(batch).tolist() == [False] * 4 + [True] * 4
+
+
+def test_attempts_by_hand_that_failed_are_not_cloned() -> None:
+    batch = example_windows(np.random.default_rng(0), 2, 4)
+    phase, failed = torch.full((4, 2), int(Phase.TELEOP)), torch.zeros(4, 2, dtype=torch.bool)
+    failed[:2] = True
+    batch = replace(batch, phase=phase, mask=torch.ones(4, 2, dtype=torch.bool), failed_by_hand=failed)
+    assert is_cloned(batch).tolist() == [False, False, True, True]
+    mask = cloned_steps(batch)
+    assert mask is not None and mask.all(1).tolist() == [False, False, True, True]
 
 
 def test_cloning_keeps_the_actor_close_to_the_steps_of_people() -> None:

@@ -54,7 +54,7 @@ from user_sys.replay.sampler import SamplerConfig, SelectorKind
 from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
 from user_sys.store.backup import back_up, restore
-from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, TrimLabel, UndoLabel, column_labels
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, SuccessLabel, TrimLabel, UndoLabel, column_labels
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.weights.governor import GovernedBudget, GovernorConfig
 from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot
@@ -846,6 +846,32 @@ def test_bc_trains_on_demonstrations_that_people_give_in_a_run(bench: LearnerBen
     index = bench.trainer.batches.replay.index
     drawn = {index.episodes.ids.names[row] for row in index.episode_of(bench.trainer.batches.drawn.row)}
     assert drawn == {"demo-0", "shown-0"}
+
+
+SHOWN = (MixturePartConfig(("demonstrations", "interventions")),)
+PEOPLE_CLONED = {
+    "bc": LearnerConfig(algorithm="bc"),
+    "hg_dagger": LearnerConfig(algorithm="hg_dagger"),
+    "bc-mixture": LearnerConfig(algorithm="bc", sampler=SamplerConfig(mixture=SHOWN)),
+    "rlpd": LearnerConfig(options=SMALL),
+}
+
+
+@pytest.mark.parametrize("name", PEOPLE_CLONED)
+@pytest.mark.parametrize("source", [EpisodeSource.DEMO, EpisodeSource.ONLINE])
+def test_demonstrations_that_people_label_as_failures_are_not_cloned(
+    bench: LearnerBench, name: str, source: EpisodeSource
+) -> None:
+    for number in range(3):
+        bench.writer.append(episode(f"shown-{number}", source, number, persons=range(STEPS)))
+    bench.writer.append_label(SuccessLabel(episode="shown-0", labeller="ana", at_unix_ns=1, success=False))
+    bench.writer.sync()
+    config = replace(PEOPLE_CLONED[name], batch_size=64, cache_bytes=1 << 20, max_updates=1)
+    bench.learner(config, policy=CLONED if name == "rlpd" else POLICY).run(threading.Event())
+    batches = bench.trainer.batches
+    failed = batches.replay.index.episode_of(batches.drawn.row) == 0
+    assert batches.demonstrations == 2 and (batches.drawn.failed_by_hand == failed).all() and not failed.all()
+    assert failed.any() == (name == "rlpd"), "critics learn from failures"
 
 
 def test_part_of_a_mixture_without_steps_is_logged_once(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:

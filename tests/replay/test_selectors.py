@@ -29,7 +29,7 @@ from user_sys.replay.selectors import (
     TasksConfig,
     UniformSelector,
 )
-from user_sys.store.labels import DeleteLabel
+from user_sys.store.labels import DeleteLabel, SuccessLabel
 
 POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
 
@@ -64,6 +64,27 @@ def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: St
         batch = drawing.sample()
         assert seen(part(batch, 0, 50)) == {(1, 0), (1, 1), (1, 2), (1, 3), (2, 1)}
         assert seen(part(batch, 50, 100)) == {(2, step) for step in range(4)}
+
+
+def test_failed_attempts_by_hand_are_no_demonstrations_but_their_corrections_are(store: Store) -> None:
+    def demo_rows(mix: DemoOnlineSelector) -> set[int]:
+        return {int(row) // 4 + 1 for row in mix.demo.rows}
+
+    with store.replay() as replay:
+        mix = DemoOnlineSelector(("e1",))
+        replay.subscribe(mix.update)
+        store.put(chunk(1, 0, 4, phase=TELEOP))
+        store.put(chunk(2, 0, 4, end=True, phase=TELEOP, success=False))
+        store.put(chunk(3, 0, 4, end=True, phase=[POLICY, POLICY, Phase.CORRECTION, POLICY], success=False))
+        store.put(chunk(4, 0, 4, end=True, phase=TELEOP, success=None))
+        replay.refresh()
+        assert demo_rows(mix) == {1, 3, 4}, "one goes on, one is a correction, one is without a label"
+        store.put(chunk(1, 4, 4, index=1, end=True, phase=TELEOP, success=False))
+        replay.refresh()
+        assert demo_rows(mix) == {3, 4} and len(mix.online) == 20, "critics learn from failures"
+        store.put(SuccessLabel(episode="ep-2", labeller="ana", at_unix_ns=1, success=True))
+        replay.refresh()
+        assert demo_rows(mix) == {2, 3, 4}
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,12 @@ class TensorBatch:
         discount: float32 (n,), factor of the next observation's value, without regard to `terminated`.
         terminated: bool (n,), true if the next observation's value is not bootstrapped.
         weight: float32 (n,), factor of the loss.
-        mask, phase, policy_version, extras, steps: as in `Batch`.
+        mask, phase, failed_by_hand, policy_version, extras, steps: as in `Batch`.
         sentence: int64 (n,), place of each sample's instruction in `sentences`.
         sentences: the instructions of all stored episodes; the places in it never change.
 
-    With action chunks, `action`, `phase`, `policy_version` and `extras` have a second axis of the chunk's length.
+    With action chunks, `action`, `phase`, `failed_by_hand`, `policy_version` and `extras` have a second axis of the
+    chunk's length.
     """
 
     observation: dict[str, Tensor]
@@ -54,6 +55,7 @@ class TensorBatch:
     weight: Tensor
     mask: Tensor | None = None
     phase: Tensor | None = None
+    failed_by_hand: Tensor | None = None
     policy_version: Tensor | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)
     sentence: Tensor | None = None

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 
 from user_sys.algorithms.algorithm import TrainingData
 from user_sys.algorithms.bc import Bc, BcSettings, ImitatedSteps
-from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
-from user_sys.replay.selectors import INTERVENTION_PHASES, ROLES, MixturePart, PhaseName, StepFilter
+from user_sys.replay.selectors import INTERVENTION_PHASES, ROLES, MixturePart, PhaseName
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,6 @@ class HgDagger(Bc):
     def mixture(self) -> tuple[MixturePart, ...]:
         """See `TrainingData.mixture`."""
         share = self._settings.intervention_share
-        taken_over = StepFilter(sources=(EpisodeSource.ONLINE,), phases=self._settings.phases)
+        taken_over = replace(ROLES["interventions"], phases=self._settings.phases)
         others = tuple(ROLES[each] for each in self._settings.steps)
         return (MixturePart(others, 1 - share), MixturePart((taken_over,), share))

@@ -3,13 +3,13 @@ Experience", 2025 (arXiv 2511.14759), section IV.
 
 A value network predicts the distribution of the return of an episode over B bins, by cross-entropy (equation 1). The
 advantage of a step is its return less the expected one. Steps in the top share of advantages among the policy's own
-get the indicator I = 1, and steps of people always do. A flow policy imitates all steps, each under its indicator. The
-indicator is dropped at random, so that guidance can exceed the recorded actions (equation 3). A way back along the path
-(phase RECOVERY) is no example of the task: it trains the value network alone.
+get the indicator I = 1, and those in which people show the task always do. A flow policy imitates all steps, each under
+its indicator. The indicator is dropped at random, so that guidance can exceed the recorded actions (equation 3). A way
+back along the path (phase RECOVERY) is no example of the task: it trains the value network alone.
 
     L(theta) = -sum_b p_b(R_t) log p_theta(b | s_t),     V(s) = sum_b p_theta(b | s) centre_b
     A_t      = R_t - V(s_t)
-    I_t      = 1 if A_t > max(epsilon_l, 0) or a person acted; epsilon_l is the quantile of A for the instruction l
+    I_t      = 1 if A_t > max(epsilon_l, 0) or a person shows it; epsilon_l is the quantile of A for the instruction l
     L(phi)   = flow matching of a_t given (s_t, I_t), with I_t dropped in a share of the samples
     acting   : v = v(.|s) + beta (v(.|s, I = 1) - v(.|s))
 

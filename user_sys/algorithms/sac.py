@@ -258,21 +258,23 @@ def is_cloned(batch: TensorBatch) -> Tensor:
 
 
 def by_people(batch: TensorBatch) -> Tensor:
-    """Returns which samples of `batch` people acted in, bool (n,); of chunks, the first step counts.
+    """Returns in which samples of `batch` people showed what to do, bool (n,); of chunks, the first step counts.
 
-    A way back along the path, by a person or the robot itself, is no example of the task.
+    A way back along the path, by a person or the robot itself, is no example of the task, nor is a failure by hand.
     """
     if batch.phase is None:
         return torch.ones_like(batch.terminated)
-    return _is_people(batch.phase[:, 0] if batch.phase.dim() > 1 else batch.phase)
+    shown = _is_shown(batch, batch.phase)
+    return shown[:, 0] if shown.dim() > 1 else shown
 
 
 def cloned_steps(batch: TensorBatch) -> Tensor | None:
     """Returns which steps of chunks are cloned, bool (n, H): those before the person hands back; else `batch.mask`."""
     if batch.mask is None or batch.phase is None or batch.phase.dim() == 1:
         return batch.mask
-    return (batch.mask & _is_people(batch.phase)).cumprod(1).bool()
+    return (batch.mask & _is_shown(batch, batch.phase)).cumprod(1).bool()
 
 
-def _is_people(phase: Tensor) -> Tensor:
-    return (phase == Phase.TELEOP) | (phase == Phase.CORRECTION)
+def _is_shown(batch: TensorBatch, phase: Tensor) -> Tensor:
+    by_people = (phase == Phase.TELEOP) | (phase == Phase.CORRECTION)
+    return by_people if batch.failed_by_hand is None else by_people & ~batch.failed_by_hand

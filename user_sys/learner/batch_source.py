@@ -173,17 +173,18 @@ class BatchSource:
 
     @property
     def demonstrations(self) -> int:
-        """The number of finished episodes with steps of `demo_online.demo`."""
-        index = self.replay.index
+        """The number of finished episodes with steps of `demo_online.demo` that did not fail by hand."""
+        index, rows = self.replay.index, self.demo_online.demo.rows
         is_shown = np.zeros(len(index.episodes), bool)
-        is_shown[index.episode_of(self.demo_online.demo.rows)] = True
+        is_shown[index.episode_of(rows[~index.failed_by_hand(rows)])] = True
         return int((is_shown & index.episodes.complete).sum())
 
     @property
     def has_example(self) -> bool:
         """Whether the newest batch has a step of a person with an action, which an actor-critic clones."""
-        phase = self.drawn.phase.reshape(len(self.drawn), -1)[:, 0]  # of chunks, the first step counts
-        return bool((is_intervention(phase) & (self.drawn.weight > 0)).any())
+        shown = is_intervention(self.drawn.phase) & ~self.drawn.failed_by_hand
+        first = shown.reshape(len(self.drawn), -1)[:, 0]  # of chunks, the first step counts
+        return bool((first & (self.drawn.weight > 0)).any())
 
     def add_version(self, version: int) -> None:
         """Makes `version` the newest, for an algorithm that uses each step once. A refresh must follow."""

@@ -104,7 +104,8 @@ class LearnerConfig:
         batches_ahead: batches that threads prepare during an update; 0 needs no threads and suits state observations.
         warmup_updates: before online steps; on demonstrations.
         min_demonstrations: before the first update; finished episodes with steps of a person or a scripted expert, and
-            imported ones. null is 1 for a policy with `pretrain_updates`, and 0 for others.
+            imported ones; attempts by hand that failed do not count. null is 1 for a policy with `pretrain_updates`,
+            and 0 for others.
         utd_max: updates per online step. The warm-up is added; it bounds how often the same data is used.
         staleness: versions acting may be behind; null is free-running. An algorithm
             that replays steps waits for slower robots. One that uses each step once drops older steps, and 0 makes it

@@ -115,6 +115,7 @@ class Batch:
         action: * float32 (n, a): applied, in the action spec's units.
         extras: * column to float32 (n, ...).
         phase: * uint8 (n,): `user_sys.episode.Phase`.
+        failed_by_hand: * bool (n,): see `Index.failed_by_hand`.
         policy_version: * int64 (n,): version of the policy that acted; -1 if none did.
         mask: bool (n, H), H at least 1: which steps of the window exist and have an action.
         reward: float32 (n,): discounted sum over at most `n_step` steps.
@@ -131,6 +132,7 @@ class Batch:
     action: Array
     extras: dict[str, Array]
     phase: Array
+    failed_by_hand: Array
     policy_version: Array
     mask: Array
     reward: Array
@@ -209,6 +211,7 @@ class BatchSpec:
             action=of_steps.pop(APPLIED_ACTION),
             extras=of_steps,
             phase=allocate(lead, "uint8"),
+            failed_by_hand=allocate(lead, "bool"),
             policy_version=allocate(lead, "int64"),
             mask=allocate((n, max(1, self.chunk_length)), "bool"),
             reward=allocate(lead if self.sequence else (n,), "float32"),
@@ -227,6 +230,7 @@ class BatchSpec:
         batch.mask[:] = exists[:, :length]
         acted = rows[:, :length] if self.chunk_length else batch.row
         batch.phase[:], batch.policy_version[:] = steps.phase[acted], steps.policy_version[acted]
+        batch.failed_by_hand[:] = index.failed_by_hand(acted)
         rewarded, exists = rows[:, : self.n_step], exists[:, : self.n_step]
         discounts = np.float32(self.discount) ** np.arange(self.n_step, dtype=np.float32)
         rewards = steps.reward[rewarded] * exists

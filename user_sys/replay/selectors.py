@@ -111,6 +111,23 @@ class StepFilter:
 
 
 @dataclass(frozen=True)
+class ExampleFilter(StepFilter):
+    """A `StepFilter` of steps that show what to do: without `Index.failed_by_hand`.
+
+    The corrections of a failed episode match: each shows what the policy lacks, as in HG-DAgger.
+    """
+
+    @property
+    def depends_on_end(self) -> bool:
+        """See `StepFilter.depends_on_end`."""
+        return True
+
+    def matches(self, index: Index, low: int) -> Array:
+        """See `StepFilter.matches`."""
+        return super().matches(index, low) & ~index.failed_by_hand(slice(low, None))
+
+
+@dataclass(frozen=True)
 class StepFilterUnion:
     """Steps that match all filters of at least one of `groups`."""
 
@@ -136,8 +153,8 @@ AnyStepFilter = StepFilter | StepFilterUnion
 
 Role = Literal["demonstrations", "interventions", "successes", "failures"]
 ROLES: Mapping[Role, StepFilter] = {
-    "demonstrations": StepFilter(sources=(EpisodeSource.DEMO,)),
-    "interventions": StepFilter(sources=(EpisodeSource.ONLINE,), phases=INTERVENTION_PHASES),
+    "demonstrations": ExampleFilter(sources=(EpisodeSource.DEMO,)),
+    "interventions": ExampleFilter(sources=(EpisodeSource.ONLINE,), phases=INTERVENTION_PHASES),
     "successes": StepFilter(sources=(EpisodeSource.ONLINE,), success=True),
     "failures": StepFilter(sources=(EpisodeSource.ONLINE,), success=False),
 }
@@ -405,9 +422,9 @@ class MixturePartConfig:
 class DemoOnlineSelector(MixtureSelector):
     """RLPD's two halves for one embodiment, by its names.
 
-    Online: all steps of online episodes. Demo: all steps of demonstrations, and the steps of online episodes in phase
-    TELEOP or CORRECTION, as in HIL-SERL (Luo et al. 2024). Evaluations are in neither half. `step_filter` restricts
-    both; its age limits apply to the online half only.
+    Online: all steps of online episodes. Demo: all steps of demonstrations, and the interventions in online episodes,
+    as in HIL-SERL (Luo et al. 2024): see `ROLES`. Evaluations are in neither half. `step_filter` restricts both; its
+    age limits apply to the online half only.
 
     Attributes:
         demo, online: the two halves.
@@ -423,8 +440,7 @@ class DemoOnlineSelector(MixtureSelector):
         only = replace(step_filter, embodiments=embodiments)
         ageless = replace(only, max_age_s=None, max_age_versions=None)
         demo, online = StepFilter(sources=(EpisodeSource.DEMO,)), StepFilter(sources=(EpisodeSource.ONLINE,))
-        by_person = replace(online, phases=INTERVENTION_PHASES)
-        self.demo = UniformSelector(StepFilterUnion(((ageless, demo), (ageless, by_person))))
+        self.demo = UniformSelector(StepFilterUnion(((ageless, demo), (ageless, ROLES["interventions"]))))
         self.online = UniformSelector(StepFilterUnion(((only, online),)))
         super().__init__([(self.demo, demo_fraction), (self.online, 1.0 - demo_fraction)])
 

@@ -297,7 +297,7 @@ class Index:
         after: Array = np.where(following >= 0, chunks.first_row[following], NO_ROW)
         return np.where(at_end, after, np.asarray(rows, np.int64) + 1)
 
-    def episode_of(self, rows: Array) -> Array:
+    def episode_of(self, rows: Array | slice) -> Array:
         """Episode rows of step rows."""
         found: Array = self.chunks.episode[self.steps.chunk[rows]]
         return found
@@ -333,6 +333,12 @@ class Index:
         continued = chunks.next_chunk[chunk]
         after: Array = np.where(continued >= 0, chunks.first_observation[continued], NO_ROW)
         return np.where(within, chunks.first_observation[chunk] + step + 1, after)
+
+    def failed_by_hand(self, rows: Array | slice) -> Array:
+        """Whether steps are in phase TELEOP of an episode that failed, and so show no way to do the task; bool."""
+        is_failure = self.episodes.success[self.episode_of(rows)] == 0
+        found: Array = is_failure & (self.steps.phase[rows] == Phase.TELEOP)
+        return found
 
     def locate_observations(self, numbers: Array) -> tuple[Array, Array]:
         """Chunk row of each observation, and the step within it; the number of its steps for the final one."""
