@@ -34,8 +34,10 @@ from user_sys.console.server import ConsoleServer
 from user_sys.edge.control_authority import ToolDrive
 from user_sys.messages import OperatorCommand
 from user_sys.store.labels import (
+    ALL_STEPS,
     DeleteLabel,
     SuccessLabel,
+    TrimLabel,
     UndoLabel,
     queued_files,
     read_queued_labels,
@@ -366,6 +368,10 @@ def test_episode_is_found_played_stepped_and_labelled(page: Any, tmp_path: Path)
     assert isinstance(label, SuccessLabel) and label.success and label.episode == "panda-0-1"
     remove_queued(queued_files(tmp_path / "store")[0])
     page.wait_for_selector(".answer:text-is('The label is stored.')")
+    page.get_by_label("Episode panda-0-2").get_by_role("button", name="Keep from here").click()
+    until(lambda: queued_files(tmp_path / "store"))
+    (label,) = read_queued_labels(queued_files(tmp_path / "store")[0])
+    assert isinstance(label, TrimLabel) and (label.first_step, label.steps) == (0, ALL_STEPS)
 
 
 def test_person_signs_in_over_https_and_out(browser: Any, simulated: SimulatedRun, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from user_sys.console.access import MAX_BODY_BYTES
 from user_sys.console.episodes import EpisodeLibrary, EpisodeQuery
 from user_sys.console.server import ConsoleServer
 from user_sys.console.videos import EpisodeVideos
-from user_sys.episode import Chunk
+from user_sys.episode import Chunk, Phase
 from user_sys.errors import DataSetError, StoreError
 from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, RewardLabel, SuccessLabel, queued_files
 from user_sys.store.maintenance import Retention, add_labels, compact_store
@@ -248,6 +248,30 @@ def test_second_end_of_a_trim_keeps_the_first_which_waits(site: Site, monkeypatc
         assert newest == f"ana: trimmed to steps {first} to {last} (waits for the gateway)"
     add_labels(site.run / "store", [])
     assert site.get("/api/episodes/a").json()["kept"] == [10, 11]
+
+
+def test_labels_up_to_the_end_cover_steps_that_arrive_later(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.console.episodes.STORE_TIMEOUT_S", 0.0)  # no gateway stores the labels
+    store, whole = site.run / "store", episode_chunk("a")
+    assert whole.header.end is not None
+    end, replace = msgspec.structs.replace(whole.header.end, steps=2 * STEPS), msgspec.structs.replace
+    with StoreWriter.open(store) as writer:
+        writer.append(Chunk(replace(whole.header, end=None), whole.columns, {}).encode())
+    site.post("/api/episodes/a/label", demonstration=True)
+    site.post("/api/episodes/a/label", keep_from=5)
+    add_labels(store, [])
+    detail = site.get("/api/episodes/a").json()
+    assert detail["kept"] == [5, None] and set(detail["phases"]) == {"teleop"} and len(detail["phases"]) == STEPS
+    assert detail["labels"] == ["ana: trimmed to steps 5 to the end", "ana: teleop in steps 0 to the end"]
+    with StoreWriter.open(store) as writer:
+        writer.append(Chunk(replace(whole.header, index=1, first_step=STEPS, end=end), whole.columns, {}).encode())
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        steps = reader.index.steps
+        assert np.flatnonzero(steps.alive).tolist() == [*range(5, 2 * STEPS)]
+        assert (steps.phase == Phase.TELEOP).all() and not steps.truncated.any()
+        assert np.flatnonzero(steps.reward).tolist() == [STEPS - 1, 2 * STEPS - 1], "as recorded"
+    assert "cannot be kept" in site.post("/api/episodes/a/label", keep_from=2 * STEPS).text
 
 
 def test_undo_reverts_the_newest_label_of_a_person_even_one_that_waits(

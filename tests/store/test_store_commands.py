@@ -189,6 +189,16 @@ def test_labels_change_index_columns(run: Run, tmp_path: Path) -> None:
     assert not index_of(path).index.episodes.deleted.any()
 
 
+def test_phase_of_a_whole_episode_covers_steps_that_arrive_later(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with StoreWriter.open(path) as writer:
+        writer.append(chunk("e0", 0).encode())
+    assert run("label", path, "e0", "--phase", "recovery")[0] == 0
+    with StoreWriter.open(path) as writer:
+        writer.append(chunk("e0", 1, end=True).encode())
+    assert (index_of(path).index.steps.phase == Phase.RECOVERY).all()
+
+
 def test_undone_success_label_survives_compaction_merge_and_export(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 4, sealed=True)
     recorded = last_rewards(path)

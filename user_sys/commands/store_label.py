@@ -30,6 +30,7 @@ from user_sys.rewards.labelling import EpisodeLabeller
 from user_sys.rewards.reward import RewardConfig
 from user_sys.store.index import Index
 from user_sys.store.labels import (
+    ALL_STEPS,
     MAX_REWARD,
     QUEUE_FOLDER,
     DeleteLabel,
@@ -126,8 +127,8 @@ def _labels(
     if "reward" in changes:
         labels.append(RewardLabel(first_step=steps.start, rewards=(changes["reward"],) * len(steps), **common))
     if "phase" in changes:
-        phase = Phase[changes["phase"].upper()]
-        labels.append(PhaseLabel(first_step=steps.start, steps=len(steps), phase=phase, **common))
+        phase, count = Phase[changes["phase"].upper()], len(steps) if "steps" in changes else ALL_STEPS
+        labels.append(PhaseLabel(first_step=steps.start, steps=count, phase=phase, **common))
     if changes.keys() & {"delete", "restore"}:
         labels.append(DeleteLabel(deleted="delete" in changes, **common))
     return labels or [NoteLabel(**common)]

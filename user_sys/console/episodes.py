@@ -31,6 +31,7 @@ from user_sys.interchange.episodes import EpisodeReader, StoredEpisode, element_
 from user_sys.interchange.frames import encode_jpeg
 from user_sys.store.index import EpisodeSummary, newest_trim
 from user_sys.store.labels import (
+    ALL_STEPS,
     DeleteLabel,
     Label,
     NoteLabel,
@@ -55,6 +56,7 @@ STORE_TIMEOUT_S = 10.0  # a gateway polls every few seconds
 EXPORT_TIMEOUT_S = 600.0
 SUCCESS: dict[str, bool | None] = {"yes": True, "no": False, "unknown": None}
 Note = Annotated[str, msgspec.Meta(max_length=500)]
+Step = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,8 +97,9 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class EpisodeDetail(msgspec.Struct, frozen=True):
-    """One episode. `phases`: of each step. `kept`: first and last step of its trim. `labels`: as text, the
-    one that applies last first. Those that wait for the gateway are among them, and have no other effect yet.
+    """One episode. `phases`: of each step. `kept`: first and last step of its trim; the last is None if the end is
+    kept. `labels`: as text, the one that applies last first. Those that wait for the gateway are among them, and have
+    no other effect yet.
 
     `rate_hz`: steps per second, also of its video.
     """
@@ -106,7 +109,7 @@ class EpisodeDetail(msgspec.Struct, frozen=True):
     sentence: str
     cameras: list[CameraFrames]
     phases: list[str]
-    kept: tuple[int, int]
+    kept: tuple[int, int | None]
     traces: list[Trace]
     labels: list[str]
 
@@ -117,7 +120,8 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         demonstration: all steps count as a person's, from which algorithms take demonstrations.
         keep_from, keep_to: first and last of the steps that are kept; the others are not sampled. If one is absent,
-            that of the newest trim stays, or moves to the one that is given.
+            that of the newest trim stays, or moves to the one that is given. Without a last one all later steps are
+            kept, also those that are not stored yet.
         undo: reverts the newest label instead, see `label_to_undo`.
     """
 
@@ -125,8 +129,8 @@ class LabelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     success: Literal["yes", "no", "unknown"] | None = None
     deleted: bool | None = None
     demonstration: bool = False
-    keep_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    keep_to: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    keep_from: Step | None = None
+    keep_to: Step | None = None
     undo: bool = False
     note: Note = ""
 
@@ -185,7 +189,7 @@ class EpisodeLibrary:
             sentence=stored.header.sentence or summary.task,
             cameras=[CameraFrames(name, _captured_steps(stored, name)) for name in sorted(stored.frames)],
             phases=[Phase(int(phase)).name.lower() for phase in phases],
-            kept=_kept(trim, summary.steps),
+            kept=_kept(trim),
             traces=_traces(stored, list(names.get(ACTION, ()))),
             labels=list(labels),
         )
@@ -226,12 +230,14 @@ class EpisodeLibrary:
         if request.deleted is not None:
             labels.append(DeleteLabel(deleted=request.deleted, **common))
         if request.demonstration:
-            labels.append(PhaseLabel(first_step=0, steps=steps, phase=Phase.TELEOP, **common))
+            labels.append(PhaseLabel(first_step=0, steps=ALL_STEPS, phase=Phase.TELEOP, **common))
         if (request.keep_from, request.keep_to) != (None, None):
-            first, last = _requested_steps(request, *_kept(newest_trim(by_precedence(known)), steps))
-            if not first <= last < steps:
-                raise StoreError(f"steps {first} to {last} cannot be kept: {episode} has steps 0 to {steps - 1}")
-            labels.append(TrimLabel(first_step=first, steps=last - first + 1, **common))
+            first, last = _requested_steps(request, *_kept(newest_trim(by_precedence(known))))
+            if not first <= (first if last is None else last) < steps:
+                end = "the end" if last is None else last
+                raise StoreError(f"steps {first} to {end} cannot be kept: {episode} has steps 0 to {steps - 1}")
+            kept = ALL_STEPS if last is None else last - first + 1
+            labels.append(TrimLabel(first_step=first, steps=kept, **common))
         if request.undo:
             labels = [UndoLabel(undone_at_unix_ns=label_to_undo(known, episode).at_unix_ns, **common)]
         if not labels and not request.note:
@@ -302,15 +308,17 @@ class EpisodeLibrary:
         return found
 
 
-def _kept(trim: TrimLabel | None, steps: int) -> tuple[int, int]:
-    """First and last step that `trim` keeps of an episode of `steps`."""
-    return (0, steps - 1) if trim is None else (trim.first_step, trim.first_step + trim.steps - 1)
+def _kept(trim: TrimLabel | None) -> tuple[int, int | None]:
+    """See `EpisodeDetail.kept`."""
+    if trim is None:
+        return 0, None
+    return trim.first_step, None if trim.steps == ALL_STEPS else trim.first_step + trim.steps - 1
 
 
-def _requested_steps(request: LabelRequest, first: int, last: int) -> tuple[int, int]:
+def _requested_steps(request: LabelRequest, first: int, last: int | None) -> tuple[int, int | None]:
     """First and last step that are kept after the request, of the present ones."""
     if request.keep_from is not None:
-        first, last = request.keep_from, max(request.keep_from, last)
+        first, last = request.keep_from, None if last is None else max(request.keep_from, last)
     if request.keep_to is not None:
         first, last = first if request.keep_from is not None else min(first, request.keep_to), request.keep_to
     return first, last

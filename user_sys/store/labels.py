@@ -28,6 +28,7 @@ from user_sys.episode import MAX_STEPS_PER_CHUNK, SCALAR_DTYPES, Phase
 from user_sys.errors import StoreError, WireError
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+ALL_STEPS = (1 << 31) - 1  # number of steps of a label that has no end: also those that are not stored yet
 MAX_REWARD = 3.4e38  # the index stores rewards as float32
 Reward = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 Rewards = Annotated[tuple[Reward, ...], msgspec.Meta(max_length=64 * MAX_STEPS_PER_CHUNK)]
@@ -72,7 +73,7 @@ class RewardLabel(_Label, frozen=True, kw_only=True, tag="reward"):
 
 
 class PhaseLabel(_Label, frozen=True, kw_only=True, tag="phase"):
-    """The phase of `steps` steps from `first_step` on."""
+    """The phase of `steps` steps from `first_step` on; `ALL_STEPS`: of all."""
 
     first_step: Count
     steps: Count
@@ -80,7 +81,7 @@ class PhaseLabel(_Label, frozen=True, kw_only=True, tag="phase"):
 
 
 class TrimLabel(_Label, frozen=True, kw_only=True, tag="trim"):
-    """Excludes all but `steps` steps from `first_step` on from sampling.
+    """Excludes all but `steps` steps from `first_step` on from sampling; with `ALL_STEPS` only those before.
 
     The last of them becomes truncated; of a success it takes the end and the reward of the recorded last step.
     The newest trim applies to the recorded episode, so that a wider one brings steps back.
@@ -161,7 +162,7 @@ def describe_label(label: Label) -> str:
 
 
 def _steps(first: int, count: int) -> str:
-    return f"steps {first} to {first + count - 1}"
+    return f"steps {first} to {'the end' if count == ALL_STEPS else first + count - 1}"
 
 
 def column_labels(

@@ -54,7 +54,7 @@ export class Player {
     if (this.video) this.showCaptions();
     else this.slot("cameras").replaceChildren(...cameras.map((camera) => this.cameraFigure(camera)));
     this.node.querySelector("[data-act=undo]").disabled = !labels.length;
-    this.showPhases(phases.map((phase, step) => (step < kept[0] || step > kept[1] ? "trimmed" : phase)));
+    this.showPhases(phases.map((phase, step) => (step < kept[0] || step > (kept[1] ?? step) ? "trimmed" : phase)));
     this.showTraces();
     this.show(Math.min(this.step, phases.length - 1));
     if (summary.complete && cameras.length && !this.waits) this.loadVideo();
