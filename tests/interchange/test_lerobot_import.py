@@ -244,18 +244,40 @@ def test_foreign_dataset_is_recognised_after_a_move(tmp_path: Path) -> None:
     assert bring_in(tmp_path / "moved", tmp_path / "store").already_stored == 2
 
 
-@pytest.mark.parametrize("told", [{"embodiment": "0123"}, {"task": "lift"}, {"source": EpisodeSource.ONLINE}])
-def test_wrong_import_can_be_corrected(tmp_path: Path, told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"embodiment": "0123"},
+        {"task": "lift"},
+        {"source": EpisodeSource.ONLINE},
+        {"success": False},
+        {"success": None},
+        {"frames": "jpeg"},
+    ],
+    ids=str,
+)
+def test_wrong_import_can_be_corrected(tmp_path: Path, told: dict[str, Any], compacted: bool) -> None:
     root, store = foreign(tmp_path / "set"), tmp_path / "store"
     assert bring_in(root, store).episodes == 2
     add_labels(store, [DeleteLabel(episode=name, labeller="ada", at_unix_ns=1) for name in read_store(store)])
-    compact_store(store)
+    if compacted:
+        compact_store(store)
     for expected in ((2, 0), (0, 2)):
         done = bring_in(root, store, ImportOptions(**told))
         assert (done.episodes, done.already_stored) == expected
     assert bring_in(root, store).deleted == 2
-    headers = [each.header for each in read_store(store).values()]
-    assert [{name: getattr(header, name) for name in told} for header in headers] == [told] * 2
+    for each in read_store(store).values():
+        header, (first, *_) = each.header, each.frames["observation.images.top"]
+        assert header.end is not None
+        found = {"success": header.end.success, "frames": "jpeg" if isinstance(first, bytes) else "raw"}
+        assert {name: found[name] if name in found else getattr(header, name) for name in told} == told
+
+
+def test_option_without_effect_adds_nothing_again(tmp_path: Path) -> None:
+    root, store = foreign(tmp_path / "set"), tmp_path / "store"
+    bring_in(root, store)
+    assert bring_in(root, store, ImportOptions(frames="raw")).already_stored == 2, "the pictures are stored so"
 
 
 def test_imports_of_one_dataset_at_two_sites_are_merged(tmp_path: Path) -> None:

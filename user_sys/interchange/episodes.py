@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from user_sys.store.index import LABELLED_COLUMNS, EpisodeSummary, newest_trim
 from user_sys.store.labels import effective_labels
 from user_sys.store.store import StoreReader
 
-_PART_ID = re.compile(r"(.+)-(0|[1-9]\d*)-([1-9]\d*)")  # see `StoredEpisode.exported_id`
 UNFINISHED_SUFFIX = ".unfinished"  # of an exported file until it is complete
 
 
@@ -145,12 +143,6 @@ class StoredEpisode:
             captured_ns={name: times[rows] for name, times in self.captured_ns.items()},
             first_step=first,
         )
-
-
-def originals_of(episode: str) -> Iterator[str]:
-    """Yields the ids of the episodes of which `episode`, by its id, is an exported part; the recorded one last."""
-    while (found := _PART_ID.fullmatch(episode)) and int(found[2]) < int(found[3]):
-        yield (episode := found[1])
 
 
 class EpisodeReader:

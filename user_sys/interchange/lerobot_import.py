@@ -1,8 +1,8 @@
 """Reads LeRobot datasets v3 and imports them into a store, one episode at a time.
 
 Our own datasets are restored step by step under the same names. Foreign datasets become demonstrations;
-`ImportOptions` supplies missing values. An episode keeps its id, or gets one derived from its content, so repeated
-and resumed imports add nothing twice.
+`ImportOptions` supplies missing values. An episode keeps its id, or gets one derived from its content and the options
+that change it, so repeated and resumed imports add nothing twice.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from user_sys.episode import (
     EpisodeSource,
     Phase,
     frame_columns,
+    recorded_id,
 )
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import convert_angles, load_robot_specs, originals_of, vectors_of
+from user_sys.interchange.episodes import convert_angles, load_robot_specs, vectors_of
 from user_sys.interchange.frames import Frame, decode_frame, decode_image_file, encode_jpeg, frame_size, same_frame
 from user_sys.interchange.lerobot_format import (
     DONE,
@@ -52,6 +53,7 @@ from user_sys.interchange.lerobot_format import (
     DatasetInfo,
     capture_feature,
 )
+from user_sys.store.index import EpisodeSummary
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.video import VideoReader
 
@@ -369,7 +371,7 @@ class ImportReport(msgspec.Struct, kw_only=True):
 
     Attributes:
         episodes, steps: of which the import stored something.
-        deleted: episodes that labels delete in the store and of which no chunk is left.
+        deleted: episodes that labels delete in the store.
     """
 
     episodes: int = 0
@@ -384,7 +386,8 @@ def import_lerobot(
 ) -> ImportReport:
     """Adds the episodes of `data_set` to the store at `store`, each durable before the next.
 
-    A part of an episode, as a trim left it, is not added beside that episode.
+    A part of an episode, as a trim left it, and an episode with another source, are not added beside that episode, nor
+    it beside these.
 
     Raises:
         DataSetError: the dataset is broken, or its angles have another unit; earlier episodes stay in the store, and a
@@ -396,29 +399,30 @@ def import_lerobot(
     done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
         known = _known_episodes(store)
+        recorded = {recorded_id(name) for name, each in known.items() if not each.deleted}
         for episode in data_set.episodes(convert.left_out):
             header = convert.header(episode)
-            is_complete = known.get(header.episode)
-            if any(original in known for original in originals_of(header.episode)):
-                is_complete = True  # its steps are there, in the episode of which it is a part
-            added = 0 if is_complete else sum(writer.append(each.encode()) for each in convert.chunks(episode, header))
-            if added:
+            stored = known.get(header.episode)
+            has_copy = stored is None and recorded_id(header.episode) in recorded
+            is_whole = stored is not None and (stored.complete or stored.deleted)
+            chunks = () if has_copy or is_whole else convert.chunks(episode, header)
+            if sum(writer.append(each.encode()) for each in chunks):
                 writer.sync()
                 done.episodes += 1
                 done.steps += episode.steps
-            elif is_complete is None:
-                done.deleted += 1
-            else:
+            elif has_copy or (stored is not None and not stored.deleted):
                 done.already_stored += 1
+            else:
+                done.deleted += 1
             advance(episode.steps)
     return done
 
 
-def _known_episodes(store: Path) -> dict[str, bool]:
-    """Whether each is complete. Those that are deleted and compacted are unknown."""
+def _known_episodes(store: Path) -> dict[str, EpisodeSummary]:
+    """By their ids. Those that are deleted and compacted are unknown."""
     with StoreReader.open(store) as reader:
         reader.refresh()
-        return {episode.episode: episode.complete for episode in reader.episodes()}
+        return {episode.episode: episode for episode in reader.episodes()}
 
 
 class _Converter:
@@ -449,11 +453,14 @@ class _Converter:
         robot = _first(texts, "robot") or valid_name(options.robot or self._info.robot_type or "imported")
         embodiment = _first(texts, "embodiment") or options.embodiment or self._fingerprint
         task = facts.get(USER_PREFIX + "task") or valid_name(options.task or episode.sentence)
-        source = options.source or _source(_first(texts, "source") or EpisodeSource.DEMO)
-        told = (embodiment, task, source, *(("degrees",) if options.use_degrees else ()))
+        recorded = _first(texts, "source")
+        source = options.source or _source(recorded or EpisodeSource.DEMO)
+        told = (embodiment, task, source, *self._told(episode))
+        name = facts.get(USER_PREFIX + "episode")
+        if name and options.source not in (None, recorded):
+            name += f"-as-{source}"  # see `recorded_id`
         return ChunkHeader(
-            episode=facts.get(USER_PREFIX + "episode")
-            or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras, told)}",
+            episode=name or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras, told)}",
             index=0,
             first_step=0,
             steps=episode.steps,
@@ -466,6 +473,16 @@ class _Converter:
             started_unix_ns=facts.get(USER_PREFIX + "started_unix_ns", UNKNOWN_START_NS),
             unix_offset_ns=facts.get(USER_PREFIX + "unix_offset_ns", UNKNOWN_START_NS),
         )
+
+    def _told(self, episode: LerobotEpisode) -> Iterator[str]:
+        """Options that change steps, pictures or outcome of a foreign episode."""
+        options = self._options
+        if options.use_degrees:
+            yield "degrees"
+        if options.success is not True and SUCCESS not in episode.columns:
+            yield f"success {options.success}"
+        if any(options.frames not in ("auto", self._automatic_form(each)) for each in self._cameras):
+            yield options.frames
 
     def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
         """The episode as chunks, divided as recorded or into `CHUNK_STEPS`."""
@@ -566,11 +583,14 @@ class _Converter:
         recorded = episode.columns.get(capture_feature(camera)) if self._is_our_export else None
         return columns["t_capture_ns"] if recorded is None else recorded
 
+    def _automatic_form(self, feature: str) -> str:
+        return "jpeg" if self._info.features[feature].dtype == "video" else "raw"
+
     def _frames(self, episode: LerobotEpisode, feature: str, has_frame: Array) -> list[Frame | None]:
         """The camera's frame at each step; None before the first one, where our exports show a black picture."""
         form = self._options.frames
         if form == "auto":
-            form = "jpeg" if self._info.features[feature].dtype == "video" else "raw"
+            form = self._automatic_form(feature)
         shown = (frame if has else None for frame, has in zip(episode.frames(feature), has_frame, strict=True))
         if form == "jpeg":
             return [None if frame is None else _as_jpeg(frame) for frame in shown]
@@ -638,7 +658,7 @@ def _digest(episode: LerobotEpisode, cameras: Collection[str], names: Sequence[s
     """Digest of the episode's content, independent of its path and step numbers; of frames only without columns.
 
     Args:
-        names: that options give to the episode. A second import with others adds it again, which corrects them.
+        names: what options give to the episode. A second import with others adds it again, which corrects them.
     """
     content = hashlib.blake2b(msgspec.json.encode([episode.sentence, *names]), digest_size=6)
     columns = sorted(episode.columns.keys() - INDEX_FEATURES)

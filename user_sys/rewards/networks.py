@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from hal.durable import replace_durably
 from user_sys.codec import Array
+from user_sys.episode import recorded_id
 from user_sys.errors import ConfigError, DataSetError, StoreError
-from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode, originals_of
+from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
 from user_sys.rewards.reward import FORMAT, RewardMetadata, cameras_of, clip_pictures, read_metadata
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.labels import REWARD_PREFIX
@@ -91,9 +92,8 @@ class RewardNetwork(nn.Module, ABC):
 
 
 def part_of(episode: str) -> int:
-    """The part to which an episode belongs, always the same; an imported part of an episode belongs with it."""
-    *_, recorded = episode, *originals_of(episode)
-    return zlib.crc32(recorded.encode()) % PARTS
+    """The part to which an episode belongs, always the same; an imported copy of an episode belongs with it."""
+    return zlib.crc32(recorded_id(episode).encode()) % PARTS
 
 
 def labelled_episodes(reader: EpisodeReader, task: str = "") -> list[EpisodeSummary]:
