@@ -110,7 +110,7 @@ class ExecutionConfig:
         ensemble_decay: of the weights of newer chunks, exp(-decay * i) for the i-th oldest; 0 for equal weights.
         delay_periods: a simulated robot that does not follow the clock uses a chunk so many control periods after its
             observation; 0 is at once. measured: as many as the policy took, by the clock. A robot that follows the
-            clock uses a chunk as soon as it is there.
+            clock uses a chunk as soon as it is there, but a simulated one is evaluated as the others.
     """
 
     mode: Literal["wait", "async"] = "wait"

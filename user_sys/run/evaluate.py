@@ -15,7 +15,7 @@ from rich.progress import track
 
 from hal.camera import Camera
 from hal.errors import HalError
-from hal.spec import IMAGES, Array
+from hal.spec import IMAGES, Array, RobotSpec
 from user_sys.compose import (
     PolicyConfig,
     RobotConfig,
@@ -40,7 +40,7 @@ from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError, ExitStatus, PolicyUnavailable, RunError
 from user_sys.messages import EpisodeReport, WeightsManifest
-from user_sys.policies.policy import ActionChunk, PolicyQuery
+from user_sys.policies.policy import ActionChunk, ExecutionConfig, PolicyQuery
 from user_sys.rewards.reward import side_by_side
 from user_sys.robot_records import (
     LEARNER,
@@ -112,9 +112,7 @@ def evaluate(
         trained.load(weights)
         acting = LoadedPolicy(trained, version)
         control = OtherPictures(acting) if other_pictures else None
-        kind = PolicyAgent if policy.execution.mode == "wait" else HoldingAgent
-        alone = kind(control or acting, setup.robot.spec, policy.execution, deterministic=True)
-        agent = alone if judge is None else JudgedAgent(alone, setup.robot.spec, judge)
+        agent = _make_agent(control or acting, setup.robot.spec, robot, policy.execution, judge)
         driven = replace(robot, frame_stride=1) if filmed else robot  # a film has a frame for each control period
         with open_local_environment(setup, driven, check_stop=check_stop) as environment, ExitStack() as stack:
             listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
@@ -130,6 +128,16 @@ def evaluate(
                 result = run_episode(environment, agent, None, source=source, seed=start, listeners=listeners)
                 if number in chosen:  # of the one before, only the pictures count
                     yield result
+
+
+def _make_agent(
+    acting: ActingPolicy, spec: RobotSpec, robot: RobotConfig, execution: ExecutionConfig, judge: Judge | None
+) -> PolicyAgent | JudgedAgent:
+    """The policy's agent. A simulated robot runs as fast as it can, so its delay is counted."""
+    kind = PolicyAgent if execution.mode == "wait" else HoldingAgent
+    follows_clock = robot.follows_clock and not robot.simulated
+    alone = kind(acting, spec, execution, deterministic=True, follows_clock=follows_clock)
+    return alone if judge is None else JudgedAgent(alone, spec, judge)
 
 
 class TerminalJudge:
@@ -260,6 +268,11 @@ def run_evaluation(
     require_in_use([robot], folder.path.parent)
     judge = TerminalJudge(robot.name, console) if describe_robot(robot).is_judged else None
     manifest, weights = load_acting_weights(folder, learner)
+    execution = config.policy.execution
+    has_delay = execution.mode == "async" and robot.simulated and robot.follows_clock
+    if has_delay and not execution.delay_periods and not numbers:
+        text = f"{robot.name} is evaluated without the delay of its chunks; policy.execution.delay_periods can set one"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     pictures, finished, total = list[Array](), list[EpisodeReport](), len(numbers) or episodes
     try:
         with defer_signals() as check_stop:
