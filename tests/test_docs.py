@@ -6,6 +6,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,14 @@ def test_settings_page_lists_each_setting_with_its_default(tmp_path: Path) -> No
     path.write_text(next(each[3] for each in FENCED.finditer(text) if each[2] == "yaml"))
     everything = example_config()
     assert read_yaml(path) == as_dict(everything)
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("edge", EdgeConfig), ("relay", RelayConfig)])
+def test_settings_page_names_each_section_of_the_file(verb: str, kind: type[Any]) -> None:
+    text = " ".join((ROOT / "docs" / "settings.md").read_text().split())
+    sentence = re.search(rf"file for `user-sys {verb}` knows ([^;.]*)", text)
+    assert sentence is not None
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == {field.name for field in fields(kind)}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

@@ -236,7 +236,7 @@ def test_second_end_of_a_trim_keeps_the_first_which_waits(site: Site, monkeypatc
     monkeypatch.setattr("user_sys.console.episodes.STORE_TIMEOUT_S", 0.0)  # no gateway stores the labels
     write_episode(site.run / "store", "a")
     for given, first, last in (
-        ({"keep_from": 3}, 3, STEPS - 1),
+        ({"keep_from": 3}, 3, "the end"),
         ({"keep_to": 8}, 3, 8),
         ({"keep_from": 10}, 10, 10),
         ({"keep_to": 4}, 4, 4),

@@ -29,7 +29,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import save_state
 from user_sys.commands.main import main
 from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
-from user_sys.config import load
+from user_sys.config import load, save
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig, require_possible_help
@@ -342,6 +342,32 @@ def test_help_that_a_remote_robot_may_request_is_accepted() -> None:
     robots = tuple(RobotConfig(name=name, driver="fake", task="reach") for name in ("arm-0", "arm-1"))
     help_ = InterventionConfig(help=HelpConfig(after_steps=60))
     check_plugins(RunConfig(robots=robots[:1], remote_robots=robots[1:], intervention=help_))
+
+
+@pytest.mark.parametrize(
+    ("section", "override"),
+    [
+        ("intervention", "--intervention.reset_instructions=put the cube on the mark"),
+        ("outbox", "--outbox.when_full=drop_oldest_autonomous"),
+        ("recorder", "--recorder.raw_cameras=[wrist]"),
+    ],
+)
+def test_section_that_only_a_robots_own_file_can_set_is_refused(section: str, override: str, tmp_path: Path) -> None:
+    base = replace(fleet(tmp_path / "runs"), robots=(), console=ConsoleConfig(enabled=False))
+    save(base, tmp_path / "cloud.yaml")
+    new = LaunchRequest("cloud", tmp_path / "cloud.yaml", None, False, False, tmp_path, [])
+    folder, _ = create_run_folder(base, "first", ENDPOINT)
+    for request in (new, replace(new, config=None, resume=folder.path)):
+        load_run(request)
+        with pytest.raises(ConfigError, match=f"^{section}: .* in the file of `user-sys edge` on the robot's computer"):
+            load_run(replace(request, overrides=[override]))
+
+
+def test_section_of_robots_does_not_stop_the_resume_of_an_older_run(tmp_path: Path) -> None:
+    help_ = InterventionConfig(ends_episode=True)
+    config = replace(fleet(tmp_path), robots=(), console=ConsoleConfig(enabled=False), intervention=help_)
+    folder, _ = create_run_folder(config, "first", ENDPOINT)
+    load_run(LaunchRequest("cloud", None, folder.path, False, False, None, ["--seed=9"]))
 
 
 @pytest.mark.parametrize(

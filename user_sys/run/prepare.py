@@ -73,6 +73,7 @@ from user_sys.run.config import (
     create_run_folder,
     default_run_name,
     open_run_folder,
+    require_applied_sections,
     require_no_run,
 )
 from user_sys.run.pins import GUARD_FILE
@@ -134,6 +135,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         _require_console(config)
         require_free_endpoint(config.gateway.endpoint, "its robots connect there: end the program that listens there")
         _require_same_training(config, folder)
+        require_applied_sections(config, before=open_run_folder(request.resume)[1])
         config = replace(config, learner=_with_changed_initial_policy(config.learner, folder))
         check_plugins(config)
         _require_embodiments(config, folder)
@@ -148,6 +150,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
             f"{request.config}: robots: a run needs at least one robot; "
             "if all robots connect from other computers, use `user-sys cloud`"
         )
+    require_applied_sections(config, before=RunConfig())
     _require_console(config)
     if not config.gateway.endpoint.endswith(":0"):
         require_free_endpoint(config.gateway.endpoint, "choose another port with --gateway.endpoint")
