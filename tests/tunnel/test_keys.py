@@ -206,6 +206,17 @@ def test_relay_key_may_act_only_as_its_robots(tmp_path: Path) -> None:
     assert not robot.can_act_as("lab", "relay") and not robot.can_act_as("panda-0", "robot")
 
 
+def test_name_of_another_role_is_refused_until_it_is_revoked(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path)
+    relay = ring.allow(new_keypair().public, "lab", "relay", robots=("panda-0",))
+    public = new_keypair().public
+    with pytest.raises(ConfigError, match="'lab' is a relay here; .*`user-sys keys revoke lab`"):
+        ring.allow(public, "lab", "policy")
+    assert ring.list() == (relay,)
+    ring.revoke("lab")
+    assert ring.allow(public, "lab", "policy").former == ""
+
+
 def test_relay_with_many_robots_is_allowed(tmp_path: Path) -> None:
     ring, keys = Keyring(tmp_path), new_keypair()
     ring.allow(keys.public, "lab", "relay", robots=[f"site-3-arm-{number:03d}" for number in range(1000)])

@@ -212,8 +212,8 @@ class Keyring:
         Without `overlap_s` an earlier rotation to `public` stays as it is, and another previous key is not allowed.
 
         Raises:
-            ConfigError: a bad argument, a key that belongs to another name, or a name that a policy server may use for
-                one of its policies.
+            ConfigError: a bad argument, a name that has another role, a key that belongs to another name, or a name
+                that a policy server may use for one of its policies.
         """
         if role not in ROLES:
             raise ConfigError(f"{role!r} is not a role; use one of {', '.join(ROLES)}")
@@ -243,6 +243,11 @@ class Keyring:
         return entry
 
     def _replace(self, previous: AuthorizedKey, entry: AuthorizedKey, overlap_s: float | None) -> AuthorizedKey:
+        if previous.role != entry.role:
+            raise ConfigError(
+                f"{entry.name!r} is a {previous.role} here; choose another name, or first run `user-sys keys revoke "
+                f"{entry.name}`, after which that {previous.role} cannot connect any more"
+            )
         now_s, former, until = self._unix_s(), previous.public, 0.0
         if previous.public == entry.public:
             former, until = previous.former, previous.former_until_unix_s
