@@ -123,7 +123,8 @@ def test_unknown_key_is_refused_until_it_is_allowed(server: EchoServer, keys: Pa
     host = server.endpoint.removeprefix("tcp://")
     quick = replace(SPEC, rate_hz=10.0)
     with remote(lambda: server.endpoint, keys, "stranger", quick) as policy:
-        unavailable(policy, f"the policy at {host} does not answer; the robot holds")
+        reason = "does not allow this robot's key; run `user-sys keys allow` there; the robot holds"
+        unavailable(policy, f"the policy at {host} {reason}")
         Keyring(keys).allow(load_keypair(keys / "stranger.key").public, "stranger", "robot")
         acts(policy)
         Keyring(keys).revoke("stranger")

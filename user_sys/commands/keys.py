@@ -88,12 +88,16 @@ def rotate(name: str, public: str | None, finish: bool, overlap: float, folder: 
         return
     former = next((entry for entry in ring.list() if entry.name == name), None)
     if former is None and public:
-        raise ConfigError(f"{name!r} is not in the keyring of {folder}; add it with `user-sys keys allow`")
+        raise ConfigError(
+            f"{name!r} is not in the keyring of {folder}: if it connects through a relay, rotate its key there; to "
+            "allow a new peer, use `user-sys keys allow`"
+        )
     if former is None and not has_key:
         raise ConfigError(f"{folder} has neither a key nor a keyring entry of {name!r} to rotate")
     if former is None:
         print_line(
-            f"{folder} has a new key of {name}, not in use yet. Run on the gateway's computer:\n"
+            f"{folder} has a new key of {name}, not in use yet. Run on each computer that allows the old one (its "
+            "gateway or relay, and a robot's policy server):\n"
             f"  user-sys keys rotate {name} --public='{stage_keypair(folder, name).public}'\n"
             f"and then on this computer:\n  user-sys keys rotate {name} --finish --folder {folder}"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 from blake3 import blake3
+from zmq.utils.monitor import recv_monitor_message
 
 from hal.context import ClosedAtExit
 from hal.errors import SpecError
@@ -35,7 +36,7 @@ from user_sys.messages import NO_VERSION
 from user_sys.policies.correction import ChunkCorrection
 from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, PolicyQuery
 from user_sys.policies.scaling import feature_specs, require_features
-from user_sys.tunnel.connection import ZmqSocket, configure_socket, enable_ipv6
+from user_sys.tunnel.connection import ZAP_DENIED, ZmqSocket, configure_socket, enable_ipv6, has_message
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.receiver import ReceiverConfig
@@ -105,6 +106,8 @@ class _Connection:
         self._keys, self._server_key, self._locate, self._clock = keys, server_key, locate, clock
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self.socket: ZmqSocket | None = None
+        self._monitor: ZmqSocket | None = None
+        self._refused_at_s = -math.inf
         self._endpoint = ""
         self._locate_at_s = -math.inf
         self._reconnect_at_s = math.inf
@@ -121,21 +124,30 @@ class _Connection:
         endpoint = self._locate()
         if endpoint == self._endpoint and self.socket is not None and now_s < self._reconnect_at_s:
             return False
-        if self.socket is not None:
-            self.socket.close(0)
-        self.socket, self._endpoint = None, endpoint
+        self._close_socket()
+        self._endpoint = endpoint
         if endpoint:
-            self.socket = self._open_socket(endpoint)
-        self.note_answer()
+            self._open_socket(endpoint)
+        self._reconnect_at_s = math.inf
         return True
 
-    def note_silence(self) -> None:
-        """The server has not answered a request in time. A pause between requests says nothing about the connection."""
-        self._reconnect_at_s = min(self._reconnect_at_s, self._clock() + CONNECTION_TIMEOUT_S)
+    def note_silence(self) -> PolicyUnavailable:
+        """The server has not answered a request in time. A pause between requests says nothing about the connection.
+
+        Returns the error, with the reason if the server refuses the key.
+        """
+        now_s = self._clock()
+        self._reconnect_at_s = min(self._reconnect_at_s, now_s + CONNECTION_TIMEOUT_S)
+        while self._monitor is not None and has_message(self._monitor):
+            if recv_monitor_message(self._monitor)["value"] == ZAP_DENIED:
+                self._refused_at_s = now_s
+        if now_s - self._refused_at_s < 2 * CONNECTION_TIMEOUT_S:  # it is refused again after `CONNECTION_TIMEOUT_S`
+            return self.unavailable("does not allow this robot's key; run `user-sys keys allow` there")
+        return self.unavailable("does not answer")
 
     def note_answer(self) -> None:
         """The server has answered, so the connection stands."""
-        self._reconnect_at_s = math.inf
+        self._reconnect_at_s, self._refused_at_s = math.inf, -math.inf
 
     def unavailable(self, why: str) -> PolicyUnavailable:
         """The error with the server's address; `why` continues "the policy"."""
@@ -145,9 +157,9 @@ class _Connection:
     def close(self) -> None:
         self._context.destroy(0)
 
-    def _open_socket(self, endpoint: str) -> ZmqSocket:
-        """A socket that takes messages only while its connection stands."""
-        socket = self._context.socket(zmq.DEALER)
+    def _open_socket(self, endpoint: str) -> None:
+        """Opens a socket that takes messages only while its connection stands."""
+        socket = self.socket = self._context.socket(zmq.DEALER)
         configure_socket(socket, TunnelLimits(pipe_messages=PIPE_MESSAGES))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -157,13 +169,20 @@ class _Connection:
         socket.curve_publickey = self._keys.public.encode()
         socket.curve_secretkey = self._keys.secret.encode()
         socket.curve_serverkey = self._server_key.encode()
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         enable_ipv6(socket, endpoint)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            socket.close(0)
+            self._close_socket()
             raise self.unavailable(f"cannot be connected to: {error}") from None
-        return socket
+
+    def _close_socket(self) -> None:
+        if self.socket is not None and self._monitor is not None:
+            self.socket.disable_monitor()
+            self.socket.close(0)
+            self._monitor.close(0)
+        self.socket = self._monitor = None
 
 
 class RemotePolicy(ClosedAtExit):
@@ -307,8 +326,7 @@ class RemotePolicy(ClosedAtExit):
         try:
             self._connection.socket.send(encode_packet(request, arrays), zmq.DONTWAIT)
         except zmq.Again:  # not connected
-            self._connection.note_silence()
-            raise self._connection.unavailable("does not answer") from None
+            raise self._connection.note_silence() from None
 
     def _receive(self, wait: bool) -> tuple[ActionResponse, Arrays] | None:
         """The response to the newest request."""
@@ -323,8 +341,7 @@ class RemotePolicy(ClosedAtExit):
                 self._connection.note_answer()
                 return response, received
         if wait or self._clock() >= self._until_s:
-            self._connection.note_silence()
-            raise self._connection.unavailable("does not answer")
+            raise self._connection.note_silence()
         return None
 
     def _checked_chunk(self, response: ActionResponse, arrays: Arrays) -> ActionChunk:
