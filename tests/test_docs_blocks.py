@@ -161,9 +161,11 @@ def test_deployment_step_by_step(tmp_path: Path) -> None:
         assert edge.wait() == 0, edge.err
         text = find("deployment.md", "# on the relay's computer")
         at_relay, _, rest = text.partition("# in the cloud")
-        in_cloud, _, at_robot = rest.partition("# on the robots'")
-        (line,) = type_lines(at_relay, relay, KEY=public(robot, "panda-0"))
+        in_cloud, _, rest = rest.partition("# on the relay's")
+        start_relay, _, at_robot = rest.partition("# on the robots'")
+        type_lines(at_relay, relay, KEY=public(robot, "panda-0"))
         type_lines(f"#{in_cloud}", cloud, **{"KEY OF lab": public(relay, "lab")})
+        (line,) = type_lines(f"#{start_relay}", relay)
         (relay / "relay.yaml").write_text((relay / "relay.yaml").read_text().replace("5556", str(inner)))
         start(stack, relay, line.replace("HOST:5555", f"127.0.0.1:{port}"))
         (again,) = type_lines(f"#{at_robot}", robot)

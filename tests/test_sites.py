@@ -318,7 +318,6 @@ def test_site_trains_through_a_relay(robot: Path, tmp_path: Path) -> None:
     pair = new_keypair()
     save_keypair(pair, lab / "keys", "lab")
     Keyring(run / "keys").revoke("left")
-    Keyring(run / "keys").allow(pair.public, "lab", "relay", robots=("left",))
     Keyring(lab / "keys").allow(load_public_key(robot / "keys" / "left.pub"), "left", "robot")
     endpoint = free_endpoint("tcp://127.0.0.1:0")
     (lab / "relay.yaml").write_text(f"name: lab\nendpoint: {endpoint}\n")
@@ -326,6 +325,8 @@ def test_site_trains_through_a_relay(robot: Path, tmp_path: Path) -> None:
     with gateway(run) as address, ExitStack() as stack:
         (lab / "keys" / "gateway.pub").write_text(address.public_key)
         relay = stack.enter_context(user_sys(lab, "relay", "relay.yaml", "--connect", address.endpoint))
+        until(lambda: relay.out.count("does not allow this key") == 1, "it prints that the gateway refuses it")
+        Keyring(run / "keys").allow(pair.public, "lab", "relay", robots=("left",))
         far = stack.enter_context(edge(robot, near))
         until(lambda: len(headers(run / "store")) > 5, "it delivers through the relay")
         os.kill(relay.process.pid, signal.SIGKILL)

@@ -214,6 +214,25 @@ def test_relay_refuses_foreign_names(tmp_path: Path) -> None:
         outbox.close()
 
 
+def test_relay_that_the_cloud_refuses_serves_again_once_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.gateway.relay.REFUSED_PAUSE_S", 0.1)
+    prepare(tmp_path / "cloud")
+    outbox = Outbox.open(tmp_path / "outbox")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        until(lambda: far.relay.uplink.state is TunnelState.OPEN, "the cloud accepts the relay")
+        ring = Keyring(cloud.run / "keys")
+        ring.revoke("lab")
+        until(lambda: far.relay.uplink.state is TunnelState.REFUSED, "the cloud refuses it")
+        ring.allow(load_keypair(far.folder / "keys" / "lab.key").public, "lab", "relay", robots=ROBOTS)
+        until(lambda: far.relay.uplink.state is TunnelState.OPEN, "the cloud accepts it again")
+        far.robot("far-0", outbox=outbox)
+        outbox.append(chunk(0, robot="far-0"))
+        until(lambda: not len(outbox), "its robot's chunk is acknowledged")
+    outbox.close()
+
+
 def test_second_edge_of_a_relayed_robot_does_not_cut_the_first(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:

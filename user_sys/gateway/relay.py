@@ -11,6 +11,7 @@ at any time.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from hal.signals import stop_on_signals
 from hal.state_database import STATE_FILE, AuditLog
-from user_sys.errors import SessionRefused, TunnelError, WireError
+from user_sys.errors import TunnelError, WireError
 from user_sys.gateway.weights import MAX_LEARNERS, WeightsRouter
 from user_sys.messages import (
     PROTOCOL_VERSION,
@@ -50,7 +51,7 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.robot_records import LEARNER, is_learner_name
-from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.client import REFUSED_PAUSE_S, TunnelClient, TunnelState
 from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits, check_connect_endpoint, check_listen_endpoint
@@ -194,6 +195,7 @@ class RelayedWeights:
     `send`, which the router's threads call.
 
     Attributes:
+        uplink: the relay's own tunnel to the cloud.
         deferred_offers: by learner, the newest offer without a local robot of its embodiment.
     """
 
@@ -201,7 +203,7 @@ class RelayedWeights:
         """Raises OSError."""
         self.router = WeightsRouter(folder, self.send, kept, self._robots, is_relay=True)
         self.deferred_offers: dict[str, WeightsOffer] = {}
-        self._server, self._uplink = server, uplink
+        self._server, self.uplink = server, uplink
         self._pins: dict[str, SignedRecord] = {}  # by learner, the newest pin that is on disk
         self._offering: set[str] = set()  # learners that the cloud has offered since the start
 
@@ -211,14 +213,14 @@ class RelayedWeights:
     def send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
         """Sends a message of the router: to a local robot, or a request for a learner to the cloud."""
         if isinstance(message, WeightsRequest):
-            return self._uplink.send_weights(message)
+            return self.uplink.send_weights(message)
         if isinstance(message, WeightsOfferRequest | WeightsProgress | WeightsReceived):
             return True  # the cloud offers by itself, and gets the reports of the robots in their upstream sessions
         return self._server.send(name, message, payload)
 
     def receive(self, timeout_s: float) -> None:
         """Processes the next message of the cloud, and deferred offers for which a robot has connected."""
-        envelope = self._uplink.receive_weights(timeout_s)
+        envelope = self.uplink.receive_weights(timeout_s)
         match envelope.message if envelope is not None else None:
             case WeightsOffer() as offer:
                 self._on_offer(offer.learner or LEARNER, offer)
@@ -295,17 +297,16 @@ class Relay:
         self.server = TunnelServer(
             config.endpoint, keys, keyring, self, config.tunnel, self._audit.write, self._cloud_unix_ns
         )
-        self.uplink = self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=config.name))
-        self.weights = RelayedWeights(folder / "weights", config.weights_kept, self.server, self.uplink)
+        self._refused_s = math.inf  # since when the cloud refuses the relay
+        self.weights = RelayedWeights(folder / "weights", config.weights_kept, self.server, self._new_uplink())
         self.upstream_sessions: dict[str, UpstreamSession] = {}  # by robot
         self._hellos: dict[str, Hello] = {}
 
     def run(self, stop: threading.Event) -> None:
-        """Serves until `stop` is set. Blocks.
+        """Serves until `stop` is set. Blocks. While the cloud refuses it, it tries again every `REFUSED_PAUSE_S`.
 
         Raises:
             RunError: the port is in use.
-            SessionRefused: the cloud refuses this relay.
             TunnelError: a part of the relay failed.
         """
         next_report = 0.0
@@ -317,8 +318,7 @@ class Relay:
             while not stop.is_set():
                 self.weights.receive(TICK_S)
                 self.uplink.receive(0.0)  # dropped: each robot gets messages about the run in its upstream session
-                if self.uplink.state is TunnelState.REFUSED:
-                    raise SessionRefused(self.uplink.reason)
+                self._renew_refused_uplink()
                 for part in (self.server, router):
                     if part.failure is not None:
                         raise part.failure
@@ -329,6 +329,22 @@ class Relay:
                     self.uplink.send(self._report())
         finally:
             self._close()
+
+    @property
+    def uplink(self) -> TunnelClient:
+        """See `RelayedWeights`."""
+        return self.weights.uplink
+
+    def _new_uplink(self) -> TunnelClient:
+        return self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=self._config.name))
+
+    def _renew_refused_uplink(self) -> None:
+        now_s = time.monotonic()
+        self._refused_s = min(self._refused_s, now_s) if self.uplink.state is TunnelState.REFUSED else math.inf
+        if now_s >= self._refused_s + REFUSED_PAUSE_S:
+            self.uplink.close()
+            self.weights.uplink = self._new_uplink()
+            self.uplink.start()
 
     def _cloud_unix_ns(self) -> int:
         """The cloud's clock if it is known: by it, a robot computes the age of an operator's command."""
@@ -448,15 +464,20 @@ def run_relay(config: RelayConfig, connect: str, folder: Path, key_folder: Path)
 def _print_changes(
     relay: Relay, config: RelayConfig, upstream: str, print_line: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Prints changes of the connection and of the connected robots."""
+    """Prints changes of the connection and of the connected robots; a refusal once, however often it is repeated."""
     printed, robots = TunnelState.IDLE, frozenset[str]()
     print_line(f"{config.name}: listening on {config.endpoint} for the robots of this site")
     while not stop.wait(STATUS_POLL_S):
         state, connected = relay.uplink.state, frozenset(peer.name for peer in relay.server.peers())
-        if state is not printed and state in (TunnelState.OPEN, TunnelState.LOST):
-            printed = state
-            lost = f"no connection to {upstream} ({relay.uplink.reason}); robots continue and record to their outboxes"
-            print_line(f"{config.name}: {f'connected to {upstream}' if state is TunnelState.OPEN else lost}")
+        if state is not printed and state in (TunnelState.OPEN, TunnelState.LOST, TunnelState.REFUSED):
+            printed, why = state, relay.uplink.reason
+            if state is TunnelState.OPEN:
+                text = f"connected to {upstream}"
+            elif state is TunnelState.LOST:
+                text = f"no connection to {upstream} ({why}); robots continue and record to their outboxes"
+            else:
+                text = f"{why}; it tries again every {REFUSED_PAUSE_S:g} s"
+            print_line(f"{config.name}: {text}")
         for name in sorted(connected ^ robots):
             print_line(f"{config.name}: {name} {'connected' if name in connected else 'disconnected'}")
         robots = connected

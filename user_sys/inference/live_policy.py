@@ -15,14 +15,13 @@ from hal.spec import Array
 from user_sys.errors import PolicyUnavailable, SessionRefused
 from user_sys.messages import FOREIGN_RUN, NO_VERSION, WeightsApplied
 from user_sys.policies.policy import ActionChunk, ChunkContext, PolicyQuery
-from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.client import REFUSED_PAUSE_S, TunnelClient
 from user_sys.tunnel.protocol import TunnelState
 from user_sys.weights.governor import Governor
 from user_sys.weights.receiver import DoubleBufferedPolicy, ReceiverConfig, WeightsReceiver
 
 WAITING_FOR_WEIGHTS = "waiting for weights: holds until the first version; take over to demonstrate the task"
 TOO_STALE = "holds: its weights are older than weights.max_staleness_versions allows; waiting for newer ones"
-REFUSED_PAUSE_S = 10.0  # a policy server then connects again: a person may have allowed its key meanwhile
 
 
 class LivePolicy(StartedAtEntry):

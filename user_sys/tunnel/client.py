@@ -77,6 +77,7 @@ __all__ = ["TunnelClient", "TunnelState"]
 logger = logging.getLogger(__name__)
 
 Received: TypeAlias = ControlMessage | WeightsApplied
+REFUSED_PAUSE_S = 10.0  # a relay or policy server then connects again: a person may have allowed its key meanwhile
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_LINGER_MS = 500
 BLOCKED_RETRY_S = 0.002
