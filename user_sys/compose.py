@@ -196,7 +196,13 @@ def policy_location(config: PolicyConfig) -> Literal["edge", "server"]:
     """
     if config.location == "server" or config.endpoint or config.device == "cuda":
         return "server"
-    if load_policy(config.kind, config.options)[0].acts_without_torch:
+    try:
+        acts_without_torch = load_policy(config.kind, config.options)[0].acts_without_torch
+    except ConfigError as error:
+        if getattr(error.__cause__, "name", "") != "torch":
+            raise
+        acts_without_torch = False  # its module imports torch, which a robot's computer need not have
+    if acts_without_torch:
         return "edge"
     if config.location == "edge":
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 import user_sys.commands.edge
 from user_sys.commands.edge import EdgeConfig, check_config, run_robots
-from user_sys.compose import PolicyConfig, RobotConfig, check_execution, check_pictures
+from user_sys.compose import PolicyConfig, RobotConfig, check_execution, check_pictures, policy_location
 from user_sys.edge.robot_processes import RUN_FINISHED, UNREACHABLE, EdgeStatusFile, RobotHealth, RobotProcesses
 from user_sys.errors import ConfigError
 from user_sys.policies.policy import ExecutionConfig
@@ -100,3 +101,16 @@ def test_robot_needs_no_checkpoint_of_a_policy_that_acts_in_a_server(tmp_path: P
     unfit = EdgeConfig(robots=(robot,), policy=PolicyConfig("cnn", endpoint="tcp://site:5557"))
     with pytest.raises(ConfigError, match="robot arm: .*no camera"):
         check_config(unfit, "tcp://desk:5555", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["flow", "lerobot", "vla"])
+def test_robots_computer_without_torch_is_told_that_the_policy_acts_in_a_server(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, f"user_sys.policies.{kind}", raising=False)
+    robots = (RobotConfig(name="arm", driver="fake", task="reach"),)
+    with pytest.raises(ConfigError, match=f"{kind} acts in a policy server, .*--policy.endpoint"):
+        check_config(EdgeConfig(robots=robots, policy=PolicyConfig(kind)), "tcp://desk:5555", tmp_path)
+    with pytest.raises(ConfigError, match=f"policy.location is edge, but the policy {kind} acts with torch"):
+        policy_location(PolicyConfig(kind, location="edge"))
