@@ -71,7 +71,7 @@ def test_each_image_is_built_by_what_is_tested() -> None:
     ways = re.findall(r"^(?:RUN| &&) .*(?:docker/install|pip install).*$", DOCKERFILE, re.MULTILINE)
     built = {way.split()[-1] for way in ways if "docker/install" in way}
     whole = "edge,sim,learner,interchange"
-    assert built == {'"$EXTRAS"', "edge,ros2", "edge,lerobot", "console", whole, f"{whole},backup"}
+    assert built == {'"$EXTRAS"', "edge,ros2", "edge,lerobot", "console,interchange", whole, f"{whole},backup"}
     assert not [way for way in ways if "docker/install" not in way and "pip install uv==" not in way]
     assert {"edge", "edge,ur", *(built - {'"$EXTRAS"'})} <= set(EXTRAS)
     copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)).split()

@@ -22,12 +22,14 @@ import numpy as np
 import pytest
 from console_kit import STEPS, SimulatedRun, episode_chunk, write_episode
 
+from hal.errors import install_hint
 from hal.state_database import AuditLog, read_audit_log
 from user_sys.console import server as console_server
 from user_sys.console.access import MAX_BODY_BYTES
 from user_sys.console.episodes import EpisodeLibrary, EpisodeQuery
 from user_sys.console.server import ConsoleServer
 from user_sys.console.videos import EpisodeVideos
+from user_sys.console.videos import main as write_video
 from user_sys.episode import Chunk, Phase
 from user_sys.errors import DataSetError, StoreError
 from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, RewardLabel, SuccessLabel, queued_files
@@ -110,6 +112,15 @@ def test_encoder_ends_with_a_killed_console(tmp_path: Path) -> None:
         console.wait(60)
     assert select.select([encoder], [], [], 60)[0], "the encoder goes on"
     os.close(encoder)
+
+
+def test_video_without_the_encoders_package_names_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.delitem(sys.modules, "user_sys.video", raising=False)
+    assert write_video(["store", "panda-0-1", "10", "video.mp4"]) == 2
+    assert install_hint("interchange") in capsys.readouterr().err
 
 
 def test_fourth_request_for_a_video_is_refused_at_once(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hal.errors import install_hint
 from hal.process_supervisor import bound_argv
 from user_sys.errors import DataSetError, StoreError, UserSysError
 from user_sys.interchange.episodes import EpisodeReader
@@ -132,7 +133,10 @@ def main(argv: list[str]) -> int:
     """Writes one video; prints why not."""
     try:
         write_video(Path(argv[0]), argv[1], float(argv[2]), Path(argv[3]))
-    except (UserSysError, OSError, ImportError) as error:
+    except ImportError as error:
+        sys.stderr.write(f"{error}: {install_hint('interchange')}\n")
+        return 2
+    except (UserSysError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0
