@@ -75,5 +75,5 @@ class SupervisionError(HalError):
 
 def install_hint(extra: str) -> str:
     """How to install an optional dependency group, for error messages. The package is on no index: it is installed from
-    a checkout or from a wheel file."""
-    return f"pip install '.[{extra}]' in a checkout, or with the wheel's name before [{extra}] (docs/deployment.md)"
+    a checkout or from a wheel file. Without ``-e`` a copy would replace the checkout of `make`."""
+    return f"pip install -e '.[{extra}]' in a checkout, or with the wheel's name before [{extra}] (docs/deployment.md)"

@@ -140,5 +140,5 @@ def test_file_is_found_when_the_run_goes_on_in_another_folder(tmp_path: Path, mo
 def test_missing_timm_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
     file = tmp_path / "resnet18.safetensors"
     file.touch()
-    with pytest.raises(ConfigError, match=r"backbone is timm, and it is not installed: pip install '.\[timm\]'"):
+    with pytest.raises(ConfigError, match=r"backbone is timm, and it is not installed: pip install -e '.\[timm\]'"):
         CnnPolicy.make_module(example_spec(), settings=options_of("resnet18", file))

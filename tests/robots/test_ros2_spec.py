@@ -105,5 +105,5 @@ def test_invalid_options_are_explained(options: dict[str, object], message: str)
 
 @pytest.mark.skipif(importlib.util.find_spec("rclpy") is not None, reason="ROS 2 is here")
 def test_missing_ros_names_the_package() -> None:
-    with pytest.raises(SpecError, match=r"pip install '\.\[ros2\]' in a checkout"):
+    with pytest.raises(SpecError, match=r"pip install -e '\.\[ros2\]' in a checkout"):
         setup(limits=STATED).robot.connect()  # type: ignore[attr-defined]

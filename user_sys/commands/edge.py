@@ -25,7 +25,7 @@ from pathlib import Path
 import click
 
 from hal.durable import make_folder_durably, replace_durably
-from hal.errors import HalError, HardwareLost, StaleObservation
+from hal.errors import HalError, HardwareLost, StaleObservation, install_hint
 from hal.lease import robot_lock
 from hal.process_supervisor import ProcessSupervisor
 from hal.resource import local_node
@@ -243,7 +243,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
 def _write_console_config(config: EdgeConfig, folder: Path) -> EdgeConsoleConfig:
     """Raises ConfigError: the extra `console` is not installed, or the certificate cannot be used."""
     if missing := [name for name in CONSOLE_PACKAGES if find_spec(name) is None]:
-        raise ConfigError(f"--console needs the package {missing[0]}: pip install 'user-sys[console]'")
+        raise ConfigError(f"--console needs the package {missing[0]}: {install_hint('console')}")
     require_certificate(config.console)
     make_folder_durably(folder)
     settings = EdgeConsoleConfig(
