@@ -166,6 +166,12 @@ def test_services_of_the_cloud_share_a_network_that_no_restart_replaces() -> Non
     assert owner["ports"] and not any("ports" in service for service in services.values())
 
 
+def test_container_of_a_robot_may_open_serial_ports_and_cameras() -> None:
+    """The engine looks the names up in the image, whose groups have Debian's fixed numbers, as the computer's have."""
+    edge = yaml.safe_load((ROOT / "docker" / "compose.edge.yaml").read_text())["services"]["edge"]
+    assert edge["group_add"] == ["dialout", "video"]
+
+
 def test_compose_files_build_stages_that_exist() -> None:
     targets = set()
     for path in sorted((ROOT / "docker").glob("compose*.yaml")):
