@@ -4,8 +4,8 @@ A run with ``policy.location: server`` starts one itself. Start one by hand at e
 ``user-sys edge``, with their ``policy:`` in CONFIG.yaml; the gateway must allow its key:
 
     user-sys keys new policy
-    user-sys keys allow lab --role policy --public=KEY             # at the gateway; a name for each site
-    python -m user_sys.inference CONFIG.yaml --name=lab --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
+    user-sys keys allow lab-gpu --role policy --public=KEY         # at the gateway; a name for each site
+    python -m user_sys.inference CONFIG.yaml --name=lab-gpu --listen=tcp://0.0.0.0:5557 --gateway=tcp://HOST:5555
 
 It admits the robots of the folder's keyring (`user-sys keys allow`), and acts with its own policy only. It keeps
 weights in memory only, so it may be killed at any time.
