@@ -80,6 +80,7 @@ Received: TypeAlias = ControlMessage | WeightsApplied
 REFUSED_PAUSE_S = 10.0  # a relay or policy server then connects again: a person may have allowed its key meanwhile
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_LINGER_MS = 500
+FINISH_S = 2.0  # for the gateway's last reply, on a slow link or from a busy computer
 BLOCKED_RETRY_S = 0.002
 FLUSH_POLL_S = 0.002
 CLOCK_SAMPLES = 16
@@ -301,12 +302,12 @@ class ClientSession:
         return min(flow.send_queue.bandwidth_wait_s() for flow in self._flows.values())
 
     def finish(self) -> None:
-        """Waits up to `CLOSE_LINGER_MS` until the gateway has handled what was sent on control.
+        """Waits up to `FINISH_S` until the gateway has handled what was sent on control.
 
         A connection that is closed before it has read everything drops what it has sent.
         """
         last = Heartbeat(t_client_ns=time.monotonic_ns())
-        deadline = time.monotonic() + CLOSE_LINGER_MS / 1e3
+        deadline = time.monotonic() + FINISH_S
         if self._send(Channel.CONTROL, last):
             while self._echoed_ns < last.t_client_ns and (left_s := deadline - time.monotonic()) > 0:
                 self._connection.wait(left_s)
