@@ -22,6 +22,7 @@ export class Card {
     this.name = name;
     this.stops = stops;
     this.fresh = true;
+    this.mine = this.heldMine = false;
     this.stoppedUntilMs = 0;
     this.cameras = new Map();
     this.node = document.getElementById("card").content.firstElementChild.cloneNode(true);
@@ -36,6 +37,7 @@ export class Card {
     for (const button of this.node.querySelectorAll("[data-order]")) {
       button.addEventListener("click", () => give(button.dataset.order));
     }
+    this.showStop();
   }
 
   // The link to the robot's 3D view, or why there is none.
