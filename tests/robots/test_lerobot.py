@@ -393,7 +393,7 @@ def test_out_of_range_arm_holds_without_jump(
 def test_reset_moves_arm_to_configured_home(arm: FeetechArmSimulator) -> None:
     home = [0.4, -0.3, 0.2, 0.0, 0.1]
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "torque_off": True, "home": home}
-    setup = make_robot_setup(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
+    setup = make_robot_setup(RobotSetupRequest("so101-0", "tidy", {**options, "reduced_speed": 1.0}))
     with setup.robot as robot:
         arrive(robot, np.array([0, 0, 0, 0, 0, 75], np.float32))
         robot.stop(StopLevel.SAFE)
@@ -448,7 +448,7 @@ def test_setup_has_configured_cameras() -> None:
         "features": {"*.pos": {"unit": "deg", "low": -180, "high": 180}},
         "cameras": {"top": {"device": 0, "width": 64, "height": 48}},
     }
-    setup = make_robot_setup(RobotSetupRequest("dummy-0", "tidy up", options))
+    setup = make_robot_setup(RobotSetupRequest("dummy-0", "tidy", options))
     assert [camera.spec for camera in setup.cameras] == list(setup.robot.spec.cameras)
     assert setup.robot.spec.action.labels[-1] == "gripper.pos"
-    assert setup.task.instruction == "tidy up"
+    assert setup.task.instruction == "tidy"

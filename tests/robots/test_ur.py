@@ -298,13 +298,13 @@ def drive_until_frozen(host: str, controller_pid: int) -> None:
 
 def test_reset_moves_arm_to_configured_home(controller: SimulatedController) -> None:
     options = {"host": controller.host, "home": list(HOME), **PATIENT}
-    setup = build_robot_setup(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
+    setup = build_robot_setup(RobotConfig(name="ur-0", driver="ur", task="tidy", options=options))
     with setup.robot as robot:
         robot.stop(StopLevel.SAFE)
         setup.task.reset(robot, np.random.default_rng(0))
         assert np.abs(robot.observe().arrays[STATE][:6] - HOME).max() < 5e-3
         robot.command(np.array([0.01, 0, 0], np.float32))
-    assert setup.task.instruction == "tidy up"
+    assert setup.task.instruction == "tidy"
 
 
 @pytest.mark.parametrize("action", ["tool_delta", "joint_delta"])

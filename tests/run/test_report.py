@@ -276,7 +276,7 @@ def test_simulated_robot_whose_task_is_not_evaluated_is_named(tmp_path: Path, mo
         robot="a", episode="", source="evaluation", steps=10, success=True, intervention_steps=0, policy_version=1
     )
     save_robot_record(RunFolder(tmp_path).robots, "a", robot_spec(robots[0]))
-    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", lambda *args: ([report] * 3, [], None))
+    monkeypatch.setattr(user_sys.run.evaluate, "run_evaluation", lambda *args: ([report] * 3, [], ACTED))
     config, message = RunConfig(robots=tuple(robots)), io.StringIO()
     evaluate_and_report(config, RunFolder(tmp_path), _summary(0, 0), Console(file=message, width=500))
     assert f"not evaluated: b (far); user-sys evaluate {tmp_path} --robot NAME" in message.getvalue()

@@ -66,7 +66,7 @@ class TestSeveral(SimTaskConformance):
 
 class TestGym(TaskConformance):
     def make_setup(self) -> RobotSetup:
-        return gym.make_robot_setup(RobotSetupRequest("gym", "swing up", {"id": "Pendulum-v1"}))
+        return gym.make_robot_setup(RobotSetupRequest("gym", "swing_up", {"id": "Pendulum-v1"}))
 
 
 @pytest.mark.slow
