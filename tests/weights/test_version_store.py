@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from weights_kit import add_version, assert_equal_weights, learner_key, random_w
 
 from user_sys.codec import Array
 from user_sys.messages import WeightsManifest, WeightsOffer
+from user_sys.store.files import Files
 from user_sys.weights.catalog import BlobCache, VersionCatalog, WeightsServer, thin_versions
 from user_sys.weights.signing import Signer, next_epoch, run_id_of
 from user_sys.weights.version_store import INDEX_FILE, VersionStore, newest_version, read_tensors
@@ -115,6 +117,25 @@ def test_damaged_version_is_skipped_and_written_again(tmp_path: Path, caplog: py
     assert sorted(stored(tmp_path)) == [1, 2]
     (tmp_path / "kept" / "index").write_bytes(b"\xff\xff")
     assert stored(tmp_path) == {}
+
+
+def test_version_with_a_bad_sector_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    signer, _ = learner_key(tmp_path)
+    weights = {"a": np.zeros(50_000), "b": np.ones(50_000)}
+    save(tmp_path, signer, {1: weights, 2: {**weights, "b": np.full(50_000, 2.0)}})
+    (file,) = files(tmp_path)
+    bad, plain = file.stat().st_size - 5000, Files.pread
+
+    def pread(self: Files, fd: int, count: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == file.stat().st_ino and offset <= bad < offset + count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(self, fd, count, offset)
+
+    monkeypatch.setattr(Files, "pread", pread)
+    assert len(stored(tmp_path)) == 1, "the other version has no part there"
+    assert file.name in caplog.text
 
 
 def test_save_on_a_full_disk_keeps_the_previous_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

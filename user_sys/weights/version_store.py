@@ -29,6 +29,7 @@ from user_sys.messages import (
     WeightsManifest,
     decode_record,
 )
+from user_sys.store.files import OS_FILES, pread_readable
 from user_sys.weights.catalog import BlobCache, StoredVersion, VersionCatalog, version_id
 from user_sys.weights.state import decode_table, dtype_of, entry_bytes
 
@@ -99,17 +100,21 @@ class VersionStore:
         return catalog, damaged
 
     def _read_file(self, file: _BlobFile, cache: BlobCache, damaged: list[str]) -> bool:
-        """Adds the intact blobs of a file to the cache. Returns whether all are intact."""
-        with open(self.folder / file.name, "rb") as opened:
-            content = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        """Adds the intact blobs of a file to the cache. Returns whether all are intact.
+
+        Their digests are of what `pread` returns: to read a bad sector through the map would kill the process.
+        """
         start, is_intact = 0, True
-        for digest, size in file.blobs:
-            blob, start = content[start : start + size], start + size
-            if blake3(blob).digest() == digest:
-                cache.put(digest, blob)
-            else:
-                is_intact = False
-                damaged.append(f"file={self.folder / file.name}: a part at byte {start - size} has another digest")
+        with OS_FILES.opened(self.folder / file.name) as fd:
+            content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+            for digest, size in file.blobs:
+                blob = content[start : start + size]
+                if blake3(pread_readable(OS_FILES, fd, len(blob), start)).digest() == digest:
+                    cache.put(digest, blob)
+                else:
+                    is_intact = False
+                    damaged.append(f"file={self.folder / file.name}: a part at byte {start} has another digest")
+                start += size
         return is_intact
 
     def save(self, versions: Iterable[StoredVersion], cache: BlobCache, learner_public_key: bytes = b"") -> None:
