@@ -104,5 +104,12 @@ def test_running_episode_stays_when_the_clock_was_set_back() -> None:
     assert store.put("running", ended=False, started_unix_ns=50).plan(1).episodes == ("a", "b")
 
 
+def test_first_stored_episodes_go_first_when_the_clock_was_set_back() -> None:
+    store = StoreModel()
+    for name, started in (("a", 1000), ("b", 1001), ("c", 2), ("d", 3)):
+        store.put(name, started_unix_ns=started)
+    assert store.plan(2).episodes == ("a", "b")
+
+
 def test_deleted_episodes_do_not_count() -> None:
     assert StoreModel().put("a").put("b").delete("a").plan(1) == EvictionPlan((), 0, 0)

@@ -86,8 +86,8 @@ class EvictionPlan:
 def plan_eviction(index: Index, retention: Retention, disk_bytes: int) -> EvictionPlan:
     """The least useful episodes, as many as must go. Changes nothing.
 
-    Order: evaluations; episodes that never ended; others. Within each group the oldest go first. Possibly running
-    episodes stay.
+    Order: evaluations; episodes that never ended; others. Within each group the first stored go first: a robot's clock
+    may be wrong or set back. So merged and imported episodes are as new as the merge. Possibly running episodes stay.
 
     Args:
         disk_bytes: current size of the store on disk; deleted episodes that still take space count as gone.
@@ -127,7 +127,7 @@ def _candidates(index: Index, retention: Retention) -> list[int]:
     episodes = index.episodes
     rows = np.flatnonzero(_may_evict(index, retention))
     is_evaluation = episodes.source[rows] == episodes.sources.find(EpisodeSource.EVALUATION)
-    order = np.lexsort((episodes.started_unix_ns[rows], episodes.complete[rows], ~is_evaluation))
+    order = np.lexsort((rows, episodes.complete[rows], ~is_evaluation))
     return [int(row) for row in rows[order]]
 
 
