@@ -183,6 +183,16 @@ def test_learner_without_a_checkpoint_numbers_its_versions_above_the_stored_ones
     assert len(set(found.starts)) == 3 * 3
 
 
+def test_older_copy_of_a_checkpoint_numbers_its_versions_above_the_stored_ones(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path / "store") as writer:
+        run(make(tmp_path, replace(CONFIG, max_updates=2), Robots(writer)))
+        writer.append(episode("lost", EpisodeSource.ONLINE, 50, version=9000))
+        writer.sync()
+        robots = Robots(writer, count=100)
+        run(make(tmp_path, replace(CONFIG, max_updates=4), robots))
+    assert robots.versions[0] == 11_001
+
+
 @pytest.mark.parametrize("grown", [0, 2, 9])
 def test_new_steps_of_a_restored_backup_are_used_once_and_old_ones_not_again(tmp_path: Path, grown: int) -> None:
     with StoreWriter.open(tmp_path / "store") as writer:

@@ -519,6 +519,7 @@ class Learner:
             self._skip_stored_versions()
             return
         self._restore_scalars(checkpoint)
+        self._skip_stored_versions()
         self._frozen_digest = str(checkpoint.scalars.get(FROZEN_KEY, ""))
         restore_frozen(self._folder, self._trainer.frozen, self._frozen_digest)
         # The sampler's state may lack this version, and drops the windows of versions that it lacks.
@@ -530,7 +531,10 @@ class Learner:
         log.info("learner.resumed updates=%d training_s=%.1f", self.updates, self.training_s)
 
     def _skip_stored_versions(self) -> None:
-        """Numbers versions from above those of stored steps, such as of a training whose checkpoints are lost."""
+        """Numbers versions from above those of stored steps, such as of a training whose checkpoints are lost.
+
+        At a resumption they are lower than the number that it skips to, unless the newest checkpoints are lost.
+        """
         newest = self._batches.newest_version()
         if self._versions is not None and newest > self._versions.version:
             self._versions.version = newest + 2 * VERSIONS_PER_CHECKPOINT
