@@ -26,7 +26,7 @@ from user_sys.compose import PolicyConfig, RobotConfig, TaskConfig, robot_spec
 from user_sys.config import load, save
 from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
-from user_sys.edge.session import EpisodeStarts, SessionConfig
+from user_sys.edge.session import EpisodeStarts, HoldRecord, SessionConfig
 from user_sys.edge.status import read_session_report
 from user_sys.episode import EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
@@ -370,6 +370,37 @@ def test_hold_ends_with_its_run(site: Site) -> None:
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
     assert not (site.state / "held").exists(), "the next run drives the robot"
+
+
+def test_hold_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = list[tuple[int, bool]](), os.fsync
+
+    def note(handle: int) -> None:
+        synced.append((os.fstat(handle).st_ino, (tmp_path / "held").exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with HoldRecord(tmp_path / "held") as record:
+        record.set(True)
+        until(lambda: record.is_set)
+        assert (tmp_path.stat().st_ino, True) in synced
+        assert HoldRecord(tmp_path / "held").is_set
+        record.set(False)
+    assert not HoldRecord(tmp_path / "held").is_set
+    assert synced[-1] == (tmp_path.stat().st_ino, False)
+
+
+def test_hold_that_could_not_be_written_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "state"
+    folder.write_text("no folder")
+    with HoldRecord(folder / "held") as record:
+        record.set(True)
+        until(lambda: "hold_not_recorded" in caplog.text)
+        assert not record.is_set
+        folder.unlink()
+        folder.mkdir()
+        until(lambda: record.is_set)
+    assert (folder / "held").exists()
 
 
 def test_scripted_operator_leaves_no_hold_for_the_next_session(tmp_path: Path) -> None:

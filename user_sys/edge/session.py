@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from hal.discovery import DeviceMonitor
+from hal.durable import remove_durably, sync_folder
 from hal.errors import HalError, HardwareLost, LeaseError
 from hal.signals import stop_on_signals
 from hal.spec import Array, RobotSpec
@@ -55,6 +56,7 @@ from user_sys.messages import (
     PreviewRequest,
     WeightsApplied,
 )
+from user_sys.threads import ThreadedService
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.connection import request_short_time_slice
 from user_sys.tunnel.keys import GATEWAY_NAME, load_keypair, load_public_key
@@ -72,6 +74,7 @@ LEASE_EXPIRED = "holds: its lease has expired, and the gateway cannot be reached
 HOLDS_FOR_PERSON = "the robot holds until a person hands back or resets, after: "
 NOT_RESET = "the e-stop prevented the reset: no step is recorded until a person hands back or resets"
 LEASE_RETRY_S = 0.1
+HOLD_RETRY_S, HOLD_STOP_TIMEOUT_S = 0.5, 10.0
 EXIT_FAILED, EXIT_LEASE_LOST = 2, 3
 
 
@@ -238,11 +241,11 @@ class RobotSession:
             HardwareLost: the driver process ended and did not come back.
             UserSysError: the outbox or the tunnel failed.
         """
-        with self._inbox, self._policy, self._writer_thread, self._status:
+        with self._hold, self._inbox, self._policy, self._writer_thread, self._status:
             while not self._shutdown.is_set():
                 self._run_episode()
-        if self._inbox.is_run_over:
-            self._hold.set(False)
+            if self._inbox.is_run_over:
+                self._hold.set(False)
 
     def _run_episode(self) -> None:
         if self._lease.is_expired():  # the driver holds the robot and refuses a reset
@@ -370,28 +373,51 @@ class RobotSession:
         return f"the outbox was full: it dropped the {dropped} oldest autonomous episodes during this session"
 
 
-class HoldRecord:
-    """Whether a person has the robot, as an empty file, for the session after a killed one. One thread uses it.
+class HoldRecord(ThreadedService):
+    """Whether a person has the robot, as an empty file, for the session after a killed one or a power cut.
+
+    A thread writes it, because a disk may take longer than a control period.
 
     Attributes:
-        is_set: a person has it.
+        is_set: a person has it, by the file, durably.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.is_set = path, path.exists()
+        super().__init__("hold-record", HOLD_STOP_TIMEOUT_S)
+        self._path = path
+        self.is_set = self._is_held = path.exists()
+        self._changed, self._has_failed = threading.Event(), False
 
     def set(self, is_held: bool) -> None:
-        """Writes a change. A failed write is logged: the robot goes on."""
+        """Has a change written, and never blocks. A failed write is logged and repeated: the robot goes on."""
+        if is_held is not self._is_held:
+            self._is_held = is_held
+            self._changed.set()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            self._changed.wait(HOLD_RETRY_S if self._has_failed else None)
+            self._changed.clear()
+            self._write(self._is_held)
+        self._write(self._is_held)
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    def _write(self, is_held: bool) -> None:
         if is_held is self.is_set:
             return
-        self.is_set = is_held
         try:
             if is_held:
                 self._path.touch()
+                sync_folder(self._path.parent)
             else:
-                self._path.unlink(missing_ok=True)
+                remove_durably(self._path)
+            self.is_set, self._has_failed = is_held, False
         except OSError as error:
-            log.warning("session.hold_not_recorded %s: %s", self._path, error)
+            if not self._has_failed:
+                log.error("session.hold_not_recorded %s: %s; it is tried again", self._path, error)
+            self._has_failed = True
 
 
 class LateCommandLog:
