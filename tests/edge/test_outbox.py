@@ -233,6 +233,9 @@ def test_refused_chunk_is_saved_aside(tmp_path: Path) -> None:
         outbox.acknowledge(2)
     with Outbox.open(tmp_path) as outbox:
         assert outbox.append(packet(3)) == 2, "above the number of the refused chunk"
+    kept.rename(kept.with_suffix(".chunk"))
+    with Outbox.open(tmp_path) as outbox:
+        assert indexes(outbox) == [1, 3], "a person has it sent again"
 
 
 class FullFolder(Files):

@@ -131,6 +131,14 @@ def test_clock_that_is_behind_the_store_refuses_no_chunk(tmp_path: Path) -> None
     assert refusals_of_chunk(tmp_path, 20 * 365 * 86_400.0), "no power cut lasts that long"
 
 
+def test_clock_that_is_behind_the_installation_refuses_no_chunk_of_a_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.gateway.ingest.INSTALLED_UNIX_S", time.time() + 1e8)
+    assert refusals_of_chunk(tmp_path, 1.2e8) == []
+    assert refusals_of_chunk(tmp_path, 1.4e8), "more than a year after it"
+
+
 def test_segment_replaced_during_the_look_at_the_clock_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

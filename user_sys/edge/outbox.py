@@ -7,7 +7,7 @@
 - **Sequence numbers** belong to a stream, and each opening begins a new one. So no number ever stands for two chunks,
   whatever a kill, a power cut or a dropped episode has left on the disk.
 - **A chunk that is damaged**, or that the gateway refuses for good, is not sent again. Its file stays, renamed to
-  ``*.damaged`` or ``*.refused``, for a person to inspect.
+  ``*.damaged`` or ``*.refused``, for a person to inspect. Renamed to ``*.chunk``, the next session sends it again.
 - **A full outbox or disk.** `append` raises, and the session pauses recording and reports it. An outbox that was opened
   with ``drop_oldest_autonomous`` first drops whole episodes, oldest first, in which no person took part and of which
   this session has sent no chunk. The names of their files are durable before the first is deleted, so a kill leaves no
@@ -576,7 +576,10 @@ class Outbox(ClosedAtExit):
         except OSError as error:
             raise LinkDown(f"a refused chunk cannot be renamed to {saved}: {error.strerror}") from error
         self._queue.remove(chunk)
-        logger.error("outbox.refused sequence=%d saved=%s: %s", sequence, saved, reason)
+        logger.error(
+            "outbox.refused sequence=%d saved=%s: %s; to send it again, mend this and rename the file to *%s",
+            *(sequence, saved, reason, CHUNK_SUFFIX),
+        )
 
     def count_session(self) -> int:
         """How often this was called before, for this folder; a lower number if the disk failed."""

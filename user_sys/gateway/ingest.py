@@ -98,7 +98,8 @@ _Key = tuple[str, str, str, int]  # robot, person, command, press of the e-stop
 
 FILE_CLOCK_TOLERANCE_S = 60.0  # a file server's clock may differ
 MAX_CLOCK_AHEAD_S = 86_400.0  # a chunk's times may be this far ahead of this computer's clock
-MAX_CLOCK_BEHIND_S = 366 * 86_400.0  # or this far ahead of the newest segment, while the clock is behind it
+MAX_CLOCK_BEHIND_S = 366 * 86_400.0  # or this far ahead of the newest file, while the clock is behind it
+INSTALLED_UNIX_S = Path(__file__).stat().st_mtime
 INGEST_STOP_TIMEOUT_S = 30.0
 LABELS_POLL_S = 0.5
 LABELS_PER_FILE = 1000
@@ -515,8 +516,9 @@ def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
     """Raises WireError for a chunk from the future: a sampler that prefers new steps would draw no other step.
 
     One from before 1970 raises it too: its times may exceed the index's 64 bits, which makes them times of the future.
-    While this computer's clock is behind the segments of the store, as after a power cut without a battery, a chunk may
-    be a year newer than they are: the robot would never send a refused chunk again.
+    While this computer's clock is behind the segments of the store or this program's installation, as after a power cut
+    without a battery, a chunk may be a year newer than they are: the robot would not send a refused chunk again. It is
+    not left waiting: chunks of a robot whose clock was ahead would keep all later ones back for as long.
     """
     captured = chunk.column("t_capture_ns")
     newest_ns = chunk.header.started_unix_ns
@@ -533,8 +535,8 @@ def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
 
 
 def _clock_lag_s(store: Path) -> float:
-    """How far this computer's clock may be behind, at most; 0 if no segment is newer than the clock."""
-    behind_s = newest_segment_unix_s(store) - time.time_ns() / 1e9
+    """How far this computer's clock may be behind, at most; 0 if neither a segment nor this program is newer."""
+    behind_s = max(newest_segment_unix_s(store), INSTALLED_UNIX_S) - time.time_ns() / 1e9
     return behind_s + MAX_CLOCK_BEHIND_S if behind_s > FILE_CLOCK_TOLERANCE_S else 0.0
 
 
