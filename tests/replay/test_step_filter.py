@@ -95,6 +95,25 @@ def test_age_counts_from_the_newest_living_step_of_the_same_robot(store: Store) 
         assert eligible.rows.tolist() == [*range(4, 12)]
 
 
+def test_age_counts_from_the_last_online_step_when_the_clock_was_set_back(store: Store) -> None:
+    eligible, late = EligibleSteps(StepFilter(max_age_s=60.0)), EligibleSteps(StepFilter(max_age_s=60.0))
+    with store.replay() as replay:
+        replay.subscribe(eligible.update)
+        store.put(chunk(1, 0, 4, end=True, at_s=7300.0))
+        replay.refresh()
+        store.put(chunk(2, 0, 4, end=True, at_s=100.0))
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(8)]
+        store.put(chunk(3, 0, 4, end=True, at_s=300.0))
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(4), *range(8, 12)]
+        store.put(chunk(4, 0, 4, end=True, at_s=1.0, source=EpisodeSource.DEMO))  # imported: of another clock
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(4), *range(8, 12)]
+        replay.subscribe(late.update)
+        assert late.rows.tolist() == eligible.rows.tolist()
+
+
 @pytest.mark.parametrize("where", [StepFilter(max_age_s=60.0), StepFilter(max_age_versions=1)])
 def test_age_of_new_steps_takes_no_pass_over_the_old_ones(where: StepFilter) -> None:
     index, steps = Index(), MAX_STEPS_PER_CHUNK

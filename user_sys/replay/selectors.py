@@ -41,7 +41,8 @@ class StepFilter:
         robots, embodiments, tasks, sources, success: of the episode, with labels applied.
         finished: of episodes that have ended and are completely stored.
         phases: of the step, with labels applied.
-        max_age_s: captured at most so long before the newest step of the same robot, by its clock.
+        max_age_s: captured at most so long before the newest step of the same robot, by its clock; before the last
+            stored online one if its clock was set back.
         max_age_versions: acted by the newest version in `embodiments`, or one of so many before it. Versions that never
             acted do not count. Steps that no policy acted do not match.
     """
@@ -177,6 +178,7 @@ class EligibleSteps:
         self._rows = np.empty(1024, np.int32)
         self._count = self._evaluated = 0
         self._incomplete = np.empty(0, np.int64)  # matching rows without a next observation yet
+        self._newest_ns = np.empty(0, np.int64)  # `NewestSteps.time_unix_ns` of the last update
 
     def __len__(self) -> int:
         return self._count
@@ -208,11 +210,16 @@ class EligibleSteps:
             lows += self.rows[index.observation_after(self.rows) < 0][:1].tolist()
         if self.step_filter.depends_on_end and len(change.ended):
             lows.append(int(change.ended.min()))
-        if self.step_filter.has_age_limit and len(change.dropped):
-            lows.append(0)  # the newest step may be gone, so that older ones match again
-        elif self.step_filter.has_age_limit and self._count and (len(change.rows) or len(change.revived)):
-            lows.append(int(self._rows[0]))  # older rows do not match again
+        if self.step_filter.has_age_limit:
+            lows += self._lowest_of_age(index, change)
         return min(lows)
+
+    def _lowest_of_age(self, index: Index, change: IndexChange) -> list[int]:
+        before_ns, self._newest_ns = self._newest_ns, index.newest_steps().time_unix_ns
+        if len(change.dropped) or (self._newest_ns[: len(before_ns)] < before_ns).any():
+            return [0]  # the newest step may be gone, or a clock was set back, so that older ones match again
+        has_new = len(change.rows) or len(change.revived)
+        return self._rows[: min(1, self._count)].tolist() if has_new else []  # older rows do not match again
 
     def _replace(self, low: int, rows: Array) -> None:
         """Replaces all eligible rows from `low` on by `rows`."""

@@ -39,6 +39,7 @@ from user_sys.store.labels import (
 from user_sys.store.record_format import RecordRef
 
 INITIAL_ROWS = 1024
+CLOCK_TOLERANCE_NS = 60 * 10**9  # by which a robot's chunks may arrive out of order
 NO_ROW = -1  # no row; for `success`: unknown
 PERSON = "person"
 LABELLED_COLUMNS = ("reward", "terminated", "truncated", "phase")  # step columns that labels can change
@@ -199,7 +200,8 @@ class NewestSteps:
     """When the newest living step of each robot was captured, and the versions that acted. Reads each chunk once.
 
     Attributes:
-        time_unix_ns: int64, by the robot's code; 0 if it has no living step.
+        time_unix_ns: int64, by the robot's code; 0 if it has no living step. A change replaces the array. An online
+            chunk that is more than `CLOCK_TOLERANCE_NS` older sets it back: the robot's clock was.
     """
 
     def __init__(self) -> None:
@@ -225,13 +227,23 @@ class NewestSteps:
             return
         rows, self._chunks = slice(starts[0], None), len(index.chunks)
         times = index.steps.time_unix_ns[rows] * index.steps.alive[rows]
-        np.maximum.at(self.time_unix_ns, episodes.robot[episode], np.maximum.reduceat(times, starts - starts[0]))
+        self._add_times(index, episode, np.maximum.reduceat(times, starts - starts[0]))
         versions = index.steps.policy_version[rows]
         at = np.union1d(starts - starts[0], 1 + np.flatnonzero(versions[1:] != versions[:-1]))
         embodiment = episodes.embodiment[index.episode_of(starts[0] + at)]
         for code in np.unique(embodiment).tolist():
             for version in np.unique(versions[at[embodiment == code]]).tolist():
                 self._add_version(code, version)
+
+    def _add_times(self, index: Index, episode: Array, latest_ns: Array) -> None:
+        """Adds the newest times of chunks of these episodes, in the order of the store."""
+        episodes, newest_ns = index.episodes, self.time_unix_ns.tolist()
+        is_online = episodes.source[episode] == episodes.sources.find(EpisodeSource.ONLINE)
+        found = (episodes.robot[episode], latest_ns, is_online)
+        for robot, time_ns, online in zip(*(column.tolist() for column in found), strict=True):
+            if time_ns > newest_ns[robot] or (online and 0 < time_ns < newest_ns[robot] - CLOCK_TOLERANCE_NS):
+                newest_ns[robot] = time_ns
+        self.time_unix_ns = np.array(newest_ns, np.int64)
 
     def _add_version(self, embodiment: int, version: int) -> None:
         known = self._versions.setdefault(embodiment, [])
