@@ -55,6 +55,7 @@ from user_sys.replay.selectors import MixturePartConfig, StepFilter
 from user_sys.run.config import RunConfig
 from user_sys.store.backup import back_up, restore
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, SuccessLabel, TrimLabel, UndoLabel, column_labels
+from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.weights.governor import GovernedBudget, GovernorConfig
 from user_sys.weights.gpu_copy import HostCopier, PolicySnapshot
@@ -609,6 +610,19 @@ def test_checkpoint_newer_than_a_restored_backup_continues(
         assert restored.published[-1].version > bench.published[-1].version
         caplog.clear()
         assert restored.learner(CONFIG).updates == 9 and "store_is_older" not in caplog.text
+
+
+def test_checkpoint_continues_after_its_last_episode_was_deleted_and_compacted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for updates in (5, 9):
+        with StoreWriter.open(tmp_path / "store") as writer:
+            bench = LearnerBench(tmp_path, writer)
+            bench.fill(EpisodeSource.DEMO, 0 if updates == 9 else 3)
+            assert bench.train(replace(CONFIG, max_updates=updates)).updates == updates
+        add_labels(tmp_path / "store", [DeleteLabel(episode="demo-2", labeller="ana", at_unix_ns=1)])
+        compact_store(tmp_path / "store")
+    assert "store_is_older" not in caplog.text
 
 
 def test_training_starts_from_the_policy_of_another_run(bench: LearnerBench) -> None:

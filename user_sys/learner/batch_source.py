@@ -29,6 +29,7 @@ from user_sys.replay.sampler import Prefetcher, Sampler, SamplerConfig
 from user_sys.replay.selectors import INTERVENTION_PHASES, DemoOnlineSelector, MixtureSelector, Selector, StepFilter
 from user_sys.robot_records import embodiment_names
 from user_sys.store.index import is_intervention
+from user_sys.store.labels import DeleteLabel
 from user_sys.store.store import StoreReader
 
 log = logging.getLogger(__name__)
@@ -293,6 +294,10 @@ class BatchSource:
             episode = index.episodes.ids.names[index.chunks.episode[chunk]]
             return f"{episode} {index.chunks.index[chunk]} {index.chunks.steps[chunk]}"
         return ""
+
+    def was_deleted(self, record: str) -> bool:
+        """Returns whether a label has deleted the episode of a chunk, which is named as by `record_at`."""
+        return any(isinstance(label, DeleteLabel) for label in self.replay.index.labels(record.rsplit(" ", 2)[0]))
 
     def not_finite_inputs(self) -> Iterator[str]:
         """Names extra columns of the newest batch that are not finite; its other columns always are."""

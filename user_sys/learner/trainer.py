@@ -242,11 +242,13 @@ class Trainer:
     def lacks_records(self, checkpoint: Checkpoint) -> bool:
         """Whether `checkpoint` has read records that the store lacks, after a `refresh`.
 
-        The store is then another one, or a backup from before, whose later records have their sequence numbers.
+        The store is then another one, or a backup from before, whose later records have their sequence numbers. A
+        record of an episode that was deleted may be missing: compaction has removed it.
         """
         position = int(checkpoint.scalars["position"])
-        saved = checkpoint.scalars.get(RECORD_KEY, "")  # older checkpoints have none
-        return position > self.batches.position() or (saved != "" and saved != self.batches.record_at(position))
+        if not (saved := str(checkpoint.scalars.get(RECORD_KEY, ""))):  # of an older release, or of an empty store
+            return position > self.batches.position()
+        return self.batches.record_at(position) != saved and not self.batches.was_deleted(saved)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Continues from `checkpoint`, after a `refresh`. All processes call it.
