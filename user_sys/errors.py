@@ -60,9 +60,10 @@ class DiskFull(RunError):
 
 
 def disk_full_message(path: Path, needed_bytes: float, free_bytes: float) -> str:
-    """The message to people about a full disk."""
+    """The message to people about a full disk. With enough free bytes it lacks something else."""
     needed, free = needed_bytes / 1e6, free_bytes / 1e6
-    return f"waiting for disk space in {path}: needs {needed:.3g} MB, {free:.3g} MB free"
+    other = "" if free_bytes < needed_bytes else ", but it has no free files (inodes), or a quota is used up"
+    return f"waiting for disk space in {path}: needs {needed:.3g} MB, {free:.3g} MB free{other}"
 
 
 class WireError(UserSysError):

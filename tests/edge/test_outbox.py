@@ -173,6 +173,30 @@ def test_full_outbox_raises_until_there_is_room(tmp_path: Path) -> None:
         assert indexes(outbox) == list(range(kept // 2 + 1, kept + 1))
 
 
+class FewFiles(Files):
+    """A disk with plenty of bytes, and room for `limit` files in a folder."""
+
+    limit = 1000
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and not path.exists() and len(os.listdir(path.parent)) >= self.limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().open(path, flags)
+
+
+def test_reserve_takes_the_queued_chunks_of_a_disk_without_free_inodes(tmp_path: Path) -> None:
+    files, stopped = FewFiles(), threading.Event()
+    stopped.set()
+    with Outbox.open(tmp_path, files=files) as outbox:
+        outbox.allocate_reserve()
+        files.limit = len(os.listdir(tmp_path))
+        with pytest.raises(OutboxFull, match=r"MB free, but it has no free files \(inodes\), or a quota"):
+            outbox.append(packet(0))
+        for index in range(7):
+            outbox.append_when_free(packet(index), stopped)
+        assert indexes(outbox) == list(range(7))
+
+
 def test_second_session_of_a_robot_is_refused(tmp_path: Path) -> None:
     with Outbox.open(tmp_path), pytest.raises(StoreLocked):
         Outbox.open(tmp_path)

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 RESERVE_BYTES = 16 << 20
-RESERVE_FILE = "reserve"
+RESERVE_FILES = ("reserve", *(f"reserve.{number}" for number in range(1, 8)))
+"""The first has the bytes. Each leaves an inode to one of the chunks of the steps that are queued at the end."""
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
@@ -407,8 +408,8 @@ class Outbox(ClosedAtExit):
 
     def _drop_on_full_disk(self, dropped: list[_StoredChunk]) -> None:
         """As `_drop`. The record of what is dropped takes space of the reserve, which is allocated again."""
-        has_reserve = (self.path / RESERVE_FILE).exists()
-        self._unlink(self.path / RESERVE_FILE)
+        has_reserve = (self.path / RESERVE_FILES[0]).exists()
+        self._unlink_reserve()
         try:
             self._drop(dropped)
         finally:
@@ -426,21 +427,19 @@ class Outbox(ClosedAtExit):
         raise StoreError(f"{self.path}: {error.strerror}") from error
 
     def allocate_reserve(self) -> None:
-        """Sets `RESERVE_BYTES` of the disk aside, if available, for the last chunks of a session."""
-        path = self.path / RESERVE_FILE
+        """Sets `RESERVE_BYTES` and some files of the disk aside, if available, for the last chunks of a session."""
         try:
-            fd = self._files.open(path, os.O_RDWR | os.O_CREAT)
-            try:
+            for name in RESERVE_FILES:
+                self._files.close(self._files.open(self.path / name, os.O_RDWR | os.O_CREAT))
+            with self._files.opened(self.path / RESERVE_FILES[0], os.O_RDWR) as fd:
                 self._files.allocate(fd, 0, RESERVE_BYTES)
-            finally:
-                self._files.close(fd)
         except OSError as error:
-            logger.warning("outbox.no_reserve path=%s: %s", path, error.strerror)
-            self._unlink(self.path / RESERVE_FILE)
+            logger.warning("outbox.no_reserve path=%s: %s", self.path, error.strerror)
+            self._unlink_reserve()
 
     def _release_reserve(self) -> bool:
         """Frees the reserve, for chunks beyond `max_bytes` too. False: it was freed before."""
-        self._unlink(self.path / RESERVE_FILE)
+        self._unlink_reserve()
         is_first = self._reserve_bytes == 0
         self._reserve_bytes = RESERVE_BYTES
         return is_first
@@ -601,11 +600,15 @@ class Outbox(ClosedAtExit):
                 return
             stack.callback(self._writer_lock.release)
             self._queue.close()  # an acknowledgement may arrive now
-            self._unlink(self.path / RESERVE_FILE)
+            self._unlink_reserve()
             self._sync()
 
     def _path(self, chunk: _StoredChunk, suffix: str = CHUNK_SUFFIX) -> Path:
         return self.path / f"{chunk.name}{suffix}"
+
+    def _unlink_reserve(self) -> None:
+        for name in RESERVE_FILES:
+            self._unlink(self.path / name)
 
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
