@@ -37,6 +37,7 @@ GROUPS = {
     "rewards/test_rewards.py": "a trained classifier",
     "policies/test_trainable.py": "peft",
     "learner/test_learner_with_adapters.py": "peft",
+    "algorithms/test_dsrl.py": "peft",
     "test_architecture.py": "the parsed modules",
     "test_bring_your_robot.py": "an environment with the template",
 }
@@ -45,6 +46,8 @@ TWO_PROCESSES = (
     "test_processes_that_train_together_keep_the_same_weights",
     "test_two_processes_have_the_gradient_of_one",
     "test_two_processes_with_half_the_batch_each_learn_what_one_does",
+    "test_processes_with_unequal_shares_of_people_clone_as_one",
+    "test_processes_with_unequal_shares_of_usable_steps_train_as_one",
 )
 
 # Folders of this process, which is one of several under `pytest -n`, and of the processes that its tests start:

@@ -95,7 +95,7 @@ class EdgeConsole:
             stack.callback(server.stop)
             missing = set(config.robots)
             while not stop.is_set():
-                missing -= {robot for robot in missing if self._read_spec(robot)}
+                missing -= {robot for robot in missing if not stop.is_set() and self._read_spec(robot)}
                 self._orders.expire()
                 audit.flush()
                 stop.wait(POLL_S)
