@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from user_sys.console.progress import BEST_VERSION_SCALAR
 from user_sys.messages import EpisodeReport, WeightsManifest
 from user_sys.run.pins import SuccessGuards, current_pin
 from user_sys.weights.catalog import BlobCache, VersionCatalog
@@ -63,3 +64,14 @@ def test_guard_pins_no_version_in_place_of_a_best_one_that_is_gone(tmp_path: Pat
     gone = "the best version so far is not stored; robots act with the newest"
     assert gone in act(guards, 1000, 0, failures=10) and current_pin(store) is None
     assert act(guards, 1000, successes=30, failures=20) == "" and store.kept() == 1000, "a new best counts"
+
+
+def test_guards_name_the_pinned_version_after_a_resume_before_any_episode(tmp_path: Path) -> None:
+    store, guards = store_versions(tmp_path, 300), SuccessGuards(tmp_path)
+    act(guards, 300, successes=50)
+    store_versions(tmp_path, 300, 400)
+    act(guards, 400, 0, failures=10)
+    resumed = SuccessGuards(tmp_path)
+    assert resumed.apply() == [] and resumed.scalars() == {f"{BEST_VERSION_SCALAR}/learner": 300.0}
+    pin = current_pin(store)
+    assert pin is not None and pin.version == 300

@@ -256,8 +256,9 @@ class SuccessGuards:
     """The guards of a run, one for each learner. One thread calls it."""
 
     def __init__(self, run: Path) -> None:
+        """`run`: as for `SuccessGuard`."""
         self._run = run
-        self._guards: dict[str, SuccessGuard] = {}
+        self._guards = {learner: SuccessGuard(run, learner) for learner in published_learners(run)}
         self._learner_from_robot: Mapping[str, str] = {}
 
     def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
