@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.compose import RobotConfig
 from user_sys.console.hub import ConsoleHub
 from user_sys.console.progress import RobotView, RunView
-from user_sys.episode import Chunk
+from user_sys.episode import Chunk, Phase
 from user_sys.messages import RobotStatus
 from user_sys.run.allocation import LocalAllocation, Use
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
@@ -38,7 +39,7 @@ from user_sys.run.progress import (
 )
 from user_sys.run.report import run_episodes
 from user_sys.run.topology import ProcessSlot
-from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, SuccessLabel
+from user_sys.store.labels import RETENTION_LABELLER, DeleteLabel, PhaseLabel, SuccessLabel
 from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreWriter
 
@@ -76,6 +77,19 @@ def test_earlier_success_is_what_robots_reported_and_not_later_labels(tmp_path: 
     stored = run_episodes(folder)
     assert [each.success for each in stored[1:]] == [False, True, False]
     assert [report.success for _, report in previous_outcomes(folder, stored)] == [False, False, False]
+
+
+def test_earlier_help_is_what_robots_reported_and_not_later_labels(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "earlier", [True] * 3)
+    with StoreWriter.open(folder.store) as writer:
+        writer.append(episode("helped", 3.0, True, assisted=True))
+        writer.sync()
+    label = partial(PhaseLabel, labeller="ana", at_unix_ns=1, first_step=0, steps=2)
+    add_labels(folder.store, [label(episode="0001", phase=Phase.TELEOP), label(episode="helped", phase=Phase.POLICY)])
+    stored = run_episodes(folder)
+    assert [each.intervention_steps for each in stored[1:]] == [0, 2, 0, 0]
+    assert [report.intervention_steps for _, report in previous_outcomes(folder, stored)] == [0, 0, 0, 1]
+    assert previous_episodes(folder, stored) == (4, 8, 1)
 
 
 def test_episode_under_way_is_not_counted_among_the_earlier_ones(tmp_path: Path) -> None:

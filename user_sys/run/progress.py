@@ -217,7 +217,7 @@ def previous_elapsed_s(metrics: Path) -> float:
 
 
 def previous_episodes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> tuple[int, int, int]:
-    """Complete online episodes of earlier launches, their steps, and how many of them had interventions.
+    """Complete online episodes of earlier launches, their steps, and how many of them had interventions as recorded.
 
     Those that the store has lost to retention count by the run's reports. `stored`: of `run_episodes`.
     """
@@ -225,7 +225,7 @@ def previous_episodes(folder: RunFolder, stored: Sequence[EpisodeSummary]) -> tu
     counts = {
         "episodes": len(online),
         "env_steps": sum(e.steps for e in online),
-        "interventions": sum(e.intervention_steps > 0 for e in online),
+        "interventions": sum(e.recorded_intervention_steps > 0 for e in online),
     }
     for report in read_metrics(folder.path / METRICS / f"{RUN}.jsonl"):
         counts = {name: max(count, int(report.get(name) or 0)) for name, count in counts.items()}
@@ -248,7 +248,7 @@ def _report(episode: EpisodeSummary) -> EpisodeReport:
         source=episode.source.value,
         steps=episode.steps,
         success=episode.recorded_success,
-        intervention_steps=episode.intervention_steps,
+        intervention_steps=episode.recorded_intervention_steps,
         episode_return=episode.episode_return,
         policy_version=episode.policy_versions[1],
         task=episode.task,

@@ -367,6 +367,11 @@ class Index:
         """Labelled values of a column for step rows, float32 like `rows`, NaN without a label; None if it has none."""
         return self._columns[name][rows] if name in self._columns else None
 
+    def recorded_phase(self, episode: int) -> Array | None:
+        """The phase of each stored step of an episode's row as recorded, uint8; None if no label has changed steps."""
+        columns = self._recorded.get(episode)
+        return None if columns is None else columns["phase"]
+
     def labels(self, episode: str) -> tuple[Label, ...]:
         """Labels of an episode, oldest first."""
         return tuple(self._labels.get(episode, ()))
@@ -658,7 +663,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
         success: by the last label, otherwise by the episode's end; None if unknown.
         recorded_success: by the episode's end.
         episode_return: sum of the stored rewards.
-        intervention_steps: steps in another phase than POLICY.
+        intervention_steps: steps in another phase than POLICY, by the labels.
+        recorded_intervention_steps: the same as recorded.
         policy_versions: lowest and highest version that acted; (-1, -1) if no policy did.
         complete: its end and all chunks before it are stored.
         labelled_by: labeller of `success`; empty without a label.
@@ -685,6 +691,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     reward_source: str = ""
     deleted: bool = False
     recorded_success: bool | None = None
+    recorded_intervention_steps: int = 0
 
 
 def summarise_episodes(index: Index, rows: Array | None = None) -> list[EpisodeSummary]:
@@ -720,8 +727,10 @@ def summarise_episodes(index: Index, rows: Array | None = None) -> list[EpisodeS
             reward_source=episodes.reward_sources.names[episodes.reward_source[row]],
             deleted=bool(episodes.deleted[row]),
             recorded_success=index.ends[row].success if row in index.ends else None,
+            recorded_intervention_steps=int(by_hand[place] if phase is None else np.sum(phase != Phase.POLICY)),
         )
         for place, row in enumerate(rows.tolist())
+        for phase in (index.recorded_phase(row),)
     ]
 
 
