@@ -176,6 +176,19 @@ def test_kept_versions_are_dense_at_the_newest(bench: Bench) -> None:
     assert len(bench.distributor.catalog.versions) <= 40, "in memory are only recent ones"
 
 
+def test_versions_in_memory_are_written_and_stay_if_a_guard_orders_it(bench: Bench) -> None:
+    for version in range(1, 41):
+        bench.publish(version)
+    wanted, gone = 20, 2
+    assert not {wanted, gone} & {*bench.stored()}
+    VersionStore(bench.folder).keep({wanted, bench.stored()[0], gone})
+    kept = {wanted, bench.stored()[0]}
+    for version in range(41, 100):
+        bench.publish(version)
+        assert kept < {*bench.stored()}
+    assert gone not in bench.stored()
+
+
 def test_pin_holds_over_later_versions_and_restarts(bench: Bench) -> None:
     bench.distributor.on_robot_opened("one")
     for version in (1, 2, 3):

@@ -39,7 +39,7 @@ def act(guards: SuccessGuards, version: int, successes: int, failures: int = 0) 
 
 def test_guard_keeps_the_stored_version_before_a_best_one_that_is_gone(tmp_path: Path) -> None:
     store, guards = store_versions(tmp_path, 1, 414, 448, 503, 524, 537, 545, 548, 550), SuccessGuards(tmp_path)
-    assert act(guards, 500, successes=50) == "" and store.kept() == 448
+    assert act(guards, 500, successes=50) == "" and store.kept() == {448, 500}
     store_versions(tmp_path, 1, 448, 647, 880, 1000)
     assert "robots act with version 448, the best so far that is stored" in act(guards, 1000, 0, failures=10)
     pin = current_pin(store)
@@ -48,14 +48,41 @@ def test_guard_keeps_the_stored_version_before_a_best_one_that_is_gone(tmp_path:
 
 def test_guard_keeps_a_best_version_that_is_not_yet_written(tmp_path: Path) -> None:
     store, guards = store_versions(tmp_path, 1, 448, 499), SuccessGuards(tmp_path)
-    assert act(guards, 500, successes=50) == "" and store.kept() == 500
+    assert act(guards, 500, successes=50) == "" and store.kept() == {499, 500}
+    store_versions(tmp_path, 1, 499, 500, 510)
+    assert "robots act with version 500" in act(guards, 510, 0, failures=10) and store.kept() == {500}
+
+
+def test_guard_keeps_a_best_version_that_the_gateway_has_in_memory(tmp_path: Path) -> None:
+    store, guards = store_versions(tmp_path, 109, 110), SuccessGuards(tmp_path)
+    assert act(guards, 106, successes=50) == "" and store.kept() == {106}
+    store_versions(tmp_path, 106, 111, 112)
+    assert "robots act with version 106" in act(guards, 112, 0, failures=10)
 
 
 def test_guard_keeps_its_version_while_no_stored_one_is_near_a_better_one(tmp_path: Path) -> None:
     store, guards = store_versions(tmp_path, 300), SuccessGuards(tmp_path)
-    assert act(guards, 300, successes=40, failures=10) == "" and store.kept() == 300
+    assert act(guards, 300, successes=40, failures=10) == "" and store.kept() == {300}
     store_versions(tmp_path, 1, 300, 998, 1000)
-    assert act(guards, 950, successes=50) == "" and store.kept() == 300
+    assert act(guards, 950, successes=50) == "" and store.kept() == {300, 950}
+
+
+def test_guard_pins_no_version_that_succeeded_less_often_than_the_newest(tmp_path: Path) -> None:
+    _, guards = store_versions(tmp_path, 300), SuccessGuards(tmp_path)
+    act(guards, 300, successes=28, failures=22)
+    store_versions(tmp_path, 300, 998)
+    assert act(guards, 950, successes=50) == ""
+    assert act(guards, 960, 0, failures=12) == "", "version 950 with its 100% is gone, and 76% is more than 56%"
+    assert "success fell from 56% to 34%; robots act with version 300" in act(guards, 970, 0, failures=21)
+
+
+def test_guard_compares_the_newest_with_what_the_pinned_version_has_achieved(tmp_path: Path) -> None:
+    _, guards = store_versions(tmp_path, 300, 400), SuccessGuards(tmp_path)
+    act(guards, 310, successes=50)
+    assert "robots act with version 300" in act(guards, 400, 0, failures=10)
+    assert "try the newest" in act(guards, 300, successes=28, failures=22)
+    assert "as good as the best again" in act(guards, 400, successes=12, failures=8)
+    assert act(guards, 400, successes=18, failures=12) == "", "60% is more than 56%"
 
 
 def test_guard_pins_no_version_in_place_of_a_best_one_that_is_gone(tmp_path: Path) -> None:
@@ -63,7 +90,7 @@ def test_guard_pins_no_version_in_place_of_a_best_one_that_is_gone(tmp_path: Pat
     assert act(guards, 950, successes=50) == ""
     gone = "the best version so far is not stored; robots act with the newest"
     assert gone in act(guards, 1000, 0, failures=10) and current_pin(store) is None
-    assert act(guards, 1000, successes=30, failures=20) == "" and store.kept() == 1000, "a new best counts"
+    assert act(guards, 1000, successes=30, failures=20) == "" and store.kept() == {1000}, "a new best counts"
 
 
 def test_guards_name_the_pinned_version_after_a_resume_before_any_episode(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ class SavedVersions:
         self._first_s = self._last_s = self._earliest_s = 0.0
 
     @property
-    def kept_by_order(self) -> int:
-        """The version that `VersionStore.keep` asks for."""
+    def kept_by_order(self) -> set[int]:
+        """The versions that `VersionStore.keep` asks for."""
         return self._store.kept()
 
     def on_received(self) -> None:
@@ -499,8 +499,8 @@ class WeightsDistributor(ThreadedService):
             self._announce()
 
     def _pinned_ids(self) -> list[bytes]:
-        """The ids of the version to use, of the newest one, of the pinned one and of the one to keep."""
-        numbers = {self.version, self._newest(), self._pin.version(self._run), self._saved.kept_by_order}
+        """The ids of the version to use, of the newest one, of the pinned one and of those to keep."""
+        numbers = {self.version, self._newest(), self._pin.version(self._run), *self._saved.kept_by_order}
         return [id for number in sorted(numbers, reverse=True) for id in self._ids(number)]
 
     def _kept_ids(self) -> list[bytes]:

@@ -3,7 +3,7 @@
 A person sets a pin (`user-sys weights rollback`), and with ``learner.publish.on_success_drop: best`` so does the run:
 
 1. Robots act with the newest version. The version that acted when the success over `SUCCESS_WINDOWS`' larger window was
-   at its best is kept on the gateway's disk. If long episodes outlast it there, the newest stored one before it is.
+   at its best is kept on the gateway's disk, if the gateway still has it. Otherwise the newest stored one before it is.
 2. The success falls by `SUCCESS_DROP` from its best: the kept version is pinned. Training goes on.
 3. After a window of episodes with the best version, robots try the newest for up to `TRIAL_EPISODES` episodes.
 4. If the newest succeeds nearly as often (`AS_GOOD`), go to 1. Otherwise go to 2; each further trial comes after twice
@@ -104,13 +104,19 @@ def release_automatic_pins(run: Path) -> Iterator[str]:
 _Acting = Literal["newest", "best", "trial"]
 
 
+class _Best(msgspec.Struct, frozen=True):
+    """A version, and the success that it stands for."""
+
+    version: int = NO_VERSION
+    success: float = 0.0
+
+
 class _GuardState(msgspec.Struct, frozen=True, kw_only=True):
     """What a guard keeps for the run's next launch; see `SuccessGuard`."""
 
     acting: _Acting = "newest"
     best: float = 0.0
     best_version: int = NO_VERSION
-    reference: float = 0.0
     trial_after: int = WINDOW
 
 
@@ -125,8 +131,7 @@ class SuccessGuard:
         self._version, self._episodes = NO_VERSION, 0  # of the newest episode; since the versions were exchanged
         self._saved = state = self._read_state()
         self._acting: _Acting = "trial" if state.acting == "trial" else "newest"
-        self._best, self._best_version = state.best, state.best_version
-        self._reference = state.reference  # success of the pinned version
+        self._best = self._wanted = _Best(state.best_version, state.best)  # the wanted one may not be written yet
         self._trial_after = state.trial_after
         try:
             pin = current_pin(self._store)
@@ -134,7 +139,7 @@ class SuccessGuard:
             log.error("weights.pin_unreadable %s", error)
             pin = None
         if pin is not None and pin.by == AUTOMATIC:
-            self._acting, self._best_version = "best", pin.version
+            self._acting, self._best = "best", _Best(pin.version, state.best)
 
     def _read_state(self) -> _GuardState:
         try:
@@ -148,9 +153,8 @@ class SuccessGuard:
     def _save_state(self) -> None:
         state = _GuardState(
             acting=self._acting,
-            best=self._best,
-            best_version=self._best_version,
-            reference=self._reference,
+            best=self._best.success,
+            best_version=self._best.version,
             trial_after=self._trial_after,
         )
         if state != self._saved:
@@ -160,13 +164,13 @@ class SuccessGuard:
     @property
     def pinned(self) -> int:
         """The version that the guard has pinned; `NO_VERSION` without one."""
-        return self._best_version if self._acting == "best" else NO_VERSION
+        return self._best.version if self._acting == "best" else NO_VERSION
 
     def add(self, episode: EpisodeReport) -> None:
         """Counts an autonomous training episode, unless it was cut off without a label."""
         if episode.success is None:
             return
-        is_best = episode.policy_version == self._best_version
+        is_best = episode.policy_version == self._best.version
         if (self._acting == "best" and not is_best) or (self._acting == "trial" and is_best):
             return  # it began before the versions were exchanged
         self._outcomes.append(episode.success)
@@ -195,30 +199,36 @@ class SuccessGuard:
         return sum(self._outcomes) / len(self._outcomes)
 
     def _begin(self, acting: _Acting) -> None:
-        self._acting, self._episodes = acting, 0
+        self._acting, self._episodes, self._wanted = acting, 0, self._best
         self._outcomes.clear()
 
     def _guard(self) -> str:
         if len(self._outcomes) < WINDOW:
             return ""
-        if self._share >= self._best:
-            self._keep_best()
-        if self._best < PROTECTED or self._share > self._best - SUCCESS_DROP:
+        stored = self._stored_versions()
+        if self._wanted.version in stored or self._best.version not in stored:
+            self._best = self._wanted
+        if self._share >= self._best.success:
+            self._want_newest(stored)
+        self._keep()
+        if self._best.success < PROTECTED or self._share > self._best.success - SUCCESS_DROP:
             return ""
-        return self._pin(f"success fell from {self._best:.0%} to {self._share:.0%}")
+        return self._pin(f"success fell from {self._best.success:.0%} to {self._share:.0%}")
 
-    def _keep_best(self) -> None:
-        """Has the gateway keep the version of the newest episode, or the nearest stored one before it.
+    def _want_newest(self, stored: list[int]) -> None:
+        """Wants the version of the newest episode. The nearest one before it that is stored stands for it until it is.
 
-        Without one, the version that is kept stays.
+        Without one, the best version so far stays the best, with its own success.
         """
-        stored, found = self._stored_versions(), self._version
-        if found <= max(stored, default=NO_VERSION):  # a newer one is not written yet
-            near = (each for each in stored if NEAR * found <= each <= found)
-            found = max(near, default=self._best_version)
-        if self._share >= PROTECTED and found != self._store.kept():
-            self._store.keep(found)
-        self._best, self._best_version = self._share, found
+        self._wanted = _Best(self._version, self._share)
+        if near := [each for each in stored if NEAR * self._version <= each <= self._version]:
+            self._best = _Best(max(near), self._share)
+
+    def _keep(self) -> None:
+        """Has the gateway keep the best version that is stored, and the wanted one as soon as it writes it."""
+        versions = {self._best.version, self._wanted.version} - {NO_VERSION}
+        if self._wanted.success >= PROTECTED and versions != self._store.kept():
+            self._store.keep(versions)
 
     def _stored_versions(self) -> list[int]:
         return [manifest.version for manifest in self._store.manifests()]
@@ -226,7 +236,7 @@ class SuccessGuard:
     def _try(self) -> str:
         if self._episodes < self._trial_after:
             return ""
-        self._reference = self._share
+        self._best = _Best(self._best.version, self._share)
         set_pin(self._run, self._learner, NO_VERSION, AUTOMATIC, "trial of the newest version")
         self._begin("trial")
         return f"{self._learner}: robots try the newest version again"
@@ -234,7 +244,7 @@ class SuccessGuard:
     def _judge(self) -> str:
         judged = max(TRIAL_EPISODES, len(self._outcomes))  # fast simulated robots finish more at once
         missing = judged - len(self._outcomes)
-        if sum(self._outcomes) + missing < (self._reference - AS_GOOD) * judged:
+        if sum(self._outcomes) + missing < (self._best.success - AS_GOOD) * judged:
             self._trial_after = min(2 * self._trial_after, MAX_EPISODES_BETWEEN_TRIALS)
             return self._pin(f"the newest version succeeded in {sum(self._outcomes)} of {len(self._outcomes)} episodes")
         if missing > 0:
@@ -243,13 +253,13 @@ class SuccessGuard:
         return f"{self._learner}: robots act with the newest version: it is as good as the best again"
 
     def _pin(self, why: str) -> str:
-        if self._best_version not in self._stored_versions():
-            self._best, self._best_version = 0.0, NO_VERSION
+        if self._best.version not in self._stored_versions():
+            self._best = _Best()
             self._begin("newest")
             return f"{self._learner}: {why}, and the best version so far is not stored; robots act with the newest"
-        set_pin(self._run, self._learner, self._best_version, AUTOMATIC, why)
+        set_pin(self._run, self._learner, self._best.version, AUTOMATIC, why)
         self._begin("best")
-        return f"{self._learner}: {why}; robots act with version {self._best_version}, the best so far that is stored"
+        return f"{self._learner}: {why}; robots act with version {self._best.version}, the best so far that is stored"
 
 
 class SuccessGuards:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -168,16 +168,16 @@ class VersionStore:
         """Stores a pin durably: a person for the gateway, a robot for its next start. Raises OSError."""
         replace_durably(self.folder / PIN_FILE, msgspec.msgpack.encode(pin))
 
-    def keep(self, version: int) -> None:
-        """Asks the gateway to keep this version, instead of the one before. Raises OSError."""
-        replace_durably(self.folder / KEPT_FILE, str(version).encode())
+    def keep(self, versions: Collection[int]) -> None:
+        """Asks the gateway to keep these versions, as far as it has them, instead of those before. Raises OSError."""
+        replace_durably(self.folder / KEPT_FILE, " ".join(map(str, versions)).encode())
 
-    def kept(self) -> int:
-        """Returns the version to keep, or `NO_VERSION`."""
+    def kept(self) -> set[int]:
+        """Returns the versions to keep."""
         try:
-            return int((self.folder / KEPT_FILE).read_text())
+            return set(map(int, (self.folder / KEPT_FILE).read_text().split()))
         except (OSError, ValueError):
-            return NO_VERSION
+            return set()
 
     def manifests(self) -> list[WeightsManifest]:
         """Returns the manifests of the folder's versions, without a check of their blobs."""
