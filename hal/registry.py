@@ -139,7 +139,7 @@ class _Resource:
 
     Attributes:
         seen_ns, seen_unix_s: its last announcement, by both clocks.
-        is_announced: since this registry's start, and not lost since.
+        is_announced: since this registry's start.
         faults: the newest ones, with their times in nanoseconds.
         lease: as it was last audited.
     """
@@ -214,7 +214,7 @@ class Registry:
             self._audit.write(AuditEntry(event="returned", robot=name))
         if known is None:
             known = self._resources[name] = _Resource(record, now_ns, 0.0)
-        if not known.is_announced and (was_lost or now_ns > self._settled_ns):
+        if was_lost or (not known.is_announced and now_ns > self._settled_ns):
             self._changed.append(name)
         known.record, known.is_announced, known.is_lost = record, True, False
         known.seen_ns, known.seen_unix_s = now_ns, round(self._wall_clock(), 3)
@@ -268,7 +268,6 @@ class Registry:
             resource.is_lost = True
             self._end_lease(self._leases.lapse, name, "lapsed", "the robot is silent")
             if resource.is_announced:
-                resource.is_announced = False
                 self._changed.append(name)
                 self._audit.write(AuditEntry(event="lost", robot=name))
         self._save()
@@ -332,6 +331,10 @@ class Registry:
         trouble = f"{len(faults)} recent fault(s), the last: {faults[-1]}" if faults else known.record.trouble
         seen = known.seen_unix_s if health is Health.LOST else 0.0
         return msgspec.structs.replace(known.record, health=health, note=note, trouble=trouble, seen_unix_s=seen)
+
+    def is_announced(self, name: str) -> bool:
+        """Whether the resource has announced itself since this registry's start. Raises as `record`."""
+        return self._require(name).is_announced
 
     def snapshot(self) -> tuple[ResourceRecord, ...]:
         """The present records of all resources that were ever announced, by name."""

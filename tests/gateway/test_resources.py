@@ -1,4 +1,4 @@
-"""Faults that robots report: which of them count towards a quarantine."""
+"""Faults that robots report, of which some count towards a quarantine, and what consoles get of lost robots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hal.lease import LeaseTable
-from hal.registry import MAX_FAULTS, Registry
+from hal.registry import MAX_FAULTS, Registry, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.gateway.gateway import ResourceService
@@ -67,3 +67,27 @@ def test_faults_of_a_restarted_session_count(resources: ResourceService) -> None
     assert not resources.registry.record("panda-0").trouble
     report(resources, 1)
     assert resources.registry.record("panda-0").trouble.startswith("1 recent fault(s)")
+
+
+def test_console_gets_the_time_of_a_loss_only_of_robots_that_came_in_since_the_start(tmp_path: Path) -> None:
+    now_ns, database = [0], StateDatabase(tmp_path / STATE_FILE)
+
+    def started() -> ResourceService:
+        leases = LeaseTable(database, 30.0)
+        return ResourceService(leases, Registry(leases, database, lambda: now_ns[0]), tmp_path)
+
+    def lost_at(resources: ResourceService) -> float:
+        now_ns[0] += 60 * 10**9
+        resources.poll((), ())
+        (record,) = resources.present()
+        assert record.health is Health.LOST
+        return record.seen_unix_s
+
+    earlier = started()
+    earlier.registry.announce(ARM)
+    assert lost_at(earlier) > 0
+    resumed = started()
+    assert lost_at(resumed) == 0.0, "its session may be starting"
+    assert read_registry(database)[0].seen_unix_s > 0, "the database keeps it for people"
+    resumed.registry.announce(ARM)
+    assert lost_at(resumed) > 0

@@ -217,14 +217,18 @@ class ResourceService:
             LeaseRefusal(robot=lease.robot, reason=f"{lease.robot} is quarantined {reason}", token=lease.token)
             for lease, reason in revoked
         ]
-        return list(changes), refusals
+        return [self._for_consoles(each) for each in changes], refusals
 
     def present(self) -> list[ResourceRecord]:
         """The present records of all robots, and of the devices that are lost, quarantined or draining."""
         with self._lock:
             records = self.registry.snapshot()
         usable = (Health.READY, Health.LEASED)
-        return [each for each in records if each.kind is Kind.ROBOT or each.health not in usable]
+        return [self._for_consoles(each) for each in records if each.kind is Kind.ROBOT or each.health not in usable]
+
+    def _for_consoles(self, record: ResourceRecord) -> ResourceRecord:
+        """Without the time at which it was present before this gateway's start: its session may be starting."""
+        return record if self.registry.is_announced(record.name) else msgspec.structs.replace(record, seen_unix_s=0.0)
 
     def on_lease_request(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
