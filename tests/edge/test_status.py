@@ -295,6 +295,21 @@ def test_pose_and_promised_actions_are_sent_on_request(status: StatusPublisher, 
     assert not status.previews.is_watched(time.monotonic())
 
 
+def test_pose_from_before_a_fault_or_a_reset_is_not_sent_as_the_present_one(
+    status: StatusPublisher, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = replace(NO_INTERVENTION, observation={STATE: np.array([0.5], np.float32)})
+    status.previews.enable(PreviewRequest(robot="r", rate_hz=0.0, ttl_s=30.0, pose=True))
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for event in (status.on_fault, status.on_reset_wait):
+        for report, pose in ((lambda: status.on_step(observed, None), (0.5,)), (event, ()), (status.publish, ())):
+            now_s += 1.0
+            report()
+            *_, newest = (each for each in client.sent if isinstance(each, RobotStatus))
+            assert newest.state == pose
+
+
 @pytest.mark.parametrize(("elements", "sent"), [(7, MAX_PROMISED), (63, 63), (256, 14)])
 def test_pose_of_a_robot_with_many_joints_is_one_that_the_gateway_accepts(
     status: StatusPublisher, client: FakeClient, monkeypatch: pytest.MonkeyPatch, elements: int, sent: int

@@ -192,7 +192,7 @@ def _names(reasons: SafetyReason) -> tuple[str, ...]:
 
 
 class _NewestPeriods:
-    """The newest control periods with an action, for a console's traces, and the newest `state`."""
+    """The newest control periods with an action, for a console's traces, and the present `state`, if it is known."""
 
     def __init__(self) -> None:
         self.state: Array | None = None
@@ -299,10 +299,12 @@ class StatusPublisher(StartedAtEntry):
     def on_fault(self) -> None:
         """The hardware failed. The retries of one outage count as one fault."""
         self._steps.on_fault()
+        self._periods.state = None
         self.publish()
 
     def on_reset_wait(self) -> None:
         """The driver resets the robot, which may take long. A console shows a robot without a status as lost."""
+        self._periods.state = None
         if (now_s := time.monotonic()) >= self._next_status_s:
             self._next_status_s = now_s + STATUS_PERIOD_S
             self.publish(resets=True)
