@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SERVING = "serving"
 PROMISED_RGB = (230, 80, 20)
 POINT_SIZE_M = 0.008
-NO_POSE = "no report from the robot"
+NO_POSE = "no present pose of the robot"
 CAMERA_M, LOOK_AT_M = (1.3, -0.9, 0.8), (0.3, 0.0, 0.2)
 
 
