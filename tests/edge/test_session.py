@@ -403,6 +403,28 @@ def test_hold_that_could_not_be_written_is_written_later(tmp_path: Path, caplog:
     assert (folder / "held").exists()
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_hold_that_changes_back_after_a_half_failed_write_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_held: bool
+) -> None:
+    """The file has changed, and its folder was not synced."""
+
+    def fail(_: int) -> None:
+        raise OSError("the disk is gone")
+
+    path = tmp_path / "held"
+    if is_held:
+        path.touch()
+    with HoldRecord(path) as record:
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "fsync", fail)
+            record.set(not is_held)
+            until(lambda: "hold_not_recorded" in caplog.text)
+            record.set(is_held)
+        until(lambda: record.is_set is is_held)
+        assert path.exists() is is_held
+
+
 def test_scripted_operator_leaves_no_hold_for_the_next_session(tmp_path: Path) -> None:
     """It drives in episodes only, and would never hand back."""
     operator = {"kind": "scripted", "after_steps": 2}

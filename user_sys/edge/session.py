@@ -379,14 +379,15 @@ class HoldRecord(ThreadedService):
     A thread writes it, because a disk may take longer than a control period.
 
     Attributes:
-        is_set: a person has it, by the file, durably.
+        is_set: a person has it, by the file, durably. None after a failed write: the file may have changed.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__("hold-record", HOLD_STOP_TIMEOUT_S)
         self._path = path
-        self.is_set = self._is_held = path.exists()
-        self._changed, self._has_failed = threading.Event(), False
+        self._is_held = path.exists()
+        self.is_set: bool | None = self._is_held
+        self._changed = threading.Event()
 
     def set(self, is_held: bool) -> None:
         """Has a change written, and never blocks. A failed write is logged and repeated: the robot goes on."""
@@ -396,7 +397,7 @@ class HoldRecord(ThreadedService):
 
     def _work(self) -> None:
         while not self._stopping.is_set():
-            self._changed.wait(HOLD_RETRY_S if self._has_failed else None)
+            self._changed.wait(HOLD_RETRY_S if self.is_set is None else None)
             self._changed.clear()
             self._write(self._is_held)
         self._write(self._is_held)
@@ -407,17 +408,17 @@ class HoldRecord(ThreadedService):
     def _write(self, is_held: bool) -> None:
         if is_held is self.is_set:
             return
+        was_known, self.is_set = self.is_set is not None, None
         try:
             if is_held:
                 self._path.touch()
                 sync_folder(self._path.parent)
             else:
                 remove_durably(self._path)
-            self.is_set, self._has_failed = is_held, False
+            self.is_set = is_held
         except OSError as error:
-            if not self._has_failed:
+            if was_known:
                 log.error("session.hold_not_recorded %s: %s; it is tried again", self._path, error)
-            self._has_failed = True
 
 
 class LateCommandLog:
