@@ -8,8 +8,8 @@ name. Since ros2_controllers 4.2 it refuses an empty trajectory, so a hold is a 
 position. A forward controller receives positions in the order of its parameter ``joints``.
 
 Safe stop: the target is the measured position; then the controllers are deactivated, and the hardware keeps its last
-command. The next command activates them again. A controller that a fault or a person deactivated makes the robot lost,
-and the e-stop latches: connecting activates the controller again.
+command. The next command activates them again, and the arm holds for its control period. Connecting activates nothing.
+A controller that a fault or a person deactivated makes the robot lost, and the e-stop latches.
 If this process dies, a controller moves to its last target, at most one control period ahead, and stays there.
 """
 
@@ -164,6 +164,10 @@ class ControllerManager:
         """Raises HardwareLost if one of the controllers is not active. Blocks."""
         self._require_active(self._list.call({}, RESPONSE_TIMEOUT_S), HardwareLost)
 
+    def is_active(self) -> bool:
+        """Whether all the controllers are active. Blocks. Raises HardwareLost, as `activate`."""
+        return not self._inactive(_states(self._list.call({}, RESPONSE_TIMEOUT_S)))
+
     def activate(self, instead_of: Sequence[str] = ()) -> None:
         """Activate the controllers and deactivate `instead_of`, in one cycle of the control loop, or none of them.
         Blocks.
@@ -172,11 +176,8 @@ class ControllerManager:
             HardwareLost: the manager does not answer or refuses; a controller is not loaded or not configured.
         """
         states = _states(self._list.call({}, RESPONSE_TIMEOUT_S))
-        found = {name: states.get(name, "not loaded") for name in self._controllers}
-        if unknown := {name: state for name, state in found.items() if state not in (ACTIVE, INACTIVE)}:
-            raise HardwareLost(f"{self.name}: cannot activate {unknown}; the controllers are {states}")
-        start = [name for name, state in found.items() if state == INACTIVE]
-        self._request(start, [name for name in _listed_names(instead_of) if states.get(name) == ACTIVE])
+        stop = [name for name in _listed_names(instead_of) if states.get(name) == ACTIVE]
+        self._request(self._inactive(states), stop)
 
     def deactivate(self) -> None:
         """Deactivate the active controllers. Blocks. Raises HardwareLost, as `activate`."""
@@ -210,6 +211,12 @@ class ControllerManager:
         if not response.ok:
             why = getattr(response, "message", "") or "its log has the reason"
             raise HardwareLost(f"{self.name} did not activate {start} and deactivate {stop}: {why}")
+
+    def _inactive(self, states: Mapping[str, str]) -> list[str]:
+        found = {name: states.get(name, "not loaded") for name in self._controllers}
+        if unknown := {name: state for name, state in found.items() if state not in (ACTIVE, INACTIVE)}:
+            raise HardwareLost(f"{self.name}: cannot activate {unknown}; the controllers are {states}")
+        return [name for name, state in found.items() if state == INACTIVE]
 
     def _require_active(self, response: Any, if_inactive: type[HardwareLost]) -> None:
         states = _states(response)
@@ -422,15 +429,16 @@ class Ros2Robot(Robot):
         self._stop_client: RosServiceClient | None = None
         self._topics = _RobotTopics(config, self._layout)
         self._target: Array | None = None
-        self._connected = self._moving = self._deactivated = False
+        self._connected = self._moving = self._active = self._stopped = False
 
     def connect(self) -> None:
-        """See `hal.robot.Robot`. Activates inactive controllers. After a hardware fault the controller manager refuses,
-        and the fault is not cleared.
+        """See `hal.robot.Robot`. Inactive controllers stay so until the first command: a person may guide the arm by
+        another one.
 
         Raises:
-            EmergencyStopped: a stop button of the cell is pressed; no controller was activated.
-            HardwareLost: also if another process of this machine has locked the controller.
+            EmergencyStopped: a stop button of the cell is pressed.
+            HardwareLost: also if another process of this machine has locked the controller, or if it is inactive and
+                the config does not activate it.
             SpecError: ROS 2 or a message package is not installed, or the config lacks a joint of the force's frame.
         """
         if self._connected:
@@ -450,14 +458,14 @@ class Ros2Robot(Robot):
                 names = [each.name for each in self._controllers]
                 self._manager = ControllerManager(self._node, config.manager, names, config.connect_s)
                 self.check_stop()
-                if config.activate:
-                    self._manager.activate(config.instead_of)
-                self._manager.require_active()
+                if not config.activate:
+                    self._manager.require_active()
+            self._active = self._manager is None or self._manager.is_active()
             stamped, ask = config.clock == "shared", bool(config.manager)
             for controller in self._controllers:
                 controller.open(self._node, stamped=stamped, query_parameters=ask, timeout_s=config.connect_s)
-            self._connected, self._moving, self._deactivated = True, True, False
-            self._hold()
+            self._connected, self._stopped = True, False
+            self._hold()  # an inactive controller ignores it
         except HalError:
             self._disconnect()
             raise
@@ -470,7 +478,8 @@ class Ros2Robot(Robot):
         return Observation({STATE: state}, captured_ns)
 
     def command(self, action: Array) -> Array:
-        """See `hal.robot.Robot`. After a safe stop it first activates the controllers, which takes longer.
+        """See `hal.robot.Robot`. It first activates inactive controllers, which takes longer; the applied action then
+        holds the arm. After a hardware fault the controller manager refuses, and the fault is not cleared.
 
         Raises:
             EmergencyStopped: a stop button of the cell is pressed, or was since the last command; or the e-stop was
@@ -482,12 +491,8 @@ class Ros2Robot(Robot):
         positions, _, captured_ns = self._topics.joints.latest()
         self._require_alive(captured_ns, JOINT_STATE)
         self._require_in_range(positions)
-        if self._deactivated:
-            if self._manager is not None:
-                self._manager.activate(self.config.instead_of)
-            self._deactivated = False
-            self.check_stop()  # the activation takes seconds
-            self._require_button_released()
+        if not self._active:
+            return self._activate()
         self._check_controllers()
         self._moving = True
         joints = positions[: len(self.config.joints)]
@@ -499,14 +504,12 @@ class Ros2Robot(Robot):
         A safe stop takes every step, also after one that failed.
         """
         self._require_link()
-        if self._deactivated:
-            return
-        if level is StopLevel.HOLD:
+        if level is StopLevel.SAFE and not self._stopped:
+            run_all([self._stand, self._deactivate, self._call_stop_service])
+            self._active, self._stopped = False, True
+        elif self._active:
             self._stand()
             self._check_controllers()
-            return
-        run_all([self._stand, self._deactivate, self._call_stop_service])
-        self._deactivated = True
 
     def go_home(self) -> None:
         """See `robots.homing.SupportsHoming`. A gripper keeps its target."""
@@ -528,6 +531,16 @@ class Ros2Robot(Robot):
         elif self._target is not None:
             self._send(self._target)
 
+    def _activate(self) -> Array:
+        """Takes seconds, in which the arm may move: by a person's hand, or by the controller that is replaced."""
+        self._target, self._stopped = self._pose(), False
+        if self._manager is not None:
+            self._manager.activate(self.config.instead_of)
+        self._active = self._moving = True
+        self.check_stop()
+        self._require_button_released()
+        return self._hold()
+
     def _deactivate(self) -> None:
         if self._manager is not None:
             self._manager.deactivate()
@@ -538,16 +551,21 @@ class Ros2Robot(Robot):
             if not answer.success:
                 raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
 
-    def _hold(self) -> None:
-        """Make the measured pose the target; if the readings are outdated, keep the last target."""
+    def _hold(self) -> Array:
+        """Make the measured pose the target, unclipped: clipping to a limit would make the joint jump."""
+        applied = self._send(self._pose())
+        self._moving = False
+        return applied
+
+    def _pose(self) -> Array:
+        """The measured pose, with the gripper's target; if the readings are outdated, the last target."""
         positions, _, captured_ns = self._topics.joints.latest()
         goal = positions.astype(np.float32)
         if self._target is not None:
             grip = len(self.config.joints)
             fresh = age_s(captured_ns) <= self.config.stale_s
             goal = np.concatenate([goal[:grip] if fresh else self._target[:grip], self._target[grip:]])
-        self._send(goal)  # unclipped: clipping to a limit would make the joint jump
-        self._moving = False
+        return goal
 
     def _send(self, action: Array) -> Array:
         targets = dict(zip(self.config.commanded_joints, action.tolist(), strict=True))

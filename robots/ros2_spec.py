@@ -244,7 +244,7 @@ class Ros2Config:
     velocities: the joint states have velocities.
     home: target of a reset, one position for each of `joints`; if empty, a person moves the robot.
     manager: the controller manager. If empty, no service is used: controllers are not queried, switched or monitored.
-    activate: connecting activates an inactive controller; otherwise a person does.
+    activate: the first command activates an inactive controller; otherwise a person does, before the connection.
     instead_of: controllers that are deactivated when this one is activated.
     estop_topic: std_msgs/msg/Bool, true while a stop button of the cell is pressed. The publisher is transient local or
     repeats it.

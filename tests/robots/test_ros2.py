@@ -79,10 +79,11 @@ def peer(shared_peer: Ros2Peer) -> Ros2Peer:
 
 
 def arrive(robot: Robot, action: Array) -> None:
-    eventually(
-        lambda: bool(np.abs(robot.observe().arrays[STATE][: len(action)] - robot.command(action)).max() < 0.005),
-        f"the arm did not get to {action}",
-    )
+    def is_there() -> bool:
+        robot.command(action)
+        return bool(np.abs(robot.observe().arrays[STATE][: len(action)] - action).max() < 0.005)
+
+    eventually(is_there, f"the arm did not get to {action}")
 
 
 def await_raise(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object], match: str) -> None:
@@ -236,8 +237,20 @@ def test_stopped_controller_loses_robot_and_fault_is_not_cleared(peer: Ros2Peer)
     with pytest.raises(HardwareLost, match="not active"):
         Ros2Robot(replace(PLAIN, activate=False)).connect()
     peer.send("fault 1")
-    with pytest.raises(HardwareLost, match="hardware component is in an error"):
-        Ros2Robot(PLAIN).connect()
+    with Ros2Robot(PLAIN) as robot, pytest.raises(HardwareLost, match="hardware component is in an error"):
+        robot.command(HOME)
+
+
+def test_person_who_guides_the_arm_by_another_controller_keeps_it_until_the_first_command(peer: Ros2Peer) -> None:
+    peer.send("put arm_controller inactive")
+    peer.send("put forward active")
+    with Ros2Robot(replace(PLAIN, instead_of=("forward",))) as robot:
+        robot.stop(StopLevel.HOLD)
+        robot.stop(StopLevel.SAFE)
+        assert peer.state()["controllers"] == {"arm_controller": "inactive", "forward": "active", "grip": "active"}
+        held = robot.command(np.array([0.5, 0, 0], np.float32))
+        np.testing.assert_allclose(held, robot.observe().arrays[STATE][:3], atol=0.01)
+        assert peer.state()["controllers"] == {"arm_controller": "active", "forward": "inactive", "grip": "active"}
 
 
 def test_silent_stop_button_topic_loses_robot(peer: Ros2Peer) -> None:

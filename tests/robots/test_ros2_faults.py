@@ -80,13 +80,18 @@ class Controller:
 
 
 class Manager:
-    """Activates nothing; it deactivates, or fails to."""
+    """Notes what it switches, or refuses to."""
 
     def __init__(self, log: list[str]) -> None:
-        self._log, self.refuses = log, False
+        self._log, self.refuses, self.finds_active = log, False, True
         self.check_active = self.require_active = lambda: None
 
+    def is_active(self) -> bool:
+        return self.finds_active
+
     def activate(self, instead_of: object) -> None:
+        if self.refuses:
+            raise HardwareLost("the manager refuses")
         self._log.append("activate")
 
     def deactivate(self) -> None:
@@ -157,6 +162,35 @@ def test_stop_during_connect_activates_nothing(stopping: Stopping, silent: bool)
     assert stopping.log == []
 
 
+def test_inactive_controllers_are_activated_at_the_first_command_and_hold(stopping: Stopping) -> None:
+    """A person may guide the arm by another controller, under a latched e-stop or before a session."""
+    stopping.manager.finds_active = False
+    robot = stopping.robot
+    robot.connect()
+    robot.stop(StopLevel.HOLD)
+    assert stopping.log == ["arm", "hand"], "which ignore it"
+    robot.stop(StopLevel.SAFE)
+    assert stopping.log[2:] == ["arm", "hand", "deactivate", "service"]
+    stopping.log.clear()
+    action = np.array([0.1, 0.05], np.float32)
+    assert robot.command(action).tolist() == [0.0, 0.0], "where the arm was measured"
+    assert stopping.log == ["activate", "arm", "hand"]
+    assert robot.command(action).tolist() == action.tolist()
+    assert stopping.log == ["activate", *["arm", "hand"] * 2]
+
+
+def test_controllers_whose_activation_failed_are_deactivated_at_the_next_stop(stopping: Stopping) -> None:
+    stopping.connect()
+    stopping.robot.stop(StopLevel.SAFE)
+    stopping.manager.refuses = True
+    with pytest.raises(HardwareLost, match="refuses"):
+        stopping.robot.command(np.array([0.1, 0.05], np.float32))
+    stopping.manager.refuses = False
+    stopping.log.clear()
+    stopping.robot.stop(StopLevel.SAFE)
+    assert stopping.log == ["arm", "hand", "deactivate", "service"], "the manager may have activated them"
+
+
 def test_e_stop_while_the_controllers_are_activated_again_moves_nothing(stopping: Stopping) -> None:
     stopping.connect()
     robot = stopping.robot
@@ -221,8 +255,10 @@ def test_controllers_in_a_namespace_are_switched_by_the_names_that_their_manager
     monkeypatch.setattr(ros2, "RosServiceClient", lambda *_: services)
     names = ["/left/arm", "left/hand"]
     manager = ControllerManager(Node(), "/left/controller_manager", names, 1.0)  # type: ignore[arg-type]
+    assert not manager.is_active()
     manager.activate(["/left/forward"])
     manager.require_active()
+    assert manager.is_active()
     assert services.states == {"arm": "active", "hand": "active", "forward": "inactive"}
     manager.deactivate()
     assert set(services.states.values()) == {"inactive"}
