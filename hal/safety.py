@@ -45,8 +45,6 @@ WATCHDOG_LEAD_S = 0.008  # the hold starts this much before its deadline, at mos
 
 PERSIST_RETRY_S = 1.0  # an e-stop that could not be written is written again
 
-PLACE_REASONS = SafetyReason.WORKSPACE | SafetyReason.FORCE | SafetyReason.JOINT_POSITION
-
 _NS = 1_000_000_000
 _EMPTY: Array = np.empty(0)
 
@@ -162,13 +160,6 @@ class SafetyKernel:
     def is_stale(self, observation: Observation) -> bool:
         """Whether `filter` would refuse `observation` as too old."""
         return abs(self._clock() - observation.t_capture_ns) > self._stale_ns
-
-    def explain_place(self, observation: Observation) -> str:
-        """Why no action may move the robot from the place in `observation`: a joint at the end of its range, or a tool
-        out of its place or under too much force. Empty if one may, or without a usable state."""
-        state, unusable = self._read_state(observation, self._clock())
-        reasons = NO_REASON if unusable else self._joints.check(state) & PLACE_REASONS
-        return f"{_names(reasons)}: {self._joints.explain(state)}" if reasons else ""
 
     def check_watchdog(self) -> SafetyDecision | None:
         """The stop that the e-stop or the watchdog requires; None while commands are recent."""
@@ -346,8 +337,5 @@ def _describe_reading(reason: SafetyReason, observation: Observation | None, now
 
 
 def _describe_change(reason: SafetyReason, proposed: Array, applied: Array) -> str:
-    return f"{_names(reason)}: {np.round(proposed, 5).tolist()} became {np.round(applied, 5).tolist()}"
-
-
-def _names(reasons: SafetyReason) -> str:
-    return ", ".join(str(each.name).lower() for each in reasons)
+    names = ", ".join(str(r.name).lower() for r in reason)
+    return f"{names}: {np.round(proposed, 5).tolist()} became {np.round(applied, 5).tolist()}"

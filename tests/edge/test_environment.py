@@ -170,7 +170,7 @@ class HeldTask(FakeTask):
     ],
     ids=["out of the workspace", "pressing", "at the end of a joint's range"],
 )
-def test_robot_that_no_action_may_move_after_a_reset_stops_until_a_person_moves_it(
+def test_robot_that_no_action_may_move_stops_at_the_first_step_after_a_reset(
     changes: dict[str, object], limits: dict[str, object], why: str
 ) -> None:
     robot, task = RecordingRobot(FakeRobotConfig(table=FakeTable(height_m=0.02))), HeldTask()
@@ -179,11 +179,19 @@ def test_robot_that_no_action_may_move_after_a_reset_stops_until_a_person_moves_
     driver = RobotEnvironment(robot, task, SafetyKernel(robot.spec))
     driver.connect()
     for _ in range(2):
-        time_step = driver.reset(0)
+        assert not driver.reset(0).stopped and not driver.hold().stopped, "a person has time to bring it back"
+        time_step = driver.step(STILL)
         assert time_step.stopped and why in time_step.stopped_why and robot.stops[-1] is StopLevel.SAFE
+        assert SafetyReason(time_step.safety_reasons) is SafetyReason.ESTOP
         driver.kernel.rearm("ada")
-    task.place = (0.0, 0.0, 0.02)
-    assert not driver.reset(0).stopped and driver.step(STILL).applied is not None
+    driver.reset(0)
+    robot.set_state(np.array([0.0, 0.0, 0.02]), np.zeros(3))
+    driver.hold()
+    assert driver.step(STILL).applied is not None
+    robot.set_state(np.array(task.place), np.zeros(3))
+    driver.hold()
+    time_step = driver.step(STILL)
+    assert time_step.applied is None and not time_step.stopped, "in the episode it has failed"
     driver.close()
 
 

@@ -112,11 +112,11 @@ def test_latched_robot_is_refused() -> None:
 def test_robots_own_stop_ends_the_work_and_stays() -> None:
     robot, setup = watched()
     with (
-        pytest.raises(EmergencyStopped, match="person must re-arm it"),
+        pytest.raises(EmergencyStopped, match="person must re-arm it: it is pressed$"),
         open_local_environment(setup, REAL) as driver,
     ):
         raise_if_stopped(driver.step(STILL), None)
-        driver.kernel.emergency_stop("the button at the door")
+        driver.kernel.emergency_stop("the button at the door", "it is pressed")
         raise_if_stopped(driver.step(STILL), None)
     with pytest.raises(EmergencyStopped, match="button at the door"), open_local_environment(setup, REAL):
         robot.command(STILL)

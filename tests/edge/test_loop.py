@@ -74,6 +74,17 @@ def test_period_without_an_action_holds_and_is_no_step() -> None:
     assert sum(chunk.header.steps for chunk in bench.chunks) == 4
 
 
+def test_first_step_that_an_e_stop_prevents_is_no_episode() -> None:
+    class Stopped(ScriptedAgent):
+        def select_action(self, time_step: TimeStep) -> SelectedAction:
+            bench.driver.kernel.emergency_stop("ada")
+            return super().select_action(time_step)
+
+    bench = Bench()
+    result = bench.run(Stopped(fake_expert))
+    assert (result.episode, result.success, bench.packets) == ("", None, [])
+
+
 @pytest.mark.parametrize(
     ("reason", "success"),
     [

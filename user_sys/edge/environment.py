@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 COMMAND_JITTER = 0.3  # share of a control period by which a command may be closer to the one before
 
+PLACE_REASONS = SafetyReason.WORKSPACE | SafetyReason.FORCE | SafetyReason.JOINT_POSITION
+
 SLOW_CONNECT_S = 1.0  # of an input device that does not answer
 NO_OUTCOME = TaskOutcome(reward=0.0, terminated=False)
 
@@ -259,14 +261,12 @@ class RobotEnvironment:
     def reset(self, seed: int) -> TimeStep:
         """Moves robot and scene to an initial state, then connects lost input devices that have returned.
 
-        An e-stop, latched or new, leaves robot and scene in place. It latches if no action may move the robot after the
-        task's reset: a person must bring it back.
+        An e-stop, latched or new, leaves robot and scene in place.
         """
         self.stop_if_latched()
         if self.kernel.latched_estop is None:
             try:
                 self.task.reset(self.robot, np.random.default_rng(seed))
-                self._require_in_place()
                 self._input_devices.connect_lost(self.robot.check_stop)
             except EmergencyStopped as error:
                 self._stop_for(error)
@@ -275,14 +275,10 @@ class RobotEnvironment:
         self._captured_ns.clear()
         return self._time_step(applied=None, reasons=SafetyReason(0), t_command_ns=0, evaluate=False)
 
-    def _require_in_place(self) -> None:
-        if why := self.kernel.explain_place(self.robot.observe()):
-            raise EmergencyStopped(
-                f"no action may move {self._name} after its reset ({why}): a person must move it back, or correct its "
-                "limits"
-            )
-
     def step(self, action: Array) -> TimeStep:
+        """See `Environment`. The e-stop latches if no action may move the robot at the first step after a reset: a
+        person must bring it back, and has time for it until then.
+        """
         if self._newest is None:
             raise RuntimeError("the environment is not connected: call connect() first")
         if self.real_time:
@@ -292,6 +288,13 @@ class RobotEnvironment:
             self._observe()
         decision = self.kernel.filter(action, self._newest)
         if decision.applied is None:
+            if self._steps == 0 and decision.reasons & PLACE_REASONS:
+                return self._stop_step(
+                    EmergencyStopped(
+                        f"no action may move {self._name} after its reset ({str(decision.reasons.name).lower()}: "
+                        f"{decision.text}): a person must move it back, or correct its limits"
+                    )
+                )
             if decision.reasons != self._logged_refusal:  # once, not in each control period
                 log.warning("safety.refused reasons=%s %s", decision.reasons, decision.text)
             self._logged_refusal = decision.reasons
@@ -300,11 +303,14 @@ class RobotEnvironment:
         try:
             applied = np.asarray(self.robot.command(decision.applied), np.float32)
         except EmergencyStopped as error:
-            self._stop_for(error)
-            return self._time_step(None, SafetyReason.ESTOP, time.monotonic_ns(), evaluate=True)
+            return self._stop_step(error)
         self._logged_refusal = SafetyReason(0)
         self.kernel.set_applied(applied)
         return self._time_step(applied, decision.reasons, time.monotonic_ns(), evaluate=True)
+
+    def _stop_step(self, error: EmergencyStopped) -> TimeStep:
+        self._stop_for(error)
+        return self._time_step(None, SafetyReason.ESTOP, time.monotonic_ns(), evaluate=True)
 
     def _stop_for(self, error: EmergencyStopped) -> None:
         """Latches a stop of the robot's own button. After its release an operator re-arms at the console."""

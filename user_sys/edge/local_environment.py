@@ -151,7 +151,8 @@ def raise_if_stopped(time_step: TimeStep, selected: SelectedAction | None) -> No
     Raises EmergencyStopped.
     """
     if time_step.stopped:
-        raise EmergencyStopped("the robot was stopped, and a person must re-arm it")
+        why = f": {time_step.stopped_why}" if time_step.stopped_why else ""
+        raise EmergencyStopped(f"the robot was stopped, and a person must re-arm it{why}")
 
 
 @contextmanager

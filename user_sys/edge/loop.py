@@ -48,7 +48,8 @@ def run_episode(
 ) -> EpisodeReport:
     """Runs one episode to its end. Without a recorder the report names neither episode nor robot.
 
-    If the e-stop is latched at the reset, nothing was reset, and nothing is recorded: the agent decides on the end.
+    If the e-stop is latched at the reset, nothing was reset, and nothing is recorded: the agent decides on the end. Nor
+    is a first step that an e-stop prevents.
 
     Raises:
         HalError: an error of the environment. The episode stays open and is never sampled past its last step.
@@ -71,6 +72,8 @@ def run_episode(
         with span("step"):
             after = environment.step(selected.action)
         steps += 1
+        if steps == 1 and after.stopped and after.applied is None:
+            recorder, episode = None, ""
         outcome = agent.evaluate_step(after, steps)
         if recorder:
             recorder.record(time_step, selected, after, outcome)
