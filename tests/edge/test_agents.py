@@ -690,6 +690,22 @@ def test_success_in_the_step_that_a_shutdown_or_reset_ends_terminates_the_episod
     assert outcome is not None and outcome.success and outcome.terminated and not outcome.truncated
 
 
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_rule_that_holds_while_a_person_prepares_the_scene_is_no_success(
+    make: Callable[..., Session], is_reset: bool
+) -> None:
+    session = make(intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
+    session.period()
+    if is_reset:
+        session.order("reset")
+    else:
+        session.stopping = True
+    assert isinstance(session.environment.task, FakeTask)
+    session.environment.task.radius_m = 10.0
+    _, outcome = session.period()
+    assert outcome is not None and outcome.truncated and not outcome.terminated and outcome.success is None
+
+
 def test_commands_beyond_the_bound_are_refused(session: Session) -> None:
     for _ in range(MAX_PENDING_COMMANDS + 1):
         session.order("reset")

@@ -553,7 +553,7 @@ class SharedControlAgent:
             reward = float(self._label.success)
             return StepOutcome(reward, terminated=True, truncated=False, success=self._label.success, source="person")
         ends = self._reset or self._session.is_stopping()
-        if not self.authority.runs_episode:
+        if not self.authority.runs_episode or self.authority.awaits_reset:
             return StepOutcome(0.0, False, ends, None, after.outcome.source)
         if ends:
             outcome = task_outcome(after, late=False)
