@@ -236,6 +236,33 @@ def test_motion_is_reduced_as_the_safety_kernel_does_it() -> None:
     np.testing.assert_array_equal(decision.applied, action)
 
 
+@pytest.mark.parametrize("direction", [(1.0, 0.0, 0.0), (1.0, -1.0, 0.0), (0.31, 1.0, -0.83)])
+def test_slanted_drive_follows_the_share_to_the_tools_greatest_speed(direction: tuple[float, ...]) -> None:
+    step = tuple([0.01] * 3)
+    spec = RobotSpec(
+        model="franka",
+        rate_hz=20.0,
+        observation=(),
+        action=ArraySpec(
+            name="action", labels=("dx", "dy", "dz"), units=("m",) * 3, low=tuple(-each for each in step), high=step
+        ),
+        limits=SafetyLimits(tool_speed_max=0.2, reduced_speed=0.25),
+        neutral=(0.0,) * 3,
+        tool_delta=(0, 1, 2),
+    )
+    authority, kernel = ControlAuthority("arm-0", spec), SafetyKernel(spec, clock=lambda: 0)
+    kernel.is_speed_reduced = True
+    for share in (0.1, 0.5, 0.72, 0.9, 1.0):
+        twist = share * np.array(direction, np.float32)
+        authority.apply_local_input(TeleopInput(twist, engaged=True))
+        action = authority.action(np.zeros(3, np.float32))
+        expected = share * 0.0025 * np.array(direction) / np.linalg.norm(direction)
+        np.testing.assert_allclose(action, expected, rtol=1e-5)
+        decision = kernel.filter(action, Observation({}, 0))
+        assert decision.applied is not None and not decision.reasons, decision.text
+        np.testing.assert_array_equal(decision.applied, action)
+
+
 def test_robot_without_a_neutral_action_raises() -> None:
     spec = RobotSpec(model="walker", rate_hz=10.0, observation=(), action=SPEC.action)
     with pytest.raises(SpecError, match="neutral"):
