@@ -33,7 +33,7 @@ class ReachConfig:
     joints: labels, in the state, of the joints that must reach the goal; empty for all. The others may be anywhere.
     low, high: bounds of the goals, in the robot's units and joint order. Default: the inner half of each range.
     tolerance: of each joint; default: 5% of the range of goals.
-    step_max: longest step of a joint per control period. Default: its speed limit.
+    step_max: longest step of a joint per control period. Default: its speed limit, which is then in the embodiment.
     """
 
     joints: tuple[str, ...] = ()
