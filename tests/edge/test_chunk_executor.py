@@ -309,6 +309,21 @@ def test_disagreement_is_the_difference_of_overlapping_chunks() -> None:
     assert drifting.executor.counters.disagreement == 0.0
 
 
+@pytest.mark.parametrize("method", ["switch", "ensemble"])
+def test_first_learned_chunk_replaces_a_random_one_without_disagreement(method: str) -> None:
+    server = Server(drift=5.0)
+    server.version = -1
+    robot = Robot(server, mode="async", method=method, delay_periods=1)
+    while server.requests < 3 or not robot.executor.counts_delay:
+        robot.period()
+        assert robot.executor.counters.disagreement == 0.0
+    server.version, used = 0, robot.executor.counters.chunks
+    while robot.executor.counters.chunks == used:
+        action = robot.period()
+    assert action is not None and action.policy_version == 0 and robot.executor.counters.disagreement == 0.0
+    assert action.action[0] == robot.executed - 1 + 5 * action.chunk + 5, "no random action is part of it"
+
+
 def test_another_source_of_control_drops_the_promise() -> None:
     server = Server(2)
     robot = Robot(server, mode="async")

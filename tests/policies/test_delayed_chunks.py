@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -173,18 +174,42 @@ def test_offsets_move_state_and_chunk_together() -> None:
     assert exists[:, 0].all() and (exists[1::2].sum(1) == 3 - offset[1::2]).all()
 
 
-@pytest.mark.parametrize("delay_periods", [3, 4])
-def test_robot_without_weights_does_not_stop_under_a_delay_that_its_chunks_bridge(delay_periods: int) -> None:
-    policy = FlowPolicy(SPEC, settings=SMALL)
-    execution = ExecutionConfig(mode="async", delay_periods=delay_periods)
-    executor = ChunkExecutor(LoadedPolicy(policy), SPEC.action, execution, deterministic=False)
+def exploring(**settings: Any) -> ChunkExecutor:
+    policy = LoadedPolicy(FlowPolicy(SPEC, settings=SMALL), version=-1)
+    executor = ChunkExecutor(policy, SPEC.action, ExecutionConfig(**settings), deterministic=False)
     executor.begin_episode()
+    return executor
+
+
+def explored(executor: ChunkExecutor) -> Array:
+    """Random actions; checks that they go on as one walk, over the whole range, and that chunks agree."""
+    actions, disagreement = [], 0.0
+    for _ in range(400):
+        actions.append(executor.next_action(lambda: SEEN, 0, "").action)
+        disagreement = max(disagreement, executor.counters.disagreement)
+    walk = np.array(actions)[:, 0] / SPEC.action.high[0]
+    assert np.corrcoef(walk[1:], walk[:-1])[0, 1] > 0.6, "it keeps its direction for a while"
+    assert walk.std() == pytest.approx(3**-0.5, rel=0.15) and disagreement == 0.0
+    return walk
+
+
+@pytest.mark.parametrize("method", ["switch", "ensemble"])
+@pytest.mark.parametrize("delay_periods", [3, 4])
+def test_robot_without_weights_does_not_stop_under_a_delay_that_its_chunks_bridge(
+    delay_periods: int, method: str
+) -> None:
+    executor = exploring(mode="async", delay_periods=delay_periods, method=method)
     for _ in range(delay_periods):
         with pytest.raises(PolicyUnavailable, match="has not arrived"):
             executor.next_action(lambda: SEEN, 0, "")
-    actions = np.array([executor.next_action(lambda: SEEN, 0, "").action for _ in range(400)])[:, 0]
-    assert np.corrcoef(actions[1:], actions[:-1])[0, 1] > 0.4, "it keeps its direction for a while"
+    explored(executor)
     assert executor.counters.stalls == 0
+
+
+def test_waiting_robot_without_weights_asks_for_each_action() -> None:
+    executor = exploring()
+    explored(executor)
+    assert executor.counters.chunks == 400, "so that it uses weights as soon as they arrive"
 
 
 # A2C2

@@ -22,6 +22,7 @@ from hal.spec import Array, ArraySpec
 from user_sys.edge.recorder import SelectedAction
 from user_sys.episode import Phase
 from user_sys.errors import PolicyUnavailable
+from user_sys.messages import NO_VERSION
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionConfig, ExecutionMethod, PolicyQuery
 
 DELAYS_KEPT = 50
@@ -37,7 +38,7 @@ class RunningChunk:
 
     Attributes:
         chunk: as the policy returned it.
-        version: of the weights that acted.
+        version: of the weights that acted; -1 if it is random, without weights.
         number: of the chunk in the episode.
         first: count of executed actions at which the chunk's first action is due.
         t_observation_ns: monotonic clock of the edge: capture of the observation that the chunk was computed from.
@@ -125,7 +126,8 @@ class Ensemble(Switch):
     requests_always = True
 
     def take(self, chunks: Sequence[RunningChunk], taken: RunningChunk, executed: int) -> list[RunningChunk]:
-        return [*chunks, taken]
+        """See `Switch.take`. Random actions from before the first weights are no part of a mean."""
+        return [*(each for each in chunks if each.version != NO_VERSION), taken]
 
     def action(
         self, chunks: Sequence[RunningChunk], current: RunningChunk, executed: int, observe: Observe
@@ -244,7 +246,7 @@ class ExecutionCounters:
         stalls: control periods without an action because the next chunk had not arrived.
         delays: of the newest chunks but the first, in control periods.
         disagreement: mean difference of the newest chunk from the one before, as a share of the action's range, over
-            the control periods that both cover; 0 if there is none.
+            the control periods that both cover; 0 if there is none, or if the one before was random, without weights.
     """
 
     chunks: int = 0
@@ -481,7 +483,8 @@ class ChunkExecutor:
         )
         self._number += 1
         self._length = len(taken)
-        self.counters.disagreement = self._disagreement(self._chunks[-1], taken) if self._chunks else 0.0
+        is_learned = bool(self._chunks) and self._chunks[-1].version != NO_VERSION
+        self.counters.disagreement = self._disagreement(self._chunks[-1], taken) if is_learned else 0.0
         self._chunks = self._method.take(self._chunks, taken, self._executed)
 
     def _disagreement(self, before: RunningChunk, after: RunningChunk) -> float:

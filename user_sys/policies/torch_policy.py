@@ -161,9 +161,15 @@ class TorchPolicy(TrainablePolicy):
         for observation in observations:
             require_features(self._specs, observation)
             require_pictures(self._pictures, observation)
+        for context in contexts:
+            if context is not None and context.prefix.shape[1:] != self._bounds.centre.shape:
+                raise SpecError(
+                    f"promised actions have shape {context.prefix.shape}; an action has {self._bounds.centre.shape}"
+                )
         execute = getattr(self.options, "execute", 0)
         if not self._has_weights:
-            return [self._exploration.act(deterministic, self._random_actions, execute) for _ in observations]
+            asked = contexts or [None] * len(observations)
+            return [self._exploration.act(deterministic, self._random_actions, each, execute) for each in asked]
         vectors = {spec.name: [observation[spec.name] for observation in observations] for spec in self._specs}
         arrays = {name: np.stack(each, dtype=np.float32) for name, each in vectors.items()}  # as in training
         pictures = [camera.feature for camera in self._pictures]
@@ -188,7 +194,6 @@ class TorchPolicy(TrainablePolicy):
         return nullcontext() if self._device == "cpu" else torch.cuda.stream(acting_stream(self._device))
 
     def _promised(self, contexts: Sequence[ChunkContext | None]) -> PromisedActions | None:
-        """Raises SpecError: the promised actions are not this robot's."""
         import torch
 
         if all(context is None for context in contexts):
@@ -197,10 +202,6 @@ class TorchPolicy(TrainablePolicy):
         actions = np.zeros((len(contexts), max(lengths), self._bounds.centre.size), np.float32)
         for row, context, length in zip(actions, contexts, lengths, strict=True):
             if context is not None and length:
-                if context.prefix.shape[1:] != row.shape[1:]:
-                    raise SpecError(
-                        f"promised actions have shape {context.prefix.shape}; an action has {row.shape[1:]}"
-                    )
                 row[:length] = context.prefix
         delays = [0 if context is None else context.delay for context in contexts]
         arrays = (actions, np.array(lengths, np.int64), np.array(delays, np.int64))
