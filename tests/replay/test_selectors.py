@@ -29,7 +29,7 @@ from user_sys.replay.selectors import (
     TasksConfig,
     UniformSelector,
 )
-from user_sys.store.labels import DeleteLabel, SuccessLabel
+from user_sys.store.labels import DeleteLabel, PhaseLabel, SuccessLabel
 
 POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
 
@@ -85,6 +85,22 @@ def test_failed_attempts_by_hand_are_no_demonstrations_but_their_corrections_are
         store.put(SuccessLabel(episode="ep-2", labeller="ana", at_unix_ns=1, success=True))
         replay.refresh()
         assert demo_rows(mix) == {2, 3, 4}
+
+
+def test_what_a_person_shows_in_an_episode_that_the_policy_fails_is_a_demonstration(store: Store) -> None:
+    with store.replay() as replay:
+        mix = DemoOnlineSelector(("e1",))
+        replay.subscribe(mix.update)
+        store.put(chunk(1, 0, 4, end=True, phase=[TELEOP, TELEOP, POLICY, POLICY], success=False))
+        store.put(chunk(2, 0, 4, end=True, phase=POLICY, success=False))
+        store.put(PhaseLabel(episode="ep-2", labeller="ana", at_unix_ns=1, first_step=1, steps=2, phase=TELEOP))
+        store.put(chunk(3, 0, 4, phase=TELEOP))
+        store.put(SuccessLabel(episode="ep-3", labeller="ana", at_unix_ns=1, success=False))
+        replay.refresh()
+        assert mix.demo.rows.tolist() == [0, 1, 5, 6], "also what a label makes a person's"
+        store.put(chunk(3, 4, 4, index=1, end=True, phase=POLICY, success=False))
+        replay.refresh()
+        assert mix.demo.rows.tolist() == [0, 1, 5, 6, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ class EpisodeTable(ColumnTable):
         complete: its end and all chunks before it are stored.
         success: 1, 0, or -1 if unknown, with labels applied.
         reward_source: code into `reward_sources` of the source of `success`, see `EpisodeSummary`.
+        by_policy: a stored step was in phase POLICY as recorded.
         deleted: by a label.
     """
 
@@ -166,6 +167,7 @@ class EpisodeTable(ColumnTable):
         **dict.fromkeys(("chunks", "end_index"), "int32"),
         "success": "int8",
         "complete": "bool",
+        "by_policy": "bool",
         "deleted": "bool",
     }
 
@@ -190,7 +192,7 @@ class EpisodeTable(ColumnTable):
             "reward_source": self.reward_sources.code(""),
             "seed": np.array([r.seed for r in records], np.int64),
             "started_unix_ns": np.array([r.started_unix_ns for r in records], np.int64),
-            **dict.fromkeys(("steps", "size_bytes", "chunks", "complete", "deleted"), 0),
+            **dict.fromkeys(("steps", "size_bytes", "chunks", "complete", "by_policy", "deleted"), 0),
             **dict.fromkeys(("end_index", "success"), NO_ROW),
         }
         self.extend(len(records), columns)
@@ -347,9 +349,10 @@ class Index:
         return np.where(within, chunks.first_observation[chunk] + step + 1, after)
 
     def failed_by_hand(self, rows: Array | slice) -> Array:
-        """Whether steps are in phase TELEOP of an episode that failed, and so show no way to do the task; bool."""
-        is_failure = self.episodes.success[self.episode_of(rows)] == 0
-        found: Array = is_failure & (self.steps.phase[rows] == Phase.TELEOP)
+        """Whether steps are in phase TELEOP of a failure in which no policy acted, and so show nothing to do; bool."""
+        episode, episodes = self.episode_of(rows), self.episodes
+        has_failed = (episodes.success[episode] == 0) & ~episodes.by_policy[episode]
+        found: Array = has_failed & (self.steps.phase[rows] == Phase.TELEOP)
         return found
 
     def locate_observations(self, numbers: Array) -> tuple[Array, Array]:
@@ -464,6 +467,7 @@ class Index:
         np.add.at(episodes.steps, chunks["episode"], counts)
         np.add.at(episodes.chunks, chunks["episode"], 1)
         np.add.at(episodes.size_bytes, chunks["episode"], chunks["length"])
+        episodes.by_policy[np.repeat(chunks["episode"], counts)[steps["phase"] == Phase.POLICY]] = True
         for place in np.flatnonzero(end >= 0):
             self._set_end(int(chunks["episode"][place]), int(chunks["index"][place]), ends[int(end[place])])
         self._link(rows, chunks["episode"].tolist(), chunks["index"].tolist())
