@@ -899,6 +899,14 @@ def test_part_of_a_mixture_without_steps_is_logged_once(bench: LearnerBench, cap
 MIXTURES = [(), (MixturePartConfig(tasks=("t",)),)]
 
 
+def test_checkpoint_is_read_only_if_the_policy_can_be_built(tmp_path: Path) -> None:
+    config, missing = LearnerConfig(algorithm="bc"), tmp_path / "000001-000000000001.checkpoint"
+    reads_files = PolicyConfig(kind="vla", options={"text_encoder": str(tmp_path)})
+    assert require_trainable(config, reads_files, SPEC, missing) is None
+    with pytest.raises(WireError, match="cannot be read"):
+        require_trainable(config, POLICY, SPEC, missing)
+
+
 @pytest.mark.parametrize("mixture", MIXTURES, ids=["its own", "of the settings"])
 def test_mixture_of_bc_has_no_way_back(bench: LearnerBench, mixture: tuple[MixturePartConfig, ...]) -> None:
     bench.fill(EpisodeSource.ONLINE, 1)

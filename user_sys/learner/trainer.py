@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from user_sys.codec import Array
 from user_sys.compose import PolicyConfig
 from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.batch_source import BatchSource, require_suitable
-from user_sys.learner.checkpoint import Checkpoint
+from user_sys.learner.checkpoint import Checkpoint, read_checkpoint
 from user_sys.learner.config import CPU, ComputeConfig, LearnerConfig
 from user_sys.plugins import load_algorithm, load_policy
 from user_sys.policies.trainable import apply_train_settings, frozen_parameters
@@ -470,9 +471,9 @@ def _require_measures(config: LearnerConfig, algorithm: type[Algorithm]) -> None
 
 
 def require_trainable(
-    config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec, saved: Checkpoint | None = None
+    config: LearnerConfig, policy: PolicyConfig, spec: RobotSpec, saved: Path | None = None
 ) -> TrainingData | None:
-    """Checks that the algorithm can train the policy, from `saved` if given, and that the learner's settings suit it.
+    """Checks that the algorithm can train the policy, from the checkpoint `saved` if given, and suits the settings.
 
     It builds both, unless the policy reads files; without `saved` on torch's meta device, which takes no memory.
 
@@ -480,7 +481,7 @@ def require_trainable(
 
     Raises:
         ConfigError, SpecError: as the constructors do, and `Trainer`.
-        WireError: as `Trainer.load_checkpoint`.
+        WireError: as `Trainer.load_checkpoint` and `read_checkpoint`.
     """
     kind, settings = load_policy(policy.kind, policy.options)
     algorithm, options = load_algorithm(config.algorithm, config.options)
@@ -498,7 +499,7 @@ def require_trainable(
             built = algorithm(options, module, spec)
             require_suitable(config, built.data)
             if saved is not None:
-                load_state(built, saved.arrays, frozen)
+                load_state(built, read_checkpoint(saved).arrays, frozen)
             return built.data
     except (ConfigError, SpecError, WireError):
         raise

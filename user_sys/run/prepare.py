@@ -49,7 +49,6 @@ from user_sys.learner.checkpoint import (
     RESTART_FLAG,
     CheckpointScan,
     quarantine_checkpoints,
-    read_checkpoint,
     scan_checkpoints,
     unreadable_message,
 )
@@ -329,7 +328,7 @@ def _require_same_training(config: RunConfig, folder: RunFolder) -> None:
     for learner, spec in assign_learners(read_robot_records(folder.robots)).items():
         if (path := scan_checkpoints(learner_folder(folder.checkpoints, learner)).readable) is not None:
             try:
-                require_trainable(config.learner, config.policy, spec, read_checkpoint(path))
+                require_trainable(config.learner, config.policy, spec, path)
             except WireError as error:
                 raise ConfigError(
                     f"learner and policy: {error}, from {path}: leave their settings as they were, or start a new run"
