@@ -481,7 +481,7 @@ class _Converter:
             yield "degrees"
         if options.success is not True and SUCCESS not in episode.columns:
             yield f"success {options.success}"
-        if any(options.frames not in ("auto", self._automatic_form(each)) for each in self._cameras):
+        if any(self._changes_frames(episode, each) for each in self._cameras):
             yield options.frames
 
     def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
@@ -585,6 +585,13 @@ class _Converter:
 
     def _automatic_form(self, feature: str) -> str:
         return "jpeg" if self._info.features[feature].dtype == "video" else "raw"
+
+    def _changes_frames(self, episode: LerobotEpisode, feature: str) -> bool:
+        """Whether the option `frames` gives the pictures of `feature` another form than ``auto``."""
+        form = self._options.frames
+        if form in ("auto", self._automatic_form(feature)):
+            return False
+        return form == "raw" or not all(isinstance(frame, bytes) for frame in episode.frames(feature))
 
     def _frames(self, episode: LerobotEpisode, feature: str, has_frame: Array) -> list[Frame | None]:
         """The camera's frame at each step; None before the first one, where our exports show a black picture."""
