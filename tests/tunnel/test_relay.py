@@ -62,8 +62,8 @@ ARM = replace(PANDA, model="so 101")
 class FarSite:
     """A running relay, and its robots."""
 
-    def __init__(self, folder: Path, relay: Relay, public: str) -> None:
-        self.folder, self.relay, self.public = folder, relay, public
+    def __init__(self, folder: Path, relay: Relay, public: str, failures: list[Exception]) -> None:
+        self.folder, self.relay, self.public, self.failures = folder, relay, public, failures
         self.clients: list[TunnelClient] = []
 
     def robot(
@@ -86,7 +86,7 @@ class FarSite:
 def relaying(
     folder: Path, cloud: GatewaySite, robots: tuple[str, ...] = ROBOTS, upstream: str = ""
 ) -> Iterator[FarSite]:
-    """A relay in a thread of this process; the cloud allows it for its robots."""
+    """A relay in a thread of this process; the cloud allows it for its robots. Raises what is left in `failures`."""
     keys = folder / "keys"
     if not (keys / "lab.key").exists():
         save_keypair(new_keypair(), keys, "lab")
@@ -100,7 +100,7 @@ def relaying(
     relay = Relay(
         config, folder / "relay", lab, Keyring(keys), upstream or cloud.address.endpoint, cloud.address.public_key
     )
-    stop, failures = threading.Event(), []
+    stop, failures = threading.Event(), list[Exception]()
 
     def serve() -> None:
         try:
@@ -110,7 +110,7 @@ def relaying(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    site = FarSite(folder, relay, lab.public)
+    site = FarSite(folder, relay, lab.public, failures)
     try:
         until(lambda: failures or not relay.server.endpoint.endswith(":0"), "the relay listens")
         yield site
@@ -231,6 +231,20 @@ def test_relay_that_the_cloud_refuses_serves_again_once_it_is_allowed(
         outbox.append(chunk(0, robot="far-0"))
         until(lambda: not len(outbox), "its robot's chunk is acknowledged")
     outbox.close()
+
+
+def test_relay_ends_once_another_of_its_name_has_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("user_sys.gateway.relay.REFUSED_PAUSE_S", 0.1)
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        until(lambda: far.relay.uplink.state is TunnelState.OPEN, "the cloud accepts the relay")
+        keys = load_keypair(far.folder / "keys" / "lab.key")
+        said = hello("lab", "relay")
+        with TunnelClient(cloud.address.endpoint, keys, cloud.address.public_key, said, limits=QUICK) as other:
+            until(lambda: far.failures, "the first relay ends")
+            assert other.state is TunnelState.OPEN
+        failure = far.failures.pop()
+        assert isinstance(failure, SessionRefused) and "another session of lab has taken over" in str(failure)
 
 
 def test_second_edge_of_a_relayed_robot_does_not_cut_the_first(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from hal.signals import stop_on_signals
 from hal.state_database import STATE_FILE, AuditLog
-from user_sys.errors import TunnelError, WireError
+from user_sys.errors import SessionRefused, TunnelError, WireError
 from user_sys.gateway.weights import MAX_LEARNERS, WeightsRouter
 from user_sys.messages import (
     PROTOCOL_VERSION,
@@ -56,7 +56,7 @@ from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.keys import GATEWAY_NAME, KeyPair, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits, check_connect_endpoint, check_listen_endpoint
 from user_sys.tunnel.protocol import AnyMessage, Payload
-from user_sys.tunnel.server import Peer, TunnelServer
+from user_sys.tunnel.server import Peer, TunnelServer, taken_over_reason
 
 logger = logging.getLogger(__name__)
 
@@ -307,6 +307,7 @@ class Relay:
 
         Raises:
             RunError: the port is in use.
+            SessionRefused: another relay of this name has taken over. Else each would end the other again and again.
             TunnelError: a part of the relay failed.
         """
         next_report = 0.0
@@ -339,6 +340,8 @@ class Relay:
         return self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=self._config.name))
 
     def _renew_refused_uplink(self) -> None:
+        if self.uplink.reason.endswith(taken_over_reason(self._config.name)):
+            raise SessionRefused(self.uplink.reason)
         now_s = time.monotonic()
         self._refused_s = min(self._refused_s, now_s) if self.uplink.state is TunnelState.REFUSED else math.inf
         if now_s >= self._refused_s + REFUSED_PAUSE_S:
@@ -468,9 +471,13 @@ def _print_changes(
     printed, robots = TunnelState.IDLE, frozenset[str]()
     print_line(f"{config.name}: listening on {config.endpoint} for the robots of this site")
     while not stop.wait(STATUS_POLL_S):
-        state, connected = relay.uplink.state, frozenset(peer.name for peer in relay.server.peers())
+        uplink, connected = relay.uplink, frozenset(peer.name for peer in relay.server.peers())
+        with uplink.queues.changed:  # a transition changes both
+            state, why = uplink.state, uplink.reason
+        if why.endswith(taken_over_reason(config.name)):
+            return  # `Relay.run` raises it
         if state is not printed and state in (TunnelState.OPEN, TunnelState.LOST, TunnelState.REFUSED):
-            printed, why = state, relay.uplink.reason
+            printed = state
             if state is TunnelState.OPEN:
                 text = f"connected to {upstream}"
             elif state is TunnelState.LOST:

@@ -520,7 +520,7 @@ class TunnelServer(ThreadedService):
         peer = session.peer
         former = self.sessions.find_open(peer.name)
         if former is not None:
-            self._refuse(former, f"another session of {peer.name} has taken over")
+            self._refuse(former, taken_over_reason(peer.name))
         session.state_machine.transition_to(SessionState.OPEN)
         self.sessions.set_open(session)
         logger.info("tunnel.opened peer=%s role=%s address=%s", peer.name, peer.role, peer.address)
@@ -593,6 +593,11 @@ def check_allowed(peer: Peer, message: AnyMessage) -> None:
     claimed = _claimed_name(peer.role, message)
     if claimed is not None and claimed != peer.name:
         raise WireError(f"{peer.name} sent a {type(message).__name__} in the name of {claimed[:80]!r}")
+
+
+def taken_over_reason(name: str) -> str:
+    """The reason that ends a session once a newer one of its name is open."""
+    return f"another session of {name} has taken over"
 
 
 def version_mismatch_reason(peer_version: int) -> str:
