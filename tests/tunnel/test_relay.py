@@ -23,7 +23,7 @@ from user_sys.codec import Array
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import SessionRefused
 from user_sys.gateway.gateway import GatewayAddress
-from user_sys.gateway.relay import Relay, RelayConfig
+from user_sys.gateway.relay import Relay, RelayConfig, run_relay
 from user_sys.inference.live_policy import LivePolicy
 from user_sys.messages import (
     DevicesReport,
@@ -245,6 +245,41 @@ def test_relay_ends_once_another_of_its_name_has_taken_over(tmp_path: Path, monk
             assert other.state is TunnelState.OPEN
         failure = far.failures.pop()
         assert isinstance(failure, SessionRefused) and "another session of lab has taken over" in str(failure)
+
+
+def test_relay_prints_each_reason_of_its_refusals_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops: list[threading.Event] = []
+    monkeypatch.setattr("user_sys.gateway.relay.stop_on_signals", stops.append)
+    monkeypatch.setattr("user_sys.gateway.relay.REFUSED_PAUSE_S", 0.1)
+    monkeypatch.setattr("user_sys.gateway.relay.STATUS_POLL_S", 0.01)
+    prepare(tmp_path / "cloud")
+    printed: list[str] = []
+
+    def count(text: str) -> int:
+        printed.append(capsys.readouterr().out)
+        return "".join(printed).count(text)
+
+    with serving(tmp_path / "cloud") as cloud:
+        pair, keys = new_keypair(), tmp_path / "keys"
+        save_keypair(pair, keys, "lab")
+        (keys / "gateway.pub").write_text(cloud.address.public_key)
+        config = RelayConfig(name="lab", endpoint="tcp://127.0.0.1:0", tunnel=QUICK)
+        arguments = (config, cloud.address.endpoint, tmp_path / "relay", keys)
+        thread = threading.Thread(target=run_relay, args=arguments)
+        thread.start()
+        try:
+            until(lambda: count("does not allow this key") == 1, "it prints the first reason")
+            Keyring(cloud.run / "keys").allow(pair.public, "lab", "robot")
+            until(lambda: count("belongs to the robot 'lab'") == 1, "it prints the second one")
+            assert cloud.gateway is not None
+            counters = cloud.gateway.server.counters
+            until(lambda: counters["hellos_refused"] > 3, "the cloud refuses it several times")
+            assert [count("does not allow this key"), count("belongs to the robot 'lab'")] == [1, 1]
+        finally:
+            until(lambda: stops, "it can be stopped")[0].set()
+            thread.join(120)
 
 
 def test_second_edge_of_a_relayed_robot_does_not_cut_the_first(tmp_path: Path) -> None:

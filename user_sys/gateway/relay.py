@@ -467,8 +467,8 @@ def run_relay(config: RelayConfig, connect: str, folder: Path, key_folder: Path)
 def _print_changes(
     relay: Relay, config: RelayConfig, upstream: str, print_line: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Prints changes of the connection and of the connected robots; a refusal once, however often it is repeated."""
-    printed, robots = TunnelState.IDLE, frozenset[str]()
+    """Prints changes of the connection and of the connected robots. It does not repeat the same refusal."""
+    printed, robots = (TunnelState.IDLE, ""), frozenset[str]()
     print_line(f"{config.name}: listening on {config.endpoint} for the robots of this site")
     while not stop.wait(STATUS_POLL_S):
         uplink, connected = relay.uplink, frozenset(peer.name for peer in relay.server.peers())
@@ -476,8 +476,9 @@ def _print_changes(
             state, why = uplink.state, uplink.reason
         if why.endswith(taken_over_reason(config.name)):
             return  # `Relay.run` raises it
-        if state is not printed and state in (TunnelState.OPEN, TunnelState.LOST, TunnelState.REFUSED):
-            printed = state
+        found = (state, why if state is TunnelState.REFUSED else "")
+        if found != printed and state in (TunnelState.OPEN, TunnelState.LOST, TunnelState.REFUSED):
+            printed = found
             if state is TunnelState.OPEN:
                 text = f"connected to {upstream}"
             elif state is TunnelState.LOST:
