@@ -114,6 +114,20 @@ def test_age_counts_from_the_last_online_step_when_the_clock_was_set_back(store:
         assert late.rows.tolist() == eligible.rows.tolist()
 
 
+def test_age_counts_from_the_newest_step_of_chunks_that_were_stored_before_the_run(store: Store) -> None:
+    store.put(chunk(1, 0, 4, end=True, at_s=7300.0), chunk(2, 0, 4, end=True, at_s=100.0))  # the second is merged
+    eligible = EligibleSteps(StepFilter(max_age_s=60.0))
+    with store.replay() as replay:
+        replay.subscribe(eligible.update)
+        assert eligible.rows.tolist() == [*range(4)]
+        store.put(chunk(3, 0, 4, end=True, at_s=300.0))
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(4), *range(8, 12)]
+        store.put(DeleteLabel(episode="ep-2", labeller="ana", at_unix_ns=1))
+        replay.refresh()
+        assert eligible.rows.tolist() == [*range(4), *range(8, 12)]
+
+
 @pytest.mark.parametrize("where", [StepFilter(max_age_s=60.0), StepFilter(max_age_versions=1)])
 def test_age_of_new_steps_takes_no_pass_over_the_old_ones(where: StepFilter) -> None:
     index, steps = Index(), MAX_STEPS_PER_CHUNK

@@ -41,8 +41,8 @@ class StepFilter:
         robots, embodiments, tasks, sources, success: of the episode, with labels applied.
         finished: of episodes that have ended and are completely stored.
         phases: of the step, with labels applied.
-        max_age_s: captured at most so long before the newest step of the same robot, by its clock; before the last
-            stored online one if its clock was set back.
+        max_age_s: captured at most so long before the newest step of the same robot, by its clock; before its last
+            online one if its clock was set back during the run.
         max_age_versions: acted by the newest version in `embodiments`, or one of so many before it. Versions that never
             acted do not count. Steps that no policy acted do not match.
     """
@@ -169,7 +169,8 @@ def _codes(names: StringTable, strings: Iterable[str]) -> list[int]:
 class EligibleSteps:
     """Ascending rows that match a filter and have a stored next observation; 4 bytes each.
 
-    They depend only on the store's content, not on the sequence of updates. An update costs time in proportion to the
+    They depend only on the store's content, not on the sequence of updates, unless a clock was set back
+    (`NewestSteps`). An update costs time in proportion to the
     rows after the lowest change, which are few during ingestion.
     """
 

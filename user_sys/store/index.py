@@ -203,10 +203,16 @@ class NewestSteps:
 
     Attributes:
         time_unix_ns: int64, by the robot's code; 0 if it has no living step. A change replaces the array. An online
-            chunk that is more than `CLOCK_TOLERANCE_NS` older sets it back: the robot's clock was.
+            chunk that is more than `CLOCK_TOLERANCE_NS` older sets it back: the robot's clock was. The chunks of the
+            first `add_new` do not, because a store may be merged or imported while no run writes it.
     """
 
     def __init__(self) -> None:
+        self._first_live = 0  # the row of the first chunk that may set the time back; 0 before there are chunks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all chunks: the next `add_new` reads them again."""
         self.time_unix_ns = np.empty(0, np.int64)
         self._chunks = 0
         self._versions: dict[int, list[int]] = {}  # by the embodiment's code, ascending
@@ -227,9 +233,11 @@ class NewestSteps:
         self.time_unix_ns = np.append(self.time_unix_ns, missing)
         if not len(starts):
             return
+        self._first_live = self._first_live or len(index.chunks)
+        may_set_back = np.arange(self._chunks, len(index.chunks)) >= self._first_live
         rows, self._chunks = slice(starts[0], None), len(index.chunks)
         times = index.steps.time_unix_ns[rows] * index.steps.alive[rows]
-        self._add_times(index, episode, np.maximum.reduceat(times, starts - starts[0]))
+        self._add_times(index, episode, np.maximum.reduceat(times, starts - starts[0]), may_set_back)
         versions = index.steps.policy_version[rows]
         at = np.union1d(starts - starts[0], 1 + np.flatnonzero(versions[1:] != versions[:-1]))
         embodiment = episodes.embodiment[index.episode_of(starts[0] + at)]
@@ -237,13 +245,13 @@ class NewestSteps:
             for version in np.unique(versions[at[embodiment == code]]).tolist():
                 self._add_version(code, version)
 
-    def _add_times(self, index: Index, episode: Array, latest_ns: Array) -> None:
+    def _add_times(self, index: Index, episode: Array, latest_ns: Array, may_set_back: Array) -> None:
         """Adds the newest times of chunks of these episodes, in the order of the store."""
         episodes, newest_ns = index.episodes, self.time_unix_ns.tolist()
-        is_online = episodes.source[episode] == episodes.sources.find(EpisodeSource.ONLINE)
-        found = (episodes.robot[episode], latest_ns, is_online)
-        for robot, time_ns, online in zip(*(column.tolist() for column in found), strict=True):
-            if time_ns > newest_ns[robot] or (online and 0 < time_ns < newest_ns[robot] - CLOCK_TOLERANCE_NS):
+        may_set_back &= episodes.source[episode] == episodes.sources.find(EpisodeSource.ONLINE)
+        found = (episodes.robot[episode], latest_ns, may_set_back)
+        for robot, time_ns, may in zip(*(column.tolist() for column in found), strict=True):
+            if time_ns > newest_ns[robot] or (may and 0 < time_ns < newest_ns[robot] - CLOCK_TOLERANCE_NS):
                 newest_ns[robot] = time_ns
         self.time_unix_ns = np.array(newest_ns, np.int64)
 
@@ -292,7 +300,7 @@ class Index:
         self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
         self.ends: dict[int, EndRecord] = {}
         self._rows: dict[int, dict[int, int]] = {}  # of incomplete episodes: chunk index -> row
-        self._newest: NewestSteps | None = None  # None once a step was dropped or revived
+        self._newest = NewestSteps()  # cleared once a step was dropped or revived
 
     # Queries
 
@@ -362,7 +370,6 @@ class Index:
 
     def newest_steps(self) -> NewestSteps:
         """The newest steps as of the last `apply`. The thread that changes the index calls it."""
-        self._newest = self._newest or NewestSteps()
         self._newest.add_new(self)
         return self._newest
 
@@ -410,7 +417,7 @@ class Index:
         old = np.arange(len(relabelled))[relabelled < old_rows]
         rows, was, now = relabelled[old], before[old], after[old]
         if (was != now).any():
-            self._newest = None
+            self._newest.clear()
         return IndexChange(
             range(old_rows, len(self.steps)),
             range(old_chunks, len(self.chunks)),
@@ -620,7 +627,7 @@ class Index:
         steps = self._steps_of(chunks)
         steps = steps[self.steps.alive[steps]]
         if len(steps):
-            self._newest = None
+            self._newest.clear()
         self.chunks.gone[chunks] = True
         self.chunks.alive[chunks] = False
         self.steps.alive[steps] = False
