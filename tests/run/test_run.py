@@ -69,12 +69,13 @@ from user_sys.run.prepare import (
     load_run,
     open_or_create_folder,
     prepare_run_folder,
+    print_join_instructions,
     report_unreadable_checkpoints,
 )
 from user_sys.run.report import RunSummary, stored_episodes
 from user_sys.tunnel import router
 from user_sys.tunnel.client import TunnelState
-from user_sys.tunnel.keys import Keyring, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.keys import GATEWAY_NAME, Keyring, load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
 
@@ -368,6 +369,20 @@ def test_section_of_robots_does_not_stop_the_resume_of_an_older_run(tmp_path: Pa
     config = replace(fleet(tmp_path), robots=(), console=ConsoleConfig(enabled=False), intervention=help_)
     folder, _ = create_run_folder(config, "first", ENDPOINT)
     load_run(LaunchRequest("cloud", None, folder.path, False, False, None, ["--seed=9"]))
+
+
+def test_cloud_says_that_its_sections_of_robots_are_not_those_of_user_sys_edge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = fleet(tmp_path)
+    folder, metadata = create_run_folder(config, "first", ENDPOINT)
+    save_keypair(new_keypair(), folder.keys, GATEWAY_NAME)
+    print_join_instructions(config, folder, metadata, Console())
+    assert "intervention" not in capsys.readouterr().out
+    waiting = replace(config, intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
+    print_join_instructions(waiting, folder, metadata, Console())
+    line = "intervention: only for robots that this command starts; `user-sys edge` reads its own from CONFIG\n"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -261,19 +261,22 @@ class RunConfig:
 ROBOT_SECTIONS = ("intervention", "outbox", "recorder")  # settings that only robots apply
 
 
+def changed_robot_sections(config: RunConfig, before: RunConfig) -> list[str]:
+    """The `ROBOT_SECTIONS` in which `config` differs from `before`."""
+    return [section for section in ROBOT_SECTIONS if getattr(config, section) != getattr(before, section)]
+
+
 def require_applied_sections(config: RunConfig, before: RunConfig) -> None:
     """Raises ConfigError if `config` differs from `before` in a section that none of its robots would apply.
 
     `user-sys edge` reads the section from its own file, or from a run's file that lists `remote_robots`.
     """
-    if config.robots or config.remote_robots:
-        return
-    for section in ROBOT_SECTIONS:
-        if getattr(config, section) != getattr(before, section):
-            raise ConfigError(
-                f"{section}: no robot of this run would apply it; set it in the file of `user-sys edge` on the robot's "
-                "computer"
-            )
+    changed = changed_robot_sections(config, before)
+    if changed and not config.robots and not config.remote_robots:
+        raise ConfigError(
+            f"{', '.join(changed)}: no robot of this run would apply it; set it in the file of `user-sys edge` on the "
+            "robot's computer"
+        )
 
 
 class RunFolder:

@@ -104,7 +104,7 @@ def _run(
         console.print(text, markup=False, soft_wrap=True)
     record_all_demonstrations(config, folder.store, console, allocation.locked_robots(), on_other_nodes, held)
     if request.verb == "cloud":
-        print_join_instructions(folder, metadata, console)
+        print_join_instructions(config, folder, metadata, console)
     log_file = LogFile(folder.log("launcher"), run=metadata.name, process="launcher")
     with log_file, RunLogger(folder.path, config, config.logging) as logger:
         link = GatewayLink(config, folder, metadata, specs)

@@ -69,6 +69,7 @@ from user_sys.run.config import (
     RunConfig,
     RunFolder,
     RunMetadata,
+    changed_robot_sections,
     create_run_folder,
     default_run_name,
     open_run_folder,
@@ -398,19 +399,24 @@ def report_unreadable_checkpoints(folder: RunFolder, console: Console) -> None:
             console.print(f"cannot be read: {found}; {outcome}", highlight=False, markup=False, soft_wrap=True)
 
 
-def print_join_instructions(folder: RunFolder, metadata: RunMetadata, console: Console) -> None:
-    """Prints how robots on other computers connect."""
+def print_join_instructions(config: RunConfig, folder: RunFolder, metadata: RunMetadata, console: Console) -> None:
+    """Prints how robots on other computers connect, and which settings of `config` are not for them."""
     ring = Keyring(folder.keys)
     allowed = ", ".join(entry.name for entry in ring.list() if entry.role not in ("learner", "console"))
     public = load_public_key(folder.keys / f"{GATEWAY_NAME}.pub")
     _, _, port = metadata.endpoint.rpartition(":")
     is_wildcard = local_endpoint(metadata.endpoint) != metadata.endpoint
     reached = f"tcp://{local_node()}:{port}" if is_wildcard else metadata.endpoint
-    for line in (
+    lines = [
         f"listening on {metadata.endpoint}; this gateway's public key is {public}",
         f"allowed: {allowed or f'no robot yet; user-sys keys allow NAME --role robot --folder {folder.keys}'}",
         f"on a robot's computer: user-sys edge CONFIG --connect {reached}",
-    ):
+    ]
+    if changed := changed_robot_sections(config, RunConfig()):
+        lines.append(
+            f"{', '.join(changed)}: only for robots that this command starts; `user-sys edge` reads its own from CONFIG"
+        )
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
