@@ -199,7 +199,10 @@ def policy_location(config: PolicyConfig) -> Literal["edge", "server"]:
     try:
         acts_without_torch = load_policy(config.kind, config.options)[0].acts_without_torch
     except ConfigError as error:
-        if getattr(error.__cause__, "name", "") != "torch":
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ImportError):
+            cause = cause.__cause__
+        if cause is None or cause.name != "torch":
             raise
         acts_without_torch = False  # its module imports torch, which a robot's computer need not have
     if acts_without_torch:

@@ -114,3 +114,21 @@ def test_robots_computer_without_torch_is_told_that_the_policy_acts_in_a_server(
         check_config(EdgeConfig(robots=robots, policy=PolicyConfig(kind)), "tcp://desk:5555", tmp_path)
     with pytest.raises(ConfigError, match=f"policy.location is edge, but the policy {kind} acts with torch"):
         policy_location(PolicyConfig(kind, location="edge"))
+
+
+@pytest.mark.parametrize(("library", "location"), [("torch", "server"), ("unheard_of", None)])
+def test_installed_policy_whose_module_needs_torch_acts_in_a_server(
+    library: str, location: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "needing-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: needing\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[user_sys.policies]\nneeding = needing_{library}:Needing\n")
+    (tmp_path / f"needing_{library}.py").write_text(f"import {library}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    if location is None:
+        with pytest.raises(ConfigError, match=f"policy.kind: 'needing' .* cannot be imported: .*{library}"):
+            policy_location(PolicyConfig("needing"))
+    else:
+        assert policy_location(PolicyConfig("needing")) == location
