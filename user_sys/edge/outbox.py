@@ -576,7 +576,7 @@ class Outbox(ClosedAtExit):
             raise LinkDown(f"a refused chunk cannot be renamed to {saved}: {error.strerror}") from error
         self._queue.remove(chunk)
         logger.error(
-            "outbox.refused sequence=%d saved=%s: %s; to send it again, mend this and rename the file to *%s",
+            "outbox.refused sequence=%d saved=%s: %s; to send it once that no longer holds, rename the file to *%s",
             *(sequence, saved, reason, CHUNK_SUFFIX),
         )
 

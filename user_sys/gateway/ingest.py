@@ -530,7 +530,8 @@ def _require_not_in_future(chunk: PackedChunk, store: Path) -> None:
     ahead_s = (newest_ns - time.time_ns()) / 1e9
     if ahead_s > MAX_CLOCK_AHEAD_S and ahead_s > _clock_lag_s(store):
         raise WireError(
-            f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
+            f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's; "
+            "if the robot's was ahead, this can be sent again once that time has passed"
         )
 
 
