@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 RESERVE_BYTES = 16 << 20
-RESERVE_FILES = ("reserve", *(f"reserve.{number}" for number in range(1, 8)))
-"""The first has the bytes. Each leaves an inode to one of the chunks of the steps that are queued at the end."""
+RESERVE_FILES = ("reserve", *(f"reserve.{number}" for number in range(1, 52)))
+"""The first has the bytes. Each leaves an inode to one of the last chunks: at most that which waits for the disk, the
+open one, and one for each of the `recorder.MAX_QUEUED_TASKS` queued steps."""
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
@@ -427,15 +428,17 @@ class Outbox(ClosedAtExit):
         raise StoreError(f"{self.path}: {error.strerror}") from error
 
     def allocate_reserve(self) -> None:
-        """Sets `RESERVE_BYTES` and some files of the disk aside, if available, for the last chunks of a session."""
-        try:
-            for name in RESERVE_FILES:
-                self._files.close(self._files.open(self.path / name, os.O_RDWR | os.O_CREAT))
-            with self._files.opened(self.path / RESERVE_FILES[0], os.O_RDWR) as fd:
-                self._files.allocate(fd, 0, RESERVE_BYTES)
-        except OSError as error:
-            logger.warning("outbox.no_reserve path=%s: %s", self.path, error.strerror)
-            self._unlink_reserve()
+        """Sets `RESERVE_BYTES` of the disk, and then inodes, aside for a session's last chunks: what is available."""
+        for name in RESERVE_FILES:
+            path = self.path / name
+            try:
+                with self._files.opened(path, os.O_RDWR | os.O_CREAT) as fd:
+                    if name == RESERVE_FILES[0]:
+                        self._files.allocate(fd, 0, RESERVE_BYTES)
+            except OSError as error:
+                logger.warning("outbox.no_reserve path=%s: %s", path, error.strerror)
+                self._unlink(path)
+                return
 
     def _release_reserve(self) -> bool:
         """Frees the reserve, for chunks beyond `max_bytes` too. False: it was freed before."""
