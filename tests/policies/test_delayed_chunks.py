@@ -175,7 +175,7 @@ def test_offsets_move_state_and_chunk_together() -> None:
 
 
 def exploring(**settings: Any) -> ChunkExecutor:
-    policy = LoadedPolicy(FlowPolicy(SPEC, settings=SMALL), version=-1)
+    policy = LoadedPolicy(FlowPolicy(SPEC, settings=replace(SMALL, offset_max=4)), version=-1)
     executor = ChunkExecutor(policy, SPEC.action, ExecutionConfig(**settings), deterministic=False)
     executor.begin_episode()
     return executor
@@ -193,7 +193,7 @@ def explored(executor: ChunkExecutor) -> Array:
     return walk
 
 
-@pytest.mark.parametrize("method", ["switch", "ensemble"])
+@pytest.mark.parametrize("method", ["switch", "ensemble", "vlash"])
 @pytest.mark.parametrize("delay_periods", [3, 4])
 def test_robot_without_weights_does_not_stop_under_a_delay_that_its_chunks_bridge(
     delay_periods: int, method: str

@@ -344,7 +344,7 @@ class FlowPolicy(TorchPolicy):
         """See `Policy.act_batch`; with A2C2 each chunk has its correction."""
         chunks = super().act_batch(observations, sentences, deterministic=deterministic, contexts=contexts)
         if any(contexts):
-            bridged = map(self._bridged, contexts)
+            bridged = map(self.bridged, contexts)
             chunks = [replace(chunk, bridged=count) for chunk, count in zip(chunks, bridged, strict=True)]
         correction = getattr(self.module, "correction", None)
         if correction is None or not any(context and context.method == "a2c2" for context in contexts):
@@ -353,7 +353,7 @@ class FlowPolicy(TorchPolicy):
             found = correction.corrections(self.module, observations, self.module.chunk_length)
         return [replace(chunk, correction=each) for chunk, each in zip(chunks, found, strict=True)]
 
-    def _bridged(self, context: ChunkContext | None) -> int:
+    def bridged(self, context: ChunkContext | None) -> int:
         """See `ActionChunk.bridged`."""
         setting = {"vlash": "offset_max", "training_rtc": "prefix_max"}.get("" if context is None else context.method)
         return 0 if context is None or setting is None else min(context.assured, getattr(self.options, setting, 0))

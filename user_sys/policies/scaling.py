@@ -10,7 +10,7 @@ import numpy as np
 from hal.errors import SpecError
 from hal.spec import Array, ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError
-from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, ChunkContext, require_order
+from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, require_order
 
 Gripper = Literal["continuous", "discrete"]
 INPUT_CLIP = 5.0  # of scaled observations
@@ -138,23 +138,22 @@ class RandomExploration:
         self._walk = rng.standard_normal(bounds.centre.size)
 
     def act(
-        self, deterministic: bool, length: int = 1, context: ChunkContext | None = None, execute: int = 0
+        self, deterministic: bool, length: int = 1, promised: Sequence[Array] = (), execute: int = 0
     ) -> ActionChunk:
-        """Returns a chunk of one action: the next one of the walk, or the centre of the bounds.
+        """Returns a chunk of `length` actions: the next ones of the walk, or the centre of the bounds.
 
-        With a `context` the chunk has `length` actions: the promised ones, so that the walk goes on, and the next ones.
-
-        `execute`: see `ActionChunk`.
+        Args:
+            promised: float32 (a,) each, actions with which the chunk begins, so that the walk goes on.
+            execute: see `ActionChunk`.
         """
-        promised = np.zeros((0, self._walk.size)) if context is None else context.prefix[:length]
-        scaled = np.zeros(((1 if context is None else length) - len(promised), self._walk.size))
+        scaled = np.zeros((max(0, length - len(promised)), self._walk.size))
         for row in () if deterministic else scaled:
             # A stationary Gaussian walk, mapped through its own distribution function, is uniform at every step.
             fresh = self._rng.standard_normal(self._walk.size)
             self._walk = EXPLORATION_CORRELATION * self._walk + np.sqrt(1 - EXPLORATION_CORRELATION**2) * fresh
             row[:] = _gaussian_to_uniform(self._walk)
-        actions = np.concatenate([promised, self._bounds.centre + self._bounds.half * scaled])
-        return self._bounds.chunk(actions, np.nan, execute)
+        actions = [*promised, *(self._bounds.centre + self._bounds.half * scaled)]
+        return self._bounds.chunk(np.array(actions[:length]), np.nan, execute)
 
 
 def _gaussian_to_uniform(z: Array) -> Array:

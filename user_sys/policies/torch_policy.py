@@ -166,10 +166,8 @@ class TorchPolicy(TrainablePolicy):
                 raise SpecError(
                     f"promised actions have shape {context.prefix.shape}; an action has {self._bounds.centre.shape}"
                 )
-        execute = getattr(self.options, "execute", 0)
         if not self._has_weights:
-            asked = contexts or [None] * len(observations)
-            return [self._exploration.act(deterministic, self._random_actions, each, execute) for each in asked]
+            return [self._explore(each, deterministic) for each in contexts or [None] * len(observations)]
         vectors = {spec.name: [observation[spec.name] for observation in observations] for spec in self._specs}
         arrays = {name: np.stack(each, dtype=np.float32) for name, each in vectors.items()}  # as in training
         pictures = [camera.feature for camera in self._pictures]
@@ -185,7 +183,20 @@ class TorchPolicy(TrainablePolicy):
             self.sentences = tuple(sentences)
             drawn = self.draw(tensors, deterministic=deterministic, promised=promised)
             actions, log_prob = (each.cpu().numpy() for each in drawn)
+        execute = getattr(self.options, "execute", 0)
         return [self._bounds.chunk(*pair, execute) for pair in zip(actions, log_prob, strict=True)]
+
+    def _explore(self, context: ChunkContext | None, deterministic: bool) -> ActionChunk:
+        """One random action; with a context a chunk that goes on with the promised ones."""
+        if context is None:
+            return self._exploration.act(deterministic)
+        begins_after = self.bridged(context) if context.method == "vlash" else 0
+        promised = [*context.prefix[begins_after:]]
+        return self._exploration.act(deterministic, self._random_actions, promised, getattr(self.options, "execute", 0))
+
+    def bridged(self, context: ChunkContext | None) -> int:
+        """See `ActionChunk.bridged`."""
+        return 0
 
     def _acting(self) -> AbstractContextManager[object]:
         """On a GPU, work in this context does not wait for an upload of weights."""
