@@ -209,7 +209,8 @@ def reconnects(run: Path, times: int) -> None:
             there.robot.wait_open(120)
             there.record()
         there.require_all_once()
-        assert threading.active_count() <= threads
+        running = [each.name for each in threading.enumerate()]
+        assert len(running) <= threads, running
         until(lambda: _descriptors() < descriptors + 20, "descriptors are given back")
         assert _resident_mb() - before_mb < MAX_GROWTH_MB
 
