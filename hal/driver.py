@@ -71,7 +71,7 @@ class RobotSetup:
             if not NAME_PATTERN.fullmatch(name):
                 raise SpecError(
                     f"task: {name[:80]!r} is not a name: use letters, digits, '.', '_' and '-', and start with a "
-                    "letter or digit; words belong into its sentence"
+                    "letter or digit; words belong in its sentence"
                 )
 
 

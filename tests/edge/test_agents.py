@@ -675,18 +675,23 @@ def test_shutdown_ends_the_episode_with_one_neutral_step(session: Session) -> No
     assert outcome is not None and outcome.truncated and outcome.success is None
 
 
-@pytest.mark.parametrize("is_reset", [True, False])
-def test_success_in_the_step_that_a_shutdown_or_reset_ends_terminates_the_episode(
-    session: Session, is_reset: bool
-) -> None:
-    session.act()
+def succeed_and_end(session: Session, is_reset: bool) -> StepOutcome | None:
+    """The outcome of a step that satisfies the task's rule and in which the episode ends, by a reset or a shutdown."""
     if is_reset:
         session.order("reset")
     else:
         session.stopping = True
     assert isinstance(session.environment.task, FakeTask)
     session.environment.task.radius_m = 10.0
-    _, outcome = session.period()
+    return session.period()[1]
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_success_in_the_step_that_a_shutdown_or_reset_ends_terminates_the_episode(
+    session: Session, is_reset: bool
+) -> None:
+    session.act()
+    outcome = succeed_and_end(session, is_reset)
     assert outcome is not None and outcome.success and outcome.terminated and not outcome.truncated
 
 
@@ -696,13 +701,7 @@ def test_rule_that_holds_while_a_person_prepares_the_scene_is_no_success(
 ) -> None:
     session = make(intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
     session.period()
-    if is_reset:
-        session.order("reset")
-    else:
-        session.stopping = True
-    assert isinstance(session.environment.task, FakeTask)
-    session.environment.task.radius_m = 10.0
-    _, outcome = session.period()
+    outcome = succeed_and_end(session, is_reset)
     assert outcome is not None and outcome.truncated and not outcome.terminated and outcome.success is None
 
 

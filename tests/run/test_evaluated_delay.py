@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from acting_kit import CountingPolicy
 from rich.console import Console
 
 import user_sys.run.evaluate as module
 from user_sys.compose import PolicyConfig, RobotConfig
-from user_sys.policies.policy import ActionChunk, ExecutionConfig
+from user_sys.policies.policy import ExecutionConfig
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.evaluate import evaluate, run_evaluation
 
@@ -22,25 +22,9 @@ DELAYED = ExecutionConfig(mode="async", delay_periods=3)
 PERIODS = 8
 
 
-class Acting:
-    """A policy of single actions that counts them."""
-
-    cameras: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self.actions = 0
-
-    def load(self, weights: Any) -> None:
-        pass
-
-    def act(self, *args: Any, **settings: Any) -> ActionChunk:
-        self.actions += 1
-        return ActionChunk(np.zeros((1, 4), np.float32), np.zeros(1, np.float32))
-
-
 @pytest.fixture
-def acting(monkeypatch: pytest.MonkeyPatch) -> Acting:
-    found = Acting()
+def acting(monkeypatch: pytest.MonkeyPatch) -> CountingPolicy:
+    found = CountingPolicy()
     monkeypatch.setattr(module, "make_policy", lambda *args: found)
     return found
 
@@ -56,7 +40,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "lab-arm"
 
 
-def acted(acting: Acting, robot: RobotConfig, policy: PolicyConfig) -> int:
+def acted(acting: CountingPolicy, robot: RobotConfig, policy: PolicyConfig) -> int:
     """The actions of the first `PERIODS` control periods."""
     periods = 0
 
@@ -72,13 +56,13 @@ def acted(acting: Acting, robot: RobotConfig, policy: PolicyConfig) -> int:
     return acting.actions
 
 
-def test_real_robot_uses_a_chunk_as_soon_as_it_is_there(acting: Acting, driver: str) -> None:
+def test_real_robot_uses_a_chunk_as_soon_as_it_is_there(acting: CountingPolicy, driver: str) -> None:
     robot = RobotConfig(name="arm", driver=driver, task="reach")
     assert acted(acting, robot, PolicyConfig(execution=DELAYED)) == PERIODS
 
 
 @pytest.mark.parametrize("real_time", [False, True])
-def test_simulated_robot_counts_the_delay(acting: Acting, real_time: bool) -> None:
+def test_simulated_robot_counts_the_delay(acting: CountingPolicy, real_time: bool) -> None:
     robot = RobotConfig(name="arm", driver="fake", task="reach", real_time=real_time)
     assert acted(acting, robot, PolicyConfig(execution=DELAYED)) <= PERIODS // 2
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from acting_kit import CountingPolicy
 from msgspec import structs
 from rich.console import Console
 
@@ -21,33 +21,16 @@ from robots.homing import HumanJudgedTask
 from user_sys.compose import PolicyConfig, RobotConfig, build_robot_setup, describe_robot
 from user_sys.errors import RunError
 from user_sys.messages import EpisodeReport
-from user_sys.policies.policy import ActionChunk
 from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
 from user_sys.run.evaluate import TerminalJudge, evaluate, run_evaluation
 
 MAX_STEPS = 5
 
 
-class Moving:
-    """A policy that counts its actions."""
-
-    cameras: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self.actions = 0
-
-    def load(self, weights: Any) -> None:
-        pass
-
-    def act(self, *args: Any, **settings: Any) -> ActionChunk:
-        self.actions += 1
-        return ActionChunk(np.full((1, 4), 0.1, np.float32), np.zeros(1, np.float32))
-
-
 class Person:
     """Types a line of `lines` at each call; None stands for nothing typed. Notes how far the policy then was."""
 
-    def __init__(self, policy: Moving, *lines: str | None) -> None:
+    def __init__(self, policy: CountingPolicy, *lines: str | None) -> None:
         self._policy, self._lines = policy, list(lines)
         self.asked: list[tuple[str, int]] = []
 
@@ -59,13 +42,13 @@ class Person:
 
 
 @pytest.fixture
-def policy(monkeypatch: pytest.MonkeyPatch) -> Moving:
+def policy(monkeypatch: pytest.MonkeyPatch) -> CountingPolicy:
     """The policy of evaluations, whose robot has a task that a person judges."""
 
     def judged(config: RobotConfig, **options: Any) -> Any:
         return replace(build_robot_setup(config, **options), task=HumanJudgedTask("tidy", "tidy up", MAX_STEPS))
 
-    policy = Moving()
+    policy = CountingPolicy(0.1)
     monkeypatch.setattr(module, "build_robot_setup", judged)
     monkeypatch.setattr(module, "describe_robot", lambda robot: describe_robot(robot)._replace(is_judged=True))
     monkeypatch.setattr(module, "make_policy", lambda *args, **settings: policy)
@@ -78,7 +61,7 @@ def run(person: Person, episodes: int) -> list[EpisodeReport]:
     return list(evaluate(robot, PolicyConfig(), {}, config, lambda _: None, judge=person))
 
 
-def test_policy_waits_for_the_scene_and_its_episode_ends_with_the_answer(policy: Moving) -> None:
+def test_policy_waits_for_the_scene_and_its_episode_ends_with_the_answer(policy: CountingPolicy) -> None:
     person = Person(policy, None, None, "", None, None, "y", None, "", None, "n")
     first, second = run(person, 2)
     assert (first.success, second.success) == (True, False)
@@ -87,7 +70,7 @@ def test_policy_waits_for_the_scene_and_its_episode_ends_with_the_answer(policy:
     assert (first.intervention_steps, policy.actions) == (0, 5)
 
 
-def test_robot_holds_after_the_last_step_until_a_valid_answer(policy: Moving) -> None:
+def test_robot_holds_after_the_last_step_until_a_valid_answer(policy: CountingPolicy) -> None:
     person = Person(policy, "", *[None] * (MAX_STEPS + 4), "maybe", None, "y")
     (report,) = run(person, 1)
     assert report.success is True and report.steps == MAX_STEPS + 1 and policy.actions == MAX_STEPS

@@ -170,8 +170,8 @@ class EligibleSteps:
     """Ascending rows that match a filter and have a stored next observation; 4 bytes each.
 
     They depend only on the store's content, not on the sequence of updates, unless a clock was set back
-    (`NewestSteps`). An update costs time in proportion to the
-    rows after the lowest change, which are few during ingestion.
+    (`NewestSteps`). An update costs time in proportion to the rows after the lowest change, which are few during
+    ingestion.
     """
 
     def __init__(self, step_filter: AnyStepFilter) -> None:
