@@ -60,7 +60,7 @@ test-all:  ## the default tests and all that they leave out, each in its environ
 
 test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole runs
 	@.ci/check-egl
-	$(BIN)/pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
+	$(BIN)/pytest -m 'slow and not gpu' -n 2 --dist loadgroup --timeout 1800 $(ARGS)
 
 test-browser: $(INSTALLED_DEV)  ## the console in a real Chromium, and a run that a person drives; fails without Chromium
 	NEEDS_CHROMIUM=1 $(BIN)/pytest -m browser --timeout 1800 tests/console tests/test_person.py $(ARGS)
