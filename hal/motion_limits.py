@@ -497,8 +497,13 @@ class _AxisLimits:
         self._follows = np.ones(len(self.elements), bool)  # since the axis was last at rest, or has caught up
 
     def set_applied(self, applied: Array) -> None:
-        """Sets the step of the last period to the applied action's."""
-        self._motion.replace_last_step(applied[self.elements] - self._base)
+        """Sets the step of the last period to the applied action's.
+
+        An axis that made another motion than the commanded one is at rest: something else moved it, such as a person
+        before the driver activated the arm.
+        """
+        step, made = self._motion.step, applied[self.elements] - self._base
+        self._motion.replace_last_step(np.where(np.abs(made - step) <= np.abs(step), made, 0.0))
 
     def limit(self, within: Array, last: Array, state: Array, share: float) -> SafetyReason:
         """Changes the axes of `within` in place."""

@@ -224,6 +224,16 @@ def test_next_target_starts_from_applied_one() -> None:
     assert applied(filtered(kernel, (1, 0, 0), 0, 0))[0] == pytest.approx(0.01 + 0.01 + 0.01 + 0.06, abs=ROUNDING)
 
 
+@pytest.mark.parametrize("asked", [-0.4, 0.0, 0.4])
+@pytest.mark.parametrize("moved", [-0.3, 0.3])
+def test_joint_that_a_person_moved_before_its_command_was_applied_starts_from_rest(asked: float, moved: float) -> None:
+    kernel = kernel_of(JOINTS)
+    filtered(kernel, (moved, 0, 0), 0, 0)
+    kernel.set_applied(np.array([moved, 0, 0], np.float32))
+    first = applied(filtered(kernel, (moved + asked, 0, 0), moved, 0))[0]
+    assert first == pytest.approx(moved + np.sign(asked) * 0.06, abs=ROUNDING)
+
+
 def test_robot_without_tool_action_stops_in_forbidden_place() -> None:
     state = ArraySpec(name=STATE, labels=TOOL_LABELS, units=("1",) * 6, low=(-99.0,) * 6, high=(99.0,) * 6)
     action = ArraySpec(name="action", labels=("u",), units=("1",), low=(-1.0,), high=(1.0,))
