@@ -684,6 +684,9 @@ def test_keys_and_speed_are_the_persons_own_and_stay(page: Any, simulated: Simul
     page.get_by_role("button", name="Usual keys").click()
     page.keyboard.down("w")
     until(lambda: simulated.authority.twist()[0] == 1)
+    page.keyboard.down("a")
+    until(lambda: simulated.authority.twist()[:2] == pytest.approx([0.5**0.5] * 2))
+    page.keyboard.up("a")
     page.keyboard.up("w")
 
 

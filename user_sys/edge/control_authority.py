@@ -103,10 +103,10 @@ class ControlAuthority:
     slow control rates an input is valid for half of `input_timeout_s`.
 
     An operator's *twist* has one element for each action element, in [-1, 1]: the share of the way from
-    ``spec.neutral`` to the action's bound. Of a motion it is the share of the reduced speed in its direction, so that
-    the safety kernel does not change it. A joint with position targets moves on from its last target. The gripper's
-    element is +1 for open (upper bound) and -1 for closed (lower bound). It is 0 until the operator first changes it,
-    which keeps the gripper as it is: a take-over drops nothing.
+    ``spec.neutral`` to the action's bound. Of a motion it is the share of the reduced speed. A tool's motion above that
+    speed is shortened, so that the safety kernel does not change it. A joint with position targets moves on from its
+    last target. The gripper's element is +1 for open (upper bound) and -1 for closed (lower bound). It is 0 until the
+    operator first changes it, which keeps the gripper as it is: a take-over drops nothing.
 
     Attributes:
         tool_drive: moves the tool of a robot whose action moves its joints.
@@ -238,10 +238,10 @@ class ControlAuthority:
         share[moving] *= spec.limits.reduced_speed
         action: Array = (neutral + share * np.where(twist > 0, high - neutral, neutral - low)).astype(np.float32)
         tool = list(spec.tool_delta)
-        if spec.limits.tool_speed_max and twist[tool].any():  # slower at each share, as in `ToolDrive.twist`
-            fullest = float(np.linalg.norm(action[tool]) / np.abs(twist[tool]).max())
+        if spec.limits.tool_speed_max:
             longest = spec.limits.tool_speed_max * spec.period_s * spec.limits.reduced_speed
-            action[tool] /= max(1.0, fullest / longest * (1 + 1e-6))  # not longer after rounding
+            length = float(np.linalg.norm(action[tool]))
+            action[tool] /= max(1.0, length / longest * (1 + 1e-6))  # not longer after rounding
         if joints := list(spec.joint_target):
             fastest = np.array(spec.limits.joint_velocity_max) * spec.period_s
             action[joints] = np.clip(previous[joints] + share[joints] * fastest, low[joints], high[joints])

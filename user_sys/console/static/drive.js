@@ -158,7 +158,9 @@ export class Hand {
     for (const code of this.down) (MOVES[code] ?? total.map(() => 0)).forEach((share, i) => (total[i] += share));
     const [plane, height] = this.sticks.map((stick) => stick.shares);
     const added = [plane[1] + this.tilt.shares[1], -plane[0] - this.tilt.shares[0], height[1]];
-    const shares = total.map((share, i) => Math.max(-1, Math.min(1, share + added[i])) * this.scale);
+    const sum = total.map((share, i) => share + added[i]);
+    const longest = Math.max(1, Math.hypot(...sum)); // a slanted motion is as fast as a straight one
+    const shares = sum.map((share) => (share / longest) * this.scale);
     return movesJoint ? shares : turned(shares, Number(this.settings.view));
   }
 }
