@@ -180,7 +180,7 @@ def test_robot_that_no_action_may_move_stops_at_the_first_step_after_a_reset(
     driver.connect()
     for _ in range(2):
         assert not driver.reset(0).stopped and not driver.hold().stopped, "a person has time to bring it back"
-        time_step = driver.step(STILL)
+        time_step = driver.step(RIGHT)
         assert time_step.stopped and why in time_step.stopped_why and robot.stops[-1] is StopLevel.SAFE
         assert SafetyReason(time_step.safety_reasons) is SafetyReason.ESTOP
         driver.kernel.rearm("ada")
@@ -190,8 +190,11 @@ def test_robot_that_no_action_may_move_stops_at_the_first_step_after_a_reset(
     assert driver.step(STILL).applied is not None
     robot.set_state(np.array(task.place), np.zeros(3))
     driver.hold()
-    time_step = driver.step(STILL)
+    time_step = driver.step(RIGHT)
     assert time_step.applied is None and not time_step.stopped, "in the episode it has failed"
+    driver.reset(0)
+    time_step = driver.step(STILL)
+    assert time_step.applied is None and not time_step.stopped, "it ends an episode before anybody moves the robot"
     driver.close()
 
 

@@ -277,7 +277,8 @@ class RobotEnvironment:
 
     def step(self, action: Array) -> TimeStep:
         """See `Environment`. The e-stop latches if no action may move the robot at the first step after a reset: a
-        person must bring it back, and has time for it until then.
+        person must bring it back, and has time for it until then. A step that keeps the arm at rest latches nothing:
+        it ends an episode while a person still prepares the scene.
         """
         if self._newest is None:
             raise RuntimeError("the environment is not connected: call connect() first")
@@ -288,7 +289,7 @@ class RobotEnvironment:
             self._observe()
         decision = self.kernel.filter(action, self._newest)
         if decision.applied is None:
-            if self._steps == 0 and decision.reasons & PLACE_REASONS:
+            if self._steps == 0 and decision.reasons & PLACE_REASONS and not self._rests(action, self._newest):
                 return self._stop_step(
                     EmergencyStopped(
                         f"no action may move {self._name} after its reset ({str(decision.reasons.name).lower()}: "
@@ -307,6 +308,13 @@ class RobotEnvironment:
         self._logged_refusal = SafetyReason(0)
         self.kernel.set_applied(applied)
         return self._time_step(applied, decision.reasons, time.monotonic_ns(), evaluate=True)
+
+    def _rests(self, action: Array, observation: Observation) -> bool:
+        """Whether a valid `action` keeps the robot at `observation`, apart from a gripper."""
+        if not self.spec.neutral:
+            return False
+        rest, moved = self.spec.rest_action(observation.arrays), np.arange(len(action)) != self.spec.gripper
+        return bool((action == rest)[moved].all())
 
     def _stop_step(self, error: EmergencyStopped) -> TimeStep:
         self._stop_for(error)
