@@ -332,10 +332,6 @@ class Registry:
         seen = known.seen_unix_s if health is Health.LOST else 0.0
         return msgspec.structs.replace(known.record, health=health, note=note, trouble=trouble, seen_unix_s=seen)
 
-    def is_announced(self, name: str) -> bool:
-        """Whether the resource has announced itself since this registry's start. Raises as `record`."""
-        return self._require(name).is_announced
-
     def snapshot(self) -> tuple[ResourceRecord, ...]:
         """The present records of all resources that were ever announced, by name."""
         return tuple(self.record(name) for name in sorted(self._resources))

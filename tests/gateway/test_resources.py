@@ -11,7 +11,7 @@ from hal.lease import LeaseTable
 from hal.registry import MAX_FAULTS, Registry, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase
-from user_sys.gateway.gateway import ResourceService
+from user_sys.gateway.gateway import STARTING_S, ResourceService
 from user_sys.messages import RobotStatus
 
 ARM = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
@@ -69,25 +69,26 @@ def test_faults_of_a_restarted_session_count(resources: ResourceService) -> None
     assert resources.registry.record("panda-0").trouble.startswith("1 recent fault(s)")
 
 
-def test_console_gets_the_time_of_a_loss_only_of_robots_that_came_in_since_the_start(tmp_path: Path) -> None:
-    now_ns, database = [0], StateDatabase(tmp_path / STATE_FILE)
+def test_console_gets_the_time_of_a_loss_once_sessions_have_had_time_to_start(tmp_path: Path) -> None:
+    now_s, database = [0.0], StateDatabase(tmp_path / STATE_FILE)
 
     def started() -> ResourceService:
         leases = LeaseTable(database, 30.0)
-        return ResourceService(leases, Registry(leases, database, lambda: now_ns[0]), tmp_path)
+        registry = Registry(leases, database, lambda: round(now_s[0] * 1e9))
+        return ResourceService(leases, registry, tmp_path, lambda: now_s[0])
 
-    def lost_at(resources: ResourceService) -> float:
-        now_ns[0] += 60 * 10**9
-        resources.poll((), ())
-        (record,) = resources.present()
-        assert record.health is Health.LOST
-        return record.seen_unix_s
+    def changed_after(resources: ResourceService, seconds: float) -> list[ResourceRecord]:
+        now_s[0] += seconds
+        return resources.poll((), ())[0]
 
     earlier = started()
     earlier.registry.announce(ARM)
-    assert lost_at(earlier) > 0
+    assert all(each.seen_unix_s > 0 for each in changed_after(earlier, STARTING_S))
     resumed = started()
-    assert lost_at(resumed) == 0.0, "its session may be starting"
+    assert not changed_after(resumed, STARTING_S / 2)
+    (record,) = resumed.present()
+    assert record.health is Health.LOST and not record.seen_unix_s, "its session may be starting"
     assert read_registry(database)[0].seen_unix_s > 0, "the database keeps it for people"
-    resumed.registry.announce(ARM)
-    assert lost_at(resumed) > 0
+    (record,) = changed_after(resumed, STARTING_S / 2)
+    assert record.health is Health.LOST and record.seen_unix_s > 0 and resumed.present() == [record]
+    assert not changed_after(resumed, 1.0), "once"

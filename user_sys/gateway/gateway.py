@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -76,6 +77,7 @@ MAX_CAMERAS, MAX_WAITING_BYTES = 64, 32 << 20  # of one robot's pictures for one
 STOP_TIMEOUT_S = 30.0
 
 LEASE_BURST, LEASE_REFILL_S = 10, 0.5  # new leases of one robot; each needs a disk write
+STARTING_S = 120.0  # after the gateway's start, in which sessions may be starting
 
 
 class DiskThread(ThreadedService):
@@ -177,6 +179,7 @@ class ResourceService:
         self._lease_limits: dict[str, TokenBucket] = defaultdict(
             lambda: TokenBucket(1 / LEASE_REFILL_S, LEASE_BURST, clock)
         )  # by robot
+        self._clock, self._starting_until_s = clock, clock() + STARTING_S
         self._lock = threading.Lock()
         self._granted: dict[str, tuple[bytes, Lease]] = {}  # by robot: its newest lease, and the session that holds it
         self._faults: dict[str, int] = {}  # by robot: hardware faults, as its session counts them
@@ -202,7 +205,8 @@ class ResourceService:
     ) -> tuple[list[ResourceRecord], list[LeaseRefusal]]:
         """Announces `robots` and the devices of `connected` peers to the registry, and expires the others.
 
-        Returns the changed resources, and a refusal for each lease that the registry has revoked.
+        Returns the changed resources, and a refusal for each lease that the registry has revoked. After `STARTING_S`
+        all lost robots count as changed once.
         """
         for robot in self.registry.overridden_elsewhere:  # its session may be away when it is restored
             self._look_elsewhere(robot)
@@ -213,6 +217,9 @@ class ResourceService:
                 self.registry.announce(record)
             self.registry.poll()
             changes, revoked = self.registry.pop_changes(), self.registry.pop_revoked()
+            if self._clock() >= self._starting_until_s:
+                self._starting_until_s = math.inf
+                changes += [each for each in self.registry.snapshot() if each.kind is Kind.ROBOT and each.seen_unix_s]
         refusals = [
             LeaseRefusal(robot=lease.robot, reason=f"{lease.robot} is quarantined {reason}", token=lease.token)
             for lease, reason in revoked
@@ -227,8 +234,9 @@ class ResourceService:
         return [self._for_consoles(each) for each in records if each.kind is Kind.ROBOT or each.health not in usable]
 
     def _for_consoles(self, record: ResourceRecord) -> ResourceRecord:
-        """Without the time at which it was present before this gateway's start: its session may be starting."""
-        return record if self.registry.is_announced(record.name) else msgspec.structs.replace(record, seen_unix_s=0.0)
+        """Without the time at which it was present if its session may be starting: it is not lost for a console."""
+        is_starting = self._starting_until_s < math.inf
+        return msgspec.structs.replace(record, seen_unix_s=0.0) if is_starting else record
 
     def on_lease_request(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
@@ -317,7 +325,7 @@ class Gateway:
 
         Args:
             probes: find the devices of this computer; by default the installed ones.
-            clock: in seconds, of the rate limit of new leases.
+            clock: in seconds, of the rate limit of new leases, and of the time since the start.
 
         Raises:
             StoreError: another gateway writes the store, or it cannot be used.
