@@ -212,6 +212,20 @@ def test_waiting_robot_without_weights_asks_for_each_action() -> None:
     assert executor.counters.chunks == 400, "so that it uses weights as soon as they arrive"
 
 
+@pytest.mark.parametrize("method", ["switch", "vlash"])
+def test_random_chunk_goes_on_from_the_promised_actions_of_its_own_robot(method: ExecutionMethod) -> None:
+    policy, robots = FlowPolicy(SPEC, settings=replace(SMALL, offset_max=4)), range(2)
+    promised, pairs = [np.zeros((0, 1), np.float32) for _ in robots], list[tuple[float, float]]()
+    for robot in [*robots] * 200:
+        before, context = promised[robot], ChunkContext(promised[robot], 2, method)
+        actions = policy.act(SEEN, "", deterministic=False, context=context).actions
+        new = actions[len(before) - (policy.bridged(context) if method == "vlash" else 0) :]
+        if len(before):
+            pairs.append((before[-1, 0], new[0, 0]))
+        promised[robot] = new[:4]
+    assert np.corrcoef(np.array(pairs).T)[0, 1] > 0.6
+
+
 # A2C2
 
 

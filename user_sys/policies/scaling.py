@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,8 @@ INPUT_CLIP = 5.0  # of scaled observations
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of a Gaussian over actions in [-1, 1], before squashing
 EXPLORATION_CORRELATION = 0.7
 """Correlation of an untrained policy's actions from step to step: white noise would not move the robot."""
+MAX_SHARE = 1 - 1e-6  # of an action's bound: a Gaussian reaches the bound at infinity
+_NORMAL = NormalDist()
 
 
 def encoded_feature(camera: str) -> str:
@@ -137,13 +140,18 @@ class RandomExploration:
         self._bounds, self._rng = bounds, rng
         self._walk = rng.standard_normal(bounds.centre.size)
 
+    def resume(self, action: Array) -> None:
+        """The walk goes on from `action`, (a,), of one of the robots that use it."""
+        share = np.clip((action - self._bounds.centre) / self._bounds.half, -MAX_SHARE, MAX_SHARE)
+        self._walk = np.array([_NORMAL.inv_cdf((1 + each) / 2) for each in share.tolist()])
+
     def act(
         self, deterministic: bool, length: int = 1, promised: Sequence[Array] = (), execute: int = 0
     ) -> ActionChunk:
         """Returns a chunk of `length` actions: the next ones of the walk, or the centre of the bounds.
 
         Args:
-            promised: float32 (a,) each, actions with which the chunk begins, so that the walk goes on.
+            promised: float32 (a,) each, actions with which the chunk begins; see `resume`.
             execute: see `ActionChunk`.
         """
         scaled = np.zeros((max(0, length - len(promised)), self._walk.size))
@@ -151,14 +159,6 @@ class RandomExploration:
             # A stationary Gaussian walk, mapped through its own distribution function, is uniform at every step.
             fresh = self._rng.standard_normal(self._walk.size)
             self._walk = EXPLORATION_CORRELATION * self._walk + np.sqrt(1 - EXPLORATION_CORRELATION**2) * fresh
-            row[:] = _gaussian_to_uniform(self._walk)
+            row[:] = [2 * _NORMAL.cdf(each) - 1 for each in self._walk.tolist()]
         actions = [*promised, *(self._bounds.centre + self._bounds.half * scaled)]
         return self._bounds.chunk(np.array(actions[:length]), np.nan, execute)
-
-
-def _gaussian_to_uniform(z: Array) -> Array:
-    """Maps standard normal `z` to uniform in [-1, 1]; the error function by Abramowitz and Stegun 7.1.26 (1.5e-7)."""
-    x = np.abs(z) / np.sqrt(2.0)
-    t = 1.0 / (1.0 + 0.3275911 * x)
-    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.asarray(np.sign(z) * (1.0 - poly * np.exp(-x * x)))

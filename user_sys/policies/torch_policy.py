@@ -190,6 +190,8 @@ class TorchPolicy(TrainablePolicy):
         """One random action; with a context a chunk that goes on with the promised ones."""
         if context is None:
             return self._exploration.act(deterministic)
+        if len(context.prefix):
+            self._exploration.resume(context.prefix[-1])
         begins_after = self.bridged(context) if context.method == "vlash" else 0
         promised = [*context.prefix[begins_after:]]
         return self._exploration.act(deterministic, self._random_actions, promised, getattr(self.options, "execute", 0))
