@@ -83,8 +83,10 @@ def test_failed_attempts_by_hand_are_no_demonstrations_but_their_corrections_are
         replay.refresh()
         assert demo_rows(mix) == {3, 4} and len(mix.online) == 20, "critics learn from failures"
         store.put(SuccessLabel(episode="ep-2", labeller="ana", at_unix_ns=1, success=True))
+        store.put(chunk(5, 0, 4, phase=TELEOP, version=-1))
+        store.put(chunk(5, 4, 4, index=1, end=True, phase=POLICY, version=-1, success=False))
         replay.refresh()
-        assert demo_rows(mix) == {2, 3, 4}
+        assert demo_rows(mix) == {2, 3, 4}, "a person's failure may end with a rest after the hand-back"
 
 
 def test_what_a_person_shows_in_an_episode_that_the_policy_fails_is_a_demonstration(store: Store) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from user_sys.codec import Array
 from user_sys.episode import EpisodeSource, Phase
+from user_sys.messages import NO_VERSION
 from user_sys.store.index_block import CHUNK_COLUMNS, CHUNK_KIND, STEP_DTYPES, EndRecord, EpisodeRecord, IndexBlock
 from user_sys.store.labels import (
     REWARD_PREFIX,
@@ -157,7 +158,8 @@ class EpisodeTable(ColumnTable):
         complete: its end and all chunks before it are stored.
         success: 1, 0, or -1 if unknown, with labels applied.
         reward_source: code into `reward_sources` of the source of `success`, see `EpisodeSummary`.
-        by_policy: a stored step was in phase POLICY as recorded.
+        by_policy: in a stored step, as recorded, weights acted. The robot's rest, with which a person's attempt may
+            end, is a step in phase POLICY too.
         deleted: by a label.
     """
 
@@ -474,7 +476,8 @@ class Index:
         np.add.at(episodes.steps, chunks["episode"], counts)
         np.add.at(episodes.chunks, chunks["episode"], 1)
         np.add.at(episodes.size_bytes, chunks["episode"], chunks["length"])
-        episodes.by_policy[np.repeat(chunks["episode"], counts)[steps["phase"] == Phase.POLICY]] = True
+        by_weights = (steps["phase"] == Phase.POLICY) & (steps["policy_version"] != NO_VERSION)
+        episodes.by_policy[np.repeat(chunks["episode"], counts)[by_weights]] = True
         for place in np.flatnonzero(end >= 0):
             self._set_end(int(chunks["episode"][place]), int(chunks["index"][place]), ends[int(end[place])])
         self._link(rows, chunks["episode"].tolist(), chunks["index"].tolist())
