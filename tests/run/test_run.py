@@ -381,7 +381,7 @@ def test_cloud_says_that_its_sections_of_robots_are_not_those_of_user_sys_edge(
     assert "intervention" not in capsys.readouterr().out
     waiting = replace(config, intervention=InterventionConfig(reset_instructions="put the cube on the mark"))
     print_join_instructions(waiting, folder, metadata, Console())
-    line = "intervention: only for robots that this command starts; `user-sys edge` reads its own from CONFIG\n"
+    line = "intervention: for robots that this command starts; `user-sys edge` applies what its CONFIG sets\n"
     assert line in capsys.readouterr().out
 
 

@@ -414,7 +414,7 @@ def print_join_instructions(config: RunConfig, folder: RunFolder, metadata: RunM
     ]
     if changed := changed_robot_sections(config, RunConfig()):
         lines.append(
-            f"{', '.join(changed)}: only for robots that this command starts; `user-sys edge` reads its own from CONFIG"
+            f"{', '.join(changed)}: for robots that this command starts; `user-sys edge` applies what its CONFIG sets"
         )
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
