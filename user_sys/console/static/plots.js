@@ -1,11 +1,8 @@
 // Line plots of traces with uPlot, and strips of coloured sections. The page loads uPlot before.
 
-import { COLOURS, theme } from "./chart.js";
+import { AXIS, COLOURS } from "./chart.js";
 
 const HEIGHT = 90;
-const AXIS = {
-  stroke: () => theme("--dim"), grid: { stroke: () => theme("--edge") }, ticks: { show: false }, font: "11px system-ui", size: 40,
-};
 export const OTHER = "#8b96a5";
 export const PHASES = { policy: "#5cc8b4", teleop: "#f0b44a", correction: "#e5484d", recovery: "#a793f2", trimmed: "#3a4350" };
 
