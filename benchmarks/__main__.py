@@ -81,8 +81,6 @@ PROGRAMS = (
     Program("faults", 8, "lerobot", quick="--pairs 1", environment=".venv-lerobot"),
     Program("faults", 6, "ros2", quick="--pairs 1", environment=".venv-ros2"),
     Program("faults", 6, "franka", quick="--pairs 1", environment=".venv-franka"),
-    Program("simulation", 3),
-    Program("policy_process", 2, quick="--seconds 5"),
     Program("control", 23, quick="--seconds 10"),
     Program("estop", 8, quick="--presses 10 --leaves 2"),
     Program("console", 3, quick="--inputs 20 --pages 3"),
