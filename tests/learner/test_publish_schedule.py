@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
-from user_sys.gateway.weights import RobotStaleness
 from user_sys.learner.learner import VersionPublisher
-from user_sys.messages import NO_VERSION
 from user_sys.weights.publisher import PublishConfig
 
 NEVER = PublishConfig(every_s=1e9)
@@ -144,20 +142,3 @@ def test_pin_that_holds_the_learner_is_logged_once(caplog: pytest.LogCaptureFixt
 def test_settings_that_publish_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"learner\.publish"):
         PublishConfig(**wrong)  # type: ignore[arg-type]
-
-
-def test_staleness_is_counted_from_when_a_version_was_overtaken() -> None:
-    now_s = [0.0]
-    staleness = RobotStaleness(lambda: now_s[0])
-    for version, now_s[0] in ((1, 0.0), (2, 10.0), (3, 12.0)):
-        staleness.set_newest(version)
-    for robot, version in (("new", 3), ("old", 2), ("older", 1)):
-        staleness.set_version(robot, version)
-    now_s[0] = 12.5
-    found = staleness.scalars()
-    assert (found["staleness_s/new"], found["staleness_s/old"], found["staleness_s/older"]) == (0.0, 0.5, 2.5)
-    assert staleness.oldest_in_use == 1
-    staleness.remove("older")
-    assert staleness.oldest_in_use == 2 and "staleness_s/older" not in staleness.scalars()
-    staleness.set_version("old", NO_VERSION)
-    assert staleness.oldest_in_use == 3, "a robot without a version holds up no learner"

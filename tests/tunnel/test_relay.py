@@ -394,7 +394,7 @@ def test_restarted_cloud_gets_versions_of_relayed_robots(tmp_path: Path) -> None
 
 def _acting(cloud: GatewaySite, robot: str) -> bool:
     assert cloud.gateway is not None
-    return f"staleness_s/{robot}" in cloud.gateway.weights.scalars()
+    return robot in cloud.gateway.weights.distributor("learner").acting_versions
 
 
 def test_relayed_robots_get_their_learners_weights_and_pins(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,57 +62,10 @@ INBOX_POLL_S = 0.25
 MAX_RECENT_VERSIONS = 32  # in memory: bases for robots that are so many versions behind
 MAX_INBOX, MAX_INBOX_BYTES = 4096, 64 << 20  # messages and payloads; the fetcher requests 8 MiB at a time
 _Event = tuple[Callable[[], None], int]  # of another thread, with the bytes of its payload
-MAX_TRACKED_VERSIONS = 4096  # whose time of publication is kept
 _NO_PIN = PinnedVersion(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
 EMBODIMENT_FILE = "embodiment"  # in a learner's folder: the embodiment of its robots
 MAX_LEARNERS = 32
-
-
-class RobotStaleness:
-    """How long the version of each robot has been outdated. Any thread may call it."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._offered: deque[tuple[int, float]] = deque(maxlen=MAX_TRACKED_VERSIONS)
-        self._acting_versions: dict[str, int] = {}
-
-    def set_newest(self, version: int) -> None:
-        """Records that `version` is the newest from now on."""
-        with self._lock:
-            if not self._offered or self._offered[-1][0] != version:
-                self._offered.append((version, self._clock()))
-
-    def set_version(self, robot: str, version: int) -> None:
-        """Records that `robot` uses `version` from now on; with -1 it uses none, as while a person drives it."""
-        if version == NO_VERSION:
-            return self.remove(robot)
-        with self._lock:
-            self._acting_versions[robot] = version
-
-    def remove(self, robot: str) -> None:
-        """Removes a robot that is disconnected or uses no version."""
-        with self._lock:
-            self._acting_versions.pop(robot, None)
-
-    @property
-    def oldest_in_use(self) -> int:
-        """The oldest version in use by a robot; -1 if there is none."""
-        with self._lock:
-            return min(self._acting_versions.values(), default=-1)
-
-    def scalars(self) -> dict[str, float]:
-        """For each robot the seconds since a newer version replaced its own; 0 for the newest."""
-        with self._lock:
-            return {f"staleness_s/{robot}": self._age_s(version) for robot, version in self._acting_versions.items()}
-
-    def _age_s(self, version: int) -> float:
-        replaced_s = now_s = self._clock()
-        for offered, at_s in reversed(self._offered):
-            if offered == version:
-                return now_s - replaced_s
-            replaced_s = at_s
-        return now_s - replaced_s
 
 
 class SavedVersions:
@@ -272,6 +224,7 @@ class WeightsDistributor(ThreadedService):
 
     Attributes:
         version: the version that robots should use; -1 before the first.
+        acting_versions: by robot, of those that use one.
     """
 
     def __init__(
@@ -296,7 +249,7 @@ class WeightsDistributor(ThreadedService):
         if newest is not None:
             self._fetcher.hold(newest)
         self._server = WeightsServer(self.catalog.cache, send, self._offer, clock)
-        self._staleness = RobotStaleness(clock)
+        self.acting_versions: dict[str, int] = {}
         self._next_prune_s = 0.0
         self._announced: object = None
         self._is_without_version = not is_relay  # unless one is on disk
@@ -304,9 +257,8 @@ class WeightsDistributor(ThreadedService):
         self._inbox: CoalescingQueue[_Event] = CoalescingQueue(sys.maxsize, MAX_INBOX_BYTES, lambda event: event[1])
 
     def scalars(self) -> dict[str, float]:
-        """Metrics, with the staleness of each robot."""
-        counts = {"weights_version": float(self.version), "weights_damaged": float(self._fetcher.damaged)}
-        return {**counts, **self._staleness.scalars()}
+        """Metrics."""
+        return {"weights_version": float(self.version), "weights_damaged": float(self._fetcher.damaged)}
 
     @property
     def learner(self) -> str:
@@ -374,7 +326,8 @@ class WeightsDistributor(ThreadedService):
         if self._saved.due_s() <= 0:
             self._save()
         pinned = self.version if self.version == self._pin.version(self._run) else NO_VERSION
-        self._learner.send_state(WeightsProgress(oldest=self._staleness.oldest_in_use, pinned=pinned))
+        oldest = min(self.acting_versions.values(), default=NO_VERSION)
+        self._learner.send_state(WeightsProgress(oldest=oldest, pinned=pinned))
         request_s = self._fetcher.step()
         return 0.0 if self.has_events else max(0.0, min(request_s, self._saved.due_s()))
 
@@ -390,7 +343,7 @@ class WeightsDistributor(ThreadedService):
                 self._server.on_peer_message(name)
                 self._server.on_request(name, message)
             case WeightsApplied():
-                self._staleness.set_version(name, message.version)
+                self._on_applied(name, message.version)
                 self._server.on_peer_message(name)
 
     def _open_learner(self, name: str) -> None:
@@ -398,9 +351,15 @@ class WeightsDistributor(ThreadedService):
         self._fetcher.reset_requests()
         self._learner.send(WeightsOfferRequest())
 
+    def _on_applied(self, robot: str, version: int) -> None:
+        if version == NO_VERSION:  # as while a person drives it
+            self.acting_versions.pop(robot, None)
+        else:
+            self.acting_versions[robot] = version
+
     def _close_peer(self, name: str) -> None:
         self._server.remove_peer(name)
-        self._staleness.remove(name)
+        self.acting_versions.pop(name, None)
         self._learner.close(name)
 
     def _on_offer(self, offer: WeightsOffer) -> None:
@@ -472,7 +431,6 @@ class WeightsDistributor(ThreadedService):
         if state == self._announced:
             return
         self._announced = state
-        self._staleness.set_newest(self.version)
         self._server.offer_to_all()
 
     def _offer(self) -> WeightsOffer | None:
