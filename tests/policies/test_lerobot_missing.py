@@ -60,20 +60,6 @@ def test_diffusion_bridges_half_of_the_actions_that_lerobot_keeps(config: dict[s
 
 
 @pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        ({"type": "diffusion"}, 0),
-        ({"type": "act"}, 0),
-        ({"type": "smolvla", "config": {"chunk_size": 30, "n_action_steps": 10}}, 20),
-        ({"type": "pi0", "execute": 8}, 42),
-    ],
-)
-def test_actions_are_left_of_a_chunk_that_is_not_executed_to_its_end(options: dict[str, object], left: int) -> None:
-    kind, settings = load_policy("lerobot", options)
-    assert kind.actions_left(settings) == left
-
-
-@pytest.mark.parametrize(
     ("step", "reason"),
     [
         ({"class": "subprocess.Popen", "config": {"args": ["true"]}}, "the step 'subprocess.Popen', which is none of"),

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load, save
 from user_sys.console.accounts import AccountStore
 from user_sys.console.config import ConsoleConfig
-from user_sys.edge.help_requests import HelpConfig, InterventionConfig, require_possible_help
+from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, ExitStatus, RunError
@@ -42,7 +42,6 @@ from user_sys.learner.checkpoint import Checkpoint, save_checkpoint
 from user_sys.learner.config import LearnerConfig
 from user_sys.plugins import load_algorithm
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
-from user_sys.policies.policy import ExecutionConfig
 from user_sys.rewards.reward import FORMAT, RewardMetadata
 from user_sys.robot_records import embodiment_names, read_robot_records
 from user_sys.run import config as config_module
@@ -320,32 +319,6 @@ def test_progress_model_that_robots_cannot_use_is_refused_before_anything_starts
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"after_steps": 50}, "after_steps is 50, and each episode ends after 50 steps .*: set it below 50"),
-        (
-            {"progress": "help.safetensors", "progress_steps": 60},
-            "progress_steps is 60, and each episode ends after 50",
-        ),
-        ({"disagreement": 0.2}, "disagreement is 0.2, and a chunk of the policy mlp has one action"),
-    ],
-)
-def test_help_that_no_robot_could_request_is_refused_before_anything_starts(
-    given: dict[str, Any], problem: str
-) -> None:
-    robots = tuple(RobotConfig(name=name, driver="fake", task="reach") for name in ("arm-0", "arm-1"))
-    config = RunConfig(robots=robots, intervention=InterventionConfig(help=HelpConfig(**given)))
-    with pytest.raises(ConfigError, match=f"^intervention.help.{problem}"):
-        check_plugins(config)
-
-
-def test_help_that_a_remote_robot_may_request_is_accepted() -> None:
-    robots = tuple(RobotConfig(name=name, driver="fake", task="reach") for name in ("arm-0", "arm-1"))
-    help_ = InterventionConfig(help=HelpConfig(after_steps=60))
-    check_plugins(RunConfig(robots=robots[:1], remote_robots=robots[1:], intervention=help_))
-
-
-@pytest.mark.parametrize(
     ("section", "override"),
     [
         ("intervention", "--intervention.reset_instructions=put the cube on the mark"),
@@ -383,24 +356,6 @@ def test_cloud_says_that_its_sections_of_robots_are_not_those_of_user_sys_edge(
     print_join_instructions(waiting, folder, metadata, Console())
     line = "intervention: for robots that this command starts; `user-sys edge` applies what its CONFIG sets\n"
     assert line in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "mode", "is_possible"),
-    [
-        ({}, "wait", False),
-        ({"execute": 8}, "wait", False),
-        ({"execute": 4}, "wait", True),
-        ({}, "async", True),
-        ({"chunk_length": 1}, "async", False),
-    ],
-)
-def test_disagreement_needs_chunks_that_cover_the_same_control_periods(
-    options: dict[str, int], mode: Literal["wait", "async"], is_possible: bool
-) -> None:
-    policy = PolicyConfig("flow", options, execution=ExecutionConfig(mode=mode))
-    with nullcontext() if is_possible else pytest.raises(ConfigError, match="a chunk of the policy flow .* can differ"):
-        require_possible_help(HelpConfig(disagreement=0.2), policy, [])
 
 
 def test_files_of_a_resumed_run_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from user_sys.edge.demonstrations import (
     check_demonstrable,
     generate_demonstrations,
 )
-from user_sys.edge.help_requests import InterventionConfig, require_possible_help, require_progress_model
+from user_sys.edge.help_requests import InterventionConfig, require_progress_model
 from user_sys.edge.local_link import local_console_endpoint
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
 from user_sys.edge.recorder import RecorderConfig
@@ -206,7 +206,6 @@ def check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
     load_public_key(keys / f"{GATEWAY_NAME}.pub")
     at_server = policy_location(config.policy) == "server"
     check_execution(config.policy, at_server=at_server)
-    require_possible_help(config.intervention.help, config.policy, config.robots, at_server=at_server)
     require_progress_model(config.intervention.help, map(robot_spec, config.robots))
     if at_server:
         check_server_swaps(config.weights)

@@ -10,8 +10,8 @@ from there; a person guides it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,10 +23,8 @@ from hal.errors import install_hint
 from hal.settings import Count, Limit
 from hal.spec import RobotSpec
 from hal.task import TaskOutcome
-from user_sys.compose import PolicyConfig, RobotConfig, describe_robot
 from user_sys.edge.environment import TaskInfo
 from user_sys.errors import ConfigError
-from user_sys.plugins import load_policy
 
 if TYPE_CHECKING:
     from user_sys.rewards.progress import ProgressWatch
@@ -145,51 +143,6 @@ class InterventionRules:
                 self._requested.add(kind)
                 return reason
         return ""
-
-
-def require_possible_help(
-    config: HelpConfig, policy: PolicyConfig, robots: Sequence[RobotConfig], *, at_server: bool = False
-) -> None:
-    """Checks that each reason for a request can occur, with `policy` and in a task of `robots`. Connects to no device.
-
-    Args:
-        at_server: see `user_sys.compose.check_execution`.
-
-    Raises:
-        ConfigError: every episode ends before, or no two action chunks cover the same control period.
-    """
-    if config.disagreement:
-        _require_common_periods(config, policy, at_server=at_server)
-    waits = {"after_steps": config.after_steps, "progress_steps": config.progress_steps if config.progress else 0}
-    if not robots or not any(waits.values()):
-        return
-    longest = max(describe_robot(replace(robot, task=task)).max_steps for robot in robots for task in robot.tasks)
-    for name, steps in waits.items():
-        if steps >= longest:
-            raise ConfigError(
-                f"intervention.help.{name} is {steps}, and each episode ends after {longest} steps of the policy at "
-                f"the latest (max_steps of the task), so no robot would request help: set it below {longest}"
-            )
-
-
-def _require_common_periods(config: HelpConfig, policy: PolicyConfig, *, at_server: bool) -> None:
-    try:
-        kind, settings = load_policy(policy.kind, policy.options)
-        has_one_action = kind.execution_delays(settings).get("switch") == 0
-        if not has_one_action and (policy.execution.mode == "async" or kind.actions_left(settings) > 0):
-            return
-    except ConfigError:
-        if at_server:
-            return
-        raise
-    if has_one_action:
-        why, mend = "has one action", "leave it out, or act with chunks of several actions"
-    else:
-        why, mend = "is used up before the next", "set policy.options.execute to a part of a chunk, or mode async"
-    raise ConfigError(
-        f"intervention.help.disagreement is {config.disagreement:g}, and a chunk of the policy {policy.kind} {why}, so "
-        f"no two chunks can differ: {mend}"
-    )
 
 
 def require_progress_model(config: HelpConfig, specs: Iterable[RobotSpec]) -> None:

@@ -29,7 +29,6 @@ from user_sys.policies.lerobot_checkpoint import (
     LeRobotSettings,
     PolicyFeatures,
     checkpoint_folder,
-    executed_actions,
     find_checkpoint_file,
     lerobot_version,
     one_line,
@@ -520,11 +519,6 @@ class LeRobotPolicy(TorchPolicy):
         kind, length = type_and_chunk_length(settings)
         methods: tuple[ExecutionMethod, ...] = ("switch", "ensemble", "rtc")
         return dict.fromkeys(methods if kind in WITH_SENTENCE else methods[:2], length // 2)
-
-    @classmethod
-    def actions_left(cls, settings: LeRobotSettings) -> int:
-        """See `TrainablePolicy.actions_left`. Raises ConfigError: no such checkpoint."""
-        return type_and_chunk_length(settings)[1] - executed_actions(settings)
 
     @classmethod
     def reads_files(cls, settings: LeRobotSettings) -> bool:

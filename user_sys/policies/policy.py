@@ -260,15 +260,6 @@ class TrainablePolicy(Policy):
         return {"switch": half, "ensemble": half}
 
     @classmethod
-    def actions_left(cls, settings: Any) -> int:
-        """Returns how many actions of a chunk are left when a robot that waits for chunks uses the next one.
-
-        By default those that the setting ``execute`` leaves of the setting ``chunk_length``.
-        """
-        length = getattr(settings, "chunk_length", 1)
-        return length - (getattr(settings, "execute", 0) or length)
-
-    @classmethod
     def check_robot(cls, spec: RobotSpec, settings: Any, features: Sequence[str] = ()) -> None:
         """Checks a robot before a run starts, besides its cameras. Raises SpecError: the policy cannot act for it."""
 

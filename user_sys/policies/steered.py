@@ -289,11 +289,6 @@ class SteeredPolicy(TorchPolicy):
             half = min(half, executed // 2)
         return {"switch": half, "ensemble": half}
 
-    @classmethod
-    def actions_left(cls, settings: SteeredSettings) -> int:
-        """See `TrainablePolicy.actions_left`; a chunk holds only the executed actions."""
-        return 0
-
     def draw(
         self, observation: Mapping[str, Tensor], *, deterministic: bool, promised: PromisedActions | None = None
     ) -> tuple[Tensor, Tensor]:

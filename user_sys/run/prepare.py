@@ -36,7 +36,7 @@ from user_sys.edge.demonstrations import (
     generate_demonstrations,
     missing_demonstrations,
 )
-from user_sys.edge.help_requests import require_possible_help, require_progress_model
+from user_sys.edge.help_requests import require_progress_model
 from user_sys.edge.local_environment import StopCheck, defer_signals, never_stop
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.robot_processes import write_process_configs
@@ -267,7 +267,7 @@ def _with_changed_initial_policy(config: LearnerConfig, folder: RunFolder) -> Le
 def check_plugins(config: RunConfig) -> None:
     """Raises ConfigError if algorithm, policy or reward cannot be imported, or has no such options, location or
     execution, or if the algorithm cannot train the policy or uses steps before the reward labels them, or if a robot
-    lacks the pictures that the policy reads, or the model that requests help, or could never request it."""
+    lacks the pictures that the policy reads, or the model that requests help."""
     load_policy(config.policy.kind, config.policy.options)
     policy_location(config.policy)
     check_execution(config.policy)
@@ -284,8 +284,6 @@ def check_plugins(config: RunConfig) -> None:
                 config.rewards.require_replay(config.learner.algorithm)
     if config.rewards.kind:
         load_reward(config.rewards)
-    others = bool(config.remote_robots) or len(robots) < len(config.robots)  # their tasks are not known here
-    require_possible_help(config.intervention.help, config.policy, () if others else robots)
     if config.robots and not config.ray.address:  # in a cluster the robots may be on other computers
         require_progress_model(config.intervention.help, map(robot_spec, robots))
 
