@@ -57,12 +57,13 @@ class MarchingPolicy:
         cameras: that it reads.
         seen: its newest observation.
         spoiled: the step along y that the last action of a chunk has.
+        sways: each chunk moves to the other side than the one before, and one action of it is executed.
     """
 
     def __init__(self, version: int = 1) -> None:
         self.version, self.why = version, ""
         self.cameras, self.seen = tuple[str, ...](), dict[str, Array]()
-        self.spoiled = 0.0
+        self.spoiled, self.sways = 0.0, False
         self.calls = self.pauses = self.episodes = 0
 
     @property
@@ -84,7 +85,9 @@ class MarchingPolicy:
         actions[:, 0] = self.version * FAR + FAR / 10 * np.arange(LENGTH)
         actions[:, 3] = GRIPPER_M
         actions[-1, 1] = self.spoiled
-        return ActionChunk(actions, -np.arange(LENGTH, dtype=np.float32))
+        if self.sways:
+            actions[:, 1] = STEP_M * (-1) ** self.calls
+        return ActionChunk(actions, -np.arange(LENGTH, dtype=np.float32), execute=int(self.sways))
 
 
 @dataclass
@@ -951,6 +954,17 @@ def test_person_ends_a_return_and_the_start_of_the_path_too(make: Callable[..., 
     while session.act().phase is Phase.RECOVERY:
         back += 1
     assert 4 <= back < 12 and session.act().phase is Phase.POLICY
+
+
+@pytest.mark.parametrize("sways", [True, False])
+def test_robot_requests_help_if_successive_chunks_differ(make: Callable[..., Session], sways: bool) -> None:
+    session = make(intervention=InterventionConfig(help=HelpConfig(disagreement=0.05, wait_s=10.0)))
+    session.policy.sways = sways
+    session.act()
+    assert (session.period() == (None, None)) is sways
+    assert session.authority.help_reason.startswith("successive action chunks differ by ") is sways
+    session.now_s += 10.1
+    assert session.act().phase is Phase.POLICY, "it goes on if no person comes"
 
 
 def test_task_requests_help(make: Callable[..., Session]) -> None:

@@ -24,7 +24,6 @@ from hal.spec import STATE
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.compose import PolicyConfig, RobotConfig, TaskConfig, robot_spec
 from user_sys.config import load, save
-from user_sys.edge.driver_client import DriverClient
 from user_sys.edge.help_requests import HelpConfig, InterventionConfig
 from user_sys.edge.session import EpisodeStarts, HoldRecord, SessionConfig
 from user_sys.edge.status import read_session_report
@@ -261,29 +260,6 @@ def test_expired_lease_holds_the_robot_until_its_renewal(tmp_path: Path) -> None
         assert session.process.poll() is None and "driver.lost" not in session.log
 
 
-def test_frozen_readings_are_one_fault_until_they_return(tmp_path: Path) -> None:
-    robot = replace(ROBOT, real_time=True, options={"rate_hz": 50, "faults": {"stale_at": 100}})
-    with ExitStack() as stack:
-        site = Site(tmp_path, stack, robots=(robot,))
-        site.gateway()
-        driver, session, console = site.driver(), site.session(), site.client(CONSOLE)
-
-        def faults() -> int:
-            message = console.receive(1.0)
-            if not isinstance(message, RobotStatus) or "the newest reading is" not in message.note:
-                return 0
-            return message.faults
-
-        for outages in (1, 2):
-            session.wait_for_log("driver.lost the newest reading is", times=4 * outages)
-            assert {until(faults) for _ in range(3)} == {outages}
-            recorded = len(site.recorded())
-            driver.end()
-            driver = site.driver()  # its readings go on
-            until(lambda recorded=recorded: len(site.recorded()) > recorded, "the robot is driven again")  # type: ignore[misc]
-        assert "token=2" not in session.log
-
-
 def test_e_stop_reaches_a_driver_after_its_restart(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
@@ -323,6 +299,7 @@ def _hand_back(site: Site, console: TunnelClient, session: NodeProcess) -> None:
     recorded = len(site.recorded())
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
     until(lambda: len(site.recorded()) >= recorded + 3, "the policy drives again")
+    until(lambda: isinstance(found := console.receive(1.0), RobotStatus) and not found.note, "the error is over")
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
 
@@ -439,26 +416,6 @@ def test_scripted_operator_leaves_no_hold_for_the_next_session(tmp_path: Path) -
         until(is_corrected, "it drives")
 
 
-def test_robot_outside_of_an_episode_takes_no_label_and_has_no_note_in_the_next(site: Site) -> None:
-    site.gateway()
-    driver = site.driver()
-    site.session()
-    console = _pause(site)
-    driver.end(signal.SIGKILL)
-    site.driver()
-    until(lambda: "holds until a person hands back" in _hold_note(console), "the status says why it holds")
-    console.send(OperatorCommand(robot="fake-0", operator="ada", order="success", sequence=2))
-    label = "no episode runs; label a recorded one on the Episodes page"
-    until(lambda: _refused(console, label), "a label of no episode is refused")
-    console.send(OperatorCommand(robot="fake-0", operator="ada", order="reset", sequence=3))
-
-    def status() -> RobotStatus | None:
-        message = console.receive(1.0)
-        return message if isinstance(message, RobotStatus) else None
-
-    until(lambda: (found := status()) and found.authority == "hold" and not found.note, "the error is over")
-
-
 def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:
     site.gateway()
     driver, session = site.driver(), site.session()
@@ -485,23 +442,6 @@ def test_repeats_of_a_confirmed_e_stop_do_nothing(site: Site) -> None:
     assert driver.log.count("estop.latched by=ada") == 2
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
-
-
-def test_robot_whose_reset_an_e_stop_prevented_is_not_recorded_until_the_hand_back(site: Site) -> None:
-    site.gateway(), site.driver()
-    session, console = site.session(), site.client(CONSOLE)
-    until(lambda: site.stored(), "experience arrives")
-    with DriverClient("fake-0") as driver:
-        driver.emergency_stop("eve")  # as the robot's own button: the session learns of it by a refused step
-    until(lambda: "the e-stop prevented the reset" in _note(console), "the status says what was left out")
-    console.send(OperatorCommand(robot="fake-0", operator="ada", order="re-arm", sequence=1))
-    until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
-    recorded = len(site.recorded())
-    console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=2))
-    until(lambda: len(site.recorded()) >= recorded + 3 and not _note(console), "the policy drives again")
-    console.send(StopRun(reason="the test is over"))
-    assert session.process.wait(END_S) == 0
-    require_whole(site)
 
 
 def _confirmed(console: TunnelClient, press: OperatorCommand) -> bool:
