@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
-from user_sys.edge.recorder import MAX_QUEUED_TASKS
 from user_sys.episode import Chunk, EpisodeSource, decode_chunk
 from user_sys.errors import LinkDown, StoreError, StoreLocked, StoreVersionMismatch
 from user_sys.store.files import Buffer, Files
@@ -172,42 +171,6 @@ def test_full_outbox_raises_until_there_is_room(tmp_path: Path) -> None:
         outbox.acknowledge(kept // 2)
         outbox.append(packet(kept))
         assert indexes(outbox) == list(range(kept // 2 + 1, kept + 1))
-
-
-class FewFiles(Files):
-    """A disk with plenty of bytes, and room for `limit` files in a folder."""
-
-    limit = 1000
-
-    def open(self, path: Path, flags: int) -> int:
-        if flags & os.O_CREAT and not path.exists() and len(os.listdir(path.parent)) >= self.limit:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().open(path, flags)
-
-
-def test_reserve_takes_the_queued_chunks_of_a_disk_without_free_inodes(tmp_path: Path) -> None:
-    files, stopped = FewFiles(), threading.Event()
-    stopped.set()
-    with Outbox.open(tmp_path, files=files) as outbox:
-        outbox.allocate_reserve()
-        files.limit = len(os.listdir(tmp_path))
-        with pytest.raises(OutboxFull, match=r"MB free, but it has no free files \(inodes\), or a quota"):
-            outbox.append(packet(0))
-        for index in range(MAX_QUEUED_TASKS + 1):
-            outbox.append_when_free(packet(index), stopped)
-        assert indexes(outbox) == list(range(MAX_QUEUED_TASKS + 1))
-
-
-def test_reserve_keeps_its_bytes_on_a_disk_with_few_free_inodes(tmp_path: Path) -> None:
-    files, stopped = FewFiles(), threading.Event()
-    stopped.set()
-    with Outbox.open(tmp_path, files=files) as outbox:
-        files.limit = len(os.listdir(tmp_path)) + 3
-        outbox.allocate_reserve()
-        assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) >= RESERVE_BYTES
-        for index in range(3):
-            outbox.append_when_free(packet(index), stopped)
-        assert indexes(outbox) == [0, 1, 2]
 
 
 def test_second_session_of_a_robot_is_refused(tmp_path: Path) -> None:

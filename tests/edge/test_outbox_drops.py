@@ -181,6 +181,30 @@ def test_full_disk_drops_as_a_full_outbox_does(tmp_path: Path) -> None:
     assert left[: len(kept)] == kept and not set(left) & set(recorded), "people's episodes only"
 
 
+class FewInodes(Files):
+    """A disk with plenty of bytes, and room for `limit` files in a folder."""
+
+    limit = 1000
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and not path.exists() and len(os.listdir(path.parent)) >= self.limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().open(path, flags)
+
+
+def test_reserve_leaves_the_few_inodes_of_a_disk_to_the_chunks(tmp_path: Path) -> None:
+    files = FewInodes()
+    with opened(tmp_path, files=files) as outbox:
+        files.limit = len(os.listdir(tmp_path)) + 4 * CHUNKS + 2  # the reserve, and the record of what is dropped
+        outbox.allocate_reserve()
+        recorded = [key for number in range(5) for key in record(outbox, f"e-{number}")]
+        assert outbox.dropped.episodes == 1
+        with pytest.raises(OutboxFull, match=r"MB free, but it has no free files \(inodes\), or a quota"):
+            for number in itertools.count():
+                record(outbox, f"demo-{number}", source=EpisodeSource.DEMO)
+        assert not set(waiting(outbox)) & set(recorded)
+
+
 class Killed(BaseException):
     """The process is killed."""
 

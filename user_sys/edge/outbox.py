@@ -48,9 +48,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 RESERVE_BYTES = 16 << 20
-RESERVE_FILES = ("reserve", *(f"reserve.{number}" for number in range(1, 52)))
-"""The first has the bytes. Each leaves an inode to one of the last chunks: at most that which waits for the disk, the
-open one, and one for each of the `recorder.MAX_QUEUED_TASKS` queued steps."""
+RESERVE_FILE = "reserve"
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
@@ -409,7 +407,7 @@ class Outbox(ClosedAtExit):
 
     def _drop_on_full_disk(self, dropped: list[_StoredChunk]) -> None:
         """As `_drop`. The record of what is dropped takes space of the reserve, which is allocated again."""
-        has_reserve = (self.path / RESERVE_FILES[0]).exists()
+        has_reserve = (self.path / RESERVE_FILE).exists()
         self._unlink_reserve()
         try:
             self._drop(dropped)
@@ -428,17 +426,13 @@ class Outbox(ClosedAtExit):
         raise StoreError(f"{self.path}: {error.strerror}") from error
 
     def allocate_reserve(self) -> None:
-        """Sets `RESERVE_BYTES` of the disk, and then inodes, aside for a session's last chunks: what is available."""
-        for name in RESERVE_FILES:
-            path = self.path / name
-            try:
-                with self._files.opened(path, os.O_RDWR | os.O_CREAT) as fd:
-                    if name == RESERVE_FILES[0]:
-                        self._files.allocate(fd, 0, RESERVE_BYTES)
-            except OSError as error:
-                logger.warning("outbox.no_reserve path=%s: %s", path, error.strerror)
-                self._unlink(path)
-                return
+        """Sets `RESERVE_BYTES` of the disk aside for a session's last chunks: all of them or none."""
+        try:
+            with self._files.opened(self.path / RESERVE_FILE, os.O_RDWR | os.O_CREAT) as fd:
+                self._files.allocate(fd, 0, RESERVE_BYTES)
+        except OSError as error:
+            logger.warning("outbox.no_reserve path=%s: %s", self.path, error.strerror)
+            self._unlink_reserve()
 
     def _release_reserve(self) -> bool:
         """Frees the reserve, for chunks beyond `max_bytes` too. False: it was freed before."""
@@ -610,8 +604,7 @@ class Outbox(ClosedAtExit):
         return self.path / f"{chunk.name}{suffix}"
 
     def _unlink_reserve(self) -> None:
-        for name in RESERVE_FILES:
-            self._unlink(self.path / name)
+        self._unlink(self.path / RESERVE_FILE)
 
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
