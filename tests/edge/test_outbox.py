@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
 from user_sys.episode import Chunk, EpisodeSource, decode_chunk
-from user_sys.errors import LinkDown, StoreError, StoreLocked, StoreVersionMismatch
+from user_sys.errors import LinkDown, StoreError, StoreLocked
 from user_sys.store.files import Buffer, Files
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
@@ -256,15 +256,6 @@ def test_refused_chunk_on_a_full_disk_is_saved_aside(tmp_path: Path) -> None:
         assert not len(outbox)
 
 
-def test_leftovers_of_an_earlier_release_are_deleted(tmp_path: Path) -> None:
-    with Outbox.open(tmp_path) as outbox:
-        outbox.append(packet(0))
-    chunk = next(tmp_path.glob("*.chunk"))
-    chunk.rename(chunk.with_suffix(".acknowledged"))
-    Outbox.open(tmp_path).close()
-    assert not [*tmp_path.glob("*.acknowledged")]
-
-
 def test_refused_chunk_that_cannot_be_renamed_stays_and_ends_the_session(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         outbox.append(packet(0))
@@ -273,12 +264,6 @@ def test_refused_chunk_that_cannot_be_renamed_stays_and_ends_the_session(tmp_pat
         with pytest.raises(LinkDown, match="cannot be renamed"):
             outbox.set_aside(0, "another robot's name")
         assert indexes(outbox) == [0]
-
-
-def test_chunks_of_an_earlier_release_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "000000000000.seg").write_bytes(b"")
-    with pytest.raises(StoreVersionMismatch, match="deliver them with that release"):
-        Outbox.open(tmp_path)
 
 
 OPERATIONS = st.lists(st.one_of(st.just("append"), st.just("sync"), st.just("reopen"), st.integers(0, 40)), max_size=40)

@@ -38,7 +38,7 @@ from hal.context import ClosedAtExit
 from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import checksum
 from user_sys.episode import EpisodeSource, Phase, parse_chunk
-from user_sys.errors import LinkDown, StoreError, StoreFull, StoreVersionMismatch, disk_full_message
+from user_sys.errors import LinkDown, StoreError, StoreFull, disk_full_message
 from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, free_bytes, replace_durably, replace_file
 from user_sys.store.record_format import WriterLock
 from user_sys.tunnel.connection import PendingChunk
@@ -52,7 +52,7 @@ RESERVE_FILE = "reserve"
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
 STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
-CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX, OLD_FORMAT_SUFFIX = ".chunk", ".damaged", ".refused", ".seg"
+CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX = ".chunk", ".damaged", ".refused"
 BUSY_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of a read that may succeed later
 FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # of a write that succeeds once files are deleted
 WhenFull = Literal["pause", "drop_oldest_autonomous"]
@@ -289,7 +289,6 @@ class Outbox(ClosedAtExit):
         Raises:
             StoreLocked: another session of this robot has it.
             OutboxFull: the disk has no space for its lock.
-            StoreVersionMismatch: an earlier release recorded chunks there.
         """
         lock = None
         try:
@@ -307,13 +306,8 @@ class Outbox(ClosedAtExit):
     def _recover(self) -> tuple[list[_StoredChunk], int]:
         """The chunks in order, and the next number. Deletes files of interrupted writes."""
         names = self._files.listdir(self.path)
-        if old := [name for name in names if name.endswith(OLD_FORMAT_SUFFIX)]:
-            raise StoreVersionMismatch(
-                f"{self.path} has chunks of an earlier release in {old[0]}: deliver them with that release, or delete "
-                "the folder"
-            )
         for name in names:
-            if name.endswith((".tmp", ".acknowledged")):  # the latter of an earlier release
+            if name.endswith(".tmp"):
                 self._files.unlink(self.path / name)
         chunks, *others = (_parse_names(names, each) for each in (CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX))
         return chunks, max((chunk.sequence for found in (chunks, *others) for chunk in found), default=-1) + 1
