@@ -153,9 +153,7 @@ def durable_row(size: int) -> Row:
             def ours() -> float:
                 with Outbox.open(run / f"outbox-{next(serial)}") as outbox:
                     episode = f"e-{next(serial)}"
-                    for number in range(count):
-                        outbox.append(chunk(number, size, episode), sync=False)
-                    outbox.sync()
+                    outbox.append(*(chunk(number, size, episode) for number in range(count)))
                     with TunnelClient(address.endpoint, keys, address.public_key, hello(), outbox=outbox) as client:
                         client.wait_open(10)
                         return count * size / timed(lambda: drained(client)) / 1e6

@@ -42,17 +42,6 @@ def indexes(outbox: Outbox, after: int = -1) -> list[int]:
     return [decode_chunk(chunk.packet).header.index for chunk in outbox.pending(after)]
 
 
-def test_unsynced_chunk_is_not_pending(tmp_path: Path) -> None:
-    with Outbox.open(tmp_path) as outbox:
-        appended: list[int] = []
-        outbox.set_on_append(lambda: appended.append(len(outbox)))
-        for index in range(3):
-            outbox.append(packet(index), sync=False)
-        assert len(outbox) == 0 and appended == []
-        outbox.sync()
-        assert indexes(outbox) == [0, 1, 2] and appended == [3]
-
-
 def test_acknowledged_chunks_are_deleted(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         for index in range(30):
@@ -84,13 +73,14 @@ def test_sessions_are_counted(tmp_path: Path) -> None:
 def test_failed_append_leaves_no_file_of_its_number(tmp_path: Path) -> None:
     files = FailingFolder()
     with Outbox.open(tmp_path, files=files) as outbox:
+        outbox.append(packet(0))
         files.fails = True
         with pytest.raises(StoreError):
-            outbox.append(packet(0))
+            outbox.append(packet(1), packet(2))
         files.fails = False
-        assert outbox.append(packet(1)) == 0
+        assert indexes(outbox) == [0] and outbox.append(packet(3), packet(4)) == 2
     with Outbox.open(tmp_path) as outbox:
-        assert indexes(outbox) == [1]
+        assert indexes(outbox) == [0, 3, 4]
 
 
 class HalfFullDisk(Files):
@@ -111,22 +101,6 @@ def test_append_without_disk_space_gives_its_bytes_back(tmp_path: Path) -> None:
         with pytest.raises(OutboxFull, match="waiting for disk space"):
             outbox.append(packet(0))
         assert {file.name for file in tmp_path.iterdir()} == {"LOCK"}
-
-
-def test_discarded_chunks_leave_no_file_and_no_number(tmp_path: Path) -> None:
-    files = FailingFolder()
-    with Outbox.open(tmp_path, files=files) as outbox:
-        outbox.append(packet(0))
-        for index in (1, 2):
-            outbox.append(packet(index), sync=False)
-        files.fails = True
-        with pytest.raises(StoreError):
-            outbox.sync()
-        files.fails = False
-        outbox.discard_unsynced()
-        assert outbox.append(packet(3)) == 1
-    with Outbox.open(tmp_path) as outbox:
-        assert indexes(outbox) == [0, 3]
 
 
 class FailingFolder(Files):
@@ -266,7 +240,7 @@ def test_refused_chunk_that_cannot_be_renamed_stays_and_ends_the_session(tmp_pat
         assert indexes(outbox) == [0]
 
 
-OPERATIONS = st.lists(st.one_of(st.just("append"), st.just("sync"), st.just("reopen"), st.integers(0, 40)), max_size=40)
+OPERATIONS = st.lists(st.one_of(st.sampled_from(["append", "append 3", "reopen"]), st.integers(0, 40)), max_size=40)
 
 
 @settings(max_examples=60, deadline=None)
@@ -274,22 +248,21 @@ OPERATIONS = st.lists(st.one_of(st.just("append"), st.just("sync"), st.just("reo
 def test_any_history_leaves_the_unacknowledged_chunks(operations: list[str | int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         outbox = Outbox.open(Path(folder), max_bytes=1 << 19)
-        appended, durable, acknowledged = 0, 0, -1
+        appended, acknowledged = 0, -1
         for operation in operations:
             if operation == "append":
-                outbox.append(packet(appended, 8), sync=False)
+                outbox.append(packet(appended))
                 appended += 1
-            elif operation == "sync":
-                outbox.sync()
-                durable = appended
+            elif operation == "append 3":
+                outbox.append(*map(packet, range(appended, appended + 3)))
+                appended += 3
             elif operation == "reopen":
                 outbox.close()
-                durable = appended
                 outbox = Outbox.open(Path(folder), max_bytes=1 << 19)
             else:
-                acknowledged = max(acknowledged, min(int(operation), durable - 1))
+                acknowledged = max(acknowledged, min(int(operation), appended - 1))
                 outbox.acknowledge(acknowledged)
-            assert indexes(outbox) == list(range(acknowledged + 1, durable))
+            assert indexes(outbox) == list(range(acknowledged + 1, appended))
         outbox.close()
 
 

@@ -165,7 +165,6 @@ class Edge(SimMachine):
         self.client = client.TunnelClient("tcp://sim", keys, "gateway", hello, outbox=self.outbox, limits=LIMITS)
         self.client.start()
         self._begin_episode()
-        self._unsynced: list[Key] = []
         process.every("record", functools.partial(self._record, runtime.rng), woken=False)
 
     def _begin_episode(self) -> None:
@@ -175,7 +174,7 @@ class Edge(SimMachine):
         if not self.world.recording:
             return math.inf
         try:
-            self._append(sync=rng.random() < 0.7)
+            self._append()
         except OutboxFull:
             self.world.tell(f"{self.name} pauses: its outbox is full")
             return 1.0
@@ -188,20 +187,11 @@ class Edge(SimMachine):
             self._begin_episode()
         return rng.random() * 1.0
 
-    def _append(self, sync: bool) -> None:
+    def _append(self) -> None:
         key = (self._episode, self._index)
-        self.outbox.append(packet(*key), sync=sync)
-        self._unsynced.append(key)
+        self.outbox.append(packet(*key))
+        self.world.promised[self.name].append(key)
         self._index += 1
-        if sync:
-            self.world.promised[self.name] += self._unsynced
-            self._unsynced = []
-
-    def finish(self) -> None:
-        """The recorder's last sync."""
-        self.outbox.sync()
-        self.world.promised[self.name] += self._unsynced
-        self._unsynced = []
 
 
 class Ring:
@@ -429,8 +419,6 @@ class SimWorld:
         deadline_s = self.runtime.now_s + QUIET_WITHIN_S
         for machine in self.machines:
             machine.start()
-        for edge in self.edges:
-            edge.finish()
         while any(len(edge.outbox) for edge in self.edges):
             for machine in self.machines:
                 machine.start()

@@ -45,10 +45,8 @@ class Rehearsal:
         self.recorded = outbox.next_sequence
 
     def record(self, chunks: int = 1, floats: int = 20) -> None:
-        for _ in range(chunks):
-            self.outbox.append(chunk(self.recorded, floats=floats), sync=False)
-            self.recorded += 1
-        self.outbox.sync()
+        self.outbox.append(*(chunk(self.recorded + each, floats=floats) for each in range(chunks)))
+        self.recorded += chunks
 
     def deliver(self) -> None:
         left = self.robot.drain(DRAIN_S)

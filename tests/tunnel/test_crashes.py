@@ -45,17 +45,14 @@ def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> N
                 address.endpoint, keys, address.public_key, hello("panda-0"), outbox=outbox, limits=QUICK
             ) as robot,
         ):
-            for index in range(chunks):
-                outbox.append(chunk(index, floats=2000), sync=False)
-                if index % (chunks // kills) == chunks // kills - 1:
-                    before = len(outbox) + chunks // kills
-                    outbox.sync()
-                    until(lambda before=before: len(outbox) < before, "chunks flow")
-                    os.kill(gateway.pid, signal.SIGKILL)
-                    cut += [len(outbox)]
-                    gateway.wait()
-                    gateway = start_gateway_process(run)
-            outbox.sync()
+            for first in range(0, chunks, chunks // kills):
+                before = len(outbox) + chunks // kills
+                outbox.append(*(chunk(first + each, floats=2000) for each in range(chunks // kills)))
+                until(lambda before=before: len(outbox) < before, "chunks flow")
+                os.kill(gateway.pid, signal.SIGKILL)
+                cut += [len(outbox)]
+                gateway.wait()
+                gateway = start_gateway_process(run)
             assert robot.drain(60) == 0
             assert robot.state is TunnelState.OPEN and robot.counters["lost"] >= 1
     finally:

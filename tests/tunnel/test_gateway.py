@@ -495,9 +495,7 @@ def test_full_disk_delays_acknowledgements_and_loses_no_chunk(run: Path, monkeyp
     full = threading.Event()
     with serving(run) as site, Outbox.open(run / "outbox") as outbox:
         robot, console = site.client("panda-0", outbox), site.client("console-0")
-        for index in range(20):
-            outbox.append(chunk(index), sync=False)
-        outbox.sync()
+        outbox.append(*map(chunk, range(20)))
         assert robot.drain(120) == 0
         full.set()
         monkeypatch.setattr(StoreWriter, "sync", _full_while(full, StoreWriter.sync))

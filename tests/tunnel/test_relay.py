@@ -128,8 +128,8 @@ def test_relayed_chunk_is_acknowledged_by_the_cloud(tmp_path: Path) -> None:
         outboxes = {name: Outbox.open(tmp_path / name) for name in ROBOTS[:2]}
         for name, outbox in outboxes.items():
             far.robot(name, outbox=outbox)
-            for index in range(200):
-                outbox.append(chunk(index, robot=name, episode=f"episode-{name}"), sync=index % 20 == 19)
+            for first in range(0, 200, 20):
+                outbox.append(*(chunk(first + each, robot=name, episode=f"episode-{name}") for each in range(20)))
         until(lambda: not any(map(len, outboxes.values())), "every chunk is acknowledged")
         assert sorted(stored(cloud.run)) == sorted((f"episode-{n}", i) for n in outboxes for i in range(200))
         for outbox in outboxes.values():
@@ -144,9 +144,7 @@ def test_killed_or_offline_relay_loses_no_chunk(tmp_path: Path) -> None:
             robot = far.robot("far-0", outbox=outbox)
             outbox.append(chunk(0, robot="far-0"))
             until(lambda: not len(outbox), "the first is acknowledged")
-        for index in range(1, 40):
-            outbox.append(chunk(index, robot="far-0"), sync=False)
-        outbox.sync()
+        outbox.append(*(chunk(index, robot="far-0") for index in range(1, 40)))
         assert robot.chunks_pending == 39
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
         robot = far.robot("far-0", outbox=outbox)

@@ -354,8 +354,7 @@ def test_picture_waits_for_few_chunks_on_a_slow_link(tmp_path: Path) -> None:
     keys, pair, handler = prepare(tmp_path), new_keypair(), AcknowledgingHandler()
     server = handler.server = TunnelServer("tcp://127.0.0.1:0", pair, Keyring(tmp_path / "keys"), handler, QUICK)
     with Outbox.open(tmp_path / "outbox") as outbox, server:
-        for index in range(20):
-            outbox.append(chunk(index, floats=5000), sync=index == 19)  # 200 kB
+        outbox.append(*(chunk(index, floats=5000) for index in range(20)))  # 200 kB
         config = LinkConfig(delay_ms=10, up_mbit_s=8, down_mbit_s=8)
         with (
             EmulatedLink(server.endpoint.removeprefix("tcp://"), config) as link,
@@ -370,9 +369,7 @@ def test_picture_waits_for_few_chunks_on_a_slow_link(tmp_path: Path) -> None:
 
 def test_full_window_delays_only_chunks(bench: SessionBench, tmp_path: Path) -> None:
     with Outbox.open(tmp_path / "outbox") as outbox:
-        for index in range(2 * QUICK.experience.window_messages):
-            outbox.append(chunk(index), sync=False)
-        outbox.sync()
+        outbox.append(*map(chunk, range(2 * QUICK.experience.window_messages)))
         client = bench.open("panda-0", outbox=outbox)
         until(lambda: len(bench.handler.messages) == QUICK.experience.window_messages, "a window of chunks arrives")
         for step in range(20):

@@ -62,7 +62,7 @@ from user_sys.edge.robot_processes import (
     write_process_configs,
 )
 from user_sys.edge.session import EpisodeStarts, SessionConfig
-from user_sys.errors import EXIT_DEADLINE_S, ConfigError, StoreError, exit_now
+from user_sys.errors import EXIT_DEADLINE_S, ConfigError, exit_now
 from user_sys.inference.protocol import POLICY_NODE
 from user_sys.inference.remote_policy import check_server_swaps
 from user_sys.logs import log_environment
@@ -340,19 +340,15 @@ def _record_demonstrations(config: EdgeConfig, robot: RobotConfig, state: Path, 
             raise _Stopped
 
     with suppress(_Stopped), Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox:
-
-        def persist(chunks: Sequence[bytes]) -> None:
-            try:
-                for chunk in chunks:
-                    outbox.append(chunk, sync=False)
-                outbox.sync()
-            except StoreError:
-                outbox.discard_unsynced()  # a part of a demonstration is none
-                raise
-
         by_task = Counter(islice(cycle(describe_robot(robot).tasks), existing))  # the order in which they are recorded
         recorded = generate_demonstrations(
-            robot, config.demonstrations, by_task, persist, config.recorder, seed=config.seed, check_stop=check_stop
+            robot,
+            config.demonstrations,
+            by_task,
+            lambda chunks: outbox.append(*chunks),
+            config.recorder,
+            seed=config.seed,
+            check_stop=check_stop,
         )
         for count, _ in enumerate(recorded, existing + 1):
             replace_durably(state / DEMONSTRATION_COUNT_FILE, str(count).encode())

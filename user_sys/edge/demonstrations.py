@@ -79,7 +79,7 @@ def generate_demonstrations(
     config: RobotConfig,
     requested: DemonstrationConfig,
     existing: Mapping[str, int],
-    persist: Callable[[Sequence[bytes]], None],
+    persist: Callable[[Sequence[bytes]], object],
     recorder: RecorderConfig,
     *,
     seed: int,

@@ -1,7 +1,7 @@
 """The edge's durable queue of chunks, until the gateway has stored them. Each chunk is a file.
 
-- **Recorded chunks.** A chunk counts as recorded when `append` returns, or the `sync` after several. Its file is then
-  durable, and survives ``kill -9`` and a power cut until it is acknowledged.
+- **Recorded chunks.** A chunk counts as recorded when `append` returns. Its file is then durable, and survives
+  ``kill -9`` and a power cut until it is acknowledged.
 - **Acknowledgements** delete files, and survive ``kill -9``. After a power cut a deleted file may be back; the gateway
   recognises the chunks that are sent again.
 - **Sequence numbers** belong to a stream, and each opening begins a new one. So no number ever stands for two chunks,
@@ -118,7 +118,7 @@ def droppable_episodes(
     Args:
         waiting: in order; the chunks of an episode follow each other.
         offered: chunks up to this sequence were handed to the tunnel.
-        recording: episodes with chunks that are not durable yet, which are not droppable.
+        recording: episodes whose next chunks are being recorded, which are not droppable.
     """
     unfinished = {waiting[-1].episode} if waiting and not waiting[-1].is_last else set()
     for name, group in itertools.groupby(waiting, key=lambda chunk: chunk.episode):
@@ -198,7 +198,7 @@ class _ChunkQueue:
             self._chunks += chunks
             if not is_newer:
                 self._chunks.sort()
-            self.used_bytes += sum(chunk.disk_bytes for chunk in chunks)
+            self.used_bytes += _disk_bytes(chunks)
 
     def next(self, after_sequence: int) -> _StoredChunk | None:
         """The first chunk after `after_sequence`, which counts as sent from now on."""
@@ -220,7 +220,7 @@ class _ChunkQueue:
             chosen, freed = list[list[_StoredChunk]](), 0
             for chunks in droppable_episodes(self._chunks, self._offered, recording):
                 chosen.append(chunks)
-                freed += sum(chunk.disk_bytes for chunk in chunks)
+                freed += _disk_bytes(chunks)
                 if freed >= need_bytes:
                     break
             return [chunk for chunks in chosen for chunk in self._take_from(chunks[0], len(chunks))]
@@ -246,7 +246,7 @@ class _ChunkQueue:
     def _take(self, start: int, stop: int) -> list[_StoredChunk]:
         taken = self._chunks[start:stop]
         del self._chunks[start:stop]
-        self.used_bytes -= sum(chunk.disk_bytes for chunk in taken)
+        self.used_bytes -= _disk_bytes(taken)
         return taken
 
     def _count_to(self, sequence: int) -> int:
@@ -276,7 +276,6 @@ class Outbox(ClosedAtExit):
         for chunk in interrupted:
             self._unlink(self._path(chunk))
         self._queue = _ChunkQueue([chunk for chunk in chunks if chunk not in interrupted])
-        self._unsynced: list[tuple[_StoredChunk, bytes]] = []
         self._on_append: Callable[[], None] | None = None
         self._reserve_bytes = 0
 
@@ -314,33 +313,27 @@ class Outbox(ClosedAtExit):
 
     # For the recording thread
 
-    def append(self, packet: bytes, *, sync: bool = True) -> int:
-        """Records an encoded chunk and returns its sequence number. Durable on return, or after `sync`.
+    def append(self, *packets: bytes) -> int:
+        """Records encoded chunks, all or none, and returns the sequence number of the last. Durable on return.
 
         Raises:
-            ChunkTooLarge: it could never be delivered; it was not recorded.
-            OutboxFull: no room; the chunk was not recorded. It may be appended again.
+            ChunkTooLarge: one could never be delivered.
+            OutboxFull: no room. They may be appended again.
             StoreError: the disk failed.
-            WireError: it is not a chunk.
+            WireError: one is not a chunk.
         """
-        if len(packet) > MAX_CHUNK_BYTES:
+        if (largest := max(map(len, packets))) > MAX_CHUNK_BYTES:
             raise ChunkTooLarge(
-                f"a chunk of {len(packet)} bytes; the limit is {MAX_CHUNK_BYTES}: record fewer or smaller pictures"
+                f"a chunk of {largest} bytes; the limit is {MAX_CHUNK_BYTES}: record fewer or smaller pictures"
             )
         with self._write_lock:
-            chunk = _StoredChunk.of(self.next_sequence, packet)
-            self._make_room(chunk)
-            self._unsynced.append((chunk, packet))
-            self.next_sequence += 1
-            if sync:
-                try:
-                    self._sync()
-                except StoreError:
-                    self._discard(len(self._unsynced) - 1)
-                    raise
-        if sync:
-            self._notify()
-        return chunk.sequence
+            chunks = [_StoredChunk.of(number, packet) for number, packet in enumerate(packets, self.next_sequence)]
+            self._make_room(chunks)
+            while not self._write(chunks, packets):
+                pass
+            self.next_sequence += len(chunks)
+        self._notify()
+        return chunks[-1].sequence
 
     def append_when_free(self, packet: bytes, stop: threading.Event) -> None:
         """As `append`, but waits for room. After `stop` is set it uses the reserve.
@@ -364,40 +357,23 @@ class Outbox(ClosedAtExit):
                 self.allocate_reserve()
             logger.warning("recording.resumed path=%s", self.path)
 
-    def sync(self) -> None:
-        """Makes all appended chunks durable. Raises as `append`; the chunks then stay for the next call."""
-        with self._write_lock:
-            self._sync()
-        self._notify()
-
-    def discard_unsynced(self) -> None:
-        """Forgets the appended chunks that are not durable, as after an `append` or `sync` that has failed."""
-        with self._write_lock:
-            self._discard(0)
-
-    def _discard(self, kept: int) -> None:
-        """Forgets the unsynced chunks but the first `kept`."""
-        discarded, self._unsynced = self._unsynced[kept:], self._unsynced[:kept]
-        self.next_sequence -= len(discarded)
-        for chunk, _ in discarded:
-            with contextlib.suppress(OSError):
-                self._unlink(self._path(chunk))  # it may have got its name, which the next chunk may not share
-
-    def _sync(self) -> None:
-        while self._unsynced:
-            try:
-                for chunk, packet in self._unsynced:
-                    replace_file(self._files, self._path(chunk), packet)
-                self._files.sync_folder(self.path)
-            except OSError as error:
-                need_bytes = sum(chunk.disk_bytes for chunk, _ in self._unsynced)
-                droppable = self._take_droppable(need_bytes) if error.errno in FULL_DISK_ERRNOS else []
-                if not droppable:
-                    self._raise_disk_error(error, need_bytes)
-                self._drop_on_full_disk(droppable)
-            else:
-                synced, self._unsynced = [chunk for chunk, _ in self._unsynced], []
-                self._queue.add(synced)
+    def _write(self, chunks: Sequence[_StoredChunk], packets: Sequence[bytes]) -> bool:
+        """Writes the files of `chunks`, all or none. False: the disk was full, and some episodes were dropped."""
+        try:
+            for chunk, packet in zip(chunks, packets, strict=True):
+                replace_file(self._files, self._path(chunk), packet)
+            self._files.sync_folder(self.path)
+        except OSError as error:
+            for chunk in chunks:
+                with contextlib.suppress(OSError):
+                    self._unlink(self._path(chunk))  # the next chunk may not share its number
+            droppable = self._take_droppable(_disk_bytes(chunks), chunks) if error.errno in FULL_DISK_ERRNOS else []
+            if not droppable:
+                self._raise_disk_error(error, _disk_bytes(chunks))
+            self._drop_on_full_disk(droppable)
+            return False
+        self._queue.add(chunks)
+        return True
 
     def _drop_on_full_disk(self, dropped: list[_StoredChunk]) -> None:
         """As `_drop`. The record of what is dropped takes space of the reserve, which is allocated again."""
@@ -435,30 +411,29 @@ class Outbox(ClosedAtExit):
         self._reserve_bytes = RESERVE_BYTES
         return is_first
 
-    def _make_room(self, chunk: _StoredChunk) -> None:
-        """Drops episodes if it may and must. Raises OutboxFull: still no room for `chunk`."""
-        excess = self._excess_bytes(chunk)
-        if excess > 0 and (droppable := self._take_droppable(excess, chunk.episode)):
+    def _make_room(self, chunks: Sequence[_StoredChunk]) -> None:
+        """Drops episodes if it may and must. Raises OutboxFull: still no room for `chunks`."""
+        excess = self._excess_bytes(chunks)
+        if excess > 0 and (droppable := self._take_droppable(excess, chunks)):
             self._drop(droppable)
-            excess = self._excess_bytes(chunk)
+            excess = self._excess_bytes(chunks)
         if excess > 0:
             raise OutboxFull(
                 f"{self.path} holds {len(self)} unsent chunks ({self.used_bytes >> 20} MiB of {self.max_bytes >> 20}): "
                 "recording pauses until the gateway has taken some"
             )
 
-    def _excess_bytes(self, chunk: _StoredChunk) -> int:
-        unsynced = sum(other.disk_bytes for other, _ in self._unsynced)
-        return self.used_bytes + unsynced + chunk.disk_bytes - self.max_bytes - self._reserve_bytes
+    def _excess_bytes(self, chunks: Sequence[_StoredChunk]) -> int:
+        return self.used_bytes + _disk_bytes(chunks) - self.max_bytes - self._reserve_bytes
 
-    def _take_droppable(self, need_bytes: int, *recording: str) -> list[_StoredChunk]:
+    def _take_droppable(self, need_bytes: int, recording: Sequence[_StoredChunk]) -> list[_StoredChunk]:
         """Takes the oldest droppable episodes out of the queue, of at least `need_bytes` if there are.
 
-        Episodes in `recording` and those with unsynced chunks stay. Without `drop_oldest_autonomous` all stay.
+        The episodes of `recording` stay. Without `drop_oldest_autonomous` all stay.
         """
         if self._when_full == "pause":
             return []
-        return self._queue.take_droppable({*recording, *(chunk.episode for chunk, _ in self._unsynced)}, need_bytes)
+        return self._queue.take_droppable({chunk.episode for chunk in recording}, need_bytes)
 
     def _drop(self, dropped: list[_StoredChunk]) -> None:
         """Deletes chunks that were taken out of the queue. Durable and counted on return."""
@@ -581,18 +556,17 @@ class Outbox(ClosedAtExit):
         return before
 
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
-        """Calls `on_append` after each sync, in the recording thread. None removes it."""
+        """Calls `on_append` after each `append`, in the recording thread. None removes it."""
         self._on_append = on_append
 
     def close(self) -> None:
-        """Makes appended chunks durable and closes. Unacknowledged chunks stay. A second call does nothing."""
+        """Closes. Unacknowledged chunks stay. A second call does nothing."""
         with self._write_lock, contextlib.ExitStack() as stack:
             if self._queue.is_closed:
                 return
             stack.callback(self._writer_lock.release)
             self._queue.close()  # an acknowledgement may arrive now
             self._unlink_reserve()
-            self._sync()
 
     def _path(self, chunk: _StoredChunk, suffix: str = CHUNK_SUFFIX) -> Path:
         return self.path / f"{chunk.name}{suffix}"
@@ -603,6 +577,10 @@ class Outbox(ClosedAtExit):
     def _unlink(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(path)
+
+
+def _disk_bytes(chunks: Sequence[_StoredChunk]) -> int:
+    return sum(chunk.disk_bytes for chunk in chunks)
 
 
 def _parse_names(names: Sequence[str], suffix: str) -> list[_StoredChunk]:
