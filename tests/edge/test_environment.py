@@ -24,7 +24,7 @@ from hal.task import TaskOutcome
 from hal.teleoperator import TeleopInput
 from robots.fake import FakeCamera, FakeRobotConfig, FakeTable, FakeTask, FakeTeleoperator, FaultPlan
 from user_sys.edge.driver_server import connect_unless_stopped
-from user_sys.edge.environment import RobotEnvironment
+from user_sys.edge.environment import PeriodGrid, RobotEnvironment
 
 
 @pytest.fixture
@@ -510,3 +510,22 @@ def test_lost_input_device_is_removed() -> None:
     assert driver.step(RIGHT).local_input is None and len(robot.commands) == 1
     assert driver.step(RIGHT).applied is not None
     driver.close()
+
+
+def test_command_after_a_late_one_waits_for_most_of_a_period() -> None:
+    now_ms = [0]
+    grid = PeriodGrid(100, lambda: now_ms[0])
+
+    def wait_until(end_ms: int) -> None:
+        assert end_ms >= now_ms[0]
+        now_ms[0] = end_ms
+
+    commands, ends = [], []
+    for work_ms in (0, 90, 0, 0, 30, 30, 350):
+        now_ms[0] += work_ms
+        grid.wait_for_command(wait_until)
+        commands += now_ms
+        wait_until(grid.begin())
+        ends += now_ms
+    assert commands == [0, 190, 260, 360, 490, 590, 1010], "200 would follow 190; equal lateness does not add up"
+    assert ends == [100, 200, 360, 460, 560, 660, 1110], "the last was too late for the grid; a whole period follows it"

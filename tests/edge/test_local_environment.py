@@ -19,49 +19,10 @@ from hal.robot import Robot, StopLevel
 from hal.spec import Array
 from robots.fake import FakeTask, make_robot_setup
 from user_sys.compose import RobotConfig
-from user_sys.edge.local_environment import RateKeeper, defer_signals, open_local_environment, raise_if_stopped
+from user_sys.edge.local_environment import defer_signals, open_local_environment, raise_if_stopped
 from user_sys.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("runtime")
-
-PERIOD_S = 0.1
-
-
-class Clock:
-    """A clock that advances by sleeps and by the test."""
-
-    def __init__(self) -> None:
-        self.now_s = 5.0
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.now_s += seconds
-
-
-def test_periods_follow_a_grid_without_catching_up() -> None:
-    clock = Clock()
-    pace = RateKeeper(PERIOD_S, lambda: clock.now_s, clock.sleep)
-    ends = []
-    for work_s in (0.02, 0.09, 0.35, 0.0, 0.05):
-        clock.now_s += work_s
-        pace.wait_for_command()
-        pace()
-        ends.append(round(clock.now_s - 5.0, 6))
-    assert ends == [0.1, 0.2, 0.65, 0.75, 0.85], "the third was late; a whole period follows it"
-
-
-def test_command_after_a_late_one_waits_for_most_of_a_period() -> None:
-    clock = Clock()
-    pace = RateKeeper(PERIOD_S, lambda: clock.now_s, clock.sleep)
-    commands, ends = [], []
-    for work_s in (0.0, 0.09, 0.0, 0.0, 0.03, 0.03):
-        clock.now_s += work_s
-        pace.wait_for_command()
-        commands.append(round(clock.now_s - 5.0, 6))
-        pace()
-        ends.append(round(clock.now_s - 5.0, 6))
-    assert commands == [0.0, 0.19, 0.26, 0.36, 0.49, 0.59], "0.2 would follow 0.19; equal lateness does not add up"
-    assert ends == [0.1, 0.2, 0.36, 0.46, 0.56, 0.66]
 
 
 def test_real_robot_follows_the_clock_and_simulated_one_does_not() -> None:

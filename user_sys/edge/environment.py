@@ -102,6 +102,40 @@ class Environment(Protocol):
         """Runs one control period in which the robot keeps its pose."""
 
 
+class PeriodGrid:
+    """The grid of control periods, and when the watchdog is due. All times in nanoseconds of `clock`."""
+
+    def __init__(self, period_ns: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock, self._period_ns = clock, period_ns
+        self.watchdog_ns = self._next_ns = clock()
+        self.command_ns = self._next_ns - period_ns
+
+    def feed_watchdog(self, periods: int, more_s: float = 0.0) -> None:
+        """The watchdog is due after `periods` control periods and `more_s` from now."""
+        self.watchdog_ns = self.clock() + periods * self._period_ns + int(more_s * 1e9)
+
+    def begin(self) -> int:
+        """Call it when a command was applied. Returns the end of its control period, on a fixed grid.
+
+        A missed period starts a new grid. See `wait_for_command` for a command that is late within its period.
+        """
+        now = self.command_ns = self.clock()
+        self._next_ns += self._period_ns
+        if not now <= self._next_ns <= now + 2 * self._period_ns:
+            self._next_ns = now + self._period_ns
+        return self._next_ns
+
+    def wait_for_command(self, wait_until: Callable[[int], object]) -> None:
+        """Waits until a control period after the last command, less `COMMAND_JITTER`. A wait starts a new grid.
+
+        A command moves the robot by one period's share of its limits, so lateness is not made up by a much shorter one.
+        """
+        earliest_ns = self.command_ns + round((1 - COMMAND_JITTER) * self._period_ns)
+        if self.clock() < earliest_ns:
+            wait_until(earliest_ns)
+            self._next_ns = earliest_ns
+
+
 class _InputDevices:
     """The input devices of a robot, which continues without one that is lost.
 

@@ -7,7 +7,6 @@ robot's own e-stop within reach.
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from hal.machine_folder import robot_files
 from hal.safety import SafetyKernel
 from hal.signals import detach_terminal, ending_signals
 from user_sys.compose import RobotConfig
-from user_sys.edge.environment import COMMAND_JITTER, RobotEnvironment, TimeStep
+from user_sys.edge.environment import PeriodGrid, RobotEnvironment, TimeStep
 from user_sys.edge.recorder import SelectedAction
 
 LOCK_TIMEOUT_S = 10.0  # a stopping driver process of a run may still have the robot
@@ -34,37 +33,6 @@ StopCheck = Callable[[], None]
 
 def never_stop() -> None:
     """A `StopCheck` that never raises."""
-
-
-class RateKeeper:
-    """Blocks until the end of the control period, once in each. `wait_for_command` precedes each command.
-
-    Lateness is not made up by much shorter periods: the command after a late one waits, and a new grid starts.
-    """
-
-    def __init__(
-        self,
-        period_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._period_s, self._clock, self._sleep = period_s, clock, sleep
-        self._next_s = clock()
-        self._command_s = -math.inf
-
-    def wait_for_command(self) -> None:
-        """Blocks until a control period after the last command, less `COMMAND_JITTER`."""
-        earliest_s = self._command_s + (1 - COMMAND_JITTER) * self._period_s
-        if (left_s := earliest_s - self._clock()) > 0:
-            self._sleep(left_s)
-            self._next_s = earliest_s
-
-    def __call__(self) -> None:
-        now_s = self._command_s = self._clock()
-        self._next_s += self._period_s
-        if self._next_s < now_s:
-            self._next_s = now_s + self._period_s
-        self._sleep(self._next_s - now_s)
 
 
 @contextmanager
@@ -140,9 +108,14 @@ def open_local_environment(
         environment.connect()
         check_stop()
         environment.real_time = config.follows_clock and not config.simulated
-        environment.wait_for_period_end = rate = RateKeeper(setup.robot.spec.period_s)
-        environment.wait_for_command = rate.wait_for_command
+        period = PeriodGrid(int(setup.robot.spec.period_s * 1e9))
+        environment.wait_for_period_end = lambda: _sleep_until(period.begin())
+        environment.wait_for_command = lambda: period.wait_for_command(_sleep_until)
         yield environment
+
+
+def _sleep_until(end_ns: int) -> None:
+    time.sleep(max(0, end_ns - time.monotonic_ns()) / 1e9)
 
 
 def raise_if_stopped(time_step: TimeStep, selected: SelectedAction | None) -> None:
