@@ -43,6 +43,11 @@ class ThreadedService(StartedAtEntry):
         if self._thread.is_alive():
             raise TunnelError(f"the thread {self._name} did not end within {self._stop_timeout_s:g} s: {self._stuck}")
 
+    def raise_failure(self) -> None:
+        """Raises the error that ended the thread, if there is one. Any thread may call it."""
+        if self.failure is not None:
+            raise self.failure
+
     def _wake(self) -> None:  # noqa: B027  # most threads wait for a short time only
         """Ends the thread's wait, after `_stopping` was set."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hal.context import StartedAtEntry
 from hal.errors import HalError, LeaseError
 from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import lease_clock_ns
@@ -30,6 +29,7 @@ from user_sys.messages import (
     PreviewRequest,
     StopRun,
 )
+from user_sys.threads import ThreadedService
 from user_sys.tunnel.client import TunnelClient, TunnelState
 
 REQUEST_PERIOD_S = 1.0
@@ -148,14 +148,14 @@ class LeaseClient:
         self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
 
 
-class EmergencyStopForwarder(StartedAtEntry):
+class EmergencyStopForwarder(ThreadedService):
     """Forwards e-stops from the tunnel to the driver, in its own thread and on its own channel and local socket.
 
-    It runs from `start` to `close` and needs no lease. It repeats an e-stop until the driver confirms it. It
-    writes an e-stop for an unreachable driver to the latch file, which the driver reads at its start, even after this
-    session has ended. A repeat of a confirmed press is confirmed again and does not stop the robot again, so a repeat
-    that arrives after a re-arm does nothing. The number of a press identifies it: after a reconnection a page may
-    repeat it under another operator's name.
+    It needs no lease. Without its thread no operator can stop the robot, so the session ends with it. It repeats an
+    e-stop until the driver confirms it. It writes an e-stop for an unreachable driver to the latch file, which the
+    driver reads at its start, even after this session has ended. A repeat of a confirmed press is confirmed again and
+    does not stop the robot again, so a repeat that arrives after a re-arm does nothing. The number of a press
+    identifies it: after a reconnection a page may repeat it under another operator's name.
 
     Attributes:
         on_press: called with each new press before it goes to the driver; must return at once.
@@ -163,43 +163,25 @@ class EmergencyStopForwarder(StartedAtEntry):
 
     def __init__(self, robot: str, client: TunnelClient, latch_path: Path) -> None:
         """`latch_path`: the latch file that an unreachable driver reads at its start."""
+        super().__init__("e-stop", ESTOP_CLOSE_TIMEOUT_S, "the driver does not answer")
         self.on_press: Callable[[OperatorCommand], object] = lambda press: None
         self._robot, self._client, self._latch_path = robot, client, latch_path
         self._sequence = itertools.count(1)
         self._confirmed: deque[int] = deque(maxlen=MAX_CONFIRMED)
         self._unconfirmed: tuple[OperatorCommand, int] | None = None  # a press and its e-stop sequence
-        self._stopping = threading.Event()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="e-stop", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._thread.join(ESTOP_CLOSE_TIMEOUT_S)
 
     def next_sequence(self) -> int:
         """Numbers e-stops and re-arms in the order of their arrival. Any thread may call it."""
         return next(self._sequence)
 
-    def raise_failure(self) -> None:
-        """Raises what ended the thread. Without the thread no operator can stop the robot."""
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
+    def _work(self) -> None:
         with DriverClient(self._robot) as driver:
-            try:
-                while not self._stopping.is_set():
-                    message = self._client.receive_stop(ESTOP_RETRY_S if self._unconfirmed else RECEIVE_WAIT_S)
-                    if isinstance(message, OperatorCommand):
-                        self._on_command(driver, message)
-                    elif self._unconfirmed is not None:
-                        self._forward(driver, *self._unconfirmed)
-            except Exception as error:  # of any kind: `raise_failure` raises it
-                log.exception("e-stop.failed")
-                self._failure = error
+            while not self._stopping.is_set():
+                message = self._client.receive_stop(ESTOP_RETRY_S if self._unconfirmed else RECEIVE_WAIT_S)
+                if isinstance(message, OperatorCommand):
+                    self._on_command(driver, message)
+                elif self._unconfirmed is not None:
+                    self._forward(driver, *self._unconfirmed)
 
     def _on_command(self, driver: DriverClient, press: OperatorCommand) -> None:
         if press.press and press.press in self._confirmed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -37,12 +36,13 @@ from user_sys.messages import (
     PreviewRequest,
     RobotStatus,
 )
+from user_sys.threads import ThreadedService
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.flow_control import CoalescingQueue
 
 MAX_QUEUED_PREVIEWS = 64
 POLL_S = 0.5
-ENCODER_CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 MAX_PREVIEW_TTL_S = 60.0
 MIN_PREVIEW_RATE_HZ, MAX_PREVIEW_RATE_HZ = 0.1, 60.0
 MAX_EARLY = 0.4  # of the period of previews, by which one may come early after a late one
@@ -63,10 +63,11 @@ SessionActivity = Literal[
 log = logging.getLogger(__name__)
 
 
-class PreviewSender(StartedAtEntry):
-    """Sends camera previews at the rate that a console requested, for as long as it requested. A context manager.
+class PreviewSender(ThreadedService):
+    """Sends camera previews at the rate that a console requested, for as long as it requested.
 
-    A thread encodes them; only the newest image of each camera waits. The control loop's thread calls `on_step`.
+    Its thread encodes them; only the newest image of each camera waits, and none after `close`. The control loop's
+    thread calls `on_step`.
     """
 
     def __init__(
@@ -79,15 +80,13 @@ class PreviewSender(StartedAtEntry):
         send: sends a JPEG image or drops it. It never blocks.
         unix_ns: from this computer's monotonic clock to the receiver's Unix time; 0 if that is unknown.
         """
+        super().__init__("previews", CLOSE_TIMEOUT_S, "a picture is encoded")
         self._robot, self._send, self._unix_ns = robot, send, unix_ns
         self._queue: CoalescingQueue[tuple[Preview, CameraFrame]] = CoalescingQueue(MAX_QUEUED_PREVIEWS)
         self._enabled_until_s, self._period_s = 0.0, 1.0
         self._cameras: tuple[str, ...] = ()  # of which a console requested pictures; empty for all
         self._pose_until_s = 0.0
         self._next_s: dict[str, float] = {}
-        self._stopping = threading.Event()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="previews", daemon=True)
 
     def enable(self, request: PreviewRequest) -> None:
         """Starts or extends the previews, or the pose. Any thread may call it."""
@@ -110,8 +109,7 @@ class PreviewSender(StartedAtEntry):
         """Queues the images that are due. Raises an earlier error of the thread."""
         if not time_step.frames or not self.is_watched(now_s):
             return
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
         for camera, frame in time_step.frames.items():
             due_s = self._next_s.get(camera, 0.0)
             if (not self._cameras or camera in self._cameras) and now_s >= due_s:
@@ -119,24 +117,12 @@ class PreviewSender(StartedAtEntry):
                 self._next_s[camera] = max(due_s, now_s - MAX_EARLY * self._period_s) + self._period_s
                 self._queue.put((Preview(robot=self._robot, camera=camera, step=step), frame), key=camera)
 
-    def _run(self) -> None:
-        while not self._stopping.is_set() and self._failure is None:
-            if (found := self._queue.get(POLL_S)) is None:
-                continue
-            preview, frame = found
-            try:
-                jpeg = frame.jpeg
-                self._send(msgspec.structs.replace(preview, captured_unix_ns=self._unix_ns(frame.t_capture_ns)), jpeg)
-            except Exception as error:  # of any kind: the next `on_step` raises it
-                self._failure = error
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Drops the images that wait."""
-        self._stopping.set()
-        self._thread.join(ENCODER_CLOSE_TIMEOUT_S)
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            if (found := self._queue.get(POLL_S)) is not None:
+                preview, frame = found
+                jpeg, captured_unix_ns = frame.jpeg, self._unix_ns(frame.t_capture_ns)
+                self._send(msgspec.structs.replace(preview, captured_unix_ns=captured_unix_ns), jpeg)
 
 
 class _Counters:
@@ -391,28 +377,20 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped_episodes: int
 
 
-class SessionReporter(StartedAtEntry):
-    """Writes a `SessionReport` to a file in the runtime folder once a second, in a thread.
+class SessionReporter(ThreadedService):
+    """Writes a `SessionReport` to a file in the runtime folder once a second.
 
     ``user-sys edge``, which supervises the session, reads it. Any thread may set `activity`. A file that cannot be
     written is logged once, and written again a second later.
     """
 
     def __init__(self, robot: str, client: TunnelClient, outbox: Outbox) -> None:
+        super().__init__("report", CLOSE_TIMEOUT_S)
         self.activity: SessionActivity = "waiting for its lease"
         self._path, self._client, self._outbox = session_report_path(robot), client, outbox
         self._has_failed = False
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._thread.join(2 * REPORT_PERIOD_S)
-
-    def _run(self) -> None:
+    def _work(self) -> None:
         self._write()
         while not self._stopping.is_set():
             self._stopping.wait(REPORT_PERIOD_S)

@@ -453,11 +453,6 @@ class WeightsReceiver(ThreadedService):
         self._load_saved()
         super().start()
 
-    def raise_failure(self) -> None:
-        """Raises the error that ended the thread, if there is one."""
-        if self.failure is not None:
-            raise self.failure
-
     def is_without_version(self) -> bool:
         """Whether the gateway is there and has said in this session that it has no version, and never offered one."""
         channel = self._channel
