@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from publisher_kit import DEADLINE_S, PublisherSite, digest, signal_publisher, until, weights
+from publisher_kit import DEADLINE_S, PublisherSite, digest, until, weights
 
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.codec import Array
@@ -130,20 +129,6 @@ def test_failed_fetch_raises_at_the_next_call(site: PublisherSite) -> None:
         with pytest.raises(RunError, match="the device is gone"):
             learner.publish(PausedWeights(weights(2)), 2, updates=2)
     assert site.digests() == {}
-
-
-def test_restart_during_a_fetch_loses_no_version(site: PublisherSite) -> None:
-    with site.client() as learner:
-        learner.publish(HostCopier(HOST).snapshot(on_device(weights(1))), 1, updates=1)
-        assert learner.wait_until_stored(DEADLINE_S)
-        paused = PausedWeights(weights(2))
-        learner.publish(paused, 2, updates=2)
-        assert paused.begun.wait(DEADLINE_S)
-        signal_publisher(learner, signal.SIGKILL)
-        until(lambda: learner.scalars()["publisher_restarts"] == 1, "there is a new process")
-        paused.go.set()
-        assert learner.wait_until_stored(DEADLINE_S)
-    assert site.digests() == {version: digest(weights(version)) for version in (1, 2)}
 
 
 @contextmanager

@@ -722,6 +722,30 @@ def test_last_version_follows_the_end_of_training(bench: LearnerBench) -> None:
     assert sink.before_end == [1, 2] and [each.version for each in sink.versions] == [1, 2, 3]
 
 
+def test_learner_saves_its_state_when_the_publisher_process_ends(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    stop = threading.Event()
+
+    class EndedProcess(RecordingPublisher):
+        def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
+            if stop.is_set():
+                raise RunError("the publisher process ended")
+
+        def end_training(self) -> None:
+            raise RunError("the publisher process ended")
+
+    class LongUpdate(Trainer):
+        def update(self, number: int) -> bool:
+            if number == 2:
+                stop.set()  # as `PublisherClient` does when its process ends
+            return super().update(number)
+
+    with pytest.raises(RunError, match="the publisher process ended"):
+        bench.learner(CONFIG, sink=EndedProcess([]), kind=LongUpdate).run(stop)
+    checkpoint = load_latest_checkpoint(bench.folder / "a")
+    assert checkpoint is not None and checkpoint.updates == 3
+
+
 def test_learner_waits_for_slow_robots(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     behind = LaggingPublisher()

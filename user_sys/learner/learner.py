@@ -311,7 +311,7 @@ class Learner:
         Raises:
             LinkDown: another process of this learner has ended.
             NotFinite: training has diverged; the weights were neither published nor saved.
-            RunError: a checkpoint could not be written.
+            RunError: a checkpoint could not be written, or the publisher process has ended.
             StoreError: the store cannot be read.
         """
         log.info("learner.started updates=%d training_s=%.1f", self.updates, self.training_s)
@@ -343,7 +343,8 @@ class Learner:
         self._counters.updates += has_trained
         if not has_trained and self._publisher is not None:  # the others wait for its next decision
             stop.wait(IDLE_WAIT_S)
-        versions = self._versions if self._disk_full is None else None
+        is_publishing = self._disk_full is None and not stop.is_set()  # the last version follows the last checkpoint
+        versions = self._versions if is_publishing else None
         self._publish_if(versions is not None and versions.is_due(self.updates, self._trainer))
         if self._timers.report.is_due():
             self._report()

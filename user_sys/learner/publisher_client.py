@@ -1,8 +1,8 @@
-"""The learner's side of its publisher process: hands over weights and step times, and restarts the process.
+"""The learner's side of its publisher process: hands over weights and step times.
 
 The publisher process does the work of publishing and owns the tunnel, so that neither takes the learner's interpreter
 or its thread. The learner copies its weights into shared memory and goes on. A thread fetches weights that lie on a
-device. If the process ends, a new one publishes the newest version again. If the learner ends, the process ends too.
+device. If either process ends, the other one ends too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
-from msgspec.structs import replace
-
 from hal.context import StartedAtEntry
+from hal.process_supervisor import exit_reason
 from user_sys.codec import Array
 from user_sys.errors import LinkDown, RunError, UserSysError, WireError
 from user_sys.learner.publisher_protocol import (
@@ -39,7 +37,6 @@ from user_sys.messages import NO_VERSION, MetricsReport
 from user_sys.trace import child_environment
 from user_sys.weights.governor import GovernedBudget
 from user_sys.weights.gpu_copy import DeviceSnapshot, PolicySnapshot, layout_of
-from user_sys.weights.publisher import PublisherProgress
 from user_sys.weights.state import NotFinite
 
 log = logging.getLogger(__name__)
@@ -50,8 +47,6 @@ MEMORY_TIMEOUT_S, ENCODED_BYTES_PER_S = 60.0, 100e6  # of the version before: ba
 FLUSH_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
-MAX_CRASHES, CRASH_WINDOW_S = 5, 60.0
-RESTART_DELAY_S = 0.2  # times the number of recent crashes
 _ERROR_FROM_NAME: Mapping[str, type[UserSysError]] = {kind.__name__: kind for kind in (NotFinite, WireError)}
 
 
@@ -120,10 +115,6 @@ class SharedSnapshot:
         self._frozen = dict.fromkeys(frozen)
         return self._positions()
 
-    def begin_fetch(self) -> None:
-        """The memory is about to change, except for the frozen tensors."""
-        self._snapshot = None
-
     def set_ready(self, snapshot: SnapshotReady, channel: MessageSocket) -> None:
         """The memory holds `snapshot`."""
         self._snapshot, self._is_delivered = snapshot, False
@@ -136,12 +127,6 @@ class SharedSnapshot:
         if not self._is_memory_sent:
             self._is_memory_sent = channel.send(self._memory.info, descriptor=self._memory.descriptor)
         self._is_delivered = self._is_memory_sent and channel.send(self._snapshot)
-
-    def deliver_again(self, channel: MessageSocket) -> None:
-        """Sends memory and snapshot to a new process, which has no tensors yet."""
-        self._is_memory_sent = False
-        if self._snapshot is not None:
-            self.set_ready(self._snapshot, channel)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -169,20 +154,10 @@ class StepTimesBatch:
 
 
 class PublisherProcess:
-    """The process at the other end of `socket`. Construction starts it.
-
-    Attributes:
-        restarts: how many processes were replaced.
-    """
+    """The process at the other end of `socket`. Construction starts it."""
 
     def __init__(self, settings: PublisherSettings) -> None:
         """Raises OSError if no process can be started."""
-        self.restarts = 0
-        self._settings = settings
-        self._crash_times_s: deque[float] = deque(maxlen=MAX_CRASHES)
-        self._start()
-
-    def _start(self) -> None:
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             number = other.fileno()
@@ -191,7 +166,7 @@ class PublisherProcess:
                 argv, pass_fds=[number], stdin=subprocess.DEVNULL, env=child_environment("publisher")
             )
         self.socket = MessageSocket(own)
-        self.socket.send(self._settings)
+        self.socket.send(settings)
 
     @property
     def pid(self) -> int:
@@ -206,24 +181,13 @@ class PublisherProcess:
             self._process.kill()
             return self._process.wait(KILL_TIMEOUT_S)
 
-    def count_crash(self) -> int:
-        """Counts a crash, and returns the number of recent ones."""
-        now_s = time.monotonic()
-        self._crash_times_s.append(now_s)
-        return sum(now_s - at_s <= CRASH_WINDOW_S for at_s in self._crash_times_s)
-
-    def restart(self) -> None:
-        """Starts a new process for one that has ended. Raises OSError."""
-        self.socket.close()
-        self.restarts += 1
-        self._start()
-
 
 class PublisherClient(StartedAtEntry):
     """Publishes versions in a process of its own, from `start` to `close`. One thread calls it.
 
     Args:
-        on_run_stopped: called by another thread with the reason when the gateway ends the run.
+        on_run_stopped: called by another thread with the reason when the gateway ends the run, or when the process has
+            ended, so that the learner can save its state; then each call raises RunError.
 
     Attributes:
         version: the newest that was given to `publish`.
@@ -239,8 +203,6 @@ class PublisherClient(StartedAtEntry):
         self._fetching: threading.Thread | None = None
         self._fetch_scalars: dict[str, float] = {}
         self._status = PublisherStatus()
-        self._published_before = 0  # by earlier processes
-        self._stored_version = NO_VERSION
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._watch, name="publisher", daemon=True)
 
@@ -274,7 +236,7 @@ class PublisherClient(StartedAtEntry):
         Raises:
             NotFinite: an earlier version held NaN or infinity; it was not published.
             WireError: a version cannot be encoded, or has another layout than those before.
-            RunError: the process crashes repeatedly or does not read, or earlier weights could not be fetched.
+            RunError: the process has ended or does not read, or earlier weights could not be fetched.
         """
         with self._changed:
             timeout_s = MEMORY_TIMEOUT_S + self._shared.size_bytes / ENCODED_BYTES_PER_S
@@ -299,11 +261,14 @@ class PublisherClient(StartedAtEntry):
             self._steps.add(time.monotonic(), seconds, self._channel)
 
     def end_training(self) -> None:
-        """Later pushes, and what is left of one in progress, have the full share: no step follows."""
+        """Later pushes, and what is left of one in progress, have the full share: no step follows.
+
+        Raises as `publish` does.
+        """
         with self._changed:
+            self._raise_failure()
             self._steps.send(time.monotonic(), self._channel)
             self._channel.send(TrainingEnded(), KILL_TIMEOUT_S)
-            self._status = replace(self._status, share=1.0)  # a new process would not send it
 
     def report(self, updates: int, scalars: dict[str, float]) -> None:
         """Sends scalars to the gateway; drops them if the process does not keep up."""
@@ -314,13 +279,13 @@ class PublisherClient(StartedAtEntry):
     def wait_until_stored(self, timeout_s: float) -> bool:
         """Waits until the gateway has stored the last version; False after `timeout_s`. Raises as `publish` does."""
         with self._changed:
-            return self._wait_for(lambda: self._stored_version >= self.version, timeout_s)
+            return self._wait_for(lambda: self._status.progress.stored_version >= self.version, timeout_s)
 
     @property
     def size_bytes(self) -> int:
         """The size of what the gateway may lack of a version: frozen tensors travel once. 0 before the first."""
         with self._changed:
-            has_frozen = self._stored_version != NO_VERSION
+            has_frozen = self._status.progress.stored_version != NO_VERSION
             return self._shared.size_bytes - has_frozen * self._shared.frozen_bytes
 
     @property
@@ -336,7 +301,7 @@ class PublisherClient(StartedAtEntry):
     @property
     def published(self) -> int:
         """The number of versions that were offered."""
-        return self._published_before + self._status.progress.published
+        return self._status.progress.published
 
     @property
     def is_busy(self) -> bool:
@@ -358,19 +323,18 @@ class PublisherClient(StartedAtEntry):
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics."""
-        own = {
-            "versions_published": float(self.published),
-            "versions_ahead": float(self.versions_ahead),
-            "publisher_restarts": float(self._process.restarts if self._process else 0),
-        }
+        own = {"versions_published": float(self.published), "versions_ahead": float(self.versions_ahead)}
         return own | self._status.scalars | self._fetch_scalars
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits for a change; raises the failure, if there is one."""
         self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
+        self._raise_failure()
+        return condition()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-        return condition()
 
     @property
     def _channel(self) -> MessageSocket:
@@ -381,9 +345,7 @@ class PublisherClient(StartedAtEntry):
         """Fetches weights from a device; in a thread of its own."""
         try:
             weights.wait()
-            with self._changed:
-                self._shared.begin_fetch()
-                self._channel.send(DeviceCopyStarted())
+            self._channel.send(DeviceCopyStarted())
             started_s = time.monotonic()
             budget = GovernedBudget(self._settings.publish.governor, lambda: self._status.share)
             weights.fetch(self._shared.missing(weights.frozen), budget)
@@ -412,11 +374,12 @@ class PublisherClient(StartedAtEntry):
             self._fail(error)
 
     def _receive(self) -> bool:
-        """Handles a message, if one arrives soon. Returns False if the process has ended for good."""
+        """Handles a message, if one arrives soon. Returns False if the process has ended."""
         try:
             received = self._channel.receive(POLL_INTERVAL_S)
         except LinkDown:
-            return self._replace()
+            self._on_end()
+            return False
         if received is not None:
             self._on_message(received[0])
         return True
@@ -428,38 +391,18 @@ class PublisherClient(StartedAtEntry):
         with self._changed:
             if isinstance(message, PublisherStatus):
                 self._status = message
-                self._stored_version = max(self._stored_version, message.progress.stored_version)
                 if message.failure is not None:
                     self._failure = _ERROR_FROM_NAME.get(message.failure.kind, RunError)(message.failure.text)
             self._shared.deliver(self._channel)
             self._changed.notify_all()
 
-    def _replace(self) -> bool:
-        """Starts a new process for one that has ended. Returns False while closing, or after too many crashes."""
+    def _on_end(self) -> None:
         assert self._process is not None  # this thread runs from `start` on
         status = self._process.wait(KILL_TIMEOUT_S)
-        if self._closing.is_set():
-            return False
-        crashes = self._process.count_crash()
-        log.error("publisher.exited status=%d recent_crashes=%d", status, crashes)
-        if crashes >= MAX_CRASHES:
-            self._fail(RunError(f"the publisher process ended {crashes} times in {CRASH_WINDOW_S:.0f} s; see its log"))
-            return False
-        self._closing.wait(RESTART_DELAY_S * crashes)
-        with self._changed:
-            if self._closing.is_set():
-                return False
-            before = self._status
-            self._published_before += before.progress.published
-            progress = PublisherProgress(next_allowed_s=before.progress.next_allowed_s)
-            self._status = PublisherStatus(progress, share=before.share)
-            try:
-                self._process.restart()
-                self._shared.deliver_again(self._channel)
-            except OSError as error:
-                self._failure = RunError(f"no new publisher process can be started: {error}")
-            self._changed.notify_all()
-            return self._failure is None
+        if not self._closing.is_set():
+            reason = f"the publisher process ended {exit_reason(status)}; see its log"
+            self._on_run_stopped(reason)  # first: the learner saves its state before a call raises
+            self._fail(RunError(reason))
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -170,7 +170,7 @@ class _PublisherServer:
 
     def _send(self, message: PublisherMessage) -> None:
         if not self._channel.send(message, SEND_TIMEOUT_S):
-            log.error("publisher.send_failed the learner does not read; it starts a new publisher process")
+            log.error("publisher.send_failed the learner does not read")
             os._exit(1)
 
 

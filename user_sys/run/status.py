@@ -325,5 +325,4 @@ _COUNTED = {  # scalar: problem with a count, reaction
     "weights_damaged": ("received {} damaged blobs of weights", "it requested them again"),
     "store_shortfall_bytes": ("cannot keep the store in its limit, by {} bytes", "all other episodes are protected"),
     "damaged": ("found {} damaged records in the store", "it skips them; `user-sys store verify` lists them"),
-    "publisher_restarts": ("restarted its publisher of weights {} times", "robots waited for weights meanwhile"),
 }
