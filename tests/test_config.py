@@ -257,7 +257,7 @@ def test_invalid_override_is_refused_in_one_line(path: Path, override: str) -> N
     "override",
     [
         *("target.success=1.1", "target.episodes=0", "evaluation.episodes=-1", "console.port=99999", "seed=-1"),
-        *("learner.batch_size=0", "learner.cache_bytes=1", "learner.utd_max=0", "learner.publish.kl=-1"),
+        *("learner.batch_size=0", "learner.cache_bytes=1", "learner.utd_max=0", "learner.publish.every_s=-1"),
         *("demonstrations.episodes=-1", "recorder.chunk_steps=0", "weights.max_staleness_versions=-1"),
         *("gateway.lease_ttl_s=0", "gateway.retention.slack=1", "gateway.retention.max_bytes=-1", "name=../../evil"),
         *(

@@ -17,7 +17,6 @@ from user_sys.algorithms.conformance import AlgorithmConformance, example_batch,
 from user_sys.algorithms.q_chunking import QChunking, QChunkingSettings
 from user_sys.algorithms.recap import Recap, RecapSettings
 from user_sys.algorithms.rlpd import Rlpd, RlpdSettings
-from user_sys.algorithms.sac import Sac
 from user_sys.algorithms.sac_flow import SacFlow, SacFlowSettings
 from user_sys.episode import Phase
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
@@ -26,7 +25,6 @@ from user_sys.policies.flow import FlowPolicy, FlowSettings
 from user_sys.policies.gated_flow import GatedFlowPolicy, GatedFlowSettings
 from user_sys.policies.policy import Policy
 from user_sys.policies.scaling import encoded_feature
-from user_sys.policies.trainable import shared_copy
 
 torch.set_num_threads(1)
 SMALL = RlpdSettings(critic_hidden=(32, 32), critics=3, critics_first=2)
@@ -96,19 +94,6 @@ def test_policy_steps_are_not_imitated() -> None:
     assert changed(before, save_state(algorithm), "network.actor.") == {False}
     algorithm.update(replace(batch, phase=torch.full((32,), int(Phase.TELEOP))), 1)
     assert True in changed(before, save_state(algorithm), "network.actor.")
-
-
-@pytest.mark.parametrize("make", [lambda: rlpd(TRAINED), sac_flow], ids=["rlpd", "sac_flow"])
-def test_divergence_of_the_policy_counts_its_encoder(make: Callable[[], Sac]) -> None:
-    algorithm = make()
-    batch = example_batch_for(algorithm.data, np.random.default_rng(0))
-    reference = shared_copy(algorithm.policy, ())
-    assert algorithm.policy_kl(reference, batch) == 0.0, "no random shift of pictures counts"
-    encoder = algorithm.policy.get_submodule("encoder")
-    with torch.no_grad():
-        for each in encoder.parameters():
-            each.add_(0.1 * torch.randn_like(each))
-    assert algorithm.policy_kl(reference, batch) > 1e-3
 
 
 def test_update_with_encoded_pictures_is_that_with_pictures() -> None:

@@ -25,7 +25,7 @@ from user_sys.errors import ConfigError
 from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
-from user_sys.policies.networks import GaussianNetwork, squash
+from user_sys.policies.networks import squash
 from user_sys.policies.policy import Policy
 
 torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
@@ -139,34 +139,6 @@ def test_batch_gives_the_discount_and_gets_each_samples_error() -> None:
     algorithm.update(batch, 201)
     errors = algorithm.td_errors()
     assert errors[7].item() == pytest.approx(float(errors[batch.weight > 0].mean()))
-
-
-def test_policy_divergence_is_zero_at_first_and_grows() -> None:
-    batch, algorithm = example_batch(np.random.default_rng(0), 64), small(example_spec(), replace(SMALL, acting_rate=1))
-    reference = MlpPolicy.make_module(example_spec(), settings=MlpSettings((32, 32)))
-    reference.load_state_dict(algorithm.policy.state_dict())
-    found = [algorithm.policy_kl(reference, batch)]
-    for number in range(60):
-        algorithm.update(batch, number)
-        found.append(algorithm.policy_kl(reference, batch))
-    assert found[0] == pytest.approx(0.0, abs=1e-6) and 0 < found[20] < found[-1]
-
-
-@torch.no_grad()
-def test_policy_divergence_is_that_of_gaussian_and_discrete_gripper() -> None:
-    torch.manual_seed(0)
-    settings, batch = MlpSettings((32, 32), gripper="discrete"), example_batch(np.random.default_rng(0), 64)
-    policy, reference = (MlpPolicy.make_module(example_spec(), settings=settings) for _ in range(2))
-    found = []
-    for module in (policy, reference):
-        assert isinstance(module, GaussianNetwork)
-        torch.nn.init.constant_(module.mean.bias, 2.0)  # the gripper is nearly certain
-        mean, log_std = module(module.encode(batch.observation))
-        gripper = torch.distributions.Bernoulli(torch.special.ndtr(mean[:, 1]))
-        found.append((torch.distributions.Normal(mean[:, 0], log_std[:, 0].exp()), gripper))
-    expected = sum(torch.distributions.kl_divergence(*pair).mean() for pair in zip(*found, strict=True))
-    divergence = Rlpd(SMALL, policy, example_spec()).policy_kl(reference, batch)
-    assert divergence == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_invalid_settings_are_refused() -> None:

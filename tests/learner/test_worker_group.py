@@ -122,7 +122,7 @@ def train(
 def test_two_processes_resume_bit_identically(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.fill(EpisodeSource.ONLINE, 4)
-    publish = PublishConfig(every_s=0.0, kl=1e-9)
+    publish = PublishConfig(every_s=0.0, every_updates=10)
     config = replace(TWO, sampler=PRIORITIZED, batches_ahead=2, publish=publish, max_updates=21)
     straight = train(bench, replace(config, checkpoint_interval_s=0.0, checkpoints_kept=100), "straight")
     assert [published.updates for published in bench.published] == [10, 20, 21]

@@ -113,6 +113,15 @@ def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
         open_run_folder(folder.path)
 
 
+def test_earlier_setting_that_was_off_is_left_out(tmp_path: Path) -> None:
+    folder, _ = create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    settings, at = folder.config.read_text(), "  publish:\n"
+    for value in ("0.0", "0.1"):
+        folder.config.write_text(settings.replace(at, f"{at}    kl: {value}\n"))
+        with nullcontext() if value == "0.0" else pytest.raises(ConfigError, match="learner.publish.kl: unknown key"):
+            assert open_run_folder(folder.path)[1].learner == fleet(tmp_path).learner
+
+
 def test_emptied_settings_are_not_read_as_defaults(tmp_path: Path) -> None:
     folder, _ = create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     folder.config.write_bytes(b"")
@@ -475,9 +484,6 @@ MISTAKES = {
     "the task 'tidy' has no scripted expert: .* [(]docs/people.md[)]": ["record", "own.yaml"],
     "learner.sampler.kind is prioritized, which needs TD errors; bc has none: remove it": [
         *("train", "fake.yaml", "--learner.algorithm=bc", "--learner.sampler.kind=prioritized")
-    ],
-    "learner.publish.kl is 0.1; bc does not measure it": [
-        *("train", "fake.yaml", "--learner.algorithm=bc", "--learner.publish.kl=0.1")
     ],
     "learner.sampler.kind has no effect with ppo, which uses each step once": [
         *("train", "fake.yaml", "--learner.algorithm=ppo", "--learner.sampler.kind=uniform")

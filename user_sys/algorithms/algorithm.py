@@ -192,14 +192,6 @@ class TdErrors(Protocol):
         """Returns the absolute TD error of each sample before the newest update, float32 (n,); samplers ignore NaN."""
 
 
-@runtime_checkable
-class PolicyDivergence(Protocol):
-    """An algorithm that measures how far its policy has moved; the setting `learner.publish.kl` needs it."""
-
-    def policy_kl(self, reference: nn.Module, batch: TensorBatch) -> float:
-        """Returns the mean KL(policy || `reference`) over the observations of `batch`, in nats."""
-
-
 class ObservationEncoder(Protocol):
     """What the modules of policies share.
 
@@ -259,9 +251,6 @@ class GaussianPolicy(ObservationEncoder, Protocol):
 
     def entropy(self, x: Tensor) -> Tensor:
         """Returns the entropy (n,) before squashing, in nats. Differentiable."""
-
-    def kl(self, x: Tensor, reference: Any, reference_x: Tensor) -> Tensor:
-        """Returns KL(self || `reference`), (n,), in nats. `reference`: a copy, with its own encoded observations."""
 
     def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the loss (n,) that clones scaled actions (n, a)."""

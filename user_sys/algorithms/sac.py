@@ -115,7 +115,7 @@ class Sac(Algorithm):
         actions = self._require(policy)
         self._settings = settings
         self.actor = policy
-        self.policy = shared_copy(policy).requires_grad_(False).eval()  # `policy_kl` shifts no pictures at random
+        self.policy = shared_copy(policy).requires_grad_(False)
         inputs = self.actor.observation_size + actions
         self.critics = CriticEnsemble(inputs, settings.critic_hidden, settings.critics, layer_norm=settings.layer_norm)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
@@ -243,13 +243,6 @@ class Sac(Algorithm):
         if "q" not in self._newest:
             return self._unknown_errors
         return mean_errors(self._newest["q"], self._newest["target"], self._used)
-
-    @torch.no_grad()
-    def policy_kl(self, reference: nn.Module, batch: TensorBatch) -> float:
-        """See `PolicyDivergence`."""
-        both: tuple[Any, Any] = self.policy, reference
-        x, reference_x = (each.encode(batch.observation) for each in both)
-        return float(both[0].kl(x, reference, reference_x).mean())
 
 
 def is_cloned(batch: TensorBatch) -> Tensor:

@@ -17,7 +17,6 @@ The entropy is that of the path: with K = 4, 0 nats per element of the action le
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,19 +75,3 @@ class SacFlow(Sac):
     def _noise(self, x: Tensor) -> Tensor:
         shape = (self.actor.flow_steps + 1, len(x), self.actor.chunk_length, self.actor.action_size)
         return torch.randn(shape, device=x.device)
-
-    @torch.no_grad()
-    def policy_kl(self, reference: Any, batch: TensorBatch) -> float:
-        """See `PolicyDivergence`; of the paths, which bounds that of the chunks."""
-        policy: Any = self.policy  # as `reference`, a copy of the actor
-        context, context0 = policy.encode(batch.observation), reference.encode(batch.observation)
-        noise, log_std, log_std0 = self._noise(context), policy.deviation(context), reference.deviation(context0)
-        x, total = noise[0], torch.zeros(len(context), device=context.device)
-        for step in range(self.actor.flow_steps):
-            mean = policy.transition(x, step, context, log_std)
-            mean0 = reference.transition(x, step, context0, log_std0)
-            distance = self.actor.flow_steps * ((mean - mean0) / log_std0.exp()).square()
-            ratio = 2 * (log_std - log_std0)
-            total += (0.5 * (ratio.exp() + distance - 1.0 - ratio)).sum((1, 2))
-            x = mean + log_std.exp() * noise[step + 1] / self.actor.flow_steps**0.5
-        return float(total.mean())

@@ -39,7 +39,6 @@ from enum import IntFlag
 from pathlib import Path
 
 import numpy as np
-from torch import nn
 
 from user_sys.errors import ConfigError, DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, load_latest_checkpoint, scan_checkpoints
@@ -48,14 +47,12 @@ from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_f
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, RECORD_KEY, Trainer
 from user_sys.messages import NO_VERSION
-from user_sys.policies.trainable import shared_copy
 from user_sys.replay.selectors import StepFilter
 from user_sys.store.files import free_bytes
 from user_sys.trace import span
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.state import NotFinite
 
-KL_INTERVAL_UPDATES = 10  # measuring the KL divergence costs a forward pass
 REFRESH_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
 DISK_RETRY_S = 1.0
@@ -98,9 +95,7 @@ class VersionPublisher:
         self._staleness, self._after_each_update = staleness, after_each_update
         self._next_s = clock()
         self._published_updates = -1 if after_each_update or is_pretrained else 0
-        self._measured_updates = 0
         self._warned_pin = NO_VERSION
-        self._reference: nn.Module | None = None  # a copy of the last version, for the KL divergence
         self._episodes, self._has_episode_ended = 0, False
 
     @property
@@ -145,12 +140,12 @@ class VersionPublisher:
         if self._config.at_episode_ends and (episodes := count()) > self._episodes:
             self._episodes, self._has_episode_ended = episodes, True
 
-    def is_due(self, updates: int, trainer: Trainer) -> bool:
+    def is_due(self, updates: int) -> bool:
         """Whether a version is due after `updates` updates and the version before is ready.
 
         After each update one is due at once: training waits for it, so that the governor has nothing to protect.
         """
-        return (self._after_each_update or not self._publisher.is_busy) and self._is_due(updates, trainer)
+        return (self._after_each_update or not self._publisher.is_busy) and self._is_due(updates)
 
     def publish(self, updates: int, trainer: Trainer) -> None:
         """Publishes now, unless no update was made since the last version or no number is left.
@@ -161,17 +156,15 @@ class VersionPublisher:
         if self.is_published(updates) or self.needs_checkpoint:
             return
         self.version += 1
-        if self._config.kl > 0:
-            self._reference = shared_copy(trainer.policy, trainer.frozen.values())
         started_s = time.perf_counter()
         with span("publish"):
             self._publisher.publish(trainer.policy_snapshot(), self.version, updates)
         self.publish_s = time.perf_counter() - started_s
-        self._published_updates = self._measured_updates = updates
+        self._published_updates = updates
         self._next_s = self._clock() + self._config.every_s
         self._has_episode_ended = False
 
-    def _is_due(self, updates: int, trainer: Trainer) -> bool:
+    def _is_due(self, updates: int) -> bool:
         config, since = self._config, updates - self._published_updates
         if self._after_each_update or since <= 0 or updates < config.after_updates:
             return self._after_each_update and since > 0
@@ -180,14 +173,7 @@ class VersionPublisher:
             or (config.every_s > 0 and self._clock() >= self._next_s)
             or 0 < config.every_updates <= since
             or (config.at_episode_ends and self._has_episode_ended)
-            or (config.kl > 0 and self._has_moved(updates, trainer))
         )
-
-    def _has_moved(self, updates: int, trainer: Trainer) -> bool:
-        if updates - self._measured_updates < KL_INTERVAL_UPDATES:
-            return False
-        self._measured_updates = updates
-        return self._reference is None or trainer.policy_kl(self._reference) >= self._config.kl
 
 
 @dataclass
@@ -345,7 +331,7 @@ class Learner:
             stop.wait(IDLE_WAIT_S)
         is_publishing = self._disk_full is None and not stop.is_set()  # the last version follows the last checkpoint
         versions = self._versions if is_publishing else None
-        self._publish_if(versions is not None and versions.is_due(self.updates, self._trainer))
+        self._publish_if(versions is not None and versions.is_due(self.updates))
         if self._timers.report.is_due():
             self._report()
         if _Due.CHECKPOINT in due:

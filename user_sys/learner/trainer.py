@@ -24,7 +24,6 @@ from user_sys.algorithms.algorithm import (
     NETWORK,
     POLICY,
     Algorithm,
-    PolicyDivergence,
     TdErrors,
     TrainingData,
     fits_policy,
@@ -63,7 +62,7 @@ class Trainer:
 
     Attributes:
         algorithm: the algorithm with its networks.
-        batches: the steps in the store, and the batches of them; `batch`: the newest one, on the device.
+        batches: the steps in the store, and the batches of them.
         group: the processes that train together.
         policy_kind: kind of the policy.
         is_pretrained: the initial weights are of another run or a checkpoint, so that robots may act with them.
@@ -123,7 +122,7 @@ class Trainer:
         if config.compute.divide:
             divide(module.to(on), device)
         algorithm, settings = load_algorithm(config.algorithm, config.options)
-        _require_measures(config, algorithm)
+        _require_td_errors(config, algorithm)
         self.algorithm = algorithm(settings, module, spec).to(on)
         self._step = TrainingStep(self.algorithm, config.compute, on, self.frozen.values())
         group.average_gradients(self.algorithm)
@@ -160,9 +159,8 @@ class Trainer:
                 return False
             if part == 0 and self._clones_nothing(number):
                 return False
-            self.batch = batch
             with span("update"):
-                self._step.update(self.batch, number, part)
+                self._step.update(batch, number, part)
             self.batches.note_update()
         self._updates = number + 1
         return True
@@ -217,15 +215,6 @@ class Trainer:
         """
         self.require_finite()
         return self._snapshots.take(self.algorithm.policy)
-
-    def policy_kl(self, reference: nn.Module) -> float:
-        """Returns the mean KL divergence of the policy from `reference`, over this process's newest batch, in nats.
-
-        What it draws changes no later update.
-        """
-        assert isinstance(self.algorithm, PolicyDivergence)  # as checked at the start
-        with torch.random.fork_rng([] if self._on.type == CPU else [self._on]):
-            return self.algorithm.policy_kl(reference, self.batch)
 
     def state_dict(self) -> dict[str, Array]:
         """Returns copies of the state that determines later updates and is not in the store. All processes call it.
@@ -457,16 +446,12 @@ def planned_module(make_module: Callable[[], nn.Module], settings: Any) -> nn.Mo
         return None
 
 
-def _require_measures(config: LearnerConfig, algorithm: type[Algorithm]) -> None:
-    """Raises ConfigError: the settings need a measure that the algorithm lacks."""
+def _require_td_errors(config: LearnerConfig, algorithm: type[Algorithm]) -> None:
+    """Raises ConfigError: the sampler needs TD errors, and the algorithm has none."""
     if config.sampler.uses_feedback and not issubclass(algorithm, TdErrors):
         raise ConfigError(
             f"learner.sampler.kind is {config.sampler.kind}, which needs TD errors; {config.algorithm} has none: "
             "remove it"
-        )
-    if config.publish.kl > 0 and not issubclass(algorithm, PolicyDivergence):
-        raise ConfigError(
-            f"learner.publish.kl is {config.publish.kl:g}; {config.algorithm} does not measure it: set it to 0"
         )
 
 
@@ -485,7 +470,7 @@ def require_trainable(
     """
     kind, settings = load_policy(policy.kind, policy.options)
     algorithm, options = load_algorithm(config.algorithm, config.options)
-    _require_measures(config, algorithm)
+    _require_td_errors(config, algorithm)
     if config.compute.recompute:
         kind.check_recompute(settings)
     try:
@@ -511,7 +496,7 @@ def _copies(config: LearnerConfig, device: torch.device) -> int:
     """Returns how many copies of what trains the device holds; an algorithm with an acting rate may keep a slow one."""
     _, settings = load_algorithm(config.algorithm, config.options)
     has_both = device.type != CPU and getattr(settings, "acting_rate", 1.0) != 1.0  # a slow copy, and a snapshot
-    return TRAINED_COPIES + has_both + (config.publish.kl > 0)
+    return TRAINED_COPIES + has_both
 
 
 def require_memory(module: nn.Module, device: torch.device, processes: int = 1, copies: int = TRAINED_COPIES) -> None:

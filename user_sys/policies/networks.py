@@ -329,17 +329,6 @@ class GaussianNetwork(ObservationNetwork):
         entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
         return self._with_gripper(entropy, lambda: -expected_log_probit(mean)).sum(-1)
 
-    def kl(self, x: Tensor, reference: GaussianNetwork, reference_x: Tensor) -> Tensor:
-        """Returns KL(self || `reference`), (n,), in nats, of one robot's observations as each of them encodes them.
-
-        It compares the Gaussians before squashing, which is the same for both.
-        """
-        (mean, log_std), (mean0, log_std0) = self(x), reference(reference_x)
-        ratio = (2 * (log_std - log_std0)).exp()
-        distance = ((mean - mean0) / log_std0.exp()).square()
-        kl = 0.5 * (ratio + distance - 1.0) - (log_std - log_std0)
-        return self._with_gripper(kl, lambda: probit_kl(mean, mean0)).sum(-1)
-
     def imitation_loss(self, x: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the loss (n,) that clones scaled actions (n, a) at encoded observations `x`; `mask` has no effect.
 
@@ -361,22 +350,10 @@ def log_probit(mean: Tensor, action: Tensor) -> Tensor:
     return log_prob
 
 
-def log_chances(mean: Tensor) -> Tensor:
-    """Returns log P and log (1 - P), (2, ...), with P = Phi(mean): of a discrete gripper's two positions."""
-    found: Tensor = torch.special.log_ndtr(torch.stack([mean, -mean]).float())
-    return found
-
-
 def expected_log_probit(mean: Tensor) -> Tensor:
     """Returns P log P + (1 - P) log (1 - P), with P = Phi(mean): the negated entropy of a discrete gripper."""
-    chances = log_chances(mean)
+    chances: Tensor = torch.special.log_ndtr(torch.stack([mean, -mean]).float())
     return (chances.exp() * chances).sum(0)
-
-
-def probit_kl(mean: Tensor, reference: Tensor) -> Tensor:
-    """Returns the KL divergence of discrete grippers, from Phi(mean) to Phi(reference)."""
-    chances = log_chances(mean)
-    return (chances.exp() * (chances - log_chances(reference))).sum(0)
 
 
 def drawn_log_probit(mean: Tensor, action: Tensor) -> Tensor:

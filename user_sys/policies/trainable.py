@@ -129,8 +129,8 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if not parameter.requires_grad}
 
 
-def shared_copy(module: ModuleT, frozen: Iterable[Tensor] | None = None) -> ModuleT:
-    """Returns a copy that shares the parameters `frozen` with `module`; None for those that require no gradient.
+def shared_copy(module: ModuleT) -> ModuleT:
+    """Returns a copy that shares with `module` the parameters that require no gradient.
 
     Raises ConfigError: the processes of the learner have divided `module`.
     """
@@ -139,5 +139,4 @@ def shared_copy(module: ModuleT, frozen: Iterable[Tensor] | None = None) -> Modu
             "learner.compute.divide: this algorithm keeps a second copy of the policy, which cannot be divided; use bc "
             "or hg_dagger with learner.options.acting_rate: 1"
         )
-    kept = frozen_parameters(module).values() if frozen is None else frozen
-    return copy.deepcopy(module, {id(parameter): parameter for parameter in kept})
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in frozen_parameters(module).values()})

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from hal.durable import replace_durably, sync_folder
 from hal.resource import Kind, ResourceRequest
 from hal.settings import Count, Limit, Share, suggest
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
-from user_sys.config import load, save
+from user_sys.config import build, read_yaml, save
 from user_sys.console.config import ConsoleConfig
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.help_requests import InterventionConfig
@@ -389,13 +389,14 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
             "open it with the version that made it, or start a new run"
         )
     try:
-        config = load(RunConfig, folder.config)
+        saved = _read_settings(folder.config)
+        config = build(RunConfig, saved, str(folder.config))
     except ConfigError as error:
         raise ConfigError(
             f"{error}; this run was made by another version, or its file was edited: open it with the version that "
             "made it, mend the file, or start a new run"
         ) from None
-    config = load(RunConfig, folder.config, overrides) if overrides else config
+    config = build(RunConfig, saved, str(folder.config), overrides) if overrides else config
     if config.name != metadata.name:
         raise RunError(
             f"{folder.config}: name is {config.name!r}, and the run is called {metadata.name!r}; leave out --name, or "
@@ -407,6 +408,15 @@ def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolde
             "start a new run to listen on another address"
         )
     return folder, config, metadata
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a run, of an earlier version too. Raises ConfigError: as `read_yaml`."""
+    saved = read_yaml(path)
+    match saved:
+        case {"learner": {"publish": {"kl": 0}}}:  # earlier versions wrote that it was off
+            del saved["learner"]["publish"]["kl"]
+    return saved
 
 
 def default_run_name(config_path: Path | None) -> str:

@@ -50,8 +50,6 @@ class PublishConfig:
         every_s: seconds since the last version; 0 disables this condition.
         every_updates: updates since the last version; 0 disables this condition.
         at_episode_ends: an episode has ended since the last version.
-        kl: how far the policy has moved since the last version, as the mean Kullback-Leibler divergence over a batch;
-            0 disables this condition.
         after_updates: updates before the first version, such as of a supervised start.
         precisions: those that robots may choose from; ``bf16`` is for slow links.
         governor: the budget of publishing next to the training step.
@@ -62,15 +60,14 @@ class PublishConfig:
     every_s: Amount = 1.0
     every_updates: Limit = 0
     at_episode_ends: bool = False
-    kl: Amount = 0.0
     after_updates: Limit = 0
     precisions: tuple[Precision, ...] = ("exact",)
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     on_success_drop: Literal["warn", "best"] = "warn"
 
     def __post_init__(self) -> None:
-        if not (self.every_s or self.every_updates or self.kl or self.at_episode_ends):
-            raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends, kl")
+        if not (self.every_s or self.every_updates or self.at_episode_ends):
+            raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends")
         if not self.precisions:
             raise ConfigError("learner.publish: list exact, bf16 or both in precisions")
 
