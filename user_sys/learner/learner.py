@@ -95,7 +95,6 @@ class VersionPublisher:
         self._staleness, self._after_each_update = staleness, after_each_update
         self._next_s = clock()
         self._published_updates = -1 if after_each_update or is_pretrained else 0
-        self._warned_pin = NO_VERSION
         self._episodes, self._has_episode_ended = 0, False
 
     @property
@@ -112,20 +111,6 @@ class VersionPublisher:
     def is_held_by_pin(self) -> bool:
         """Training waits for robots whose version is pinned."""
         return self._publisher.pinned_version != NO_VERSION and self.is_too_far_ahead
-
-    def warn_if_held_by_pin(self) -> None:
-        """Logs once per pin that training waits for it."""
-        pinned = self._publisher.pinned_version
-        if self.is_held_by_pin and pinned != self._warned_pin:
-            self._warned_pin = pinned
-            log.warning(
-                "learner.waits version=%d pinned=%d learner.staleness=%d; `user-sys weights release` ends this",
-                self.version,
-                pinned,
-                self._staleness,
-            )
-        if pinned == NO_VERSION:
-            self._warned_pin = NO_VERSION
 
     def is_published(self, updates: int) -> bool:
         """Whether the newest version has the weights after `updates` updates."""
@@ -404,7 +389,6 @@ class Learner:
             self._has_warned = True
         if self._versions is not None:
             self._versions.update_episode_count(self._batches.finished_episodes)
-            self._versions.warn_if_held_by_pin()
 
     @property
     def _has_nothing_to_sample(self) -> bool:
