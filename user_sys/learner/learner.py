@@ -47,7 +47,6 @@ from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_digest, restore_f
 from user_sys.learner.publisher_client import PublisherClient
 from user_sys.learner.trainer import ALGORITHM_KEY, LOG_ID_KEY, POLICY_KEY, PROCESS_COUNT_KEY, RECORD_KEY, Trainer
 from user_sys.messages import NO_VERSION
-from user_sys.replay.selectors import StepFilter
 from user_sys.store.files import free_bytes
 from user_sys.trace import span
 from user_sys.weights.publisher import PublishConfig
@@ -385,7 +384,11 @@ class Learner:
         trainer.refresh()
         self._counters.online_steps += self._batches.online_steps(first_row=known)
         if self._has_nothing_to_sample and not self._has_warned:
-            log.warning("learner.nothing_to_sample %s: training waits", self._missing_steps())
+            log.warning(
+                "learner.nothing_to_sample %s trains on no stored step: give demonstrations or corrections, or check "
+                "learner.options, learner.sampler.only, learner.sampler.mixture and policy.options.pretrain_updates",
+                self._config.algorithm,
+            )
             self._has_warned = True
         if self._versions is not None:
             self._versions.update_episode_count(self._batches.finished_episodes)
@@ -396,20 +399,6 @@ class Learner:
         has_steps = self._trainer.can_sample and self._trainer.skipped < MAX_SKIPPED
         is_possible = self._batches.once is not None or has_steps
         return not is_possible and len(self._batches.demo_online) > 0
-
-    def _missing_steps(self) -> str:
-        """What no stored step meets."""
-        sampler, algorithm = self._config.sampler, self._config.algorithm
-        if self._trainer.skipped >= MAX_SKIPPED:
-            return "no drawn step is by a person and has an action, which policy.options.pretrain_updates clones"
-        if sampler.only != StepFilter():
-            return f"no stored step that {algorithm} trains on passes learner.sampler.only; check its names"
-        if sampler.mixture:
-            return "no stored step belongs to a part of learner.sampler.mixture; check its roles and the names of tasks"
-        return (
-            f"no stored step is one that {algorithm} trains on; give it demonstrations or corrections, change "
-            "learner.options, or choose another learner.algorithm"
-        )
 
     def _add_version(self, version: int) -> None:
         if self._batches.once is not None and version != NO_VERSION:
