@@ -117,7 +117,6 @@ class TrainingData:
         features: observation vectors in its batches; empty for all of the robot.
         cameras: names of the cameras in its batches.
         extras: other numeric columns of a step in its batches, such as ``log_prob``, to their shapes.
-        samplers: kinds of `learner.sampler` that suit it; empty for all.
         mixture: what the sampler `mixed` draws, in parts; empty for demonstrations and online steps, in shares by
             `learner.demo_fraction`.
         mixture_settings: names of the algorithm's settings that make `mixture`; refused if the sampler replaces it.
@@ -134,7 +133,6 @@ class TrainingData:
     features: tuple[str, ...] = ()
     cameras: tuple[str, ...] = ()
     extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    samplers: frozenset[str] = frozenset()
     mixture: tuple[MixturePart, ...] = ()
     mixture_settings: tuple[str, ...] = ()
     interventions: tuple[PhaseName, ...] = INTERVENTION_PHASES

@@ -329,9 +329,6 @@ def require_suitable(config: LearnerConfig, data: TrainingData) -> None:
     for key in ("kind", "mixture") if data.once else ():
         if getattr(config.sampler, key) != getattr(SamplerConfig(), key):
             raise ConfigError(f"learner.sampler.{key} has no effect with {name}, which uses each step once: remove it")
-    if data.samplers and config.sampler.kind not in data.samplers:
-        wanted = ", ".join(sorted(data.samplers))
-        raise ConfigError(f"learner.sampler.kind is {config.sampler.kind}; {name} trains with {wanted}")
     if data.once and config.min_demonstrations:
         raise ConfigError(f"learner.min_demonstrations has no effect with {name}, which trains on none: remove it")
     if data.cloned_updates and (phases := config.sampler.only.phases) and not {*INTERVENTION_PHASES} & {*phases}:
