@@ -12,7 +12,7 @@ import torch
 
 from hal.errors import SpecError
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
-from user_sys.algorithms.algorithm import Algorithm, DelayTrained, TensorBatch, policy_arrays
+from user_sys.algorithms.algorithm import Algorithm, TensorBatch, policy_arrays
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.q_chunking import QChunking
 from user_sys.compose import PolicyConfig, RobotConfig, check_execution, robot_spec
@@ -253,7 +253,6 @@ def test_a2c2_learns_to_correct_and_travels_with_the_chunk() -> None:
     settings = replace(SMALL, correction_hidden=(32, 32), flow_steps=2)
     torch.manual_seed(0)
     module = FlowPolicy.make_module(SPEC, settings=settings)
-    assert isinstance(module, FlowNetwork) and isinstance(module, DelayTrained)
     algorithm = Bc(BcSettings(learning_rate=3e-3, acting_rate=0.05), module, SPEC)
     assert algorithm.data.batches(1).step_vectors
     for number in range(400):

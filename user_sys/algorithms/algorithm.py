@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hal.spec import Array, RobotSpec
 from user_sys.algorithms.distributed import divided_like, own_part, whole
 from user_sys.errors import ConfigError, WireError
+from user_sys.policies.flow import FlowNetwork
 from user_sys.policies.networks import Affine
 from user_sys.policies.policy import SENTENCE
 from user_sys.policies.steered import SteeredNetwork
@@ -287,38 +288,9 @@ class ChunkPolicy(ObservationEncoder, Protocol):
         """Returns the flow-matching loss (n,) of chunks `action` over the steps in `mask` (n, H)."""
 
 
-@runtime_checkable
-class DelayTrained(Protocol):
-    """A `ChunkPolicy` that `bc` and `hg_dagger` train for asynchronous execution, by VLASH or A2C2.
-
-    Attributes:
-        window_length: steps of a window of its batches, H or more.
-        correction: A2C2's network, which needs `BatchSpec.step_vectors`; None without.
-    """
-
-    chunk_length: int
-    window_length: int
-    if TYPE_CHECKING:  # as `ObservationEncoder.encoder`
-        correction: nn.Module | None
-
-    def imitated(
-        self, observation: Mapping[str, Tensor], action: Tensor, mask: Tensor
-    ) -> tuple[Mapping[str, Tensor], Tensor, Tensor]:
-        """Returns observation, chunk (n, H, a) and mask (n, H) to imitate, of a window (n, window_length, a)."""
-
-    def correction_loss(self, steps: Mapping[str, Tensor], context: Tensor, action: Tensor, mask: Tensor) -> Tensor:
-        """Returns the loss of `correction` for some samples, (m,).
-
-        Args:
-            steps: vectors at each step of the chunks, (n, H, d).
-            context: `encode` of the observations.
-            action, mask: scaled chunks (n, H, a), and which of their steps exist.
-        """
-
-
 def refuse_delay_training(policy: nn.Module, algorithm: str) -> None:
     """Raises ConfigError: the policy needs training for asynchronous execution that `algorithm` does not do."""
-    if isinstance(policy, DelayTrained) and (policy.window_length > policy.chunk_length or policy.correction):
+    if isinstance(policy, FlowNetwork) and (policy.window_length > policy.chunk_length or policy.correction):
         raise ConfigError(
             f"policy.options: {algorithm} does not train offset_max and correction_hidden: leave them out, or use bc "
             "or hg_dagger"

@@ -26,7 +26,6 @@ from user_sys.algorithms.actor_critic import MovingAverage
 from user_sys.algorithms.algorithm import (
     Algorithm,
     ChunkPolicy,
-    DelayTrained,
     GaussianPolicy,
     ImitationPolicy,
     TensorBatch,
@@ -35,6 +34,7 @@ from user_sys.algorithms.algorithm import (
 )
 from user_sys.algorithms.distributed import clip_gradients, is_divided
 from user_sys.errors import ConfigError
+from user_sys.policies.flow import FlowNetwork
 from user_sys.policies.trainable import shared_copy
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.selectors import INTERVENTION_PHASES, ROLES, MixturePart, PhaseName
@@ -97,8 +97,8 @@ class Bc(Algorithm):
         self._loss: Tensor | None = None
 
     @property
-    def _delayed(self) -> DelayTrained | None:
-        return self.actor if isinstance(self.actor, DelayTrained) else None
+    def _delayed(self) -> FlowNetwork | None:
+        return self.actor if isinstance(self.actor, FlowNetwork) else None
 
     @property
     def data(self) -> TrainingData:

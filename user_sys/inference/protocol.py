@@ -36,7 +36,7 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_ARRAYS = 256
 ACTIONS, LOG_PROB = "actions", "log_prob"
 PREFIX = "prefix"  # of a request: `ChunkContext.prefix`
-CORRECTION = "correction."  # prefix of the arrays of a response: `ActionCorrection.arrays`
+CORRECTION = "correction."  # prefix of the arrays of a response: `ChunkCorrection.arrays`
 NO_CONTEXT = -1
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]

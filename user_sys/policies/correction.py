@@ -16,7 +16,8 @@ import numpy as np
 
 from hal.spec import Array
 from user_sys.errors import WireError
-from user_sys.policies.scaling import INPUT_CLIP
+
+INPUT_CLIP = 5.0  # of scaled observations
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from hal.spec import STATE, Array, ArraySpec, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.policies.a2c2 import TRAINED_ROWS, CorrectionNetwork
 from user_sys.policies.cnn import PictureSettings
+from user_sys.policies.correction import INPUT_CLIP
 from user_sys.policies.networks import ObservationNetwork, PictureEncoder
 from user_sys.policies.policy import ActionChunk, ChunkContext, ExecutionMethod
 from user_sys.policies.rtc import ChunkPrefix, RtcSettings, draw_prefix_lengths, sample_given, sample_guided
-from user_sys.policies.scaling import INPUT_CLIP, feature_specs, require_vectors
+from user_sys.policies.scaling import feature_specs, require_vectors
 from user_sys.policies.torch_policy import PromisedActions, TorchPolicy
 from user_sys.policies.vlash import OFFSET, StateForecast
 
@@ -175,12 +176,14 @@ class FlowMatching:
 
 
 class FlowNetwork(FlowMatching, ObservationNetwork):
-    """A flow whose velocity is a multilayer perceptron; a `user_sys.algorithms.algorithm.DelayTrained` `ChunkPolicy`.
+    """A flow whose velocity is a multilayer perceptron; a `user_sys.algorithms.algorithm.ChunkPolicy`.
+
+    `bc` and `hg_dagger` also train it for asynchronous execution, by VLASH or A2C2.
 
     Attributes:
         window_length: steps of a window of its batches: the chunk and the longest offset.
         condition: under which the policy acts; 0 for none.
-        correction: A2C2's network; None without.
+        correction: A2C2's network, which needs `BatchSpec.step_vectors`; None without.
     """
 
     def __init__(
@@ -238,13 +241,19 @@ class FlowNetwork(FlowMatching, ObservationNetwork):
     def imitated(
         self, observation: Mapping[str, Tensor], action: Tensor, mask: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor, Tensor]:
-        """See `DelayTrained.imitated`."""
+        """Returns observation, chunk (n, H, a) and mask (n, H) to imitate, of a window (n, window_length, a)."""
         if self.forecast is None:
             return observation, action, mask
         return self.forecast.offset(observation, action, mask, self.chunk_length)
 
     def correction_loss(self, steps: Mapping[str, Tensor], context: Tensor, action: Tensor, mask: Tensor) -> Tensor:
-        """See `DelayTrained.correction_loss`."""
+        """Returns the loss of `correction` for some samples, (m,).
+
+        Args:
+            steps: vectors at each step of the chunks, (n, H, d).
+            context: `encode` of the observations.
+            action, mask: scaled chunks (n, H, a), and which of their steps exist.
+        """
         assert self.correction is not None  # `reads_steps`
         count = min(len(action), TRAINED_ROWS)
         rows = torch.arange(count, device=action.device) * len(action) // count  # of all parts of a mixture

@@ -26,9 +26,9 @@ import numpy as np
 from hal.settings import Limit
 from hal.spec import Array, RobotSpec
 from user_sys.errors import ConfigError, RunError, WireError
+from user_sys.policies.correction import INPUT_CLIP
 from user_sys.policies.policy import ActionChunk, ChunkContext, TrainablePolicy
 from user_sys.policies.scaling import (
-    INPUT_CLIP,
     LOG_STD_MAX,
     LOG_STD_MIN,
     ActionBounds,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hal.spec import IMAGES, Array, ArraySpec
 from user_sys.errors import ConfigError
+from user_sys.policies.correction import INPUT_CLIP
 from user_sys.policies.scaling import (
-    INPUT_CLIP,
     LOG_STD_MAX,
     LOG_STD_MIN,
     action_affine,

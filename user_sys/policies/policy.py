@@ -16,6 +16,7 @@ from hal.settings import Limit, suggest
 from hal.spec import Array, RobotSpec
 from user_sys.errors import ConfigError
 from user_sys.messages import Precision
+from user_sys.policies.correction import ChunkCorrection
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,20 +28,6 @@ SENTENCE = "observation.sentence"
 """Feature of a batch: what the policy's module reads of the task's sentence (`SentenceReader`)."""
 
 ExecutionMethod = Literal["switch", "ensemble", "rtc", "training_rtc", "vlash", "a2c2"]
-
-
-class ActionCorrection(Protocol):
-    """Corrects the actions of a chunk by the newest observation; see `user_sys.policies.correction`."""
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the vectors that it reads."""
-
-    def correct(self, action: Array, place: int, observation: Mapping[str, Array]) -> Array:
-        """Returns the corrected `action`, float32 (a,) in the action spec's units, for `place` of the chunk."""
-
-    def arrays(self) -> dict[str, Array]:
-        """Its arrays, which travel with the chunk."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ class ActionChunk:
     actions: Array
     log_prob: Array
     execute: int = 0
-    correction: ActionCorrection | None = None
+    correction: ChunkCorrection | None = None
     bridged: int = 0
 
 

@@ -14,7 +14,6 @@ from user_sys.errors import ConfigError
 from user_sys.policies.policy import AGE_SUFFIX, ActionChunk, require_order
 
 Gripper = Literal["continuous", "discrete"]
-INPUT_CLIP = 5.0  # of scaled observations
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of a Gaussian over actions in [-1, 1], before squashing
 EXPLORATION_CORRELATION = 0.7
 """Correlation of an untrained policy's actions from step to step: white noise would not move the robot."""
