@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hal.spec import Array, RobotSpec
 from user_sys.algorithms.algorithm import ChunkPolicy, policy_arrays
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, RunError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.flow import FlowNetwork, FlowPolicy, FlowSettings
-from user_sys.policies.mlp import acting_stream
 from user_sys.policies.policy import Policy
+from user_sys.policies.torch_policy import acting_stream, warm_up_gpu
 
 torch.set_num_threads(1)
 SMALL = FlowSettings(hidden=(64, 64), chunk_length=4, picture_size=8)
@@ -70,6 +70,21 @@ def test_acting_on_a_gpu_does_not_wait_for_an_upload_of_weights(monkeypatch: pyt
     )
     policy.act(example_observation(np.random.default_rng(0)), "", deterministic=True)
     assert streams == [acting_stream("cuda")] and torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_gpu_that_cannot_be_used_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("user_sys.policies.torch_policy.acting_stream", fails)
+    with pytest.raises(RunError, match=r"the GPU cannot be used: CUDA error: out of memory; end what uses it.*$"):
+        warm_up_gpu()
+
+
+@pytest.mark.gpu
+def test_acting_on_a_gpu_goes_before_other_work() -> None:
+    assert warm_up_gpu() and acting_stream("cuda").priority < torch.cuda.current_stream().priority
 
 
 def train(module: FlowNetwork, draw: object, updates: int = 300) -> None:

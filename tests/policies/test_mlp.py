@@ -19,9 +19,9 @@ from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.algorithm import policy_arrays
 from user_sys.algorithms.bc import Bc, BcSettings
 from user_sys.algorithms.conformance import example_batch
-from user_sys.errors import ConfigError, RunError
+from user_sys.errors import ConfigError
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
-from user_sys.policies.mlp import MlpPolicy, MlpSettings, acting_stream, warm_up_gpu
+from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.networks import GaussianNetwork
 from user_sys.policies.policy import Policy
 from user_sys.policies.scaling import Gripper, action_affine, bounds_affine
@@ -34,18 +34,11 @@ def trained_like(spec: RobotSpec, seed: int) -> dict[str, Array]:
 
 
 class TestMlpPolicy(PolicyConformance):
-    device = "cpu"
-
     def make(self, spec: RobotSpec) -> Policy:
-        return MlpPolicy(spec, seed=0, device=self.device)
+        return MlpPolicy(spec, seed=0)
 
     def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
         return trained_like(spec, seed)
-
-
-@pytest.mark.gpu
-class TestMlpPolicyOnGpu(TestMlpPolicy):
-    device = "cuda"
 
 
 @settings(max_examples=50, deadline=None)
@@ -156,36 +149,6 @@ def test_discrete_gripper_of_a_robot_without_one_is_refused() -> None:
     spec = replace(example_spec(), gripper=-1)
     with pytest.raises(ConfigError, match="policy.options.gripper is discrete, and the action of conformance has no"):
         MlpPolicy(spec, settings=MlpSettings(gripper="discrete"))
-
-
-@pytest.mark.gpu
-def test_policy_on_gpu_acts_as_the_numpy_policy_but_for_rounding() -> None:
-    spec, rng = example_spec(), np.random.default_rng(0)
-    here, there = MlpPolicy(spec, seed=4), MlpPolicy(spec, device="cuda", seed=4)
-    for seed in range(3):
-        for _ in range(50):
-            observation = example_observation(rng)
-            for deterministic in (True, False):
-                one, other = (p.act(observation, "", deterministic=deterministic) for p in (here, there))
-                np.testing.assert_allclose(one.actions, other.actions, atol=1e-6)
-                np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-3, rtol=1e-4)
-        for policy in (here, there):
-            policy.load(trained_like(spec, seed))
-
-
-def test_gpu_that_cannot_be_used_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(device: str) -> None:
-        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.")
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("user_sys.policies.mlp.acting_stream", fails)
-    with pytest.raises(RunError, match=r"the GPU cannot be used: CUDA error: out of memory; end what uses it.*$"):
-        warm_up_gpu()
-
-
-@pytest.mark.gpu
-def test_acting_on_a_gpu_goes_before_other_work() -> None:
-    assert warm_up_gpu() and acting_stream("cuda").priority < torch.cuda.current_stream().priority
 
 
 def test_before_weights_it_explores_the_whole_box_smoothly() -> None:

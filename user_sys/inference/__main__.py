@@ -86,7 +86,7 @@ def select_device(requested: Device) -> str:
     if requested == "cpu" or (requested == "auto" and not any(True for _ in probe_gpus())):
         return "cpu"
     if importlib.util.find_spec("torch") is not None:
-        from user_sys.policies.mlp import warm_up_gpu
+        from user_sys.policies.torch_policy import warm_up_gpu
 
         if warm_up_gpu():
             return "cuda"

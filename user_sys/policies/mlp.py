@@ -1,8 +1,7 @@
 """A squashed Gaussian policy as a small multilayer perceptron: a torch module trains it, numpy acts with its weights.
 
-numpy is faster than torch for one observation of a few dozen numbers, and a robot's computer needs no torch. On a GPU
-torch computes the network. Both forms read the weights of `MlpPolicy.make_module` (float32; `n` inputs, `a` action
-elements, layers numbered from 0)::
+numpy is faster than torch for one observation of a few dozen numbers, and a robot's computer needs no torch. Both forms
+read the weights of `MlpPolicy.make_module` (float32; `n` inputs, `a` action elements, layers numbered from 0)::
 
     input.offset (n,)   input.scale (n,)      x = clip((concatenated features - offset) * scale, +-INPUT_CLIP)
     hidden.<i>.weight (out, in)   .bias (out,)      x = relu(weight @ x + bias)
@@ -17,15 +16,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from hal.settings import Limit
 from hal.spec import Array, RobotSpec
-from user_sys.errors import ConfigError, RunError, WireError
+from user_sys.errors import ConfigError, WireError
 from user_sys.policies.correction import INPUT_CLIP
 from user_sys.policies.policy import ActionChunk, ChunkContext, TrainablePolicy
 from user_sys.policies.scaling import (
@@ -64,11 +62,7 @@ class MlpSettings:
 
 
 class MlpPolicy(TrainablePolicy):
-    """Draws actions. Until the first `load` it explores uniformly within the action bounds, smoothly over time.
-
-    On a GPU the module computes the network. With one seed it draws the same noise as in numpy, and differs only by the
-    rounding of the network.
-    """
+    """Draws actions. Until the first `load` it explores uniformly within the action bounds, smoothly over time."""
 
     settings = MlpSettings
     acts_without_torch = True
@@ -83,18 +77,14 @@ class MlpPolicy(TrainablePolicy):
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        """See `TrainablePolicy`; the weights give the widths."""
-        self._settings = settings or MlpSettings()
-        self.check_robot(spec, self._settings, features)
-        self._gripper = discrete_gripper(spec, self._settings.gripper)
+        """See `TrainablePolicy`; the weights give the widths, and `device` has no effect."""
+        self.check_robot(spec, settings, features)
+        self._gripper = discrete_gripper(spec, (settings or MlpSettings()).gripper)
         self._specs = feature_specs(spec, features)
         self._bounds = ActionBounds(spec.action)
         self._seed(seed)
         self._weights: dict[str, Array] | None = None
         self._layers: list[tuple[Array, Array]] = []  # the heads are the last
-        self._make_network = partial(self.make_module, spec, features=features)
-        self._device = device
-        self._network: torch.nn.Module | None = None  # on a GPU
 
     def _seed(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -114,7 +104,7 @@ class MlpPolicy(TrainablePolicy):
         deterministic: bool,
         context: ChunkContext | None = None,
     ) -> ActionChunk:
-        """See `Policy.act`; the chunk has one action. Takes some tens of microseconds on the CPU."""
+        """See `Policy.act`; the chunk has one action. Takes some tens of microseconds."""
         require_features(self._specs, observation)
         if self._weights is None:
             return self._exploration.act(deterministic)
@@ -133,25 +123,13 @@ class MlpPolicy(TrainablePolicy):
     def load(self, weights: Mapping[str, Array]) -> None:
         """See `Policy.load`; the arrays are copied."""
         copied = {name: np.array(value, np.float32) for name, value in weights.items()}
-        layers = _checked_layers(copied, sum(len(s.labels) for s in self._specs), self._bounds.centre.size)
-        if self._device != "cpu":
-            self._load_on_gpu(copied, tuple(len(bias) for _, bias in layers[:-1]))
-        self._weights, self._layers = copied, layers
-
-    def _load_on_gpu(self, weights: Mapping[str, Array], hidden: tuple[int, ...]) -> None:
-        import torch
-
-        network = self._make_network(settings=replace(self._settings, hidden=hidden))
-        network.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
-        self._network = network.to(self._device)
-        torch.cuda.synchronize(self._device)
+        self._layers = _checked_layers(copied, sum(len(s.labels) for s in self._specs), self._bounds.centre.size)
+        self._weights = copied
 
     def _gaussian(self, observed: Array) -> tuple[Array, Array]:
         assert self._weights is not None  # `act` has checked
         w = self._weights
         x = np.clip((observed - w["input.offset"]) * w["input.scale"], -INPUT_CLIP, INPUT_CLIP)
-        if self._network is not None:
-            return self._gaussian_on_gpu(x)
         for weight, bias in self._layers[:-1]:
             x = np.maximum(weight @ x + bias, 0.0)
         weight, bias = self._layers[-1]
@@ -159,15 +137,6 @@ class MlpPolicy(TrainablePolicy):
         log_std = np.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)
         if self._gripper >= 0:
             log_std[self._gripper] = 0.0
-        return mean, log_std
-
-    def _gaussian_on_gpu(self, x: Array) -> tuple[Array, Array]:
-        import torch
-
-        assert self._network is not None  # the caller has checked
-        with torch.inference_mode(), torch.cuda.stream(acting_stream(self._device)):
-            heads = self._network(torch.from_numpy(x.astype(np.float32))[None].to(self._device))
-            mean, log_std = torch.stack(heads).cpu().numpy()[:, 0]
         return mean, log_std
 
     @classmethod
@@ -220,34 +189,3 @@ def _checked_layers(weights: Mapping[str, Array], inputs: int, actions: int) -> 
     heads = [np.concatenate([weights[f"{head}.{part}"] for head in ("mean", "log_std")]) for part in ("weight", "bias")]
     hidden = [(weights[f"hidden.{i}.weight"], weights[f"hidden.{i}.bias"]) for i in range(depth)]
     return [*hidden, (heads[0], heads[1])]
-
-
-def warm_up_gpu() -> bool:
-    """Prepares matrix products for the calling thread, which will act. Returns False without a GPU.
-
-    Raises:
-        RunError: there is a GPU, and it cannot be used.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    try:
-        with torch.cuda.stream(acting_stream("cuda")):
-            some = torch.zeros(8, 8, device="cuda")
-            torch.addmm(some[0], some, some).cpu()
-    except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        raise RunError(f"the GPU cannot be used: {why}; end what uses it, or set policy.device to cpu") from error
-    return True
-
-
-@cache
-def acting_stream(device: str) -> torch.cuda.Stream:
-    """Returns the CUDA stream on which all policies of this process act, ahead of other work on the GPU.
-
-    It is shared, because on each stream the matrix library starts slowly and keeps 8 to 32 MB.
-    """
-    import torch
-
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

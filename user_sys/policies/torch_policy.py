@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -16,8 +17,7 @@ import numpy as np
 from hal.errors import SpecError
 from hal.spec import Array, RobotSpec
 from user_sys.codec import BF16
-from user_sys.errors import WireError
-from user_sys.policies.mlp import acting_stream
+from user_sys.errors import RunError, WireError
 from user_sys.policies.policy import (
     AGE_SUFFIX,
     SENTENCE,
@@ -266,3 +266,34 @@ class TorchPolicy(TrainablePolicy):
             return tensor.clone()
         self._shared[name] = array, tensor
         return tensor
+
+
+def warm_up_gpu() -> bool:
+    """Prepares matrix products for the calling thread, which will act. Returns False without a GPU.
+
+    Raises:
+        RunError: there is a GPU, and it cannot be used.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    try:
+        with torch.cuda.stream(acting_stream("cuda")):
+            some = torch.zeros(8, 8, device="cuda")
+            torch.addmm(some[0], some, some).cpu()
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise RunError(f"the GPU cannot be used: {why}; end what uses it, or set policy.device to cpu") from error
+    return True
+
+
+@cache
+def acting_stream(device: str) -> torch.cuda.Stream:
+    """Returns the CUDA stream on which all policies of this process act, ahead of other work on the GPU.
+
+    It is shared, because on each stream the matrix library starts slowly and keeps 8 to 32 MB.
+    """
+    import torch
+
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
