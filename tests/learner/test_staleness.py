@@ -35,6 +35,7 @@ from user_sys.weights.gpu_copy import PolicySnapshot
 
 WINDOW = 4
 CONFIG = LearnerConfig(algorithm="counting", batch_size=STEPS // WINDOW, cache_bytes=1 << 20, max_updates=6)
+TWO = replace(CONFIG, processes=2, batch_size=6)
 
 
 @dataclass(frozen=True)
@@ -253,18 +254,47 @@ class ThreadGroup(TrainingGroup):
         return self._exchange(dict(arrays))  # type: ignore[return-value]
 
 
+def run_two(folder: Path, config: LearnerConfig, robots: Robots) -> list[Counting]:
+    """Trains as two ranks, and returns the algorithm of each."""
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(make, folder, config, None, ThreadGroup(1, barrier))
+        made = [make(folder, config, robots, ThreadGroup(0, barrier)), other.result(60)]
+        for each in [pool.submit(run, one) for one in made]:
+            each.result(120)
+    return [algorithm for _, algorithm, _ in made]
+
+
 def test_two_ranks_use_different_steps_of_the_newest_version(tmp_path: Path) -> None:
-    barrier, config = threading.Barrier(2), replace(CONFIG, staleness=0, processes=2, batch_size=6)
     with StoreWriter.open(tmp_path / "store") as writer:
         robots = Robots(writer, batch=3)  # of each episode's three windows, a rank gets one at least
-        with ThreadPoolExecutor(2) as pool:
-            other = pool.submit(make, tmp_path, config, None, ThreadGroup(1, barrier))
-            made = [make(tmp_path, config, robots, ThreadGroup(0, barrier)), other.result(60)]
-            for each in [pool.submit(run, one) for one in made]:
-                each.result(120)
-    used = [start for _, algorithm, _ in made for start in algorithm.starts]
+        one, other = run_two(tmp_path, replace(TWO, staleness=0), robots)
+    used = one.starts + other.starts
     assert len(set(used)) == len(used) == 6 * 6
-    assert made[0][1].versions == made[1][1].versions == [{version} for version in range(1, 7)]
+    assert one.versions == other.versions == [{version} for version in range(1, 7)]
+
+
+class Replaying(Counting):
+    """Draws steps again."""
+
+    @property
+    def data(self) -> TrainingData:
+        return TrainingData(lambda _: BatchSpec(WINDOW, chunk_length=WINDOW))
+
+
+def test_two_ranks_resume_with_their_own_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "counting", f"{__name__}:Replaying")
+    config, drawn = replace(TWO, sampler=SamplerConfig(kind="uniform")), []
+    for name, stops in (("straight", (6,)), ("halves", (1, 4, 6))):
+        with StoreWriter.open(tmp_path / name / "store") as writer:
+            for number in range(8):
+                writer.append(episode(f"online-{number}", EpisodeSource.ONLINE, number))
+            writer.sync()
+            parts = [
+                run_two(tmp_path / name, replace(config, max_updates=stop), Robots(writer, batch=0)) for stop in stops
+            ]
+        drawn.append([[start for part in parts for start in part[rank].starts] for rank in (0, 1)])
+    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
 
 
 def test_batch_without_a_readable_window_waits_for_more(tmp_path: Path) -> None:

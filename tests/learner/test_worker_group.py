@@ -118,7 +118,7 @@ def train(
     return checkpoint
 
 
-@pytest.mark.long(20)
+@pytest.mark.slow  # of threads: test_two_ranks_resume_with_their_own_batches
 def test_two_processes_resume_bit_identically(bench: LearnerBench, caplog: pytest.LogCaptureFixture) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     bench.fill(EpisodeSource.ONLINE, 4)
@@ -199,7 +199,7 @@ def test_two_gpus_train_and_a_cpu_goes_on(bench: LearnerBench) -> None:
         assert bench.published[-1].updates == updates
 
 
-@pytest.mark.long(10)
+@pytest.mark.slow  # its error: test_failed_gathering_tells_own_failures_from_the_end_of_another
 def test_killed_second_process_ends_the_first(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     others: list[subprocess.Popen[bytes]] = []
