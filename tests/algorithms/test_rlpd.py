@@ -22,7 +22,6 @@ from user_sys.algorithms.conformance import (
 from user_sys.algorithms.distributed import TrainingGroup
 from user_sys.algorithms.rlpd import Rlpd, RlpdSettings
 from user_sys.errors import ConfigError
-from user_sys.policies.cnn import CnnPolicy, CnnSettings
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy, MlpSettings
 from user_sys.policies.networks import squash
@@ -42,17 +41,6 @@ class TestRlpd(AlgorithmConformance):
 
     def policy(self, spec: RobotSpec) -> Policy:
         return MlpPolicy(spec)
-
-
-PICTURES = CnnSettings(hidden=(32,), picture_size=8, pretrain_updates=2, encoder="frozen")
-
-
-class TestRlpdOnPictures(AlgorithmConformance):
-    def make(self, spec: RobotSpec) -> Algorithm:
-        return Rlpd(SMALL, CnnPolicy.make_module(spec, settings=PICTURES), spec)
-
-    def policy(self, spec: RobotSpec) -> Policy:
-        return CnnPolicy(spec, settings=PICTURES)
 
 
 class NoiselessRlpd(Rlpd):
