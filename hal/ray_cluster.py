@@ -1,4 +1,4 @@
-"""Ray as the control plane: reservations, process placement and robot locks on the computers of a cluster.
+"""Ray as the control plane: reservations and process placement on the computers of a cluster.
 
 Resource records become Ray resources (`hal.ray_nodes`), and each process of a run becomes a child process of an actor.
 The actor's supervisor restarts the process, Ray restarts the actor, and the process ends with its actor. Ray carries no
@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +35,7 @@ from typing import Any, Self
 import msgspec
 
 from hal.durable import umask_from_environment
-from hal.errors import HalError, LeaseError, LeaseHeld, PlacementError, SupervisionError
-from hal.lease import MachineLock, robot_lock
+from hal.errors import HalError, PlacementError, SupervisionError
 from hal.process_supervisor import ProcessState, ProcessStatus, ProcessSupervisor, RestartPolicy
 from hal.ray_nodes import (
     DEFAULT_OBJECT_STORE_BYTES,
@@ -46,7 +45,7 @@ from hal.ray_nodes import (
     cluster_records,
     node_names,
 )
-from hal.resource import Health, ResourceRecord, parse_host_port, visible_devices_env
+from hal.resource import ResourceRecord, parse_host_port, visible_devices_env
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 1.0
 RESERVE_TIMEOUT_S = 10.0
-LOCK_TIMEOUT_S = 120.0  # Ray starts a process for it, on a computer that may be busy
+READ_TIMEOUT_S = 120.0  # Ray starts a process for it, on a computer that may be busy
 STOP_MARGIN_S = 15.0  # beyond a process's own deadline: the actor's answer, on a busy computer
 START_TRIES = 4
 TEMP_BASE = Path("/tmp")  # a socket's path has at most 107 bytes
@@ -69,10 +68,6 @@ _RAY_SETTINGS = {
 }
 _LOOPBACK_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Despite its name it makes 127.0.0.1 the address of this machine's node, and all of Ray's servers bind to it."""
-
-
-RemoteRead = Callable[[float], str | None]
-"""Waits up to so many seconds for a file's text on another computer. Empty: no such file. None: no answer yet."""
 
 
 def require_cluster(address: str, environment: Mapping[str, str], *, may_be_down: bool = False) -> None:
@@ -233,29 +228,6 @@ class ProcessActor:
         return self._failure or self._supervisor.stop()
 
 
-class RobotLockActor:
-    """Holds a robot's lock on its computer until its driver process takes over. If the actor's process dies meanwhile,
-    Ray restarts it, and it takes the lock again before it answers a call."""
-
-    def __init__(self, robot: str, holder: str, simulated: bool) -> None:
-        self._robot, self._holder, self._simulated = robot, holder, simulated
-        self._lock: MachineLock | None = None
-        with contextlib.suppress(LeaseError):  # the next call raises it; an error here would end the actor unread
-            self.acquire()
-
-    def acquire(self) -> str:
-        """The process that drives the robot already, for people; empty if the lock is held.
-
-        Raises LeaseError: this computer cannot lock the robot; see `robot_lock`.
-        """
-        self._lock = self._lock or robot_lock(self._robot, self._holder, simulated=self._simulated)
-        try:
-            self._lock.acquire()
-        except LeaseHeld:
-            return self._lock.owner() or "another process"
-        return ""
-
-
 def read_text(path: str) -> str:
     """The text of the file at `path` on this computer; empty if it is missing."""
     try:
@@ -312,7 +284,6 @@ class RayCluster:
         self._last: dict[str, ProcessStatus] = {}
         self._stop_timeout_s: dict[str, float] = {}
         self._alive: dict[str, Mapping[str, Any]] = {}  # each Ray node, when it was last alive
-        self._lock_actors: list[Any] = []
 
     @property
     def address(self) -> str:
@@ -358,37 +329,15 @@ class RayCluster:
         lost = {b.node for number, b in enumerate(reservation.bundles) if node_ids.get(number) not in alive}
         return tuple(sorted(lost))
 
-    def read_remote(self, slot: PlacementSlot, path: Path) -> RemoteRead:
-        """Starts to read the file at `path` on the slot's computer. Its text is also empty if that is lost."""
-        call = self._in_slot(self._ray.remote(num_cpus=0)(read_text), slot).remote(str(path))
-        return lambda wait_s: (self._text_answer(call) or "") if self._wait([call], wait_s) else None
+    def read_remote(self, slots: Sequence[PlacementSlot], path: Path) -> list[str]:
+        """The text of the file at `path` on each slot's computer. Empty: it has no such file, is lost or does not answer.
 
-    def lock_robots(
-        self, slots: Mapping[str, PlacementSlot], holder: str, simulated: Collection[str]
-    ) -> dict[str, tuple[Health, str]]:
-        """Takes the locks of these robots on their computers, until `release_robot_locks`. `simulated`: their names.
-
-        Returns:
-            The robots that could not be locked; if there are any, no lock is held. LEASED: a process outside of the
-            cluster drives the robot, with the note of its record. LOST: what is wrong with its computer.
+        Blocks until all have answered, at most for `READ_TIMEOUT_S`.
         """
-        actors = {}
-        for robot, slot in slots.items():
-            actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RobotLockActor)
-            actors[robot] = self._in_slot(actor, slot).remote(robot, holder, robot in simulated)
-        self._lock_actors += actors.values()
-        calls = {robot: actor.acquire.remote() for robot, actor in actors.items()}
-        self._wait(list(calls.values()), LOCK_TIMEOUT_S)
-        refused = {robot: why for robot, call in calls.items() if (why := self._lock_refusal(call)) is not None}
-        if refused:
-            self.release_robot_locks()
-        return refused
-
-    def release_robot_locks(self) -> None:
-        """Releases the robots' locks, so that their driver processes can take them."""
-        for actor in self._lock_actors:
-            self._ray.kill(actor, no_restart=True)
-        self._lock_actors.clear()
+        task = self._ray.remote(num_cpus=0)(read_text)
+        calls = [self._in_slot(task, slot).remote(str(path)) for slot in slots]
+        self._wait(calls, READ_TIMEOUT_S)
+        return [self._text_answer(call) for call in calls]
 
     def has_resource(self, resource: str) -> bool:
         """Whether some living node of the cluster declares `resource`, in use or not."""
@@ -509,28 +458,12 @@ class RayCluster:
         """Whether all calls have answered or failed by then."""
         return not calls or not self._ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[1]
 
-    def _lock_refusal(self, call: Any) -> tuple[Health, str] | None:
-        """See `lock_robots`; None if the lock is held."""
+    def _text_answer(self, call: Any) -> str:
         try:
-            owner = self._text_answer(call)
-        except LeaseError as error:
-            return Health.LOST, f"cannot lock it: {error}"
-        if owner is None:
-            return Health.LOST, "does not answer"
-        return (Health.LEASED, f"by {owner}") if owner else None
-
-    def _text_answer(self, call: Any) -> str | None:
-        """The answer of a call; None without an answer, or if its computer is lost. Raises HalError: the call did."""
-        if not self._wait([call], 0.0):
-            return None
-        try:
-            return str(self._ray.get(call))
+            return str(self._ray.get(call, timeout=0))
         except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, HalError):  # Ray's own error has the traceback as its text
-                raise cause from None
             logger.warning("ray.no_answer %s", error)
-            return None
+            return ""
 
     def _status_answer(self, name: str, call: Any) -> ProcessStatus:
         try:

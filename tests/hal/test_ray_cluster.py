@@ -17,15 +17,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from hal import machine_folder, ray_cluster
-from hal.errors import HalError, LeaseError
-from hal.lease import driver_process_of
+from hal import ray_cluster
+from hal.errors import HalError
 from hal.ray_cluster import (
     ProcessState,
     ProcessStatus,
     RayFolder,
     RestartPolicy,
-    RobotLockActor,
     init_ray,
     require_cluster,
 )
@@ -123,26 +121,6 @@ def test_records_become_ray_resources() -> None:
     assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), (
         "Ray allocates any of the GPUs that it counts"
     )
-
-
-def test_restarted_lock_actor_holds_lock_before_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "locks"))
-    actor = RobotLockActor("arm-0", "run demo", True)
-    assert driver_process_of("arm-0").endswith(" run demo") and actor.acquire() == ""
-    assert RobotLockActor("arm-0", "run two", True).acquire().startswith(f"pid {os.getpid()} of ")
-
-
-def test_computer_without_machine_folder_raises_the_cause_in_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of the constructor would end the actor, and nobody could ask it."""
-    monkeypatch.delenv("USER_SYS_TEST_FOLDER", raising=False)
-    monkeypatch.setattr(machine_folder, "MACHINE_FOLDER", tmp_path / "machine")
-    actor = RobotLockActor("arm-0", "run demo", False)
-    with pytest.raises(LeaseError, match="machine is missing. It holds the locks .* Create it: sudo install -d"):
-        actor.acquire()
-    (tmp_path / "machine").mkdir()
-    assert actor.acquire() == ""
 
 
 class Ended:

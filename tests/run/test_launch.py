@@ -69,14 +69,14 @@ def test_robot_of_another_node_that_needs_no_device_has_its_demonstrations(
 ) -> None:
     far = RobotConfig(name="far", driver=driver, task="reach")
     config = RunConfig(robots=(far,), demonstrations=DemonstrationConfig(episodes=episodes))
-    record_all_demonstrations(config, tmp_path, Console(file=io.StringIO()), frozenset({"far"}), {"far"})
+    record_all_demonstrations(config, tmp_path, Console(file=io.StringIO()), {"far"})
     assert driven_here == (["far"] if episodes else [])
 
 
 def test_held_robot_records_no_demonstrations(tmp_path: Path, driven_here: list[str]) -> None:
     robots = tuple(replace(REAL, name=name) for name in ("ready", "held"))
     config = RunConfig(robots=robots, demonstrations=DemonstrationConfig(episodes=3))
-    record_all_demonstrations(config, tmp_path / "store", Console(file=io.StringIO()), frozenset(), (), {"held"})
+    record_all_demonstrations(config, tmp_path / "store", Console(file=io.StringIO()), (), {"held"})
     assert driven_here == ["ready"]
 
 
@@ -107,7 +107,7 @@ def test_demonstrations_of_a_real_robot_of_another_node_are_refused(tmp_path: Pa
     config = RunConfig(robots=(near, far), demonstrations=DemonstrationConfig(episodes=3))
     store = tmp_path / "run" / "store"
     with pytest.raises(RunError, match="far is on another computer, and 3 of its demonstrations are missing") as caught:
-        record_all_demonstrations(config, store, Console(file=io.StringIO()), frozenset({"far"}), {"far"})
+        record_all_demonstrations(config, store, Console(file=io.StringIO()), {"far"})
     assert driven_here == [], "no robot moves before that"
     words = ("user-sys record", f"--into {store}", f"--resume {tmp_path / 'run'}", "demonstrations.episodes")
     assert not [word for word in words if word not in str(caught.value)] and "\n" not in str(caught.value)
@@ -332,9 +332,7 @@ def test_log_lines_name_the_robot_whose_name_begins_with_anothers(
     def start(name: str, argv: Any, resources: Any, *, env: dict[str, str], **settings: Any) -> None:
         named[name] = json.loads(env[LOG_VARIABLE]).get("robot", "")
 
-    cluster = SimpleNamespace(
-        start=start, local_resource="node:here", has_resource=lambda _: False, release_robot_locks=lambda: None
-    )
+    cluster = SimpleNamespace(start=start, local_resource="node:here", has_resource=lambda _: False)
     monkeypatch.setattr(LocalAllocation, "connect", lambda *_: cluster)
     processes = RunProcesses(config, folder, metadata, LocalAllocation(config, "r"))
     processes.connect()
@@ -453,7 +451,6 @@ def test_run_starts_the_learners_of_its_robots_and_without_robots_the_first(
         start=lambda name, *args, **settings: started.append(name),
         local_resource="node:here",
         has_resource=lambda _: False,
-        release_robot_locks=lambda: None,
         request_stop=lambda *names: None,
     )
     monkeypatch.setattr(LocalAllocation, "connect", lambda *_: cluster)

@@ -85,7 +85,6 @@ def generate_demonstrations(
     seed: int,
     used: Collection[int] = (),
     check_stop: StopCheck = never_stop,
-    locked: bool = False,
 ) -> Iterator[EpisodeReport]:
     """Records the missing demonstrations, and yields each successful one after `persist` has stored its chunks.
 
@@ -94,7 +93,6 @@ def generate_demonstrations(
         persist: makes the chunks of one episode durable before it returns. Failed demonstrations are discarded.
         used: seeds that no demonstration may have, such as those of earlier ones, with and without success.
         check_stop: called in each control period, also of a reset; an error that it raises ends the demonstration.
-        locked: see `open_local_environment`.
 
     Raises:
         ConfigError: the task has no scripted expert, or the expert fails too often.
@@ -106,7 +104,7 @@ def generate_demonstrations(
     task = setup.task
     if not task.has_expert:
         raise no_expert_error(config.name, _task_names(config))
-    with open_local_environment(setup, config, check_stop=check_stop, locked=locked) as environment:
+    with open_local_environment(setup, config, check_stop=check_stop) as environment:
         listeners: list[StepListener] = [raise_if_stopped, lambda time_step, selected: check_stop()]
         chunks: list[bytes] = []
         record = Recorder(environment.spec, config.name, chunks.append, recorder)

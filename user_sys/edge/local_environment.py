@@ -70,7 +70,6 @@ def open_local_environment(
     config: RobotConfig,
     *,
     check_stop: StopCheck = never_stop,
-    locked: bool = False,
 ) -> Iterator[RobotEnvironment]:
     """Yields a connected environment of `setup`, which was built from `config`; closes it at the end.
 
@@ -81,14 +80,13 @@ def open_local_environment(
     Args:
         check_stop: called before and after the connection, and in each control period of a motion by the robot itself;
             its errors pass through.
-        locked: the caller has locked the robot.
 
     Raises:
         LeaseHeld: another process of this machine drives the robot, for longer than `LOCK_TIMEOUT_S`.
         EmergencyStopped: a person must re-arm the robot first.
     """
     with ExitStack() as stack:
-        if not config.simulated and not locked:
+        if not config.simulated:
             lock = robot_lock(config.name, "for demonstrations or an evaluation", simulated=False)
             stack.callback(lock.release)
             _wait_for_lock(lock, check_stop)

@@ -253,7 +253,6 @@ class Allocation(ClosedAtExit, ABC):
             "policy": config.policy_requests(),
         }
         self._locks: list[MachineLock] = []
-        self._plan_again = False  # a claim has found a resource to be unusable; others may do
 
     def close(self) -> None:
         self._unlock()
@@ -264,9 +263,10 @@ class Allocation(ClosedAtExit, ABC):
         A run that drives all of its `robots` does not wait for them: each driver process does.
 
         Raises:
-            PlacementError: the requests could not be met even if nothing else used the resources.
+            PlacementError: the requests could not be met even if nothing else used the resources, or a computer of the
+                run does not see the folder of runs.
         """
-        self._discover()
+        self._found = discover(self._probes)
         for text in (*probe_failures(self._found), *_unbuildable_robots(self._found)):
             print_line(text)
         self._plan(assume_unused=True).require()
@@ -281,16 +281,9 @@ class Allocation(ClosedAtExit, ABC):
 
     def _try(self) -> str:
         """The reason why the resources cannot be acquired, with nothing held; or an empty text."""
-        self._discover()
-        while True:
-            self._plan_again, found = False, self._plan()
-            why = found.reason if found.assigned is None else self._claim(found.assigned)
-            if not self._plan_again:
-                return why
-
-    def _discover(self) -> None:
-        """Looks for the resources again."""
         self._found = discover(self._probes)
+        found = self._plan()
+        return found.reason if found.assigned is None else self._claim(found.assigned)
 
     @abstractmethod
     def _plan(self, *, assume_unused: bool = False) -> PlacementPlan:
@@ -336,10 +329,6 @@ class Allocation(ClosedAtExit, ABC):
     @abstractmethod
     def policy_slot(self) -> ProcessSlot | None:
         """The policy server's slot; its address is reachable by all of the run's robots. None while it is lost."""
-
-    def locked_robots(self) -> frozenset[str]:
-        """The robots whose locks on their computers the run holds until its driver processes take them."""
-        return frozenset()
 
     def launcher_address(self, slot: ProcessSlot) -> str:
         """The address at which a process in `slot` reaches this computer."""

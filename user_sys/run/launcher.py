@@ -102,7 +102,7 @@ def _run(
     held = out_of_use((*config.robots, *config.remote_robots), folder.path.parent)
     for text in held.values():
         console.print(text, markup=False, soft_wrap=True)
-    record_all_demonstrations(config, folder.store, console, allocation.locked_robots(), on_other_nodes, held)
+    record_all_demonstrations(config, folder.store, console, on_other_nodes, held)
     if request.verb == "cloud":
         print_join_instructions(config, folder, metadata, console)
     log_file = LogFile(folder.log("launcher"), run=metadata.name, process="launcher")

@@ -650,11 +650,10 @@ def record_demonstrations(
     *,
     seed: int,
     check_stop: StopCheck = never_stop,
-    locked: bool = False,
 ) -> Iterator[EpisodeReport]:
     """Records until the store has each task's share of successful demonstrations; yields each durable one.
 
-    `check_stop` and `locked`: see `generate_demonstrations`.
+    `check_stop`: see `generate_demonstrations`.
 
     Raises:
         ConfigError: the task has no scripted expert, or the expert fails too often.
@@ -680,7 +679,6 @@ def record_demonstrations(
             seed=seed,
             used=used,
             check_stop=check_stop,
-            locked=locked,
         )
 
 
@@ -696,14 +694,12 @@ def record_all_demonstrations(
     config: RunConfig,
     store: Path,
     console: Console,
-    locked: frozenset[str],
     on_other_nodes: Collection[str],
     held: Collection[str] = (),
 ) -> None:
     """Records the demonstrations of each of the run's robots and prints their number.
 
     Args:
-        locked: robots that the run has locked; its driver processes take these locks over later.
         on_other_nodes: robots that other computers drive. This computer records for the simulated ones of them only.
         held: robots that do not move; the next launch records for those that are in use again.
 
@@ -733,7 +729,6 @@ def record_all_demonstrations(
                 config.recorder,
                 seed=config.seed,
                 check_stop=check_stop,
-                locked=robot.name in locked,
             )
             steps = [episode.steps for episode in recorded]
             if steps:

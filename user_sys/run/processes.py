@@ -92,7 +92,6 @@ class RunProcesses:
     def start(self) -> None:
         """Starts the gateway, each robot's processes, the policy server, and a learner for each known embodiment."""
         self._specs = topology(self._config, self._folder, self.cluster.local_resource, self.cluster.has_resource)
-        self.cluster.release_robot_locks()
         for spec in self._specs:
             self._start(spec, VITAL_RESTARTS if spec.name in (GATEWAY_NAME, REWARD_PROCESS) else ROBOT_RESTARTS)
         self._start_policy_server()
