@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-from hal.errors import HalError
-
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 UUID_LABEL = "uuid"
 """The label that holds a GPU's UUID in its record."""
-_PCI_BUS_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # with this setting CUDA numbers GPUs as the driver does
 
 
 MAX_PORT = 65535
@@ -168,35 +165,3 @@ def visible_devices_env(uuids: Iterable[str]) -> dict[str, str]:
     """The environment that shows a process only these GPUs, in this order; empty if no UUID is known."""
     known = [uuid for uuid in uuids if uuid]
     return {CUDA_VISIBLE_DEVICES: ",".join(known)} if known else {}
-
-
-def drop_hidden_gpus(records: Sequence[ResourceRecord], environment: Mapping[str, str]) -> tuple[ResourceRecord, ...]:
-    """`records` without the GPUs that `environment` hides from CUDA.
-
-    Raises:
-        HalError: the variable lists one of several GPUs by number, or a slice of a GPU, which identifies no GPU.
-    """
-    visible = environment.get(CUDA_VISIBLE_DEVICES)
-    gpus = sorted((r for r in records if r.kind is Kind.GPU), key=lambda gpu: (len(gpu.name), gpu.name))
-    if visible is None or not gpus:
-        return tuple(records)
-    bus_order = environment.get(_PCI_BUS_ORDER[0]) == _PCI_BUS_ORDER[1]
-    shown: list[ResourceRecord] = []
-    for word in (each.strip() for each in visible.split(",")):
-        found = _find_gpu(word, gpus, counted=len(gpus) == 1 or bus_order)
-        if found is None:  # CUDA hides all entries after an invalid one
-            break
-        shown.append(found)
-    return tuple(record for record in records if record.kind is not Kind.GPU or record in shown)
-
-
-def _find_gpu(word: str, gpus: Sequence[ResourceRecord], counted: bool) -> ResourceRecord | None:
-    if word.startswith("MIG-") or (word.isdecimal() and not counted):
-        raise HalError(
-            f"{CUDA_VISIBLE_DEVICES} has the entry {word!r}, which does not identify one GPU: write UUIDs as "
-            f"`nvidia-smi -L` prints them, or set {'='.join(_PCI_BUS_ORDER)}"
-        )
-    if word.isdecimal():
-        return gpus[int(word)] if int(word) < len(gpus) else None
-    alike = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.labels.get(UUID_LABEL, "").startswith(word)]
-    return alike[0] if len(alike) == 1 else None

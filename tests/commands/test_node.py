@@ -1,14 +1,17 @@
-"""How ``user-sys node`` starts Ray again."""
+"""What ``user-sys node`` declares, and how it starts Ray again."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from nvml_kit import nvml_of
 
 from hal import machine_folder
+from hal.resource import local_node
 from user_sys.commands import node
 from user_sys.commands.main import main
 
@@ -64,3 +67,29 @@ def test_missing_machine_folder_is_printed_for_a_real_robot(
     assert main(["node", "head", str(tmp_path / "lab.yaml"), f"--token={tmp_path / 'token'}"]) == -signal.SIGTERM
     line = f"no run can use the real robots of this node: {tmp_path / 'absent'} is missing. It holds the locks"
     assert (line in capsys.readouterr().out) is is_printed
+
+
+@pytest.mark.parametrize(
+    ("visible", "declared"),
+    [(None, (0, 1, 2)), ("GPU-2, GPU-0", (0, 2)), ("", ()), ("-1", ()), ("0", None), ("GPU-1,GPU-7", None)],
+)
+def test_node_declares_the_gpus_that_are_visible(
+    visible: str | None,
+    declared: tuple[int, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_of(3))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(EndingRay, "starts", 2)
+    monkeypatch.setattr(node, "subprocess", SimpleNamespace(Popen=EndingRay))
+    status = main(["node", "head", f"--token={tmp_path / 'token'}"])
+    printed = capsys.readouterr()
+    if declared is None:
+        assert status == 2 and f"has '{str(visible)[-5:]}'" in printed.err and "`nvidia-smi -L`" in printed.err
+    else:
+        assert status == -signal.SIGTERM
+        assert [n for n in range(3) if f"{local_node()}/gpu-{n} (L4)" in printed.out] == [*declared]

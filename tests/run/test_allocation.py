@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from nvml_kit import nvml_of
 from rich.console import Console
 from run_kit import Launch, until, user_sys
 
@@ -439,20 +440,7 @@ def test_unbuildable_robot_is_printed_and_not_selected() -> None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = SimpleNamespace(
-        NVMLError=OSError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=int,
-        nvmlDeviceGetName=lambda device: "L4",
-        nvmlDeviceGetUUID=lambda device: f"GPU-{device}",
-        nvmlDeviceGetCudaComputeCapability=lambda device: (8, 9),
-        nvmlDeviceGetMemoryInfo=lambda device: SimpleNamespace(total=24 * GB, used=0),
-        nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=0),
-        nvmlDeviceGetNumGpuCores=lambda device: 7424,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_of(2))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -22,7 +22,7 @@ from hal.placement import format_list
 from hal.process_supervisor import exit_reason
 from hal.ray_cluster import require_cluster
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token_file, node_argv, node_environment, sanitize_label
-from hal.resource import Kind, ResourceRecord, drop_hidden_gpus, parse_host_port
+from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Kind, ResourceRecord, parse_host_port
 from user_sys.commands.options import PATH, combined
 from user_sys.commands.output import print_line
 from user_sys.compose import RobotConfig, resource_probes
@@ -110,7 +110,18 @@ def _local_resources(config: Path | None, names: Sequence[str]) -> tuple[Resourc
             find_machine_folder()
         except LeaseError as error:
             print_line(f"no run can use the real robots of this node: {error}")
-    return drop_hidden_gpus(found.records, os.environ)
+    return _without_hidden_gpus(found.records)
+
+
+def _without_hidden_gpus(records: Sequence[ResourceRecord]) -> tuple[ResourceRecord, ...]:
+    """Raises ConfigError: CUDA_VISIBLE_DEVICES has an entry that is not the UUID of one of the GPUs."""
+    uuids = {record.labels.get(UUID_LABEL, "") for record in records if record.kind is Kind.GPU}
+    if not uuids or (visible := os.environ.get(CUDA_VISIBLE_DEVICES)) is None:
+        return tuple(records)
+    shown = {word.strip() for word in visible.split(",")} - {"", "-1"}
+    if other := sorted(shown - uuids):
+        raise ConfigError(f"{CUDA_VISIBLE_DEVICES} has {other[0]!r}: write UUIDs of GPUs, as `nvidia-smi -L` prints them")
+    return tuple(record for record in records if record.kind is not Kind.GPU or record.labels.get(UUID_LABEL) in shown)
 
 
 def _labels(pairs: Sequence[str]) -> dict[str, str]:
