@@ -20,7 +20,6 @@ from hal.errors import LeaseError, install_hint
 from hal.machine_folder import find_machine_folder
 from hal.placement import format_list
 from hal.process_supervisor import exit_reason
-from hal.ray_cluster import require_cluster
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token_file, node_argv, node_environment, sanitize_label
 from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Kind, ResourceRecord, parse_host_port
 from user_sys.commands.options import PATH, combined
@@ -75,7 +74,6 @@ def join(
         raise ConfigError(f"{address!r} is not an address: write HOST:PORT, such as 10.0.0.2:{PORT}")
     _require_local_ip(ip)
     labels, environment = _labels(label), node_environment(token)
-    require_cluster(address, environment, may_be_down=True)
     records = _local_resources(config, robot)
     argv = node_argv(records, labels, address=address, ip=ip)
     return _run_until_end(argv, environment, records, endless=True)
