@@ -295,9 +295,9 @@ class RayCluster:
         return tuple(sorted(lost))
 
     def read_remote(self, slots: Sequence[PlacementSlot], path: Path) -> list[str]:
-        """The text of the file at `path` on each slot's computer. Empty: it has no such file, is lost or does not answer.
+        """The text of the file at `path` on each slot's computer, in at most `READ_TIMEOUT_S`.
 
-        Blocks until all have answered, at most for `READ_TIMEOUT_S`.
+        It is empty if the computer has no such file, is lost or does not answer.
         """
         task = self._ray.remote(num_cpus=0)(read_text)
         calls = [self._in_slot(task, slot).remote(str(path)) for slot in slots]
@@ -506,8 +506,8 @@ def connect_cluster(address: str) -> RayCluster:
         init_ray(ray, address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises bare ones too
         raise HalError(
-            f"the Ray cluster at {address} cannot be joined: {error}; check that RAY_AUTH_TOKEN_PATH names a copy of the "
-            "file that `user-sys node head --token FILE` wrote, and that this computer is one of its nodes"
+            f"the Ray cluster at {address} cannot be joined: {error}; check that RAY_AUTH_TOKEN_PATH names a copy of "
+            "the file that `user-sys node head --token FILE` wrote, and that this computer is one of its nodes"
         ) from error
     silence_ray(ray)
     return RayCluster(ray, None, None)

@@ -118,7 +118,7 @@ def _without_hidden_gpus(records: Sequence[ResourceRecord]) -> tuple[ResourceRec
         return tuple(records)
     shown = {word.strip() for word in visible.split(",")} - {"", "-1"}
     if other := sorted(shown - uuids):
-        raise ConfigError(f"{CUDA_VISIBLE_DEVICES} has {other[0]!r}: write UUIDs of GPUs, as `nvidia-smi -L` prints them")
+        raise ConfigError(f"{CUDA_VISIBLE_DEVICES} has {other[0]!r}: write the UUIDs that `nvidia-smi -L` prints")
     return tuple(record for record in records if record.kind is not Kind.GPU or record.labels.get(UUID_LABEL) in shown)
 
 
