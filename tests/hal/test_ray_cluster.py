@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from hal.ray_cluster import (
 )
 from hal.ray_nodes import node_argv, ray_labels, ray_resources
 from hal.resource import Health, Kind, ResourceRecord
+
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", f"{'a' * 70}.example:1", "a\0b:1"])
 def test_missing_server_is_reported(address: str) -> None:
