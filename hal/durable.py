@@ -78,7 +78,7 @@ def open_or_create(path: Path, flags: int) -> int:
 def _give_to_owner_of(folder: Path, created: int) -> None:
     """The open file or folder, if root has created it (a command with sudo), gets the owner and group of `folder`."""
     owner = folder.stat()
-    if os.geteuid() == 0 != owner.st_uid:
+    if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # not every file system has owners
             os.fchown(created, owner.st_uid, owner.st_gid)
 

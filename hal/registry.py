@@ -10,8 +10,8 @@ LEASED        a lease is in force (`hal.lease`)
 READY         none of these
 ============= ==================================================================================================
 
-Records, leases and operators' overrides are in one database (`hal.state_database`). A registry applies overrides at its
-start and within a second of each change. An override stays in force until an operator clears it.
+Records and leases are in one database (`hal.state_database`); several registries may share one of operators' overrides.
+A registry applies these at its start and within a second of each change, until an operator clears them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Literal
@@ -81,34 +81,42 @@ _RECORD_DECODER = msgspec.json.Decoder(ResourceRecord)
 class OperatorOverrides:
     """The overrides in a database. Any process and thread may use it; each change is synced before a method returns."""
 
-    def __init__(self, database: StateDatabase) -> None:
-        self._database = database
+    def __init__(self, database: StateDatabase, others: Mapping[str, StateDatabase] | None = None) -> None:
+        """Args:
+        others: the databases of those resources whose overrides are not in `database`, by resource.
+        """
+        self._database, self._others = database, dict(others or {})
+        self._databases = {database, *self._others.values()}
+
+    def close(self) -> None:
+        """Closes the files; a later use opens them again."""
+        for database in self._databases:
+            database.close()
+
+    def _database_of(self, name: str) -> StateDatabase:
+        return self._others.get(name, self._database)
 
     def read(self) -> dict[str, Override]:
-        """The overrides in force, by resource. Raises StateError: the database cannot be read."""
-        return self._decoded(self._database.rows("SELECT resource, content FROM override WHERE cleared_by IS NULL"))
-
-    def _decoded(self, rows: Sequence[tuple[str, bytes]]) -> dict[str, Override]:
-        try:
-            return {name: _OVERRIDE_DECODER.decode(content) for name, content in rows}
-        except DECODE_ERRORS as error:
-            raise StateError(f"an override in {self._database.path} cannot be read ({error}): restore it") from None
-
-    def newest(self, name: str) -> Override | None:
-        """The newest override of the resource, in force or cleared. Raises StateError: it cannot be read."""
-        rows = self._database.rows("SELECT resource, content FROM override WHERE resource = ?", name)
-        return self._decoded(rows).get(name)
+        """The overrides in force, by resource. Raises StateError: a database cannot be read."""
+        found: dict[str, Override] = {}
+        for database in self._databases:
+            rows = database.rows("SELECT resource, content FROM override WHERE cleared_by IS NULL")
+            try:
+                found |= {n: _OVERRIDE_DECODER.decode(each) for n, each in rows if self._database_of(n) is database}
+            except DECODE_ERRORS as error:
+                raise StateError(f"an override in {database.path} cannot be read ({error}): restore it") from None
+        return found
 
     def cleared_by(self, name: str) -> str:
         """The operator who has cleared the last override of the resource; empty if there was none."""
-        rows = self._database.rows("SELECT cleared_by FROM override WHERE resource = ?", name)
+        rows = self._database_of(name).rows("SELECT cleared_by FROM override WHERE resource = ?", name)
         return rows[0][0] or "" if rows else ""
 
     def set_override(self, name: str, kind: OverrideKind, by: str, why: str = "") -> Override:
         """Quarantines or drains `name`, in place of an earlier override. Raises RegistryError if `by` is empty."""
         person, reason = _require_person(by), shorten(why, MAX_TEXT_CHARS)
         override = Override(what=kind, by=person, why=reason, since_unix_s=time.time())
-        with self._database.change() as connection:
+        with self._database_of(name).change() as connection:
             content = msgspec.json.encode(override)
             connection.execute("INSERT OR REPLACE INTO override VALUES (?, ?, NULL)", (name, content))
         logger.warning("resource.override_set name=%s %s %s", name, kind, override.note)
@@ -119,7 +127,7 @@ class OperatorOverrides:
         person = _require_person(by)
         if (override := self.read().get(name)) is None:
             raise RegistryError(f"{name} is neither quarantined nor draining: there is no override to clear")
-        with self._database.change() as connection:
+        with self._database_of(name).change() as connection:
             connection.execute("UPDATE override SET cleared_by = ? WHERE resource = ?", (person, name))
         logger.warning(
             "resource.override_cleared name=%s by %s; it was %s %s", name, person, override.what, override.note
@@ -164,22 +172,24 @@ class Registry:
         lost_after_s: float = LOSS_TIMEOUT_S,
         wall_clock: Callable[[], float] = time.time,
         audit: AuditLog | None = None,
+        overrides: OperatorOverrides | None = None,
     ) -> None:
         """Loads the records from before a restart. Those that do not announce themselves again are lost.
 
         Args:
             leases: the table of leases, which only this registry changes.
-            database: of records and overrides.
+            database: of the records.
             clock: monotonic nanoseconds.
             lost_after_s: a resource that is silent for longer is lost, and its lease lapses.
             wall_clock: seconds since 1970, for people.
             audit: by default that of the database's file.
+            overrides: by default those in the database.
 
         Raises:
-            StateError: the database is damaged.
+            StateError: a database is damaged.
         """
         self._leases, self._clock, self._wall_clock = leases, clock, wall_clock
-        self._database, self._overrides = database, OperatorOverrides(database)
+        self._database, self._overrides = database, overrides or OperatorOverrides(database)
         self._audit = audit or AuditLog(database.path)
         self._lost_after_ns = round(lost_after_s * _NS)
         self._settled_ns = clock() + self._lost_after_ns  # before it, an announcement is no change
@@ -190,12 +200,15 @@ class Registry:
         self._changed: list[str] = []
         self._revoked: list[tuple[Lease, str]] = []
         self._in_force: dict[str, Override] = {}
-        self._elsewhere: dict[str, Override] = {}
         saved = {name: resource.record for name, resource in self._resources.items()}
         self._shown = {n: (r.health, r.note) for n, r in saved.items() if r.health in OVERRIDDEN}
-        self._audited = {name: shown for name, shown in self._shown.items() if self._is_own(name, *shown)}
         self._written: dict[str, ResourceRecord] = {}
         self._apply_overrides()
+
+    def close(self) -> None:
+        """Closes the databases; a later use opens them again."""
+        self._database.close()
+        self._overrides.close()
 
     def announce(self, record: ResourceRecord) -> ResourceRecord:
         """Adds a resource, restores a lost one, or confirms its presence. Returns its present record.
@@ -238,18 +251,6 @@ class Registry:
             self._overrides.set_override(name, "quarantined", _REGISTRY_NAME, why)
             known.faults.clear()
             self._apply_overrides()
-
-    @property
-    def overridden_elsewhere(self) -> tuple[str, ...]:
-        """The resources with an override of `set_override_elsewhere`."""
-        return tuple(self._elsewhere)
-
-    def set_override_elsewhere(self, name: str, override: Override | None) -> None:
-        """Sets the override of `name` in another registry. It counts like one of this registry, which goes first."""
-        if override is None:
-            self._elsewhere.pop(name, None)
-        else:
-            self._elsewhere[name] = override
 
     def poll(self) -> tuple[str, ...]:
         """Ends expired leases, applies new overrides, and finds silent resources; returns the latter by name."""
@@ -357,32 +358,23 @@ class Registry:
         return [text for at_ns, text in resource.faults if at_ns >= since_ns]
 
     def _apply_overrides(self) -> None:
-        """Applies the changes since the last call, and audits those of this registry, or since the one before it."""
-        own = self._overrides.read()
-        self._audit_overrides(own)
-        self._in_force = {**self._elsewhere, **own}
-        before, self._shown = self._shown, {name: (each.health, each.note) for name, each in self._in_force.items()}
+        """Applies and audits the changes since the last call, or since those that the registry before it has saved."""
+        self._in_force = self._overrides.read()
+        known = {name: each for name, each in self._in_force.items() if name in self._resources}
+        before, self._shown = self._shown, {name: (each.health, each.note) for name, each in known.items()}
         for name in sorted(before.keys() | self._shown.keys()):
-            if before.get(name) != self._shown.get(name) and name in self._resources:
+            if before.get(name) != self._shown.get(name):
                 self._changed.append(name)
+                self._audit_override(name)
         for name, override in self._in_force.items():
             if override.health is Health.QUARANTINED:
                 self._end_lease(self._leases.revoke, name, "revoked", override.note)
 
-    def _is_own(self, name: str, health: Health, note: str) -> bool:
-        """Whether a saved health is of an override of this registry, which may have been cleared meanwhile."""
-        newest = self._overrides.newest(name)
-        return newest is not None and (newest.health, newest.note) == (health, note)
-
-    def _audit_overrides(self, own: Mapping[str, Override]) -> None:
-        before, self._audited = self._audited, {name: (each.health, each.note) for name, each in own.items()}
-        for name, override in own.items():
-            if before.get(name) != self._audited[name]:
-                entry = AuditEntry(event=override.what, robot=name, person=override.by, reason=override.why)
-                self._audit.write(entry)
-        for name in sorted(before.keys() - own.keys()):
-            if name in self._resources:
-                self._resources[name].faults.clear()
+    def _audit_override(self, name: str) -> None:
+        if (override := self._in_force.get(name)) is not None:
+            self._audit.write(AuditEntry(event=override.what, robot=name, person=override.by, reason=override.why))
+        else:
+            self._resources[name].faults.clear()
             self._audit.write(AuditEntry(event="restored", robot=name, person=self._overrides.cleared_by(name)))
 
     def _end_lease(self, end: Callable[[str], None], name: str, event: AuditEvent, why: str) -> None:

@@ -1,7 +1,8 @@
 """The SQLite file of a gateway: the leases of its robots, operators' overrides, known resources and the audit log.
 
-The file is `STATE_FILE` in the folder of a run or relay. `machine_state_path` is the one of this user's other programs.
-Several processes use it at a time. Those of several users need the folder and the umask of `hal.durable`.
+The file is `STATE_FILE` in the folder of a run or relay. The one in a folder of runs has the overrides of real robots.
+`machine_state_path` is the one of this user's other programs. Several processes use a file at a time, also those of
+several users: those who may write the folder may write the file.
 
 The journal is a write-ahead log. With `synced`, a change is synced before `change` returns, so it survives a power cut
 (``synchronous=FULL``). Without it, a power cut may undo the newest changes, but never damages the file (``NORMAL``).
@@ -21,6 +22,7 @@ import contextlib
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections import Counter
@@ -129,7 +131,7 @@ class StateDatabase(ClosedAtExit):
         if self.path is not None:
             make_folder_durably(self.path.parent)
             with contextlib.suppress(OSError):  # a read-only file can be read; SQLite reports the rest
-                os.close(open_or_create(self.path, os.O_RDWR | os.O_NOFOLLOW))
+                _create(self.path)
         target = ":memory:" if self.path is None else _uri(self.path)
         connection = sqlite3.connect(
             target, timeout=self._timeout_s, isolation_level=None, check_same_thread=False, uri=True
@@ -167,6 +169,16 @@ class StateDatabase(ClosedAtExit):
             raise StateError(f"{self.path} is damaged ({error}): a person has to repair it") from error
         except OSError as error:
             raise StateError(f"{self.path} cannot be {verb}: {error.strerror or error}") from error
+
+
+def _create(path: Path) -> None:
+    """Creates the file if it is missing. Those who may write its folder may read and write the file."""
+    opened = open_or_create(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        mode, writers = stat.S_IMODE(os.fstat(opened).st_mode), path.parent.stat().st_mode & 0o022
+        os.fchmod(opened, mode | writers | writers << 1)
+    finally:
+        os.close(opened)
 
 
 def _uri(path: Path) -> str:

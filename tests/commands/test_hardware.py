@@ -18,12 +18,13 @@ from run_kit import until, user_sys
 from hal.doctor import OptionalLibrary
 from hal.lease import LeaseTable, robot_lock
 from hal.placement import format_time
-from hal.registry import OperatorOverrides, Registry
+from hal.registry import Registry
 from hal.resource import Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase
 from user_sys import compose
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
+from user_sys.operator_overrides import overrides_of_run
 from user_sys.run.allocation import with_local_lease
 from user_sys.run.config import RunConfig, create_run_folder, read_run_metadata
 from user_sys.store.store import StoreWriter
@@ -65,7 +66,8 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 def registry_of(folder: Path, *args: Any, **options: Any) -> Registry:
     """The registry of the run in `folder`, without leases."""
-    return Registry(LeaseTable(StateDatabase(None)), StateDatabase(folder / STATE_FILE), *args, **options)
+    state, overrides = StateDatabase(folder / STATE_FILE), overrides_of_run(folder)
+    return Registry(LeaseTable(StateDatabase(None)), state, *args, overrides=overrides, **options)
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
@@ -171,7 +173,7 @@ def test_records_of_killed_gateway_are_lost(job: Path, tmp_path: Path, capsys: p
     for name in ("far-0", "far-1", "left"):
         registry.announce(ResourceRecord(kind=Kind.ROBOT, name=name, model="panda", node="10.0.0.7"))
         registry.acquire(name, "run killed")
-    OperatorOverrides(StateDatabase(folder.path / STATE_FILE)).set_override("far-1", "quarantined", "ana", "oil")
+    overrides_of_run(folder.path).set_override("far-1", "quarantined", "ana", "oil")
     registry.poll()
     StoreWriter.open(folder.store).close()
     rows = {row["name"]: row for row in json_output(capsys, "list", job, "--run", folder.path)}

@@ -401,6 +401,7 @@ def test_viewer_may_press_the_e_stop_only(console: Console) -> None:
 
 
 def test_admin_takes_a_robot_out_of_use_and_puts_it_back(console: Console) -> None:
+    (console.run / "config.yaml").write_text("robots: [{name: panda-0, driver: sim}]\n")
     with console.socket(console.cookie("ada")) as page:
         page.send(json.dumps({"type": "hello", "operator": ""}))
         assert ask(page, type="order", robot="panda-0", order="pause")["accepted"]

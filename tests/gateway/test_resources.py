@@ -27,7 +27,7 @@ def resources(tmp_path: Path) -> ResourceService:
     """Of a gateway that has just started."""
     database = StateDatabase(tmp_path / STATE_FILE)
     leases = LeaseTable(database, 30.0)
-    resources = ResourceService(leases, Registry(leases, database), tmp_path)
+    resources = ResourceService(leases, Registry(leases, database))
     resources.registry.announce(ARM)
     return resources
 
@@ -75,7 +75,7 @@ def test_console_gets_the_time_of_a_loss_once_sessions_have_had_time_to_start(tm
     def started() -> ResourceService:
         leases = LeaseTable(database, 30.0)
         registry = Registry(leases, database, lambda: round(now_s[0] * 1e9))
-        return ResourceService(leases, registry, tmp_path, lambda: now_s[0])
+        return ResourceService(leases, registry, lambda: now_s[0])
 
     def changed_after(resources: ResourceService, seconds: float) -> list[ResourceRecord]:
         now_s[0] += seconds

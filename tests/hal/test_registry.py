@@ -8,7 +8,7 @@ from wait_kit import ClockNs
 
 from hal.errors import LeaseError, RegistryError, StaleToken, StateError
 from hal.lease import LeaseTable
-from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Override, Registry, read_registry
+from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.state_database import STATE_FILE, StateDatabase, read_audit_log
 
@@ -289,17 +289,24 @@ def test_override_is_audited_once_over_restarts(
     for _ in range(2):
         started(StateDatabase(tmp_path / STATE_FILE), clock)
     book.clear_override("panda-0", "dora")
-    restarted = started(StateDatabase(tmp_path / STATE_FILE), clock)
-    restarted.poll()
-    restarted.set_override_elsewhere(
-        "panda-0", Override(what="quarantined", by="bob", why="in run a", since_unix_s=0.0)
-    )
-    restarted.poll()
-    assert restarted.record("panda-0").note == "by bob: in run a"
+    started(StateDatabase(tmp_path / STATE_FILE), clock).poll()
     started(StateDatabase(tmp_path / STATE_FILE), clock)
     entries = read_audit_log(tmp_path / STATE_FILE)
     found = [(e.event, e.person, e.reason) for e in entries]
     assert found == [("quarantined", "carol", "oil"), ("restored", "dora", "")]
+
+
+def test_override_of_a_resource_of_other_registries_is_not_audited(
+    registry: Registry, book: OperatorOverrides, tmp_path: Path
+) -> None:
+    book.set_override("gpu", "quarantined", "carol", "hot")
+    registry.poll()
+    assert read_audit_log(tmp_path / STATE_FILE) == []
+    assert registry.announce(GPU).health is Health.QUARANTINED
+    registry.poll()
+    assert [(e.event, e.robot, e.person) for e in read_audit_log(tmp_path / STATE_FILE)] == [
+        ("quarantined", "gpu", "carol")
+    ]
 
 
 def test_unknown_resource_error_lists_known_ones(registry: Registry) -> None:

@@ -78,13 +78,15 @@ def test_token_never_shrinks_and_is_never_removed(path: Path) -> None:
     assert LeaseTable(StateDatabase(path)).acquire("panda-0", "alice").token == 43
 
 
-def test_file_is_private_under_the_private_umask(path: Path) -> None:
+@pytest.mark.parametrize(("folder", "file"), [(0o700, 0o600), (0o755, 0o600), (0o2770, 0o660), (0o1777, 0o666)])
+def test_those_who_may_write_the_folder_share_the_file(folder: int, file: int, path: Path) -> None:
+    path.parent.chmod(folder)
     before = os.umask(0o077)
     try:
         StateDatabase(path).rows("SELECT 1")
         log = AuditLog(path)
         log.write(AuditEntry(event="sign-in", person="ana"))
-        assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+        assert {stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()} == {file}
         log.close()
     finally:
         os.umask(before)

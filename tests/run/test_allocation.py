@@ -23,15 +23,16 @@ from hal.errors import PlacementError, StateError
 from hal.lease import LeaseTable, driven_robots, robot_lock
 from hal.ray_cluster import PlacementSlot, RayCluster, Reservation
 from hal.ray_nodes import Bundle, cluster_records, node_names
-from hal.registry import OperatorOverrides, Registry
+from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord, local_node
-from hal.state_database import STATE_FILE, StateDatabase, read_audit_log
+from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
 from user_sys.config import load, save
 from user_sys.errors import RunError
 from user_sys.gateway.gateway import ResourceService
 from user_sys.messages import LeaseGrant, LeaseRefusal, LeaseRequest
+from user_sys.operator_overrides import overrides_of_real_robots, overrides_of_run
 from user_sys.robot_records import read_robot_records
 from user_sys.run import allocation
 from user_sys.run.allocation import (
@@ -141,28 +142,31 @@ def test_resumed_run_keeps_its_robots(tmp_path: Path) -> None:
 
 def test_robot_quarantined_in_any_run_is_not_selected(tmp_path: Path) -> None:
     config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot", count=2)], runs=tmp_path)
-    book = OperatorOverrides(StateDatabase(tmp_path / "demo" / STATE_FILE))
+    book = overrides_of_real_robots(tmp_path)
     book.set_override("b", "quarantined", "ana", "the gripper sticks")
-    (tmp_path / "demo" / "config.yaml").touch()
-    (tmp_path / "latest").symlink_to(tmp_path / "demo")
-    assert "b quarantined by ana: the gripper sticks, in run demo" in why(
+    assert "b quarantined by ana: the gripper sticks" in why(
         config, offered_resources(config, [robot("a"), robot("b")])
     )
     with LocalAllocation(replace(config, runs=Path("nowhere")), "one", tmp_path) as one, pytest.raises(PlacementError):
         one.acquire(refuse_to_wait)
     book.clear_override("b", "ana")
     assert chosen(config, offered_resources(config, [robot("a"), robot("b")])) == ["a", "b"]
-    for file in (tmp_path / "demo").glob(f"{STATE_FILE}*"):
-        file.write_text("{" * 200)
+    damage(tmp_path)
     with pytest.raises(StateError, match="damaged"):
         offered_resources(config, [robot("a")])
+
+
+def damage(folder: Path) -> None:
+    """Damages the state in the folder."""
+    for file in (folder / STATE_FILE, *folder.glob(f"{STATE_FILE}-*")):
+        file.write_text("{" * 200)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder of runs; in the run a, operators have taken robots out of use, of which it simulates s."""
     folder, _ = create_run_folder(run_of("s", "s2", resources=(), runs=tmp_path / "runs"), "a", "tcp://127.0.0.1:5999")
-    book = OperatorOverrides(StateDatabase(folder.path / STATE_FILE))
+    book = overrides_of_run(folder.path)
     for name in ("real", "s", "s2", "unlisted", "away"):
         book.set_override(name, "quarantined", "ana", "the gripper sticks")
     book.set_override("drained", "draining", "ana")
@@ -180,59 +184,55 @@ def lab(**settings: Any) -> RunConfig:
 
 def test_real_robot_that_is_out_of_use_in_another_run_gets_no_lease(runs: Path) -> None:
     folder, _ = create_run_folder(lab(runs=runs), "b", "tcp://127.0.0.1:5999")
-    assert [*out_of_use((*lab().robots, *lab().remote_robots), runs)] == ["real", "drained", "away"]
-    assert out_of_use(RunConfig().robots, runs) == {}, "simulated robots only"
-    database = StateDatabase(folder.path / STATE_FILE)
-    leases = LeaseTable(database)
-    service = ResourceService(leases, Registry(leases, database), folder.path)
+    assert [*out_of_use((*lab().robots, *lab().remote_robots), folder.path)] == ["real", "drained", "away"]
+    assert out_of_use(RunConfig().robots, folder.path) == {}, "simulated robots only"
+    service = resources_of(folder.path)
     answers = {}
     for name in ("real", "s", "s2", "drained", "unlisted", "ready"):
         service.registry.announce(robot(name))
         answers[name] = lease_request(service, name)
     refused = {name: answer.reason for name, answer in answers.items() if isinstance(answer, LeaseRefusal)}
-    where = "in run a, where `user-sys hardware restore` ends it"
     assert refused == {
-        "real": f"real is quarantined by ana: the gripper sticks ({where}); it cannot be leased",
-        "drained": f"drained is draining by ana: {where}; it cannot be leased",
-        "unlisted": f"unlisted is quarantined by ana: the gripper sticks ({where}); it cannot be leased",
+        "real": "real is quarantined by ana: the gripper sticks; it cannot be leased",
+        "drained": "drained is draining by ana; it cannot be leased",
+        "unlisted": "unlisted is quarantined by ana: the gripper sticks; it cannot be leased",
     }
 
 
-def test_robot_gets_its_lease_once_it_is_restored_in_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quarantine_of_a_real_robot_ends_its_lease_in_another_run_until_it_is_restored(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in "bc":
         create_run_folder(lab(runs=runs), name, "tcp://127.0.0.1:5999")
-    OperatorOverrides(StateDatabase(runs / "b" / STATE_FILE)).set_override("real", "quarantined", "ben", "oil")
-    database = StateDatabase(runs / "c" / STATE_FILE)
-    leases = LeaseTable(database)
-    service = ResourceService(leases, Registry(leases, database), runs / "c")
-    service.registry.announce(robot("real"))
-    assert isinstance(lease_request(service, "real"), LeaseRefusal)
-    assert main(["hardware", "restore", "real", "--run", str(runs / "b"), "--by", "ben"]) == 0
-    assert "real is out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().out
-    assert isinstance(lease_request(service, "real"), LeaseRefusal)
-    assert main(["hardware", "restore", "real", "--run", str(runs / "c"), "--by", "ben"]) == 2
-    assert "real is out of use: quarantined by ana: the gripper sticks (in run a" in capsys.readouterr().err
-    assert service.present()[0].health is Health.QUARANTINED
-    assert main(["hardware", "restore", "real", "--run", str(runs / "a"), "--by", "ben"]) == 0
-    assert "real is in use again; it was quarantined by ana" in capsys.readouterr().out
+    service = resources_of(runs / "b")
+    for name in ("ready", "s2"):
+        service.registry.announce(robot(name))
+        assert isinstance(lease_request(service, name), LeaseGrant)
+        assert main(["hardware", "quarantine", name, "--run", str(runs / "c"), "--by", "ben", "--reason", "oil"]) == 0
+    changed, refusals = service.poll((), ())
+    assert [(each.name, each.note) for each in changed] == [("ready", "by ben: oil")]
+    assert [each.reason for each in refusals] == ["ready is quarantined by ben: oil"], "s2 is simulated"
+    assert isinstance(lease_request(service, "ready"), LeaseRefusal)
+    assert main(["hardware", "restore", "ready", "--run", str(runs / "a"), "--by", "ana"]) == 0
+    assert "ready is in use again; it was quarantined by ben: oil" in capsys.readouterr().out
     service.poll((), ())
     assert service.present()[0].health is Health.READY, "without a request of its session"
-    assert isinstance(lease_request(service, "real"), LeaseGrant)
-    assert not [each for each in read_audit_log(runs / "c" / STATE_FILE) if each.event in ("quarantined", "restored")]
+    assert isinstance(lease_request(service, "ready"), LeaseGrant)
 
 
-def test_run_whose_state_is_damaged_keeps_no_robot_from_its_lease(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    create_run_folder(lab(runs=runs), "b", "tcp://127.0.0.1:5999")
-    for file in (runs / "a").glob(f"{STATE_FILE}*"):
-        file.write_text("{" * 200)
-    database = StateDatabase(runs / "b" / STATE_FILE)
+def test_damaged_overrides_refuse_a_launch(runs: Path) -> None:
+    damage(runs)
+    with pytest.raises(StateError, match="damaged"):
+        out_of_use(lab().robots, runs / "a")
+    with pytest.raises(StateError, match="damaged"):
+        resources_of(runs / "a")
+
+
+def resources_of(run: Path) -> ResourceService:
+    """As the gateway of the run in the folder `run` has them."""
+    database = StateDatabase(run / STATE_FILE)
     leases = LeaseTable(database)
-    service = ResourceService(leases, Registry(leases, database), runs / "b")
-    service.registry.announce(robot("real"))
-    assert isinstance(lease_request(service, "real"), LeaseGrant)
-    assert [f"{runs / 'a' / STATE_FILE} is damaged" in each for each in caplog.messages].count(True) == 1
-    with pytest.raises(StateError, match="damaged.*move this run out of"):
-        out_of_use(lab().robots, runs)
+    return ResourceService(leases, Registry(leases, database, overrides=overrides_of_run(run)))
 
 
 def lease_request(service: ResourceService, robot: str) -> LeaseGrant | LeaseRefusal:
@@ -242,7 +242,7 @@ def lease_request(service: ResourceService, robot: str) -> LeaseGrant | LeaseRef
 
 def test_robot_out_of_use_is_not_evaluated(runs: Path) -> None:
     folder, config = RunFolder(runs / "b"), lab()
-    reason = "the gripper sticks: no program moves it until `user-sys hardware restore real --run .*/a`"
+    reason = "the gripper sticks: no program moves it until `user-sys hardware restore real --run .*/b`"
     with pytest.raises(RunError, match=f"real is quarantined by ana: {reason}"):
         run_evaluation(config, folder, 1, Console(), robot=config.robots[0])
     with pytest.raises(RunError, match="has no trained policy yet"):
@@ -266,10 +266,8 @@ def test_lost_compute_waits_while_overrides_cannot_be_read(tmp_path: Path) -> No
     config = run_of("a", resources=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="gpu")])
     allocation = ClusterAllocation(cast("RayCluster", cluster), config, "one", tmp_path)
     assert allocation.reacquire("learner") == "gpu: missing (none there)"
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / "config.yaml").touch()
-    (tmp_path / "demo" / STATE_FILE).write_text("{" * 200)
-    assert f"{tmp_path / 'demo' / STATE_FILE} is damaged" in str(allocation.reacquire("learner"))
+    damage(tmp_path)
+    assert f"{tmp_path / STATE_FILE} is damaged" in str(allocation.reacquire("learner"))
 
 
 class TwoComputers:

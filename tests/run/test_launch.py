@@ -16,10 +16,8 @@ from rich.console import Console
 from run_folder_kit import STARTED_S, make_run
 
 from hal.process_supervisor import ProcessState, ProcessStatus
-from hal.registry import OperatorOverrides
 from hal.resource import Health, Kind, ResourceRecord
 from hal.signals import TerminationRequest
-from hal.state_database import STATE_FILE, StateDatabase
 from robots.fake import FakeRobot
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
@@ -29,6 +27,7 @@ from user_sys.errors import RunError
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import LOG_VARIABLE
 from user_sys.messages import EpisodeReport, MetricsReport, ResourceUpdate, RobotStatus
+from user_sys.operator_overrides import overrides_of_real_robots
 from user_sys.robot_records import assign_learners, learner_from_robot, read_robot_records, save_robot_record
 from user_sys.run import launcher, prepare
 from user_sys.run.allocation import LocalAllocation
@@ -84,8 +83,7 @@ def test_launch_holds_a_robot_that_another_run_has_quarantined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any process starts, and before a demonstration is recorded."""
-    OperatorOverrides(StateDatabase(tmp_path / "runs/a" / STATE_FILE)).set_override("arm", "quarantined", "ana", "oil")
-    (tmp_path / "runs/a/config.yaml").touch()
+    overrides_of_real_robots(tmp_path / "runs").set_override("arm", "quarantined", "ana", "oil")
     text = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]\ndemonstrations: {episodes: 0}\n"
     (tmp_path / "lab.yaml").write_text(f"{text}console: {{port: 0}}\ngateway: {{endpoint: 'tcp://127.0.0.1:0'}}\n")
     held: list[str] = []

@@ -18,7 +18,7 @@ from hal.discovery import DeviceMonitor
 from hal.durable import replace_durably
 from hal.errors import StateError
 from hal.lease import MAX_MIN_TOKEN, LeaseTable
-from hal.registry import OperatorOverrides, read_registry
+from hal.registry import read_registry
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
 from hal.state_database import STATE_FILE, AuditEntry, StateDatabase, read_audit_log
@@ -58,6 +58,7 @@ from user_sys.messages import (
     StopRun,
     WeightsApplied,
 )
+from user_sys.operator_overrides import overrides_of_run
 from user_sys.robot_records import read_robot_records
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
@@ -89,8 +90,8 @@ def episode_report(number: int) -> EpisodeReport:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    prepare(tmp_path)
-    return tmp_path
+    prepare(tmp_path / "run")
+    return tmp_path / "run"
 
 
 def test_chunks_become_durable_once_and_leave_the_outbox(run: Path) -> None:
@@ -271,16 +272,14 @@ def test_quarantine_revokes_the_lease_at_once(run: Path) -> None:
         robot = site.client("panda-0", holder="a")
         robot.send(LeaseRequest(robot="panda-0", holder="a"))
         grant = next_of(robot, LeaseGrant)
-        OperatorOverrides(StateDatabase(run / STATE_FILE)).set_override(
-            "panda-0", "quarantined", "carol", "oil on the floor"
-        )
+        overrides_of_run(run).set_override("panda-0", "quarantined", "carol", "oil on the floor")
         refusal = next_of(robot, LeaseRefusal)
         assert isinstance(grant, LeaseGrant) and isinstance(refusal, LeaseRefusal)
         assert (refusal.token, refusal.reason) == (grant.token, "panda-0 is quarantined by carol: oil on the floor")
 
 
 def test_console_that_connects_again_learns_that_a_robot_was_restored(run: Path) -> None:
-    overrides = OperatorOverrides(StateDatabase(run / STATE_FILE))
+    overrides = overrides_of_run(run)
     with serving(run) as site:
         site.client("panda-0")
         until(lambda: "panda-0" in health(run), "the robot is known")
@@ -617,7 +616,7 @@ def test_port_stays_over_restarts_and_a_second_gateway_is_refused(run: Path) -> 
 
 def test_failed_gateway_start_changes_nothing_and_unlocks_the_store(run: Path) -> None:
     LeaseTable(StateDatabase(run / STATE_FILE)).acquire("panda-0", "alice")
-    OperatorOverrides(StateDatabase(run / STATE_FILE)).set_override("panda-0", "quarantined", "ana")
+    overrides_of_run(run).set_override("panda-0", "quarantined", "ana")
     with StoreWriter.open(run / "store"):
         with pytest.raises(StoreLocked):
             Gateway(CONFIG, run)

@@ -19,7 +19,7 @@ from hal.discovery import PROBE_INTERVAL_S, Discoverer, DiscoveryEvent, Discover
 from hal.doctor import CheckResult, CheckStatus, DoctorConfig, run_checks
 from hal.placement import PlacementPlan, describe_state, format_time
 from hal.ray_cluster import connect_cluster
-from hal.registry import OperatorOverrides, OverrideKind, operator_name, read_registry
+from hal.registry import OverrideKind, operator_name, read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.settings import suggest
 from hal.state_database import STATE_FILE, AuditEntry, StateDatabase, machine_state_path, read_audit_log
@@ -34,7 +34,7 @@ from user_sys.compose import (
 )
 from user_sys.config import load
 from user_sys.errors import RunError
-from user_sys.operator_overrides import restore_robot
+from user_sys.operator_overrides import overrides_of_run
 from user_sys.run.allocation import offered_resources, plan_run, probe_failures, store_node_names, with_local_lease
 from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
 from user_sys.store.record_format import is_locked
@@ -185,7 +185,8 @@ def drain(robot: str, run: Path, by: str | None, reason: str) -> None:
 @_override_options
 def restore(robot: str, run: Path, by: str | None) -> None:
     """Put ROBOT back into use. A running gateway applies this at once."""
-    print_line(restore_robot(robot, _run_folder(run), operator_name(by)))
+    override = overrides_of_run(_run_folder(run)).clear_override(robot, operator_name(by))
+    print_line(f"{robot} is in use again; it was {override.what} {override.note}")
 
 
 @click.command()
@@ -233,8 +234,7 @@ def _available(config: RunConfig, found: DiscoveryResult, address: str) -> tuple
 def _override(robot: str, run: Path, kind: OverrideKind, by: str | None, reason: str, effect: str) -> None:
     folder = RunFolder(_run_folder(run))
     _require_known(robot, folder)
-    overrides = OperatorOverrides(StateDatabase(folder.path / STATE_FILE))
-    override = overrides.set_override(robot, kind, operator_name(by), reason)
+    override = overrides_of_run(folder.path).set_override(robot, kind, operator_name(by), reason)
     print_line(f"{robot} is {kind} {override.note}: {effect}")
 
 

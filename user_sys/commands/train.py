@@ -112,7 +112,7 @@ def record(config: Path, output: Path, episodes: int, overrides: list[str]) -> i
     Any setting can be overridden: --section.key=value.
     """
     settings = load(RunConfig, config, overrides)
-    require_in_use(settings.robots, settings.runs)
+    require_in_use(settings.robots, settings.runs / "latest")
     demonstrations = replace(settings.demonstrations, episodes=episodes)
     seed = derived_seed("record", settings.seed)  # other starts than in a run, into which they are merged
     for robot in settings.robots:

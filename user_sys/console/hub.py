@@ -16,10 +16,9 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN, OperatorOverrides, OverrideKind
+from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import RobotSpec
-from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.codec import jpeg_size
 from user_sys.console.progress import CurveView, RobotView, RunProgress, RunView
 from user_sys.episode import EpisodeSource
@@ -35,7 +34,7 @@ from user_sys.messages import (
     PreviewRequest,
     RobotStatus,
 )
-from user_sys.operator_overrides import restore_robot
+from user_sys.operator_overrides import overrides_of_run
 
 MAX_ROBOTS = 64
 MAX_CAMERAS_PER_ROBOT = 8  # of one robot
@@ -394,15 +393,14 @@ class ConsoleHub:
 
         Raises:
             AuthorityError: there is no such robot.
-            HalError: there is nothing to restore, or the run's state cannot be written.
+            HalError: there is nothing to restore, or the overrides cannot be written.
         """
         self._require_robot(robot)
+        overrides = overrides_of_run(self._folder)
         if order == "restore":
-            restore_robot(robot, self._folder, person)
-            return
-        with StateDatabase(self._folder / STATE_FILE) as database:
-            kind: OverrideKind = "quarantined" if order == "quarantine" else "draining"
-            OperatorOverrides(database).set_override(robot, kind, person, reason)
+            overrides.clear_override(robot, person)
+        else:
+            overrides.set_override(robot, "quarantined" if order == "quarantine" else "draining", person, reason)
 
     def previews(self, shown: ShownCameras) -> list[PreviewImage]:
         """The newest frame of each camera that a page shows."""

@@ -57,7 +57,7 @@ from user_sys.messages import (
     WeightsOffer,
     WeightsRequest,
 )
-from user_sys.operator_overrides import OverridesOfRuns, override_elsewhere
+from user_sys.operator_overrides import overrides_of_run
 from user_sys.robot_records import save_robot_record
 from user_sys.store.store import StoreWriter
 from user_sys.threads import ThreadedService
@@ -169,13 +169,8 @@ class ResourceService:
     Any thread may call it. Methods wait for the disk, except `refusal_reason` and `set_devices`.
     """
 
-    def __init__(
-        self, leases: LeaseTable, registry: Registry, run_dir: Path, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.registry, self._run_dir = registry, run_dir
-        self._other_runs = OverridesOfRuns(run_dir.parent)
-        self._unreadable: dict[str, str] = {}  # other runs, with the reason
-        self._leases = leases
+    def __init__(self, leases: LeaseTable, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry, self._leases = registry, leases
         self._lease_limits: dict[str, TokenBucket] = defaultdict(
             lambda: TokenBucket(1 / LEASE_REFILL_S, LEASE_BURST, clock)
         )  # by robot
@@ -208,8 +203,6 @@ class ResourceService:
         Returns the changed resources, and a refusal for each lease that the registry has revoked. After `STARTING_S`
         all lost robots count as changed once.
         """
-        for robot in self.registry.overridden_elsewhere:  # its session may be away when it is restored
-            self._look_elsewhere(robot)
         with self._lock:
             for peer in robots:
                 self.registry.announce(_robot_resource(peer))  # `on_peer_opened` may not have announced it yet
@@ -240,8 +233,6 @@ class ResourceService:
 
     def on_lease_request(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
-            if not request.token:
-                self._look_elsewhere(request.robot)
             with self._lock:
                 if request.token:
                     lease = self.registry.renew(request.robot, request.token)
@@ -252,15 +243,6 @@ class ResourceService:
         return LeaseGrant(
             robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s, asked_ns=request.asked_ns
         )
-
-    def _look_elsewhere(self, robot: str) -> None:
-        """An override in another run keeps the robot from a new lease here. A run that cannot be read is logged."""
-        override = override_elsewhere(robot, self._run_dir, self._other_runs)
-        if self._other_runs.unreadable != self._unreadable:
-            self._unreadable = self._other_runs.unreadable
-            logger.error("gateway.other_runs_unreadable %s", "; ".join(self._unreadable.values()) or "none any more")
-        with self._lock:
-            self.registry.set_override_elsewhere(robot, override)
 
     def _acquire(self, peer: Peer, request: LeaseRequest) -> Lease:
         """Grants a lease. A session that repeats its request before the reply arrives gets the same token again.
@@ -330,7 +312,7 @@ class Gateway:
         Raises:
             StoreError: another gateway writes the store, or it cannot be used.
             RunError: no key pair on an address beyond loopback, or a damaged ``gateway.json``.
-            HalError: the state database is damaged.
+            HalError: a state database is damaged.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self.config, self.run_dir = config, run_dir
@@ -339,9 +321,10 @@ class Gateway:
         writer = StoreWriter.open(run_dir / "store")  # first: its lock also protects the files next to it
         self._audit = AuditLog(run_dir / STATE_FILE)
         try:
-            self._state = StateDatabase(run_dir / STATE_FILE)
-            leases = LeaseTable(self._state, config.lease_ttl_s)
-            self.resources = ResourceService(leases, Registry(leases, self._state, audit=self._audit), run_dir, clock)
+            state = StateDatabase(run_dir / STATE_FILE)
+            leases = LeaseTable(state, config.lease_ttl_s)
+            registry = Registry(leases, state, audit=self._audit, overrides=overrides_of_run(run_dir))
+            self.resources = ResourceService(leases, registry, clock)
         except HalError:
             writer.close()
             raise
@@ -388,7 +371,7 @@ class Gateway:
         self._resources_thread.close()
         self._audit_thread.close()
         self._audit.close()
-        self._state.close()
+        self.resources.registry.close()
 
     def _write_address(self) -> None:
         address = GatewayAddress(endpoint=self.server.endpoint, public_key=self._keys.public)

@@ -30,7 +30,7 @@ from hal.registry import Override
 from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.errors import RunError
-from user_sys.operator_overrides import operator_overrides
+from user_sys.operator_overrides import overrides_of_real_robots
 from user_sys.run.config import RunConfig
 from user_sys.run.topology import LOOPBACK, ProcessSlot, local_slots
 
@@ -67,8 +67,8 @@ def offered_resources(
         store_node = min(store_node_names(cluster), default="")
         on_cluster = cluster.records(assume_unused=assume_unused)
         records = merge_cluster_records(config.robots, records, on_cluster, store_node)
-    overrides = operator_overrides(runs or config.runs) if config.selects_robots else {}
-    return _with_sites([_with_override(record, overrides) for record in records])
+    overrides = overrides_of_real_robots(runs or config.runs).read() if config.selects_robots else {}
+    return _with_sites([_with_override(record, overrides.get(record.name)) for record in records])
 
 
 def plan_run(
@@ -186,36 +186,34 @@ def merge_cluster_records(
     return list(merged.values())
 
 
-def out_of_use(robots: Iterable[RobotConfig], runs: Path) -> dict[str, str]:
-    """The real ones of `robots` that an operator has taken out of use in one of the runs in `runs`, each with a line
-    for people.
+def out_of_use(robots: Iterable[RobotConfig], run: Path) -> dict[str, str]:
+    """The real ones of `robots` that an operator has taken out of use in `run` or in another run of the same folder,
+    each with a line for people.
 
-    Raises StateError: the overrides of a run cannot be read.
+    Raises StateError: the overrides cannot be read.
     """
     real = [robot.name for robot in robots if not robot.simulated]
-    overrides = operator_overrides(runs) if real else {}
+    overrides = overrides_of_real_robots(run.parent).read() if real else {}
     found = {}
     for name in real:
-        if name in overrides:
-            override, run = overrides[name]
-            command = f"user-sys hardware restore {name} --run {runs / run}"
+        if (override := overrides.get(name)) is not None:
+            command = f"user-sys hardware restore {name} --run {run}"
             found[name] = f"{name} is {override.what} {override.note}: no program moves it until `{command}`"
     return found
 
 
-def require_in_use(robots: Iterable[RobotConfig], runs: Path) -> None:
+def require_in_use(robots: Iterable[RobotConfig], run: Path) -> None:
     """Raises RunError if there is one of `out_of_use`, and StateError as that does."""
-    for text in out_of_use(robots, runs).values():
+    for text in out_of_use(robots, run).values():
         raise RunError(text)
 
 
-def _with_override(record: ResourceRecord, overrides: Mapping[str, tuple[Override, str]]) -> ResourceRecord:
-    if record.kind is not Kind.ROBOT or record.name not in overrides:
+def _with_override(record: ResourceRecord, override: Override | None) -> ResourceRecord:
+    if record.kind is not Kind.ROBOT or override is None:
         return record
-    override, run = overrides[record.name]
     if record.health is Health.LOST and override.health is not Health.QUARANTINED:
         return record
-    return msgspec.structs.replace(record, health=override.health, note=f"{override.note}, in run {run}")
+    return msgspec.structs.replace(record, health=override.health, note=override.note)
 
 
 def _with_sites(records: Sequence[ResourceRecord]) -> list[ResourceRecord]:

@@ -116,7 +116,7 @@ class ClusterAllocation(Allocation):
         near = [request for request in self._near if request.colocate]
         try:
             found = self._plan_requests((*near, *self._requests[use]))
-        except StateError as error:  # the overrides of some run cannot be read
+        except StateError as error:  # the overrides cannot be read
             return str(error)
         return found.reason if found.assigned is None else self._claim_compute(use, found.assigned[len(near) :])
 

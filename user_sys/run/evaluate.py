@@ -265,7 +265,7 @@ def run_evaluation(
             robot out of use (`require_in_use`).
     """
     robot = robot or config.robots[0]
-    require_in_use([robot], folder.path.parent)
+    require_in_use([robot], folder.path)
     judge = TerminalJudge(robot.name, console) if describe_robot(robot).is_judged else None
     manifest, weights = load_acting_weights(folder, learner)
     execution = config.policy.execution

@@ -99,7 +99,7 @@ def _run(
     prepare_trace(folder.trace, wanted=request.profile)
     folder.console_address.unlink(missing_ok=True)  # each launch has a secret of its own
     link_latest(folder.path)
-    held = out_of_use((*config.robots, *config.remote_robots), folder.path.parent)
+    held = out_of_use((*config.robots, *config.remote_robots), folder.path)
     for text in held.values():
         console.print(text, markup=False, soft_wrap=True)
     record_all_demonstrations(config, folder.store, console, on_other_nodes, held)
