@@ -52,7 +52,7 @@ class Robot:
     """A robot's outbox in memory: the tunnel's `ChunkSource` without a disk."""
 
     def __init__(self, name: str, jpegs: list[bytes]) -> None:
-        self.stream, self.acknowledged_s = name, list[float]()  # the second: from record to acknowledgement
+        self.name, self.acknowledged_s = name, list[float]()  # the second: from record to acknowledgement
         self._jpegs, self._numbers = jpegs, itertools.count()
         self._pending, self._recorded_at = deque[PendingChunk](), dict[int, float]()
         self._appended: Callable[[], None] | None = None
@@ -65,8 +65,8 @@ class Robot:
         last = index == EPISODE_CHUNKS - 1
         header = msgspec.structs.replace(
             plain.header,
-            robot=self.stream,
-            episode=f"{self.stream}-{episode}",
+            robot=self.name,
+            episode=f"{self.name}-{episode}",
             first_step=index * CHUNK_STEPS,
             end=EpisodeEnd(steps=EPISODE_CHUNKS * CHUNK_STEPS, success=True) if last else None,
         )
@@ -88,7 +88,7 @@ class Robot:
             self.acknowledged_s.append(time.monotonic() - self._recorded_at.pop(number))
 
     def set_aside(self, sequence: int, reason: str) -> None:
-        raise AssertionError(f"{self.stream}: chunk {sequence} refused: {reason}")
+        raise AssertionError(f"{self.name}: chunk {sequence} refused: {reason}")
 
     def set_on_append(self, on_append: Callable[[], None] | None) -> None:
         self._appended = on_append
@@ -103,8 +103,8 @@ def drive(run: Path, endpoint: str, gateway_key: str, side: int, seconds: float)
     robots = [Robot(name, jpegs) for name in robot_names()]
     with contextlib.ExitStack() as stack:
         for robot in robots:
-            hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=robot.stream)
-            keys = load_keypair(run / "keys" / f"{robot.stream}.key")
+            hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=robot.name)
+            keys = load_keypair(run / "keys" / f"{robot.name}.key")
             client = stack.enter_context(TunnelClient(endpoint, keys, gateway_key, hello, outbox=robot))
             client.wait_open(DEADLINE_S)
         begun, cpu_s = time.monotonic(), time.process_time()

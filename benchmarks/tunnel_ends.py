@@ -41,8 +41,6 @@ PUSH = "push"
 class MemorySource:
     """Chunks from memory: the tunnel's `ChunkSource` without a disk. Ends after `count`, or never."""
 
-    stream = "memory"
-
     def __init__(self, packet: bytes, count: int) -> None:
         self.packet, self.count = packet, count
         self.acknowledged = -1

@@ -123,7 +123,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     Attributes:
         protocol: its protocol version: that of the gateway, or of a robot or relay the previous one.
         holder: a robot session's name in leases. The gateway refuses the session while another holder has the robot.
-        stream: names a robot's outbox; sequence numbers of chunks are unique in a stream.
+        stream: unused; robots of earlier releases send it.
     """
 
     protocol: int
@@ -135,13 +135,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The gateway accepts the channel.
-
-    On the experience channel, `resume_after` is the newest durable chunk of the robot's `stream`, so that the robot
-    does not resend it; -1 if the gateway does not know one.
-    """
-
-    resume_after: int = -1
+    """The gateway accepts the channel."""
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):

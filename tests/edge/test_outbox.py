@@ -52,13 +52,12 @@ def test_acknowledged_chunks_are_deleted(tmp_path: Path) -> None:
         assert indexes(outbox) == []
 
 
-def test_each_opening_begins_a_stream_and_numbers_follow_those_that_wait(tmp_path: Path) -> None:
+def test_numbers_follow_those_that_wait(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as first:
         assert [first.append(packet(index)) for index in range(3)] == [0, 1, 2]
         first.acknowledge(0)
     with Outbox.open(tmp_path) as second:
         assert second.append(packet(3)) == 3 and indexes(second) == [1, 2, 3]
-    assert first.stream != second.stream, "a gateway that has a number of the first does not take it for the second's"
 
 
 def test_sessions_are_counted(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def _on_its_channel(envelope: Envelope) -> bytes:
 _ALONE: tuple[protocol.AnyMessage, ...] = (
     m.Hello(protocol=1, role="robot", name="r"),
     m.Hello(protocol=3, role="robot", name="r", holder="h", stream="s", spec=_SPEC),
-    m.Welcome(resume_after=7),
+    m.Welcome(),
     m.Refusal(reason="r"),
     m.Heartbeat(t_client_ns=1),
     m.CreditGrant(messages=1, size_bytes=1),

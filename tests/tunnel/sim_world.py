@@ -214,8 +214,6 @@ class Cloud(SimMachine):
 
     def run(self, process: SimProcess) -> None:
         world = self.world
-        self._answered: dict[tuple[bytes, int], bool] = {}
-        self._resumed: dict[bytes, int] = {}
         files = self.disk.files()
         writer = StoreWriter.open(ROOT, segment_bytes=STORE_SEGMENT_BYTES, files=files)
         self.server = found = server.TunnelServer(
@@ -252,10 +250,7 @@ class Cloud(SimMachine):
         return ""
 
     def on_peer_opened(self, peer: Peer) -> None:
-        session, state = self.server.sessions.find(peer.session), self.server.sessions.resume_state(peer.name)
-        is_same_stream = session is not None and session.stream == state.stream
-        self._resumed[peer.session] = state.acked_sequence if is_same_stream else -1
-        self.world.tell(f"gateway opened {peer.name}, which resumes after {self._resumed[peer.session]}")
+        self.world.tell(f"gateway opened {peer.name}")
 
     def on_peer_closed(self, peer: Peer, reason: str) -> None:
         self.world.tell(f"gateway closed {peer.name}: {reason}")
@@ -263,8 +258,6 @@ class Cloud(SimMachine):
 
     def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, ChunkOffer) and payload is not None:
-            resumed = self._resumed.get(peer.session, -1)
-            require(message.sequence > resumed, f"{peer.name} resent {message.sequence}; {resumed} is durable")
             self.committer.put_chunk(peer, message, payload)
 
     def _answer(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:

@@ -22,7 +22,6 @@ from user_sys.edge.outbox import Outbox
 from user_sys.gateway.gateway import read_gateway_address
 from user_sys.store.store import IngestedChunks, StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
-from user_sys.tunnel.connection import ChunkSender
 from user_sys.tunnel.flow_control import ReceiveWindow
 from user_sys.tunnel.keys import KeyPair
 
@@ -30,7 +29,6 @@ LIVES = Path(__file__).with_name("edge_processes.py")
 FEW_SEEDS = 60
 SEEDS = 500
 MANY_SEEDS = 10_000
-RESUME = ChunkSender.resume
 
 
 def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> None:
@@ -170,12 +168,10 @@ def test_seed_determines_the_simulation() -> None:
     [
         (StoreWriter, "sync", lambda writer, ticket=None: None, "not in the store"),
         (IngestedChunks, "has", lambda known, episode, index: False, "twice"),
-        (ChunkSender, "resume", lambda sender, resume_after: RESUME(sender, -1), "resent"),
         (ReceiveWindow, "release", lambda window, messages, size_bytes: False, "not at rest"),
     ],
-    ids=["acknowledged before it is synced", "no deduplication", "the resume position is dropped",
-         "credit never comes back"],
-)  # fmt: skip
+    ids=["acknowledged before it is synced", "no deduplication", "credit never comes back"],
+)
 def test_simulation_detects_a_broken_invariant(of: type, name: str, instead: object, noticed: str) -> None:
     with mock.patch.object(of, name, instead):
         tally = simulate_all(range(SEEDS))

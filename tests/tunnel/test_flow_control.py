@@ -164,7 +164,6 @@ class Chunks:
     size_bytes: int
     recorded: int = 0
     done: int = 0
-    stream: str = "panda-0"
 
     def __len__(self) -> int:
         return self.recorded - self.done

@@ -440,21 +440,6 @@ def test_session_over_ipv6(bench: SessionBench) -> None:
     assert bench.server.peers()[0].address == "::1"
 
 
-def test_lost_acknowledgement_is_repeated_in_the_welcome(bench: SessionBench, tmp_path: Path) -> None:
-    with Outbox.open(tmp_path / "outbox") as outbox:
-        client = bench.open("panda-0", outbox=outbox)
-        for index in range(3):
-            outbox.append(chunk(index))
-        until(lambda: len(bench.handler.messages) == 3, "all arrive")
-        client.close()
-        state = bench.server.sessions.resume_state("panda-0")
-        state.stream, state.acked_sequence = outbox.stream, 1  # as if ChunkAck(1) had been sent and lost
-        again = bench.open("panda-0", outbox=outbox)
-        until(lambda: len(bench.handler.messages) == 4, "only the last comes again")
-        assert len(outbox) == 1
-        again.close()
-
-
 def test_reply_reaches_only_its_session(bench: SessionBench, tmp_path: Path) -> None:
     bench.open("panda-0").close()
     until(lambda: bench.handler.closed or bench.handler.opened, "the first session")

@@ -24,7 +24,6 @@ import errno
 import itertools
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ MAX_BYTES = 4 << 30
 RESERVE_BYTES = 16 << 20
 RESERVE_FILE = "reserve"
 BLOCK_BYTES = 4096  # in which a disk allocates the space of a file
-STREAM_BYTES = 16
 OUTBOX_RETRY_S = 0.5
 CHUNK_SUFFIX, DAMAGED_SUFFIX, REFUSED_SUFFIX = ".chunk", ".damaged", ".refused"
 BUSY_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of a read that may succeed later
@@ -257,7 +255,6 @@ class Outbox(ClosedAtExit):
     """One writer thread appends. The tunnel's thread sends and acknowledges, and never waits for the disk's sync.
 
     Attributes:
-        stream: identifies the sequence numbers since it was opened.
         next_sequence: the number of the next chunk; chunks of earlier sessions have lower ones.
         dropped: the chunks that were dropped since the outbox was created.
         paused_reason: why `append_when_free` waits; empty if it does not.
@@ -266,7 +263,6 @@ class Outbox(ClosedAtExit):
 
     def __init__(self, path: Path, lock: WriterLock, max_bytes: int, when_full: WhenFull, files: Files) -> None:
         self.path, self.max_bytes, self.damaged, self.paused_reason = path, max_bytes, 0, ""
-        self.stream = secrets.token_hex(STREAM_BYTES)
         self._files, self._writer_lock, self._when_full = files, lock, when_full
         self._write_lock = threading.Lock()
         chunks, self.next_sequence = self._recover()

@@ -74,8 +74,7 @@ class ForwardBuffer:
     a lost buffer loses no chunk.
     """
 
-    def __init__(self, peer: Peer, stream: str, server: TunnelServer) -> None:
-        self.stream = stream
+    def __init__(self, peer: Peer, server: TunnelServer) -> None:
         self._peer, self._server = peer, server
         self._lock = threading.Lock()
         self._chunks: deque[PendingChunk] = deque()
@@ -403,7 +402,7 @@ class Relay:
             self.weights.router.on_peer_opened(peer)
             return
         hello = self._hellos.pop(peer.name)
-        buffer = ForwardBuffer(peer, hello.stream, self.server)
+        buffer = ForwardBuffer(peer, self.server)
         previous = self.upstream_sessions.get(peer.name)
         session = UpstreamSession(self._client(hello, buffer), buffer, self.server, previous)
         self.upstream_sessions[peer.name] = session

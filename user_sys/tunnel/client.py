@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
-from msgspec.structs import replace
 
 from hal.context import StartedAtEntry
 from hal.pacing import Backoff
@@ -355,8 +354,10 @@ class ClientSession:
         if not is_exempt:
             window.charge(size)
         match envelope.message:
-            case Welcome() as welcome:
-                self._on_welcome(channel, welcome)
+            case Welcome():
+                self._welcomed.add(channel)
+                if channel is Channel.EXPERIENCE and self._chunks is not None:
+                    self._chunks.restart()
             case CreditGrant() as grant:
                 self._flows[channel].send_queue.add_credit(grant)
             case Refusal() as refusal:
@@ -367,7 +368,8 @@ class ClientSession:
                     self._clock.add(echo, time.monotonic_ns())
             case ChunkAck() | ChunkRefusal() as reply if self._chunks is not None:
                 self._chunks.on_reply(reply)
-                self._notify_if_drained()
+                if not len(self._chunks.source):
+                    self._queues.notify()
             case PreviewAck() as ack:
                 self._queues.on_preview_ack(ack)
             case Hello() | ChunkAck() | ChunkRefusal() as message:
@@ -378,16 +380,6 @@ class ClientSession:
                 return
         if not is_exempt:
             window.release(1, size)
-
-    def _on_welcome(self, channel: Channel, welcome: Welcome) -> None:
-        self._welcomed.add(channel)
-        if channel is Channel.EXPERIENCE and self._chunks is not None:
-            self._chunks.resume(welcome.resume_after)
-            self._notify_if_drained()
-
-    def _notify_if_drained(self) -> None:
-        if self._chunks is not None and not len(self._chunks.source):
-            self._queues.notify()
 
 
 class TunnelClient(StartedAtEntry):
@@ -409,8 +401,7 @@ class TunnelClient(StartedAtEntry):
         outbox: ChunkSource | None = None,
         limits: TunnelLimits | None = None,
     ) -> None:
-        self.endpoint = endpoint
-        self.hello = replace(hello, stream="" if outbox is None else outbox.stream)
+        self.endpoint, self.hello = endpoint, hello
         self._keys, self._server_key, self._limits = keys, server_public_key, limits or TunnelLimits()
         self.queues = ClientQueues(hello.name, self._limits)
         self.counters = self.queues.counters

@@ -368,13 +368,7 @@ class _SentChunk(NamedTuple):
 
 
 class ChunkSource(Protocol):
-    """A source of durable chunks. The tunnel's thread calls it.
-
-    Attributes:
-        stream: a permanent name of this source. Sequence numbers are unique in a stream.
-    """
-
-    stream: str
+    """A source of durable chunks. The tunnel's thread calls it."""
 
     def __len__(self) -> int:
         """The number of durable chunks that are not acknowledged. Any thread may call it."""
@@ -408,20 +402,15 @@ class ChunkSender:
         self.source = source
         self._ack_times_s: deque[float] = deque(maxlen=ACK_TIMES)
         self._in_flight: dict[int, _SentChunk] = {}  # by sequence
-        self._reset()
+        self.restart()
 
-    def _reset(self) -> None:
+    def restart(self) -> None:
+        """Starts a new session: all chunks that are not acknowledged are sent again."""
         self._in_flight.clear()
         self._sent = -1
         self._sent_bytes = self._done_bytes = 0
         self._window_bytes, self._fastest_ack_s = INITIAL_WINDOW_BYTES, math.inf
         self._fastest_at_s = time.monotonic()
-
-    def resume(self, resume_after: int) -> None:
-        """Starts a new session: chunks up to `resume_after` are durable, all later ones are sent again."""
-        self._reset()
-        if resume_after >= 0:
-            self.source.acknowledge(resume_after)
 
     def send_pending(self, send_queue: SendQueue, send: SendFrames) -> bool:
         """Sends chunks while window, credit and bandwidth allow. Returns True if libzmq accepts no more."""

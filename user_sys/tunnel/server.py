@@ -22,9 +22,7 @@ from user_sys.errors import RunError, WireError
 from user_sys.messages import (
     PREVIOUS_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    ChunkAck,
     ChunkOffer,
-    ChunkRefusal,
     CreditGrant,
     Heartbeat,
     Hello,
@@ -86,31 +84,11 @@ class Peer:
     protocol: int = PROTOCOL_VERSION
 
 
-@dataclass(eq=False)
-class ResumeState:
-    """The state of a peer that outlives its session.
-
-    Attributes:
-        stream: names the robot's outbox.
-        acked_sequence: the newest acknowledged chunk of that outbox; -1 if unknown.
-    """
-
-    stream: str = ""
-    acked_sequence: int = -1
-
-
 class PeerSession:
     """A session with one peer. One thread calls it; any thread may queue messages and release credit."""
 
-    def __init__(
-        self,
-        peer: Peer,
-        limits: TunnelLimits,
-        resume_state: ResumeState,
-        metrics: dict[Channel, ChannelMetrics],
-        stream: str,
-    ) -> None:
-        self.peer, self.resume_state, self.stream = peer, resume_state, stream
+    def __init__(self, peer: Peer, limits: TunnelLimits, metrics: dict[Channel, ChannelMetrics]) -> None:
+        self.peer = peer
         self.last_control_s = time.monotonic()
         self.state_machine = StateMachine(f"the session of {peer.name}", SessionState.HANDSHAKE, SESSION_TRANSITIONS)
         self.welcomed_channels = {Channel.CONTROL}
@@ -138,17 +116,6 @@ class PeerSession:
         """Sends a due grant and the queue of a channel. Returns True if libzmq accepts no more."""
         return channel in self.welcomed_channels and self.flows[channel].flush(send)
 
-    def update_resume_state(self, message: AnyMessage) -> None:
-        """Records the chunks that the peer need not resend, even if this acknowledgement is lost.
-
-        A refusal resets the record: the peer then resends the refused chunk, so that a lost refusal is repeated.
-        """
-        if isinstance(message, ChunkRefusal):
-            self.stream = self.resume_state.stream = ""
-            self.resume_state.acked_sequence = -1
-        elif isinstance(message, ChunkAck) and self.stream:
-            self.resume_state.stream, self.resume_state.acked_sequence = self.stream, message.sequence
-
 
 class PeerSessions:
     """The sessions of a server, and the channels of each that have something to send.
@@ -159,7 +126,6 @@ class PeerSessions:
     def __init__(self) -> None:
         self._by_id: dict[bytes, PeerSession] = {}
         self._open_by_name: dict[str, PeerSession] = {}
-        self._resume_states: dict[str, ResumeState] = {}
         # For each channel, the sessions to flush, in the order of their first message.
         self._to_flush: dict[Channel, dict[PeerSession, None]] = {channel: {} for channel in Channel}
 
@@ -177,10 +143,6 @@ class PeerSessions:
         """The peers with an open session and this role, sorted by name."""
         peers = [session.peer for session in list(self._open_by_name.values())]
         return tuple(sorted((peer for peer in peers if role in (None, peer.role)), key=lambda peer: peer.name))
-
-    def resume_state(self, name: str) -> ResumeState:
-        """The resume state of the peer called `name`; a new one before its first session."""
-        return self._resume_states.setdefault(name, ResumeState())
 
     def add(self, session: PeerSession) -> None:
         self._by_id[session.peer.session] = session
@@ -309,7 +271,6 @@ class TunnelServer(ThreadedService):
             self.counters["queue_full"] += 1
             logger.warning("tunnel.queue_full peer=%s message=%s", session.peer.name, type(message).__name__)
             return False
-        session.update_resume_state(message)
         self._mark(session, channel)
         return True
 
@@ -486,15 +447,12 @@ class TunnelServer(ThreadedService):
         if session is None:
             via = entry.name if entry.role == "relay" and entry.name != hello.name else ""
             peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec, via, hello.protocol)
-            session = self._begin(peer, hello.stream)
+            session = self._begin(peer)
         session.welcomed_channels.add(channel)
         self._router.authorize(received.descriptor, session.peer.session)
         if channel is not Channel.CONTROL:
             session.bulk_descriptors[channel] = received.descriptor
-        resume_state = session.resume_state
-        resumes = channel is Channel.EXPERIENCE and resume_state.stream == hello.stream
-        welcome = Welcome(resume_after=resume_state.acked_sequence if resumes else -1)
-        self._router.send(routing_id, encode_envelope(Envelope(welcome)))
+        self._router.send(routing_id, encode_envelope(Envelope(Welcome())))
         self._mark(session, channel)
         if len(session.welcomed_channels) == len(Channel) and not session.is_open:
             self._open(session)
@@ -503,15 +461,14 @@ class TunnelServer(ThreadedService):
         """The sessions of a policy server, without those of the policy called `name`."""
         return sum(each.peer.public_key == public and each.peer.name != name for each in self.sessions.all())
 
-    def _begin(self, peer: Peer, stream: str) -> PeerSession:
+    def _begin(self, peer: Peer) -> PeerSession:
         """Begins a session, which does not replace the open session of its name until it opens.
 
         The Hello may be late: its client may have another session by now, which may be the open one.
         """
         for former in [s for s in self.sessions.all() if s.peer.name == peer.name and not s.is_open]:
             self._end(former, "the peer sent another Hello")
-        state = self.sessions.resume_state(peer.name) if peer.role == "robot" else ResumeState()  # it sends chunks
-        session = PeerSession(peer, self._limits, state, self.metrics, stream)
+        session = PeerSession(peer, self._limits, self.metrics)
         self.sessions.add(session)
         return session
 
