@@ -1,4 +1,4 @@
-"""Credit, bandwidth limits, back-off, state machines and the coalescing queue."""
+"""Credit, bandwidth limits, back-off and the coalescing queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hal.pacing import Backoff, TokenBucket
 from hal.resource import Kind, ResourceRecord
 from user_sys.config import build
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import ConfigError, TunnelError, WireError
+from user_sys.errors import ConfigError, WireError
 from user_sys.messages import (
     ChunkAck,
     ChunkOffer,
@@ -41,7 +41,7 @@ from user_sys.tunnel.flow_control import (
     SendQueue,
 )
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES, ChannelLimits, TunnelLimits
-from user_sys.tunnel.protocol import TUNNEL_TRANSITIONS, Envelope, Payload, StateMachine, TunnelState, encode_envelope
+from user_sys.tunnel.protocol import Envelope, Payload, encode_envelope
 
 LIMITS = ChannelLimits(window_messages=8, window_bytes=1000, queue_messages=16)
 
@@ -325,19 +325,6 @@ def test_backoff_stays_within_its_bounds_and_resets() -> None:
     assert bounds[:3] == [0.1, 0.2, 0.4] and bounds[-1] == 5.0
     backoff.reset()
     assert backoff.bound_s == 0.1
-
-
-@given(st.lists(st.sampled_from(TunnelState), max_size=8))
-def test_illegal_transition_raises(path: list[TunnelState]) -> None:
-    machine = StateMachine("the tunnel", TunnelState.IDLE, TUNNEL_TRANSITIONS)
-    for state in path:
-        before = machine.state
-        if state in TUNNEL_TRANSITIONS[before]:
-            machine.transition_to(state)
-            continue
-        with pytest.raises(TunnelError, match=f"cannot go from {before.value} to {state.value}"):
-            machine.transition_to(state)
-        assert machine.state is before
 
 
 ITEMS = st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers()), max_size=40)

@@ -56,12 +56,10 @@ from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.protocol import (
     CREDIT_EXEMPT,
     DROPPED_ON_DISCONNECT,
-    TUNNEL_TRANSITIONS,
     WEIGHTS_TRANSFER,
     AnyMessage,
     Channel,
     Envelope,
-    StateMachine,
     TunnelState,
     channel_limits,
     channel_of,
@@ -144,21 +142,15 @@ class ClientQueues:
         }
         self.counters: Counter[str] = Counter()
         self.wakeup = Wakeup()
-        self.reason = "not started"
+        self.state, self.reason = TunnelState.IDLE, "not started"
         self.changed = threading.Condition()
         self._name = name
-        self._machine = StateMachine(f"the tunnel of {name}", TunnelState.IDLE, TUNNEL_TRANSITIONS)
         self._previews_in_flight: set[tuple[str, str]] = set()  # cameras whose last preview is not acknowledged
 
-    @property
-    def state(self) -> TunnelState:
-        return self._machine.state
-
     def transition_to(self, state: TunnelState, reason: str = "") -> None:
-        """Raises TunnelError if the transition is illegal. A loss drops the messages that are not sent again."""
+        """Sets the state. A loss drops the messages that are not sent again."""
         with self.changed:
-            self._machine.transition_to(state)
-            self.reason = reason
+            self.state, self.reason = state, reason
             if state is TunnelState.LOST:
                 self.counters["lost"] += 1
                 for send_queue in self.send_queues.values():

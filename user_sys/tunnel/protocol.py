@@ -2,22 +2,22 @@
 
 A client opens one connection (DEALER) for each of four channels to one port (ROUTER). Their routing ids are the
 channel's letter and 16 random bytes that the four share: the session id. A message is one msgpack frame; a message in
-`WITH_PAYLOAD` has one more frame of bulk bytes. docs/tunnel.md describes a session and draws the states.
+`WITH_PAYLOAD` has one more frame of bulk bytes. docs/tunnel.md describes a session.
 """
 
 from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
 from hal.errors import HalError
-from user_sys.errors import TunnelError, WireError
+from user_sys.errors import WireError
 from user_sys.messages import (
     ChunkAck,
     ChunkOffer,
@@ -74,37 +74,6 @@ class SessionState(enum.Enum):
     HANDSHAKE = "handshake"  # Hello on the control channel was accepted; the other channels follow
     OPEN = "open"
     ENDED = "ended"
-
-
-TUNNEL_TRANSITIONS: Mapping[TunnelState, frozenset[TunnelState]] = {
-    TunnelState.IDLE: frozenset({TunnelState.CONNECTING, TunnelState.CLOSED}),
-    TunnelState.CONNECTING: frozenset({TunnelState.OPEN, TunnelState.LOST, TunnelState.REFUSED, TunnelState.CLOSED}),
-    TunnelState.OPEN: frozenset({TunnelState.LOST, TunnelState.REFUSED, TunnelState.CLOSED}),
-    TunnelState.LOST: frozenset({TunnelState.CONNECTING, TunnelState.CLOSED}),
-    TunnelState.REFUSED: frozenset({TunnelState.CLOSED}),
-    TunnelState.CLOSED: frozenset(),
-}
-SESSION_TRANSITIONS: Mapping[SessionState, frozenset[SessionState]] = {
-    SessionState.HANDSHAKE: frozenset({SessionState.OPEN, SessionState.ENDED}),
-    SessionState.OPEN: frozenset({SessionState.ENDED}),
-    SessionState.ENDED: frozenset(),
-}
-
-StateT = TypeVar("StateT", bound=enum.Enum)
-
-
-class StateMachine(Generic[StateT]):
-    """Holds a state and allows only the transitions of its table. The caller provides locking."""
-
-    def __init__(self, name: str, initial: StateT, table: Mapping[StateT, frozenset[StateT]]) -> None:
-        self.state = initial
-        self._name, self._table = name, table
-
-    def transition_to(self, state: StateT) -> None:
-        """Raises TunnelError if the table does not allow the transition."""
-        if state not in self._table[self.state]:
-            raise TunnelError(f"{self._name} cannot go from {self.state.value} to {state.value}")
-        self.state = state
 
 
 AnyMessage: TypeAlias = ControlMessage | WeightsMessage | ExperienceMessage

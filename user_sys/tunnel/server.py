@@ -38,13 +38,11 @@ from user_sys.tunnel.protocol import (
     ALLOWED_MESSAGES,
     CREDIT_EXEMPT,
     SESSION_BYTES,
-    SESSION_TRANSITIONS,
     AnyMessage,
     Channel,
     Envelope,
     Payload,
     SessionState,
-    StateMachine,
     channel_limits,
     channel_of,
     credit_cost_bytes,
@@ -90,7 +88,7 @@ class PeerSession:
     def __init__(self, peer: Peer, limits: TunnelLimits, metrics: dict[Channel, ChannelMetrics]) -> None:
         self.peer = peer
         self.last_control_s = time.monotonic()
-        self.state_machine = StateMachine(f"the session of {peer.name}", SessionState.HANDSHAKE, SESSION_TRANSITIONS)
+        self.state = SessionState.HANDSHAKE
         self.welcomed_channels = {Channel.CONTROL}
         self.flows = {
             channel: ChannelFlow(bounds, SendQueue(bounds, metrics[channel]))
@@ -100,7 +98,7 @@ class PeerSession:
 
     @property
     def is_open(self) -> bool:
-        return self.state_machine.state is SessionState.OPEN
+        return self.state is SessionState.OPEN
 
     def silence_reason(self, limits: TunnelLimits) -> str:
         """Describes the connection that was silent for too long; empty if all are alive."""
@@ -166,7 +164,7 @@ class PeerSessions:
         sessions = list(marked)
         for session in sessions:
             del marked[session]
-        return [session for session in sessions if session.state_machine.state is not SessionState.ENDED]
+        return [session for session in sessions if session.state is not SessionState.ENDED]
 
 
 _BulkMessage = tuple[PeerSession, Channel, Envelope, int]  # with its size in bytes
@@ -386,7 +384,7 @@ class TunnelServer(ThreadedService):
         self._router.send(routing_id, encode_envelope(Envelope(Refusal(reason=reason))))
 
     def _deliver(self, session: PeerSession, channel: Channel, envelope: Envelope, size: int) -> None:
-        if session.state_machine.state is SessionState.ENDED:
+        if session.state is SessionState.ENDED:
             return  # an earlier message has ended the session
         message = envelope.message
         metrics = self.metrics[channel]
@@ -478,7 +476,7 @@ class TunnelServer(ThreadedService):
         former = self.sessions.find_open(peer.name)
         if former is not None:
             self._refuse(former, taken_over_reason(peer.name))
-        session.state_machine.transition_to(SessionState.OPEN)
+        session.state = SessionState.OPEN
         self.sessions.set_open(session)
         logger.info("tunnel.opened peer=%s role=%s address=%s", peer.name, peer.role, peer.address)
         self._audit_peer("opened", peer, f"through {peer.via}" if peer.via else "")
@@ -494,7 +492,7 @@ class TunnelServer(ThreadedService):
         peer, was_open = session.peer, session.is_open
         self.sessions.remove(session)
         self._router.deauthorize(peer.session)
-        session.state_machine.transition_to(SessionState.ENDED)
+        session.state = SessionState.ENDED
         logger.info("tunnel.closed peer=%s reason=%s", peer.name, reason)
         if was_open:
             self._audit_peer("closed", peer, reason)
