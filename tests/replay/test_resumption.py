@@ -14,7 +14,7 @@ from user_sys.errors import StoreCorrupt, WireError
 from user_sys.replay.batches import BatchSpec
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.sampler import Prefetcher, Sampler
-from user_sys.replay.selectors import DemoOnlineSelector, MixtureSelector, PrioritizedSelector, UniformSelector
+from user_sys.replay.selectors import DemoOnlineSelector, PrioritizedSelector, UniformSelector
 
 
 def fill(store: Store, pictures: bool = False) -> None:
@@ -25,13 +25,7 @@ def fill(store: Store, pictures: bool = False) -> None:
 
 
 def prioritized(replay: ReplayBuffer, seed: int = 3) -> Sampler:
-    return Sampler(
-        replay,
-        MixtureSelector([(PrioritizedSelector(), 0.5), (UniformSelector(), 0.5)]),
-        BatchSpec(2, 0.9),
-        32,
-        seed=seed,
-    )
+    return Sampler(replay, PrioritizedSelector(), BatchSpec(2, 0.9), 32, seed=seed)
 
 
 def train(batches: Prefetcher, sampler: Sampler, updates: int) -> list[Array]:
@@ -65,7 +59,7 @@ def test_state_of_another_sampler_is_refused(store: Store) -> None:
     with store.replay() as replay:
         sampler = prioritized(replay)
         saved = sampler.state_dict()
-        for name in ("generator", "ahead.step", "selector.0.powers"):
+        for name in ("generator", "ahead.step", "selector.powers"):
             with pytest.raises(WireError):
                 prioritized(replay).load_state_dict({key: value for key, value in saved.items() if key != name})
 
@@ -83,7 +77,7 @@ def test_state_of_another_batch_size_restores_all_but_the_pending_draws(
         smaller = prioritized(replay, seed=77)
         smaller.batch_size = 8
         assert smaller.load_state_dict(saved) == []
-        for name in ("generator", "selector.0.powers", "selector.0.rewards"):
+        for name in ("generator", "selector.powers", "selector.rewards"):
             np.testing.assert_array_equal(smaller.state_dict()[name], saved[name])
         assert len(smaller.sample()) == 8
     assert ("replay.pending_draws_dropped count=2" in caplog.text) == bool(depth)

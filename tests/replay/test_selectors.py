@@ -122,7 +122,7 @@ def test_shares_hold_on_average_and_in_each_batch_up_to_one_sample(
 ) -> None:
     store.put(chunk(1, 0, 3, end=True))
     with store.replay() as replay:
-        mix, rng = MixtureSelector([(UniformSelector(), share) for share in shares]), np.random.default_rng(0)
+        mix, rng = MixtureSelector([(StepFilter(), share) for share in shares]), np.random.default_rng(0)
         replay.subscribe(mix.update)
         drawn = [np.bincount(mix.select(n, rng).groups, minlength=len(shares)) for _ in range(1000)]
         exact = n * np.array(shares)
@@ -132,7 +132,7 @@ def test_shares_hold_on_average_and_in_each_batch_up_to_one_sample(
 
 def test_shares_that_do_not_add_up_to_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="add up"):
-        MixtureSelector([(UniformSelector(), 0.5)])
+        MixtureSelector([(StepFilter(), 0.5)])
 
 
 @pytest.mark.parametrize(

@@ -406,10 +406,8 @@ class SamplerConfig:
             phases=self.only.phases or phases,
         )
         if self.kind == "mixed" and mixture:
-            unions = [StepFilterUnion(tuple((only, each) for each in part.filters)) for part in mixture]
-            shares = [part.share for part in mixture]
             return MixtureSelector(
-                [(UniformSelector(union), share) for union, share in zip(unions, shares, strict=True)]
+                [(StepFilterUnion(tuple((only, each) for each in part.filters)), part.share) for part in mixture]
             )
         if self.kind == "mixed":
             return DemoOnlineSelector(embodiments, demo_fraction, only)

@@ -1,6 +1,6 @@
 """Selectors: which steps a batch starts at.
 
-Selectors combine: step filters restrict them, mixtures join them.
+Step filters restrict selectors; a mixture gives each of several filters a share of the batch.
 """
 
 from __future__ import annotations
@@ -306,11 +306,6 @@ class UniformSelector(Selector):
     def __len__(self) -> int:
         return len(self._eligible)
 
-    @property
-    def rows(self) -> Array:
-        """See `EligibleSteps.rows`."""
-        return self._eligible.rows
-
     def update(self, index: Index, change: IndexChange) -> None:
         """See `Selector.update`."""
         self._eligible.update(index, change)
@@ -328,37 +323,36 @@ def state_column(state: Mapping[str, Array], name: str) -> Array:
 
 
 class MixtureSelector(Selector):
-    """Fixed shares of each batch from several selectors, e.g. RLPD's half and half (Ball et al. 2023, section 4.1).
+    """Fixed shares of each batch for several step filters, e.g. RLPD's half and half (Ball et al. 2023, section 4.1).
 
-    The shares are exact in every batch up to one sample a part, and on average: the remainder is drawn (systematic
-    sampling). If a part is empty, the others replace it in proportion to their shares. The parts are contiguous in a
-    batch.
+    Within a part, every step is equally likely. The shares are exact in every batch up to one sample a part, and on
+    average: the remainder is drawn (systematic sampling). If a part is empty, the others replace it in proportion to
+    their shares. The parts are contiguous in a batch.
     """
 
-    def __init__(self, parts: Sequence[tuple[Selector, float]]) -> None:
+    def __init__(self, parts: Sequence[tuple[AnyStepFilter, float]]) -> None:
         """Raises ConfigError unless the shares are positive and add up to 1."""
-        self._selectors = [selector for selector, _ in parts]
+        self._parts = [EligibleSteps(step_filter) for step_filter, _ in parts]
         self._shares = np.array([share for _, share in parts], float)
         if (self._shares < 0).any() or abs(self._shares.sum() - 1.0) > 1e-6:
             raise ConfigError(f"shares of {self._shares.tolist()}: they must add up to 1")
-        self.uses_feedback = any(selector.uses_feedback for selector in self._selectors)
 
     def __len__(self) -> int:
-        return sum(map(len, self._selectors))
+        return sum(map(len, self._parts))
 
     def update(self, index: Index, change: IndexChange) -> None:
         """See `Selector.update`."""
-        for selector in self._selectors:
-            selector.update(index, change)
+        for part in self._parts:
+            part.update(index, change)
 
     @property
     def empty_parts(self) -> list[int]:
         """Places of the parts without a step."""
-        return [part for part, selector in enumerate(self._selectors) if not len(selector)]
+        return [place for place, part in enumerate(self._parts) if not len(part)]
 
     def _counts(self, n: int, rng: np.random.Generator) -> list[int]:
         """Number of samples per part out of `n`."""
-        nonempty = np.array([len(selector) > 0 for selector in self._selectors])
+        nonempty = np.array([len(part) > 0 for part in self._parts])
         shares = np.where(nonempty, self._shares, 0.0)
         if shares.sum() == 0.0:  # all nonempty parts have share 0
             shares = nonempty.astype(float)
@@ -368,34 +362,10 @@ class MixtureSelector(Selector):
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
         """See `Selector.select`."""
-        selections = []
-        for part, (selector, count) in enumerate(zip(self._selectors, self._counts(n, rng), strict=True)):
-            if count:
-                selected = selector.select(count, rng)
-                selections.append(selected._replace(groups=selected.groups * len(self._selectors) + part))
-        return Selection.joined(selections)
-
-    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
-        """See `Selector.feedback`: each part gets its own samples."""
-        for part, selector in enumerate(self._selectors):
-            own = groups % len(self._selectors) == part
-            if own.any():
-                selector.feedback(rows[own], groups[own] // len(self._selectors), losses[own])
-
-    def state_dict(self, index: Index) -> SelectorState:
-        """See `Selector.state_dict`."""
-        return {
-            f"{part}.{name}": value
-            for part, selector in enumerate(self._selectors)
-            for name, value in selector.state_dict(index).items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
-        """See `Selector.load_state_dict`."""
-        for part, selector in enumerate(self._selectors):
-            prefix = f"{part}."
-            inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            selector.load_state_dict(inner, index)
+        counts = enumerate(self._counts(n, rng))
+        return Selection.joined(
+            [Selection.unweighted(self._parts[place].draw(count, rng), place) for place, count in counts if count]
+        )
 
 
 class MixturePart(NamedTuple):
@@ -448,9 +418,9 @@ class DemoOnlineSelector(MixtureSelector):
         only = replace(step_filter, embodiments=embodiments)
         ageless = replace(only, max_age_s=None, max_age_versions=None)
         demo, online = StepFilter(sources=(EpisodeSource.DEMO,)), StepFilter(sources=(EpisodeSource.ONLINE,))
-        self.demo = UniformSelector(StepFilterUnion(((ageless, demo), (ageless, ROLES["interventions"]))))
-        self.online = UniformSelector(StepFilterUnion(((only, online),)))
-        super().__init__([(self.demo, demo_fraction), (self.online, 1.0 - demo_fraction)])
+        demo_half = StepFilterUnion(((ageless, demo), (ageless, ROLES["interventions"])))
+        super().__init__([(demo_half, demo_fraction), (StepFilterUnion(((only, online),)), 1.0 - demo_fraction)])
+        self.demo, self.online = self._parts
 
 
 class SumTree:
