@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from replay_kit import CAMERA, PICTURES, STATE, Store, chunk, grey, odd, raw, seen
 
 from user_sys.errors import ConfigError, StoreCorrupt, StoreError
-from user_sys.replay.batches import Batch, BatchSpec, ObservationFeatures, ReadPlan
+from user_sys.replay.batches import BatchSpec, ObservationFeatures, ReadPlan
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.selectors import PrioritizedConfig, PrioritizedSelector, UniformSelector
+from user_sys.replay.selectors import UniformSelector
 from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, UndoLabel
 from user_sys.store.log_reader import SegmentFileCache
 from user_sys.store.maintenance import add_labels, compact_store
@@ -296,36 +296,6 @@ def test_corrected_success_changes_drawn_reward(store: Store) -> None:
         store.put(UndoLabel(episode="ep-1", labeller="ada", at_unix_ns=2, undone_at_unix_ns=1))
         replay.refresh()
         assert set(ones.sample().reward.tolist()) == {0.0, 1.0, 2.0}
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_relabelled_row_gets_maximum_priority(store: Store, resumed: bool) -> None:
-    store.put(*[chunk(episode, 0, 5, end=True) for episode in range(1, 9)])
-    label = SuccessLabel(episode="ep-5", labeller="ada", at_unix_ns=1, success=True)
-    with store.replay() as replay:
-        drawing = Sampler(replay, PrioritizedSelector(config=PrioritizedConfig(alpha=1.0)), BatchSpec(), 32, seed=1)
-        for _ in range(60):
-            batch = drawing.sample()
-            drawing.feedback(batch, np.where(batch.observation["observation.state"][:, 0] == 5, 1e-6, 1.0))
-        assert not (drawing.sample().observation["observation.state"][:, 0] == 5).any()
-        saved = drawing.state_dict()
-        if not resumed:
-            store.put(label)
-            replay.refresh()
-            assert 1.0 in relabelled(drawing.sample())
-            return
-    store.put(label)
-    with store.replay() as again:
-        drawing = Sampler(again, PrioritizedSelector(config=PrioritizedConfig(alpha=1.0)), BatchSpec(), 32, seed=2)
-        drawing.load_state_dict(saved)
-        assert 1.0 in relabelled(drawing.sample())
-
-
-def relabelled(batch: Batch) -> list[float]:
-    """The rewards of the last step of episode 5."""
-    state = batch.observation["observation.state"]
-    rewards: list[float] = batch.reward[(state[:, 0] == 5) & (state[:, 1] == 4)].tolist()
-    return rewards
 
 
 def test_invalid_replay_settings_are_refused(store: Store) -> None:

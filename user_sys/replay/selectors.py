@@ -494,12 +494,12 @@ class PrioritizedSelector(Selector):
     """Prioritized sampling after Schaul, Quan, Antonoglou and Silver, "Prioritized Experience Replay", ICLR 2016
     (arXiv 1511.05952), the proportional variant:
 
-        p_i  = |delta_i| + epsilon                      (the maximum p so far until a row is drawn with its reward)
+        p_i  = |delta_i| + epsilon                      (the maximum p so far until a row is drawn)
         P(i) = p_i^alpha / sum_k p_k^alpha
         w_i  = (N P(i))^-beta / max_j w_j               (the maximum over the batch)
 
     beta rises from `beta` to 1 over `beta_draws` draws. A batch is stratified: one draw from each of n equal shares.
-    Memory is about 24 bytes per row of the store.
+    Memory is about 20 bytes per row of the store.
     """
 
     uses_feedback = True
@@ -512,7 +512,6 @@ class PrioritizedSelector(Selector):
         self._eligible = EligibleSteps(step_filter)
         self._alpha, self._beta, self._beta_draws = config.alpha, config.beta, config.beta_draws
         self._powers = np.empty(0, np.float32)  # p^alpha of each row, eligible or not
-        self._rewards = np.empty(0, np.float32)  # reward of each row when its power was set
         self._tree = SumTree()
         self._maximum, self._draws = 1.0, 0
 
@@ -524,12 +523,8 @@ class PrioritizedSelector(Selector):
         total = len(index.steps)
         if total > len(self._powers):
             self._tree.grow(total)
-            self._powers, self._rewards = (
-                np.append(column, np.full(len(self._tree) - len(column), np.nan, np.float32))
-                for column in (self._powers, self._rewards)
-            )
-        new = np.arange(change.rows.start, change.rows.stop)
-        self._reset(index, np.append(new, change.relabelled))
+            self._powers = np.append(self._powers, np.empty(len(self._tree) - len(self._powers), np.float32))
+        self._powers[change.rows.start : change.rows.stop] = self._maximum**self._alpha
         low = self._eligible.update(index, change)
         if low < total:
             self._set_powers(low, total)
@@ -541,12 +536,6 @@ class PrioritizedSelector(Selector):
         powers = np.zeros(total - low, np.float32)
         powers[rows - low] = self._powers[rows]
         self._tree.set(np.arange(low, total), powers)
-
-    def _reset(self, index: Index, rows: Array) -> None:
-        """Sets the maximum priority for those `rows` that are new or got another reward; `_set_powers` follows."""
-        changed = rows[self._rewards[rows] != index.steps.reward[rows]]
-        self._powers[changed] = self._maximum**self._alpha
-        self._rewards[changed] = index.steps.reward[changed]
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
         """See `Selector.select`."""
@@ -577,17 +566,15 @@ class PrioritizedSelector(Selector):
             "sequence": index.chunks.sequence.copy(),
             "steps": index.chunks.steps.astype(np.int32),
             "powers": self._powers[: len(index.steps)].copy(),
-            "rewards": self._rewards[: len(index.steps)].copy(),
         }
 
     def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
-        """See `Selector.load_state_dict`. Rows that are unknown to the state, or relabelled since, count as new.
+        """See `Selector.load_state_dict`. Rows that are unknown to the state count as new.
 
         Powers of another alpha become those of this one. A state of alpha 0 has no priorities: its rows count as new.
         """
-        sequence, steps = state_column(state, "sequence"), state_column(state, "steps")
-        powers, rewards = state_column(state, "powers"), state_column(state, "rewards")
-        if len(sequence) != len(steps) or not int(steps.sum()) == len(powers) == len(rewards):
+        sequence, steps, powers = (state_column(state, name) for name in ("sequence", "steps", "powers"))
+        if len(sequence) != len(steps) or int(steps.sum()) != len(powers):
             raise WireError("the priorities of the sampler's state are inconsistent")
         self._maximum = float(state_column(state, "greatest")[0])
         alpha = float(state.get("alpha", [self._alpha])[0])  # older states have none
@@ -599,8 +586,7 @@ class PrioritizedSelector(Selector):
         counts = index.chunks.steps[current]
         rows = spans(index.chunks.first_row[current], counts)
         of_state = spans((np.cumsum(steps, dtype=np.int64) - steps)[saved], counts)
-        self._powers[rows], self._rewards[rows] = powers[of_state], rewards[of_state]
-        self._reset(index, rows)
+        self._powers[rows] = powers[of_state]
         self._set_powers(0, total)
 
 
