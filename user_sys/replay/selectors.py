@@ -569,16 +569,13 @@ class PrioritizedSelector(Selector):
         }
 
     def load_state_dict(self, state: Mapping[str, Array], index: Index) -> None:
-        """See `Selector.load_state_dict`. Rows that are unknown to the state count as new.
-
-        Powers of another alpha become those of this one. A state of alpha 0 has no priorities: its rows count as new.
-        """
+        """See `Selector.load_state_dict`; another alpha is refused. Rows that are unknown to the state count as new."""
+        if (alpha := float(state.get("alpha", [self._alpha])[0])) != self._alpha:  # older states have none
+            raise WireError(f"the state has priorities of alpha {alpha:g}; this sampler has alpha {self._alpha:g}")
         sequence, steps, powers = (state_column(state, name) for name in ("sequence", "steps", "powers"))
         if len(sequence) != len(steps) or int(steps.sum()) != len(powers):
             raise WireError("the priorities of the sampler's state are inconsistent")
         self._maximum = float(state_column(state, "greatest")[0])
-        alpha = float(state.get("alpha", [self._alpha])[0])  # older states have none
-        powers = powers ** (self._alpha / alpha) if alpha else np.full_like(powers, self._maximum**self._alpha)
         self._draws = int(state_column(state, "draws")[0])
         total = len(index.steps)
         self._powers[:total] = self._maximum**self._alpha
