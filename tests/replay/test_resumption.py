@@ -65,25 +65,6 @@ def test_state_of_another_sampler_is_refused(store: Store) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_state_of_another_batch_size_restores_all_but_the_pending_draws(
-    store: Store, depth: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    fill(store)
-    with store.replay() as replay:
-        sampler = prioritized(replay)
-        with Prefetcher(sampler, depth) as batches:
-            train(batches, sampler, 5)
-            saved = batches.state_dict()
-        smaller = prioritized(replay, seed=77)
-        smaller.batch_size = 8
-        assert smaller.load_state_dict(saved) == []
-        for name in ("generator", "selector.powers"):
-            np.testing.assert_array_equal(smaller.state_dict()[name], saved[name])
-        assert len(smaller.sample()) == 8
-    assert ("replay.pending_draws_dropped count=2" in caplog.text) == bool(depth)
-
-
-@pytest.mark.parametrize("depth", [0, 2])
 def test_draws_are_independent_of_cache_refreshes_and_threads(store: Store, depth: int) -> None:
     drawn = []
     for cache_bytes, step_by_step in ((20_000, False), (1 << 22, True)):

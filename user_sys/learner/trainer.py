@@ -243,7 +243,7 @@ class Trainer:
     def load_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Continues from `checkpoint`, after a `refresh`. All processes call it.
 
-        Returns False if another number of processes or a sampler of another kind wrote it, or if it has read records
+        Returns False if another number of processes or another sampler wrote it, or if it has read records
         that the store lacks: networks and optimizers are loaded, and sampler and generators start from their seeds.
 
         Raises:
@@ -262,7 +262,7 @@ class Trainer:
         return False
 
     def _load_draws(self, checkpoint: Checkpoint) -> bool:
-        """Restores sampler and generators of this process. Returns False if the state is of another kind of sampler."""
+        """Restores sampler and generators of this process. Returns False if the state is of another sampler."""
         prefix = _rank_prefix(self.group.rank)
         own = {name.removeprefix(prefix): value for name, value in checkpoint.arrays.items() if name.startswith(prefix)}
         sampler = {k.removeprefix(SAMPLER_PREFIX): v for k, v in own.items() if k.startswith(SAMPLER_PREFIX)}

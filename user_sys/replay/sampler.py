@@ -204,18 +204,16 @@ class Sampler:
         """Restores a state; the replay buffer must have been refreshed.
 
         Later draws are bit-identical if the store's content and the batch size are unchanged. Returns the pending
-        draws, to be filled. A draw with a row that is no longer stored is left out, with all draws after it, and each
-        draw of another batch size.
+        draws, to be filled. A draw with a row that is no longer stored is left out, with all draws after it.
 
         Raises:
-            WireError: it is the state of another sampler.
+            WireError: it is the state of another sampler, or has pending draws of another batch size.
         """
         if (saved := state_column(state, "selector").tobytes().decode()) != (own := type(self._selector).__name__):
             raise WireError(f"the state belongs to a {saved}; this sampler has a {own}")
         columns = [state_column(state, f"ahead.{name}") for name in ("sequence", "step", "weight", "group")]
         if columns[0].size and columns[0].shape[1] != self.batch_size:  # e.g. lowered to fit the GPU's memory
-            _logger.warning("replay.pending_draws_dropped count=%d: of another batch size", len(columns[0]))
-            columns = [column[:0] for column in columns]
+            raise WireError(f"its batches have {columns[0].shape[1]} samples; those of this sampler {self.batch_size}")
         generator = state_column(state, "generator")
         inner = {n.removeprefix(SELECTOR_PREFIX): v for n, v in state.items() if n.startswith(SELECTOR_PREFIX)}
         self._selector.load_state_dict(inner, self._replay.index)
