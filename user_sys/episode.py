@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -339,16 +338,3 @@ def frame_columns(
 def new_episode_id(robot: str) -> str:
     """A unique identifier that sorts by time, e.g. ``panda-0-1763695921123-9f2c1a04b7``."""
     return f"{robot}-{time.time_ns() // 1_000_000}-{secrets.token_hex(5)}"
-
-
-_COPY_ID = re.compile(rf"(.+)-(?:as-({'|'.join(EpisodeSource)})|(0|[1-9]\d*)-([1-9]\d*))")
-
-
-def recorded_id(episode: str) -> str:
-    """The id of the recorded episode of which `episode`, by its id, is a copy; `episode` if it is none.
-
-    Exports add ``-<first>-<end>`` to the id of a part, and imports ``-as-<source>`` if another source was named.
-    """
-    while (found := _COPY_ID.fullmatch(episode)) and (found[2] or int(found[3]) < int(found[4])):
-        episode = found[1]
-    return episode

@@ -20,7 +20,7 @@ from hal.settings import NAME_PATTERN
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import DataSetError
-from user_sys.interchange.frames import encode_jpeg, encode_png
+from user_sys.interchange.frames import encode_png
 from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset, valid_name
 from user_sys.robot_records import save_robot_record
 from user_sys.store.labels import DeleteLabel
@@ -272,16 +272,6 @@ def test_wrong_import_can_be_corrected(tmp_path: Path, told: dict[str, Any], com
         assert header.end is not None
         found = {"success": header.end.success, "frames": "jpeg" if isinstance(first, bytes) else "raw"}
         assert {name: found[name] if name in found else getattr(header, name) for name in told} == told
-
-
-@pytest.mark.parametrize("form", ["raw", "jpeg"])
-def test_option_without_effect_adds_nothing_again(tmp_path: Path, form: str) -> None:
-    root, store = foreign(tmp_path / "set"), tmp_path / "store"
-    if form == "jpeg":
-        files = [{"bytes": encode_jpeg(picture("front", 0)), "path": "x.jpg"}] * 43
-        add_feature(root, "observation.images.top", files, dtype="image")
-    bring_in(root, store)
-    assert bring_in(root, store, ImportOptions(frames=form)).already_stored == 2, "the pictures are stored so"
 
 
 def test_imports_of_one_dataset_at_two_sites_are_merged(tmp_path: Path) -> None:

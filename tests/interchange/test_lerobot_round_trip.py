@@ -16,12 +16,12 @@ from interchange_kit import assert_same, bring_in, episode_chunks, export, make_
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.commands.main import main
-from user_sys.episode import Chunk, EpisodeSource, decode_chunk, recorded_id
+from user_sys.episode import Chunk, EpisodeSource, decode_chunk
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeFilter
 from user_sys.interchange.lerobot_import import ImportOptions, LerobotDataset
 from user_sys.robot_records import save_robot_record
-from user_sys.store.labels import DeleteLabel, TrimLabel, column_labels
+from user_sys.store.labels import DeleteLabel, column_labels
 from user_sys.store.maintenance import Retention, add_labels, compact_store
 
 IMPORT = """
@@ -146,63 +146,19 @@ def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:
         assert_same(episode, after[name])
 
 
-def test_import_adds_no_part_beside_its_episode(tmp_path: Path) -> None:
-    trims = [TrimLabel(episode=each, first_step=2, steps=5, labeller="ada", at_unix_ns=1) for each in ("a", "c")]
-    store, again = usual_store(tmp_path / "store"), make_store(tmp_path / "again", episode_chunks("c", 10))
-    add_labels(store, trims)
-    for name in ("first", "second"):
-        argv = ["store", "export", str(store), "--format", "lerobot", "--output", str(tmp_path / name)]
-        assert main(argv) == 0
-        done = bring_in(tmp_path / name, store)
-        assert (done.episodes, done.steps, done.already_stored) == (0, 0, 3)
-    assert set(read_store(store)) == {"a", "b", "c"}
-    done = bring_in(tmp_path / "first", again)
-    assert (done.episodes, done.already_stored) == (2, 1) and set(read_store(again)) == {"a-2-7", "b", "c"}
-
-
-def test_import_adds_no_episode_beside_its_part(tmp_path: Path) -> None:
-    store, trimmed = usual_store(tmp_path / "store"), usual_store(tmp_path / "trimmed")
-    add_labels(trimmed, [TrimLabel(episode="a", first_step=2, steps=5, labeller="ada", at_unix_ns=1)])
-    for each in (store, trimmed):
-        argv = ["store", "export", str(each), "--format", "lerobot", "--output", str(tmp_path / f"{each.name}-set")]
-        assert main(argv) == 0
-    bring_in(tmp_path / "trimmed-set", again := tmp_path / "again")
-    done = bring_in(tmp_path / "store-set", again)
-    assert (done.episodes, done.already_stored) == (0, 3) and set(read_store(again)) == {"a-2-7", "b", "c"}
-
-
-def test_import_with_another_source_replaces_deleted_episodes_only(tmp_path: Path) -> None:
+def test_import_with_another_source_replaces_deleted_episodes(tmp_path: Path) -> None:
     store, demo = usual_store(tmp_path / "store"), ImportOptions(source=EpisodeSource.DEMO)
     export(store, tmp_path / "set")
-    done = bring_in(tmp_path / "set", store, demo)
-    assert (done.episodes, done.already_stored, done.deleted) == (0, 3, 0)
-    add_labels(store, [DeleteLabel(episode=each, labeller="ada", at_unix_ns=1) for each in "ab"])
-    for added, known in ((1, 1), (0, 2)):
+    add_labels(store, [DeleteLabel(episode=each, labeller="ada", at_unix_ns=1) for each in "abc"])
+    for added, known in ((2, 0), (0, 2)):
         done = bring_in(tmp_path / "set", store, demo)
         assert (done.episodes, done.already_stored, done.deleted) == (added, known, 1), "b was recorded as demo"
     assert {name: each.header.source for name, each in read_store(store).items()} == {
-        "c": EpisodeSource.ONLINE,
         "a-as-demo": EpisodeSource.DEMO,
+        "c-as-demo": EpisodeSource.DEMO,
     }
     done = bring_in(tmp_path / "set", store)
-    assert (done.episodes, done.already_stored, done.deleted) == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("episode", "recorded"),
-    [
-        ("panda-0-1763695921123-9f2c1a-2-7", "panda-0-1763695921123-9f2c1a"),
-        ("a-2-17-0-5", "a"),
-        ("a-2-17-as-demo", "a"),
-        ("a-as-online", "a"),
-        ("a-as-a-rule", "a-as-a-rule"),
-        ("panda-0-1763695921123-123456", "panda-0-1763695921123-123456"),
-        ("so101-000003-123456789012", "so101-000003-123456789012"),
-        ("a-7-7", "a-7-7"),
-    ],
-)
-def test_id_of_a_copy_names_the_recorded_episode(episode: str, recorded: str) -> None:
-    assert recorded_id(episode) == recorded
+    assert (done.episodes, done.already_stored, done.deleted) == (0, 0, 3)
 
 
 def test_import_of_an_episode_that_was_deleted_and_compacted_is_not_counted(tmp_path: Path) -> None:

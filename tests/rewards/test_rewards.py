@@ -848,14 +848,6 @@ def test_tasks_that_share_a_sentence_are_no_wrong_sentences_of_each_other() -> N
     assert loss(["lift", "lift-2"], ["lift it", "lift it"]) == same != loss(["lift", "pour"], ["lift it", "pour it"])
 
 
-def test_imported_part_of_an_episode_is_kept_for_audits_as_the_episode() -> None:
-    from user_sys.rewards.networks import part_of
-
-    for name in ("panda-0-1763695921123-9f2c1a", "panda-0-1763695921123-123456"):
-        assert part_of(name) == part_of(f"{name}-2-7") == part_of(f"{name}-2-7-0-3")
-    assert len({part_of(f"panda-0-1763695921123-{number}") for number in range(100000, 100100)}) == 10
-
-
 def test_rank_correlation_shares_the_ranks_of_equal_values() -> None:
     time = np.arange(4)
     assert rank_correlation(np.array([0.1, 0.2, 0.9, 1.0]), time) == pytest.approx(1.0)

@@ -116,26 +116,6 @@ def test_merge_with_labels_is_repeatable(tmp_path: Path) -> None:
         assert reader.episodes()[0].success is False and reader.index.steps.reward.max() == 9.0
 
 
-@pytest.mark.parametrize("copy", ["e-2-7", "e-as-demo"])
-@pytest.mark.parametrize("copy_first", [False, True])
-def test_merge_adds_no_episode_whose_copy_is_there(tmp_path: Path, copy: str, copy_first: bool) -> None:
-    order = (copy, "e") if copy_first else ("e", copy)
-    for number, name in enumerate(order):
-        with StoreWriter.open(tmp_path / name) as writer:
-            writer.append(chunk(name, end=True).encode())
-            writer.append(chunk(f"other{number}", end=True).encode())
-            writer.append_label(SuccessLabel(episode=name, success=False, labeller="ada", at_unix_ns=1))
-    paths = [tmp_path / name for name in order]
-    report = merge_stores(paths, tmp_path / "both")
-    assert (report.chunks, report.labels, report.copies) == (3, 1, 1)
-    assert set(names(tmp_path / "both")) == {order[0], "other0", "other1"}
-    report = merge_stores(paths, tmp_path / "both")
-    assert (report.chunks, report.labels, report.copies) == (0, 0, 1)
-    add_labels(tmp_path / "both", [delete(order[0])])
-    assert merge_stores(paths[1:], tmp_path / "both").copies == 0
-    assert order[1] in names(tmp_path / "both")
-
-
 def test_merge_skips_chunks_of_another_robots_episode(tmp_path: Path) -> None:
     with LogWriter.open(tmp_path / "a") as log:  # bypasses the store's check
         for each in (chunk("e"), chunk("e", 1, robot="panda-1"), chunk("f")):

@@ -305,11 +305,6 @@ def merge(paths: Sequence[Path], into: Path, as_json: bool) -> int:
     else:
         duplicates = f", {report.duplicates} already existed" if report.duplicates else ""
         print_line(f"{into}: {report.chunks} chunks and {report.labels} labels added{duplicates}")
-        if report.copies:
-            print_line(
-                f"{report.copies} episodes were left out: the store has an imported part of each, or the whole; "
-                "to have them instead, delete what it has (`user-sys store label`) and merge again"
-            )
         if report.damaged:
             print_line(f"{report.damaged} damaged chunks were skipped; `user-sys store verify` lists them")
     return EXIT_DAMAGED if report.damaged else 0

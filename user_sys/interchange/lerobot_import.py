@@ -2,7 +2,7 @@
 
 Our own datasets are restored step by step under the same names. Foreign datasets become demonstrations;
 `ImportOptions` supplies missing values. An episode keeps its id, or gets one derived from its content and the options
-that change it, so repeated and resumed imports add nothing twice.
+that differ from their defaults, so repeated and resumed imports add nothing twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from user_sys.episode import (
     EpisodeSource,
     Phase,
     frame_columns,
-    recorded_id,
 )
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import convert_angles, load_robot_specs, vectors_of
@@ -386,9 +385,6 @@ def import_lerobot(
 ) -> ImportReport:
     """Adds the episodes of `data_set` to the store at `store`, each durable before the next.
 
-    A part of an episode, as a trim left it, and an episode with another source, are not added beside that episode, nor
-    it beside these.
-
     Raises:
         DataSetError: the dataset is broken, or its angles have another unit; earlier episodes stay in the store, and a
             later call continues after them.
@@ -399,18 +395,16 @@ def import_lerobot(
     done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
         known = _known_episodes(store)
-        recorded = {recorded_id(name) for name, each in known.items() if not each.deleted}
         for episode in data_set.episodes(convert.left_out):
             header = convert.header(episode)
             stored = known.get(header.episode)
-            has_copy = stored is None and recorded_id(header.episode) in recorded
             is_whole = stored is not None and (stored.complete or stored.deleted)
-            chunks = () if has_copy or is_whole else convert.chunks(episode, header)
+            chunks = () if is_whole else convert.chunks(episode, header)
             if sum(writer.append(each.encode()) for each in chunks):
                 writer.sync()
                 done.episodes += 1
                 done.steps += episode.steps
-            elif has_copy or (stored is not None and not stored.deleted):
+            elif stored is not None and not stored.deleted:
                 done.already_stored += 1
             else:
                 done.deleted += 1
@@ -455,10 +449,13 @@ class _Converter:
         task = facts.get(USER_PREFIX + "task") or valid_name(options.task or episode.sentence)
         recorded = _first(texts, "source")
         source = options.source or _source(recorded or EpisodeSource.DEMO)
-        told = (embodiment, task, source, *self._told(episode))
+        told: list[str] = [embodiment, task, source]
+        told += ["degrees"] if options.use_degrees else []
+        told += [f"success {options.success}"] if options.success is not True else []
+        told += [options.frames] if options.frames != "auto" else []
         name = facts.get(USER_PREFIX + "episode")
         if name and options.source not in (None, recorded):
-            name += f"-as-{source}"  # see `recorded_id`
+            name += f"-as-{source}"  # so that a wrong import can be deleted and repeated
         return ChunkHeader(
             episode=name or f"{robot}-{episode.index:06d}-{_digest(episode, self._cameras, told)}",
             index=0,
@@ -473,16 +470,6 @@ class _Converter:
             started_unix_ns=facts.get(USER_PREFIX + "started_unix_ns", UNKNOWN_START_NS),
             unix_offset_ns=facts.get(USER_PREFIX + "unix_offset_ns", UNKNOWN_START_NS),
         )
-
-    def _told(self, episode: LerobotEpisode) -> Iterator[str]:
-        """Options that change steps, pictures or outcome of a foreign episode."""
-        options = self._options
-        if options.use_degrees:
-            yield "degrees"
-        if options.success is not True and SUCCESS not in episode.columns:
-            yield f"success {options.success}"
-        if any(self._changes_frames(episode, each) for each in self._cameras):
-            yield options.frames
 
     def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
         """The episode as chunks, divided as recorded or into `CHUNK_STEPS`."""
@@ -583,21 +570,11 @@ class _Converter:
         recorded = episode.columns.get(capture_feature(camera)) if self._is_our_export else None
         return columns["t_capture_ns"] if recorded is None else recorded
 
-    def _automatic_form(self, feature: str) -> str:
-        return "jpeg" if self._info.features[feature].dtype == "video" else "raw"
-
-    def _changes_frames(self, episode: LerobotEpisode, feature: str) -> bool:
-        """Whether the option `frames` gives the pictures of `feature` another form than ``auto``."""
-        form = self._options.frames
-        if form in ("auto", self._automatic_form(feature)):
-            return False
-        return form == "raw" or not all(isinstance(frame, bytes) for frame in episode.frames(feature))
-
     def _frames(self, episode: LerobotEpisode, feature: str, has_frame: Array) -> list[Frame | None]:
         """The camera's frame at each step; None before the first one, where our exports show a black picture."""
         form = self._options.frames
         if form == "auto":
-            form = self._automatic_form(feature)
+            form = "jpeg" if self._info.features[feature].dtype == "video" else "raw"
         shown = (frame if has else None for frame, has in zip(episode.frames(feature), has_frame, strict=True))
         if form == "jpeg":
             return [None if frame is None else _as_jpeg(frame) for frame in shown]

@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from hal.durable import replace_durably
 from user_sys.codec import Array
-from user_sys.episode import recorded_id
 from user_sys.errors import ConfigError, DataSetError, StoreError
 from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
 from user_sys.rewards.reward import FORMAT, RewardMetadata, cameras_of, clip_pictures, read_metadata
@@ -92,8 +91,8 @@ class RewardNetwork(nn.Module, ABC):
 
 
 def part_of(episode: str) -> int:
-    """The part to which an episode belongs, always the same; an imported copy of an episode belongs with it."""
-    return zlib.crc32(recorded_id(episode).encode()) % PARTS
+    """The part to which an episode belongs, always the same."""
+    return zlib.crc32(episode.encode()) % PARTS
 
 
 def labelled_episodes(reader: EpisodeReader, task: str = "") -> list[EpisodeSummary]:

@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from hal.settings import Limit
 from user_sys.codec import Array
-from user_sys.episode import EpisodeSource, recorded_id
+from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone, WireError
 from user_sys.store.index import Index, is_intervention
 from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
@@ -360,22 +360,20 @@ class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
         chunks, labels: added.
         duplicates: chunks that were already stored.
         damaged: chunks that were unreadable, or belong to another robot's episode, and were skipped.
-        copies: episodes that were left out, because the store has an imported copy of them, or they are that copy.
     """
 
     chunks: int
     duplicates: int
     labels: int
     damaged: int
-    copies: int
 
 
 def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], object] | None = None) -> MergeReport:
     """Copies other stores into the store at `into`, which is created if needed. Repeatable. Blocks.
 
-    Skips chunks that `into` has, deleted episodes, and those of which `into` has a copy (`recorded_id`), because a
-    person may have trimmed it. Labels are copied with their episodes. A deletion in a source follows if `into` has the
-    episode, unless retention made it. Queued labels count as stored ones. The sources may be written during the merge.
+    Skips chunks that `into` has, and deleted episodes. Labels are copied with their episodes. A deletion in a source
+    follows if `into` has the episode, unless retention made it. Queued labels count as stored ones. The sources may be
+    written during the merge.
 
     Args:
         advance: called with 1 for each visited chunk.
@@ -400,10 +398,8 @@ def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], 
                 _apply_queued(source.index, waiting)
                 counts["damaged"] += len(source.damaged)
                 _require_equal_identities(path, source.index, present.index)
-                copies = _copies(source.index, present.index)
-                counts["copies"] += len(copies)
-                _copy_chunks(source, copies, writer, counts, advance)
-                _copy_labels(source, copies, present, writer, counts)
+                _copy_chunks(source, writer, counts, advance)
+                _copy_labels(source, present, writer, counts)
             writer.sync()
     counted = {name: counts[name] for name in MergeReport.__struct_fields__}
     return MergeReport(**counted)
@@ -432,23 +428,10 @@ def _identity(index: Index, row: int) -> tuple[str, str, str, int, int]:
     return (*names, int(e.seed[row]), int(e.started_unix_ns[row]))
 
 
-def _copies(source: Index, present: Index) -> list[int]:
-    """Rows of the living episodes of `source` whose steps `present` has under another id."""
-    names, known = source.episodes.ids.names, present.episodes
-    recorded = {recorded_id(known.ids.names[row]) for row in np.flatnonzero(~known.deleted).tolist()}
-    alive = np.unique(source.chunks.episode[source.chunks.alive]).tolist()
-    return [row for row in alive if known.find(names[row]) < 0 and recorded_id(names[row]) in recorded]
-
-
 def _copy_chunks(
-    source: StoreReader,
-    copies: Sequence[int],
-    writer: StoreWriter,
-    counts: Counter[str],
-    advance: Callable[[int], object] | None,
+    source: StoreReader, writer: StoreWriter, counts: Counter[str], advance: Callable[[int], object] | None
 ) -> None:
-    chunks = source.index.chunks
-    for row in np.flatnonzero(chunks.alive & ~np.isin(chunks.episode, copies)).tolist():
+    for row in np.flatnonzero(source.index.chunks.alive).tolist():
         if advance is not None:
             advance(1)
         try:
@@ -464,12 +447,9 @@ def _copy_chunks(
             writer.sync()
 
 
-def _copy_labels(
-    source: StoreReader, copies: Sequence[int], present: StoreReader, writer: StoreWriter, counts: Counter[str]
-) -> None:
+def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter, counts: Counter[str]) -> None:
     episodes = source.index.episodes
-    alive = np.setdiff1d(np.flatnonzero(~episodes.deleted), copies).tolist()
-    copied = dict.fromkeys(episodes.ids.names[row] for row in alive)
+    copied = dict.fromkeys(episodes.ids.names[row] for row in np.flatnonzero(~episodes.deleted).tolist())
     for name in [*copied, *(name for name in present.index.episodes.ids.names if name not in copied)]:
         existing = list(dict.fromkeys(reversed(present.index.labels(name))))[::-1]  # the last of equal ones counts
         missing = [label for label in source.index.labels(name) if label not in existing]
