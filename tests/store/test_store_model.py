@@ -1,31 +1,23 @@
-"""A store against a simple model: appends, sampling, labels, retention, compaction and crashes in any order."""
+"""A store against a simple model: appends, sampling, labels, retention, compaction and restarts in any order."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from episode_kit import chunk_header
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from user_sys.episode import APPLIED_ACTION, Chunk, EpisodeEnd, EpisodeSource, Phase
-from user_sys.errors import StoreError
 from user_sys.replay.batches import BatchSpec, ObservationFeatures
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.sampler import Sampler
 from user_sys.replay.selectors import UniformSelector
-from user_sys.store.files import Files
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel
 from user_sys.store.maintenance import Retention, deletion_labels, disk_bytes, plan_eviction, reclaim_space
 from user_sys.store.store import StoreReader, StoreWriter
@@ -37,68 +29,6 @@ FEATURES = ObservationFeatures(vectors={"observation.state": WIDTH}, action_size
 EPISODES = ("demo-a", "b", "c", "d")
 
 Key = tuple[str, int]
-
-
-class MortalDisk(Files):
-    """A disk that can lose power: unsynced appends are then lost in part.
-
-    It is unusable afterwards; each machine has its own `MortalDisk`.
-    """
-
-    def __init__(self) -> None:
-        self.lock_all, self.dead = threading.RLock(), False
-        self.sync_fails = False
-        self.synced: dict[int, int] = {}  # descriptor -> length that is safe
-
-    def power_off(self, survives: float) -> None:
-        """Keeps the share `survives` of each unsynced tail."""
-        with self.lock_all:
-            self.dead = True
-            for fd, safe in self.synced.items():
-                size = os.fstat(fd).st_size
-                if size > safe:
-                    os.ftruncate(fd, safe + int(survives * (size - safe)))
-                os.close(fd)
-
-    def open(self, path: Path, flags: int) -> int:
-        fd = super().open(path, flags)
-        self.synced[fd] = os.fstat(fd).st_size
-        return fd
-
-    def close(self, fd: int) -> None:
-        self.fsync(fd)  # here, power cuts do not affect closed files; test_crash_states.py covers them
-        del self.synced[fd]
-        super().close(fd)
-
-    def ftruncate(self, fd: int, length: int) -> None:
-        super().ftruncate(fd, length)
-        self.synced[fd] = min(self.synced[fd], length)
-
-    def fsync(self, fd: int) -> None:
-        self.synced[fd] = os.fstat(fd).st_size
-
-    def fdatasync(self, fd: int) -> None:
-        if self.sync_fails:
-            raise OSError(5, "the power fails")
-        self.fsync(fd)
-
-    def sync_folder(self, path: Path) -> None:
-        pass
-
-
-def _while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def guarded(self: MortalDisk, *args: Any) -> Any:
-        with self.lock_all:
-            if self.dead:
-                raise OSError(5, "the machine is off")
-            return method(self, *args)
-
-    return guarded
-
-
-for _name in [name for name in dir(Files) if not name.startswith("_")]:
-    setattr(MortalDisk, _name, _while_alive(getattr(MortalDisk, _name)))
 
 
 def rewards(index: int) -> list[float]:
@@ -126,16 +56,11 @@ def packet(episode: str, index: int) -> bytes:
 
 
 class Model:
-    """Expected content. `unsure` records came after the last sync, in order; a suffix of them may be lost."""
+    """Expected content."""
 
     def __init__(self) -> None:
         self.records: list[Key | Label] = []
-        self.unsure = 0
         self.compacted: set[str] = set()  # deleted before a compaction; the rest of them is not checked
-
-    def add(self, record: Key | Label) -> None:
-        self.records.append(record)
-        self.unsure += 1
 
     def labels(self, episode: str) -> list[Label]:
         return [r for r in self.records if not isinstance(r, tuple) and r.episode == episode]
@@ -187,8 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.disk = MortalDisk()
-        self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES, files=self.disk)
+        self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES)
         self.reader = StoreReader.open(self.path)
 
     @rule(episode=st.sampled_from(EPISODES), index=st.integers(0, CHUNKS - 1), count=st.integers(1, 3))
@@ -200,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
             if episode not in self.model.compacted:
                 assert added != (there or unwanted)
             if added and not there:
-                self.model.add((episode, each))
+                self.model.records.append((episode, each))
 
     @rule(episode=st.sampled_from(EPISODES), first=st.integers(0, 11), n=st.integers(1, 9), kind=st.integers(0, 3))
     def label(self, episode: str, first: int, n: int, kind: int) -> None:
@@ -217,12 +141,12 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             label = DeleteLabel(deleted=n % 2 == 0, **words)  # type: ignore[arg-type]
         self.writer.append_label(label)
-        self.model.add(label)
+        self.model.records.append(label)
 
     @rule()
     def sync(self) -> None:
         self.writer.sync()
-        self.model.unsure = 0
+        self.require_agreement()
 
     @rule(share=st.sampled_from([0.3, 0.6, 0.9]))
     def retain(self, share: float) -> None:
@@ -234,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         for label in deletion_labels(choice):
             self.writer.append_label(label)
-            self.model.add(label)
+            self.model.records.append(label)
             assert not label.episode.startswith("demo")
 
     @rule(rotate=st.booleans())
@@ -245,33 +169,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.reader.refresh()
         assert not any(reclaim_space(self.writer, self.reader.index, min_dead_share=0.0))
         self.model.compacted |= {episode for episode in EPISODES if self.model.deleted(episode)}
+        self.require_agreement()
 
     @rule()
     def restart(self) -> None:
         self.writer.close()
-        self.model.unsure = 0
-        self.disk = MortalDisk()
-        self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES, files=self.disk)
-
-    @rule(survives=st.floats(0, 1), is_written=st.booleans())
-    def crash(self, survives: float, is_written: bool) -> None:
-        """A power cut, before a sync or after its write."""
-        self.disk.sync_fails = is_written
-        with contextlib.suppress(StoreError):
-            if is_written:
-                self.writer.sync()
-        self.disk.power_off(survives)
-        self.reader.close()
-        self.start()
-        with StoreReader.open(self.path) as reader:
-            reader.refresh()
-            assert not reader.damaged
-            kept = 0
-            for record in self.model.records[len(self.model.records) - self.model.unsure :]:
-                kept += self.stored(reader, record)
-        # A prefix of the unsure records survives; drop the rest.
-        del self.model.records[len(self.model.records) - self.model.unsure + kept :]
-        self.model.unsure = 0
+        self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES)
+        self.require_agreement()
 
     @rule(seed=st.integers(0, 99), cache_bytes=st.sampled_from([2_500, 100_000]))
     def sample(self, seed: int, cache_bytes: int) -> None:
@@ -297,19 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
                 if name not in self.model.compacted:
                     assert batch.reward[n] == self.model.steps(name)[step][0]
 
-    def stored(self, reader: StoreReader, record: Key | Label) -> bool:
-        """Whether an unsure record, written only once, is stored."""
-        index = reader.index
-        if isinstance(record, tuple):
-            row = index.episodes.find(record[0])
-            return bool(((index.chunks.episode == row) & (index.chunks.index == record[1])).any())
-        acknowledged = len(index.labels(record.episode))
-        of_episode = [r for r in self.model.records if not isinstance(r, tuple) and r.episode == record.episode]
-        return next(n for n, r in enumerate(of_episode) if r is record) < acknowledged
-
-    @precondition(lambda self: hasattr(self, "reader") and not self.model.unsure)
-    @invariant()
-    def agrees(self) -> None:
+    def require_agreement(self) -> None:
         self.reader.refresh()
         self.compare(self.reader)
         with StoreReader.open(self.path) as late:
