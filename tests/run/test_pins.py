@@ -60,22 +60,6 @@ def test_guard_keeps_a_best_version_that_the_gateway_has_in_memory(tmp_path: Pat
     assert "robots act with version 106" in act(guards, 112, 0, failures=10)
 
 
-def test_guard_keeps_its_version_while_no_stored_one_is_near_a_better_one(tmp_path: Path) -> None:
-    store, guards = store_versions(tmp_path, 300), SuccessGuards(tmp_path)
-    assert act(guards, 300, successes=40, failures=10) == "" and store.kept() == {300}
-    store_versions(tmp_path, 1, 300, 998, 1000)
-    assert act(guards, 950, successes=50) == "" and store.kept() == {300, 950}
-
-
-def test_guard_pins_no_version_that_succeeded_less_often_than_the_newest(tmp_path: Path) -> None:
-    _, guards = store_versions(tmp_path, 300), SuccessGuards(tmp_path)
-    act(guards, 300, successes=28, failures=22)
-    store_versions(tmp_path, 300, 998)
-    assert act(guards, 950, successes=50) == ""
-    assert act(guards, 960, 0, failures=12) == "", "version 950 with its 100% is gone, and 76% is more than 56%"
-    assert "success fell from 56% to 34%; robots act with version 300" in act(guards, 970, 0, failures=21)
-
-
 def test_guard_compares_the_newest_with_what_the_pinned_version_has_achieved(tmp_path: Path) -> None:
     _, guards = store_versions(tmp_path, 300, 400), SuccessGuards(tmp_path)
     act(guards, 310, successes=50)

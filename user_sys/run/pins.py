@@ -4,7 +4,8 @@ A person sets a pin (`user-sys weights rollback`), and with ``learner.publish.on
 
 1. Robots act with the newest version. The version that acted when the success over `SUCCESS_WINDOWS`' larger window was
    at its best is kept on the gateway's disk, if the gateway still has it. Otherwise the newest stored one before it is.
-2. The success falls by `SUCCESS_DROP` from its best: the kept version is pinned. Training goes on.
+2. The success falls by `SUCCESS_DROP` from its best: the kept version is pinned. Training goes on. The pin stays if the
+   run is resumed now. At any other time, a resumed run measures its best anew.
 3. After a window of episodes with the best version, robots try the newest for up to `TRIAL_EPISODES` episodes.
 4. If the newest succeeds nearly as often (`AS_GOOD`), go to 1. Otherwise go to 2; each further trial comes after twice
    as many episodes.
@@ -22,10 +23,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
-import msgspec
-
-from hal.decode_errors import DECODE_ERRORS
-from hal.durable import replace_durably
 from hal.registry import MAX_TEXT_CHARS
 from hal.state_database import audit_operator_action
 from user_sys.console.progress import BEST_VERSION_SCALAR, SUCCESS_DROP, SUCCESS_WINDOWS
@@ -44,7 +41,6 @@ NEAR = 0.5  # an older version stands for the best one if its number is at least
 PROTECTED = 0.5  # a lower best success is not protected: at the start of training, success rises and falls
 MAX_EPISODES_BETWEEN_TRIALS = 16 * WINDOW
 AUTOMATIC = "learner.publish.on_success_drop"  # who pins
-GUARD_FILE = "guard.json"  # beside a learner's versions
 
 
 def published_learners(run: Path) -> list[str]:
@@ -104,73 +100,36 @@ def release_automatic_pins(run: Path) -> Iterator[str]:
 _Acting = Literal["newest", "best", "trial"]
 
 
-class _Best(msgspec.Struct, frozen=True):
-    """A version, and the success that it stands for."""
-
-    version: int = NO_VERSION
-    success: float = 0.0
-
-
-class _GuardState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a guard keeps for the run's next launch; see `SuccessGuard`."""
-
-    acting: _Acting = "newest"
-    best: float = 0.0
-    best_version: int = NO_VERSION
-    trial_after: int = WINDOW
-
-
 class SuccessGuard:
     """Guards the success of one learner's robots. One thread calls it."""
 
     def __init__(self, run: Path, learner: str = LEARNER) -> None:
-        """`run`: its folder, which may have the pin and the state of an earlier launch."""
+        """`run`: its folder, which may have the pin of an earlier launch's guard."""
         self._run, self._learner = run, learner
         self._store = VersionStore(learner_folder(run / "weights", learner))
         self._outcomes = deque[bool](maxlen=WINDOW)  # of the versions that act
         self._version, self._episodes = NO_VERSION, 0  # of the newest episode; since the versions were exchanged
-        self._saved = state = self._read_state()
-        self._acting: _Acting = "trial" if state.acting == "trial" else "newest"
-        self._best = self._wanted = _Best(state.best_version, state.best)  # the wanted one may not be written yet
-        self._trial_after = state.trial_after
+        self._acting: _Acting = "newest"
+        self._best_version, self._best = NO_VERSION, 0.0  # and its success
+        self._trial_after = WINDOW
         try:
             pin = current_pin(self._store)
         except (OSError, WireError) as error:
             log.error("weights.pin_unreadable %s", error)
             pin = None
         if pin is not None and pin.by == AUTOMATIC:
-            self._acting, self._best = "best", _Best(pin.version, state.best)
-
-    def _read_state(self) -> _GuardState:
-        try:
-            return msgspec.json.decode((self._store.folder / GUARD_FILE).read_bytes(), type=_GuardState)
-        except FileNotFoundError:
-            return _GuardState()
-        except (OSError, *DECODE_ERRORS) as error:
-            log.error("weights.guard_unreadable %s", error)
-            return _GuardState()
-
-    def _save_state(self) -> None:
-        state = _GuardState(
-            acting=self._acting,
-            best=self._best.success,
-            best_version=self._best.version,
-            trial_after=self._trial_after,
-        )
-        if state != self._saved:
-            replace_durably(self._store.folder / GUARD_FILE, msgspec.json.encode(state))
-            self._saved = state
+            self._acting, self._best_version = "best", pin.version
 
     @property
     def pinned(self) -> int:
         """The version that the guard has pinned; `NO_VERSION` without one."""
-        return self._best.version if self._acting == "best" else NO_VERSION
+        return self._best_version if self._acting == "best" else NO_VERSION
 
     def add(self, episode: EpisodeReport) -> None:
         """Counts an autonomous training episode, unless it was cut off without a label."""
         if episode.success is None:
             return
-        is_best = episode.policy_version == self._best.version
+        is_best = episode.policy_version == self._best_version
         if (self._acting == "best" and not is_best) or (self._acting == "trial" and is_best):
             return  # it began before the versions were exchanged
         self._outcomes.append(episode.success)
@@ -184,59 +143,47 @@ class SuccessGuard:
             if (self._acting == "best") if pin is None else (pin.by != AUTOMATIC):  # a person has released or pinned
                 self._begin("newest")
                 return ""
-            told = {"newest": self._guard, "best": self._try, "trial": self._judge}[self._acting]()
+            return {"newest": self._guard, "best": self._try, "trial": self._judge}[self._acting]()
         except (OSError, WireError) as error:
             log.error("weights.best_version_failed %s", error)
             return ""
-        try:
-            self._save_state()
-        except OSError as error:
-            log.error("weights.guard_not_saved %s", error)
-        return told
 
     @property
     def _share(self) -> float:
         return sum(self._outcomes) / len(self._outcomes)
 
     def _begin(self, acting: _Acting) -> None:
-        self._acting, self._episodes, self._wanted = acting, 0, self._best
+        self._acting, self._episodes = acting, 0
         self._outcomes.clear()
 
     def _guard(self) -> str:
         if len(self._outcomes) < WINDOW:
             return ""
-        stored = self._stored_versions()
-        if self._wanted.version in stored or self._best.version not in stored:
-            self._best = self._wanted
-        if self._share >= self._best.success:
-            self._want_newest(stored)
-        self._keep()
-        if self._best.success < PROTECTED or self._share > self._best.success - SUCCESS_DROP:
+        if self._share >= self._best:
+            self._best_version, self._best = self._version, self._share
+        if self._best < PROTECTED:
             return ""
-        return self._pin(f"success fell from {self._best.success:.0%} to {self._share:.0%}")
-
-    def _want_newest(self, stored: list[int]) -> None:
-        """Wants the version of the newest episode. The nearest one before it that is stored stands for it until it is.
-
-        Without one, the best version so far stays the best, with its own success.
-        """
-        self._wanted = _Best(self._version, self._share)
-        if near := [each for each in stored if NEAR * self._version <= each <= self._version]:
-            self._best = _Best(max(near), self._share)
+        self._keep()
+        if self._share > self._best - SUCCESS_DROP:
+            return ""
+        return self._pin(f"success fell from {self._best:.0%} to {self._share:.0%}")
 
     def _keep(self) -> None:
-        """Has the gateway keep the best version that is stored, and the wanted one as soon as it writes it."""
-        versions = {self._best.version, self._wanted.version} - {NO_VERSION}
-        if self._wanted.success >= PROTECTED and versions != self._store.kept():
+        """Has the gateway keep the best version, and until it is stored, the one that stands for it."""
+        versions = {self._best_version, self._stored_best()} - {NO_VERSION}
+        if versions != self._store.kept():
             self._store.keep(versions)
 
-    def _stored_versions(self) -> list[int]:
-        return [manifest.version for manifest in self._store.manifests()]
+    def _stored_best(self) -> int:
+        """The best version, or the nearest one before it that is stored; `NO_VERSION` if there is none."""
+        stored = (manifest.version for manifest in self._store.manifests())
+        near = [each for each in stored if NEAR * self._best_version <= each <= self._best_version]
+        return max(near, default=NO_VERSION)
 
     def _try(self) -> str:
         if self._episodes < self._trial_after:
             return ""
-        self._best = _Best(self._best.version, self._share)
+        self._best = self._share
         set_pin(self._run, self._learner, NO_VERSION, AUTOMATIC, "trial of the newest version")
         self._begin("trial")
         return f"{self._learner}: robots try the newest version again"
@@ -244,7 +191,7 @@ class SuccessGuard:
     def _judge(self) -> str:
         judged = max(TRIAL_EPISODES, len(self._outcomes))  # fast simulated robots finish more at once
         missing = judged - len(self._outcomes)
-        if sum(self._outcomes) + missing < (self._best.success - AS_GOOD) * judged:
+        if sum(self._outcomes) + missing < (self._best - AS_GOOD) * judged:
             self._trial_after = min(2 * self._trial_after, MAX_EPISODES_BETWEEN_TRIALS)
             return self._pin(f"the newest version succeeded in {sum(self._outcomes)} of {len(self._outcomes)} episodes")
         if missing > 0:
@@ -253,13 +200,14 @@ class SuccessGuard:
         return f"{self._learner}: robots act with the newest version: it is as good as the best again"
 
     def _pin(self, why: str) -> str:
-        if self._best.version not in self._stored_versions():
-            self._best = _Best()
+        self._best_version = self._stored_best()
+        if self._best_version == NO_VERSION:
+            self._best = 0.0
             self._begin("newest")
             return f"{self._learner}: {why}, and the best version so far is not stored; robots act with the newest"
-        set_pin(self._run, self._learner, self._best.version, AUTOMATIC, why)
+        set_pin(self._run, self._learner, self._best_version, AUTOMATIC, why)
         self._begin("best")
-        return f"{self._learner}: {why}; robots act with version {self._best.version}, the best so far that is stored"
+        return f"{self._learner}: {why}; robots act with version {self._best_version}, the best so far that is stored"
 
 
 class SuccessGuards:

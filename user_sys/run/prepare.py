@@ -76,7 +76,6 @@ from user_sys.run.config import (
     require_applied_sections,
     require_no_run,
 )
-from user_sys.run.pins import GUARD_FILE
 from user_sys.run.report import stored_episodes
 from user_sys.run.topology import CONSOLE, LOOPBACK
 from user_sys.store.store import StoreReader, StoreWriter
@@ -387,8 +386,6 @@ def report_unreadable_checkpoints(folder: RunFolder, console: Console) -> None:
     """Prints unreadable checkpoints. If a learner has no readable one, its checkpoints are moved aside."""
     for path, found in _surveyed_checkpoints(folder):
         if found.unreadable:
-            if found.is_all_unreadable:  # a guard's best version is of the training that is given up
-                (folder.weights / path.relative_to(folder.checkpoints) / GUARD_FILE).unlink(missing_ok=True)
             outcome = (
                 f"{RESTART_FLAG}: training starts from the beginning; they are kept in {quarantine_checkpoints(path)}"
                 if found.is_all_unreadable
