@@ -232,7 +232,7 @@ def test_robots_act_with_the_best_version_until_a_newer_one_is_as_good(site: Wei
             assert act(robot, 9) == "" and stored(publisher, 50)
             assert "success fell from 100% to 80%; robots act with version 3, the best so far" in act(robot, 1)
             until(lambda: robot.acts_with(3), "the robot goes back to the best version")
-            assert guards.scalars() == {"acting_with_version/learner": 3.0}
+            assert guards.scalars(["one"]) == {"acting_with_version/learner": 3.0}
             guards = SuccessGuards(site.run)  # the run is resumed
             assert "robots try the newest version again" in act(robot, 50)
             until(lambda: robot.acts_with(50), "a trial of the newest version")

@@ -8,7 +8,7 @@ import numpy as np
 
 from user_sys.console.progress import BEST_VERSION_SCALAR
 from user_sys.messages import EpisodeReport, WeightsManifest
-from user_sys.run.pins import SuccessGuards, current_pin
+from user_sys.run.pins import AUTOMATIC, SuccessGuards, current_pin, set_pin
 from user_sys.weights.catalog import BlobCache, VersionCatalog
 from user_sys.weights.signing import ensure_signer
 from user_sys.weights.state import build_tensor_set
@@ -83,6 +83,16 @@ def test_guards_name_the_pinned_version_after_a_resume_before_any_episode(tmp_pa
     store_versions(tmp_path, 300, 400)
     act(guards, 400, 0, failures=10)
     resumed = SuccessGuards(tmp_path)
-    assert resumed.apply() == [] and resumed.scalars() == {f"{BEST_VERSION_SCALAR}/learner": 300.0}
+    assert resumed.apply() == [] and resumed.scalars([]) == {f"{BEST_VERSION_SCALAR}/learner": 300.0}
     pin = current_pin(store)
     assert pin is not None and pin.version == 300
+
+
+def test_guards_name_no_pinned_version_of_a_learner_whose_robots_do_not_report(tmp_path: Path) -> None:
+    store_versions(tmp_path, 300)
+    (tmp_path / "weights" / "learner-ur5e-0a1b2c").mkdir()
+    ensure_signer(tmp_path / "keys", "learner")
+    set_pin(tmp_path, "learner-ur5e-0a1b2c", 300, AUTOMATIC, "success fell")
+    guards = SuccessGuards(tmp_path)
+    guards.set_learners({"one": "learner", "gone": "learner-ur5e-0a1b2c"})
+    assert set(guards.scalars(["one"]).values()) == {-1.0} and 300.0 in guards.scalars(["one", "gone"]).values()

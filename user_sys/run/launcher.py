@@ -279,7 +279,7 @@ class RunSupervisor:
             if now >= scalars_at:
                 scalars_at = now + SCALARS_INTERVAL_S
                 run = self._hub.view()
-                guarded = self._guards.scalars() if self._guards else {}
+                guarded = self._guards.scalars(self._seen) if self._guards else {}
                 self._log_scalars(run.env_steps, run_scalars(run) | guarded)
             if now >= status_at:
                 status_at = now + STATUS_INTERVAL_S

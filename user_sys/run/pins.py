@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Literal
@@ -236,6 +236,11 @@ class SuccessGuards:
         """See `SuccessGuard.apply`."""
         return [line for guard in self._guards.values() if (line := guard.apply())]
 
-    def scalars(self) -> dict[str, float]:
-        """The version that robots act with instead of the newest, by learner; -1 without one."""
-        return {f"{BEST_VERSION_SCALAR}/{learner}": float(guard.pinned) for learner, guard in self._guards.items()}
+    def scalars(self, robots: Collection[str]) -> dict[str, float]:
+        """The version that robots act with instead of the newest, by learner; -1 without one.
+
+        Also -1 for learners that none of `robots`, those that have reported, has; without any, all learners count.
+        """
+        learners = {self._learner_from_robot.get(robot, LEARNER) for robot in robots} or self._guards.keys()
+        pinned = {name: each.pinned if name in learners else NO_VERSION for name, each in self._guards.items()}
+        return {f"{BEST_VERSION_SCALAR}/{name}": float(version) for name, version in pinned.items()}
