@@ -26,9 +26,10 @@ from websockets.sync.client import connect
 from hal.process_supervisor import ProcessState, ProcessStatus
 from user_sys.commands.main import main
 from user_sys.compose import RobotConfig
+from user_sys.console import hub
 from user_sys.console.config import ConsoleConfig
 from user_sys.console.hub import ConsoleHub
-from user_sys.console.progress import RunView
+from user_sys.console.progress import RunProgress, RunView
 from user_sys.edge.robot_processes import module_argv
 from user_sys.errors import RunError
 from user_sys.gateway.config import GatewayConfig
@@ -96,15 +97,15 @@ def test_console_learns_from_the_status_which_processes_have_ended_and_which_ver
 ) -> None:
     stop, ended, warnings = threading.Event(), list[set[str]](), list[str]()
 
-    class Hub(ConsoleHub):
+    class Progress(RunProgress):
         def set_ended(self, processes: Iterable[str]) -> None:
             ended.append(set(processes))
-            warnings.append(self.view().warning)
+            warnings.append(self.view("run", 0.0, ()).warning)
             if len(ended) == 2:
                 stop.set()
             write_status({})
 
-    monkeypatch.setattr(console_process, "ConsoleHub", Hub)
+    monkeypatch.setattr(hub, "RunProgress", Progress)
     config = RunConfig(runs=tmp_path, console=ConsoleConfig(port=0))
     folder, metadata = create_run_folder(config, "run", free_endpoint(GatewayConfig().endpoint))
     prepare_run_folder(config, folder, metadata)

@@ -110,7 +110,7 @@ def test_learner_that_has_finished_is_not_missed(hub: ConsoleHub, clock: Clock) 
 def test_learner_that_has_ended_for_good_is_not_missed(hub: ConsoleHub, clock: Clock) -> None:
     for node in ("learner", "learner-b"):
         hub.update(MetricsReport(node=node, count=5, scalars={}))
-    hub.set_ended({"learner-b", "camera"})
+    hub.progress.set_ended({"learner-b", "camera"})
     clock.now_s += 61.0
     assert hub.view().warning == "training stands still: no report from learner; read logs/learner.log"
     assert hub.view().updates == 10
@@ -164,13 +164,13 @@ def test_success_counts_episodes_without_help(hub: ConsoleHub, clock: Clock) -> 
     view = hub.view()
     assert (view.episodes, view.env_steps, view.interventions) == (4, 160, 1)
     assert (view.success, view.helped) == (0.5, 0.25), "neither with help nor without a label is a success or a failure"
-    success, helped = (next(c for c in hub.curves() if c.name == name) for name in ("success", "helped"))
+    success, helped = (next(c for c in hub.progress.curves() if c.name == name) for name in ("success", "helped"))
     assert success.x == (10.0, 20.0) and success.y == (1.0, 0.5)
     assert helped.x == (10.0, 20.0, 30.0, 40.0) and helped.y == (0.0, 0.0, 1 / 3, 0.25)
 
 
 def test_resumed_run_continues_its_counts(hub: ConsoleHub, clock: Clock) -> None:
-    hub.restore_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
+    hub.progress.restore_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
     clock.now_s += 5.0
     hub.update(episode(True, touched=5))
     hub.update(MetricsReport(node="learner", count=10, scalars={"training_s": 40.0}))
@@ -183,7 +183,7 @@ def test_resumed_run_continues_its_counts(hub: ConsoleHub, clock: Clock) -> None
 def test_success_rate_is_of_so_many_autonomous_episodes(hub: ConsoleHub) -> None:
     for report in (episode(True), episode(False), episode(None), episode(True, touched=3), episode(True)):
         hub.update(report)
-    assert [hub.success_rate(count) for count in (3, 2, 4)] == [2 / 3, 0.5, None]
+    assert [hub.progress.success_rate(count) for count in (3, 2, 4)] == [2 / 3, 0.5, None]
 
 
 def test_rates_follow_the_reports(hub: ConsoleHub, clock: Clock) -> None:
@@ -218,9 +218,9 @@ def test_staleness_is_relative_to_the_robots_own_learner(hub: ConsoleHub) -> Non
     hub.update(MetricsReport(node="learner-arm-1", count=9, scalars={"policy_version": 4.0}))
     hub.update(status("left", policy_version=89))
     hub.update(status("right", policy_version=2))
-    hub.set_learners({"left": "learner", "right": "learner-arm-1"})
+    hub.progress.set_learners({"left": "learner", "right": "learner-arm-1"})
     assert hub.view().staleness == 2
-    hub.set_learners({"left": "learner", "right": "learner-that-is-silent"})
+    hub.progress.set_learners({"left": "learner", "right": "learner-that-is-silent"})
     assert hub.view().staleness == 1
 
 
@@ -228,7 +228,7 @@ def test_training_is_of_the_next_learner_while_no_robot_has_the_first(hub: Conso
     for node, number in (("learner", 9.0), ("learner-arm-1", 4.0)):
         hub.update(MetricsReport(node=node, count=9, scalars={"policy_version": number, "training_s": number}))
     assert (hub.view().policy_version, hub.view().training_s) == (9, 9.0)
-    hub.set_learners({"left": "learner-arm-1", "right": "learner-arm-1"})
+    hub.progress.set_learners({"left": "learner-arm-1", "right": "learner-arm-1"})
     assert (hub.view().policy_version, hub.view().training_s) == (4, 4.0)
 
 
@@ -268,11 +268,11 @@ def test_learners_that_wait_for_demonstrations_are_shown_until_they_train(hub: C
 
 
 def test_learner_that_has_ended_or_that_no_robot_has_lacks_no_steps(hub: ConsoleHub) -> None:
-    hub.set_learners({"panda-0": "learner", "panda-1": "learner-b"})
+    hub.progress.set_learners({"panda-0": "learner", "panda-1": "learner-b"})
     for name in ("learner", "learner-b", "learner-c"):
         hub.update(MetricsReport(node=name, count=0, scalars={"nothing_to_sample": 1.0}))
     assert "learner, learner-b finds no stored step" in hub.view().warning
-    hub.set_ended(["learner-b"])
+    hub.progress.set_ended(["learner-b"])
     assert "waits: learner finds no stored step" in hub.view().warning
 
 
@@ -407,12 +407,7 @@ def test_cameras_have_the_order_of_the_spec(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].cameras == ("wrist", "front", "side")
 
 
-def test_view_has_latency_and_success_by_model(hub: ConsoleHub) -> None:
-    hub.set_robot_spec("arm-1", msgspec.structs.replace(bus("x y z g"), model="arm"))
-    hub.update(episode(True))
-    assert not hub.view().models, "one model only"
-    hub.update(msgspec.structs.replace(episode(False), robot="arm-1"))
-    assert hub.view().models == {"arm": 0.0, "bus": 1.0}
+def test_view_has_the_latency_of_a_robot(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].latency_ms is None
     hub.update(status(periods=(ControlPeriod(1.0, (0.1,), (0.1,), 0, 4.0, 1.5),)))
     assert hub.view().robots[0].latency_ms == 5.5
@@ -431,7 +426,7 @@ def test_curves_have_losses_without_non_finite_values(hub: ConsoleHub) -> None:
     hub.update(MetricsReport(node="learner", count=20, scalars={"critic_loss": float("nan")}))
     hub.update(MetricsReport(node="learner", count=30, scalars={"critic_loss": 1.0}))
     assert hub.view().updates == 30 and hub.view().metrics["learner"]["critic_loss"] == 1.0
-    (curve,) = hub.curves()
+    (curve,) = hub.progress.curves()
     assert curve.name == "learner/critic_loss" and curve.x == (10.0, 30.0) and curve.y == (2.0, 1.0)
 
 
@@ -502,7 +497,7 @@ def test_robots_nodes_and_cameras_are_bounded(hub: ConsoleHub) -> None:
         for i in range(MAX_ROBOTS + 1):
             hub.update(status(f"r-{i}"))
     hub.update(MetricsReport(node="learner", count=0, scalars={f"loss_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
-    assert len(hub.curves()) == MAX_CURVES
+    assert len(hub.progress.curves()) == MAX_CURVES
 
 
 def test_many_scalars_leave_room_for_success_and_losses(hub: ConsoleHub) -> None:
@@ -510,7 +505,7 @@ def test_many_scalars_leave_room_for_success_and_losses(hub: ConsoleHub) -> None
     hub.update(MetricsReport(node="learner", count=1, scalars={f"time_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
     hub.update(MetricsReport(node="learner", count=2, scalars={"critic_loss": 2.0}))
     hub.update(episode(True))
-    assert {curve.name for curve in hub.curves()} == {"learner/critic_loss", "success", "helped"}
+    assert {curve.name for curve in hub.progress.curves()} == {"learner/critic_loss", "success", "helped"}
 
 
 def test_re_arm_after_an_e_stop_of_another_console_is_newer(
@@ -607,7 +602,7 @@ def test_threads_may_update_and_read_at_once(hub: ConsoleHub) -> None:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         hub.view()
-        hub.curves()
+        hub.progress.curves()
     for thread in threads:
         thread.join(timeout=120)
     assert hub.view().episodes == 900 and hub.view().updates == 299

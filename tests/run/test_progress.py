@@ -56,14 +56,14 @@ def test_restarted_console_shows_the_earlier_curves(tmp_path: Path) -> None:
         for second in range(0, 110, 10):
             metrics.write(0, {"elapsed_s": 30.0 + second}, STARTED_S + second)
     hub = ConsoleHub("earlier", lambda order: True)
-    hub.restore_history(100, 200, 0, elapsed_s=130.0)
-    hub.restore_curves(previous_outcomes(folder, run_episodes(folder)), previous_losses(folder))
-    curves = {curve.name: curve for curve in hub.curves()}
+    hub.progress.restore_history(100, 200, 0, elapsed_s=130.0)
+    hub.progress.restore_curves(previous_outcomes(folder, run_episodes(folder)), previous_losses(folder))
+    curves = {curve.name: curve for curve in hub.progress.curves()}
     assert set(curves) == {"success", "helped", "learner/critic_loss"} and curves["learner/critic_loss"].y == (0.5,)
     success = curves["success"]
     assert (success.x[0], success.y[0]) == (30.0, 0.0) and (success.x[-1], success.y[-1]) == (129.0, 1.0)
     assert hub.view().episodes == 100 and hub.view().success_50 == 1.0
-    assert hub.success_rate(50) is None, "the target counts episodes of this launch"
+    assert hub.progress.success_rate(50) is None, "the target counts episodes of this launch"
     none = RunFolder(tmp_path / "none")
     assert list(previous_losses(none)) == previous_outcomes(none, []) == []
 

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from hal.registry import LOSS_TIMEOUT_S, OVERRIDDEN
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import RobotSpec
 from user_sys.codec import jpeg_size
-from user_sys.console.progress import CurveView, RobotView, RunProgress, RunView
+from user_sys.console.progress import RobotView, RunProgress, RunView
 from user_sys.episode import EpisodeSource
 from user_sys.errors import AuthorityError, WireError
 from user_sys.messages import (
@@ -141,7 +141,11 @@ Listener = Callable[[HubMessage | PreviewImage], None]
 
 
 class ConsoleHub:
-    """The state of a run, for operators. Any thread may call any method; each returns at once."""
+    """The state of a run, for operators. Any thread may call any method; each returns at once.
+
+    Attributes:
+        progress: of the run, from the messages of `update`.
+    """
 
     def __init__(
         self,
@@ -168,32 +172,7 @@ class ConsoleHub:
         self._listeners: list[Listener] = []
         self._serial = 0
         self._sequence = 0  # of the newest order
-        self._progress = RunProgress(folder, clock, self._model)
-
-    def restore_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
-        """Sets the counts and the duration of earlier launches of a resumed run. Call it before any update."""
-        with self._lock:
-            self._progress.restore_history(episodes, env_steps, interventions, elapsed_s)
-
-    def restore_curves(self, outcomes: Iterable[tuple[float, EpisodeReport]], losses: Iterable[MetricsReport]) -> None:
-        """See `RunProgress.restore_curves`."""
-        with self._lock:
-            self._progress.restore_curves(outcomes, losses)
-
-    def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
-        """Sets the learner of each robot, which its staleness refers to."""
-        with self._lock:
-            self._progress.set_learners(learner_from_robot)
-
-    def set_ended(self, processes: Iterable[str]) -> None:
-        """See `RunProgress.set_ended`."""
-        with self._lock:
-            self._progress.set_ended(processes)
-
-    def set_scalars(self, node: str, scalars: Mapping[str, float]) -> None:
-        """Replaces the newest scalars of `node`, which sends no reports itself, such as the run."""
-        with self._lock:
-            self._progress.metrics[node] = dict(scalars)
+        self.progress = RunProgress(folder, clock)
 
     def update(self, message: HubMessage) -> None:
         """Applies one message, and calls the listeners in the caller's thread."""
@@ -204,14 +183,14 @@ class ConsoleHub:
                 case EpisodeReport():
                     self._add_episode(message)
                 case MetricsReport():
-                    self._progress.add_metrics(message)
+                    self.progress.add_metrics(message)
         self._notify(message)
 
     def update_resource(self, record: ResourceRecord) -> None:
         """A robot or device was lost or found, or a person's order took a robot out of use or brought it back."""
         with self._lock:
             if record.kind is not Kind.ROBOT:
-                self._progress.add_device(record)
+                self.progress.add_device(record)
             elif (robot := self._robots.get(record.name)) is not None:
                 robot.record = record
 
@@ -261,28 +240,7 @@ class ConsoleHub:
         with self._lock:
             now_s = self._clock()
             robots = tuple(self._robot_view(robot, now_s) for robot in self._robots.values())
-            return self._progress.view(self._run, self._budget_s, robots, self._alarms(robots, now_s))
-
-    @property
-    def env_steps(self) -> int:
-        """Online steps of the run, see `RunView`."""
-        with self._lock:
-            return self._progress.env_steps
-
-    def success_rate(self, episodes: int) -> float | None:
-        """Share of successes among so many autonomous episodes of this launch; None while there are fewer."""
-        with self._lock:
-            return self._progress.success_rate(episodes)
-
-    def disk_warning(self) -> str:
-        """What waits for disk space, or an empty text."""
-        with self._lock:
-            return self._progress.disk_warning
-
-    def curves(self) -> tuple[CurveView, ...]:
-        """``success``, ``helped`` and ``evaluation`` against seconds; ``<learner>/<loss>`` against its updates."""
-        with self._lock:
-            return self._progress.curves()
+            return self.progress.view(self._run, self._budget_s, robots, self._alarms(robots, now_s))
 
     def periods(self, robot: str, after: int) -> tuple[int, tuple[ControlPeriod, ...]]:
         """The control periods of a robot after the first `after` ones, and the number of all that it has reported.
@@ -455,10 +413,6 @@ class ConsoleHub:
             raise WireError(f"{name[:80]!r} is one robot too many: the console shows {MAX_ROBOTS}")
         return self._robots.setdefault(name, _Robot(name, None))
 
-    def _model(self, robot: str) -> str:
-        found = self._robots.get(robot)
-        return "" if found is None or found.spec is None else found.spec.model
-
     def _alarms(self, robots: tuple[RobotView, ...], now_s: float) -> Iterator[str]:
         """Lost robots, and cameras without new pictures while a page requests them.
 
@@ -500,7 +454,7 @@ class ConsoleHub:
     def _add_episode(self, episode: EpisodeReport) -> None:
         if episode.source == EpisodeSource.ONLINE and (robot := self._robots.get(episode.robot)):
             robot.last = episode
-        self._progress.add_episode(episode)
+        self.progress.add_episode(episode)
 
 
 def _twist(spec: RobotSpec | None, move: tuple[float, float, float], gripper: float) -> tuple[float, ...]:

@@ -327,7 +327,7 @@ class PageSocket(_Socket):
             self._curves_at_s = now_s
             if self._traces_pose:
                 self._attempt(self._traced, "pose", lambda: self._hub.request_pose(self._traced, POSE_TTL_S))
-            await self._send_text(protocol.encode(protocol.CurvesUpdate(self._hub.curves())))
+            await self._send_text(protocol.encode(protocol.CurvesUpdate(self._hub.progress.curves())))
 
     async def _write_trace(self) -> None:
         robot, known = self._traced, self._traced_periods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,7 +97,6 @@ class RunView(msgspec.Struct, frozen=True):
         success_20, success_50: the same of so many episodes; None while there are fewer.
         tasks: of runs with several tasks: the share of successes among the newest autonomous episodes of each, and
             ``evaluation/<task>``: among the newest evaluations during training.
-        models: of runs with several models of robots: the share of successes of each, likewise.
         helped: share of the newest online episodes with a person's steps; None before the first.
         metrics: newest scalars by node.
         warning: a problem that a person should fix; empty if there is none.
@@ -119,7 +119,6 @@ class RunView(msgspec.Struct, frozen=True):
     success_20: float | None = None
     success_50: float | None = None
     tasks: dict[str, float] = {}
-    models: dict[str, float] = {}
     helped: float | None = None
     robots: tuple[RobotView, ...] = ()
     metrics: dict[str, dict[str, float]] = {}
@@ -220,19 +219,16 @@ class _Success:
 
 
 class _AutonomousEpisodes:
-    """The successes of episodes without a person's steps: of all, of each task, and of each model of robot."""
+    """The successes of episodes without a person's steps: of all, and of each task."""
 
-    def __init__(self, model_from_robot: Callable[[str], str]) -> None:
+    def __init__(self) -> None:
         self.successes: list[bool] = []
         self.earlier = 0  # of them, of earlier launches
+        self.evaluations: list[bool] = []
         self._all = _Success()
         self._tasks: dict[str, _Success] = {}
-        self._models: dict[str, _Success] = {}
-        self._model_from_robot = model_from_robot
 
-    def add(self, task: str, success: bool, robot: str) -> None:
-        if (model := self._model_from_robot(robot)) and (model in self._models or len(self._models) < MAX_TASKS):
-            self._models.setdefault(model, _Success()).add(success)
+    def add(self, task: str, success: bool) -> None:
         if task in self._tasks or len(self._tasks) < MAX_TASKS:
             self._tasks.setdefault(task, _Success()).add(success)
         self.successes.append(success)
@@ -242,6 +238,7 @@ class _AutonomousEpisodes:
         """Counts an evaluation during training, apart from practice of the same task."""
         if (name := f"{EVALUATION}{task}") in self._tasks or len(self._tasks) < MAX_TASKS:
             self._tasks.setdefault(name, _Success(EVALUATED, EVALUATION_DROP)).add(success)
+        self.evaluations.append(success)
 
     def rate(self, episodes: int, without: int = 0) -> float | None:
         """Share of successes among so many newest episodes; None while there are fewer after the first `without`."""
@@ -250,10 +247,6 @@ class _AutonomousEpisodes:
     def rate_by_task(self) -> dict[str, float]:
         """Share of successes among the newest episodes of each task; of a task that is practised alone it is `rate`."""
         return {name: each.share for name, each in self._shown_tasks()}
-
-    def rate_by_model(self) -> dict[str, float]:
-        """The same of each model of robot."""
-        return {name: each.share for name, each in sorted(self._models.items()) if len(self._models) > 1}
 
     def _shown_tasks(self) -> list[tuple[str, _Success]]:
         """All, but not the only one unless it was evaluated."""
@@ -274,7 +267,7 @@ class _AutonomousEpisodes:
 
 
 class RunProgress:
-    """Folds the messages of a run into counts. One thread at a time calls it.
+    """Folds the messages of a run into counts. Any thread may call it.
 
     Attributes:
         episodes, env_steps, interventions: of online episodes, of this launch and those before it; `interventions`
@@ -282,24 +275,18 @@ class RunProgress:
         metrics: the newest scalars of each process.
     """
 
-    def __init__(
-        self,
-        folder: Path = Path(),
-        clock: Callable[[], float] = time.monotonic,
-        model_from_robot: Callable[[str], str] = lambda robot: "",
-    ) -> None:
+    def __init__(self, folder: Path = Path(), clock: Callable[[], float] = time.monotonic) -> None:
         """Args:
         folder: of the run, for messages.
         clock: monotonic seconds.
-        model_from_robot: `RobotSpec.model` by the robot's name; empty if it is unknown.
         """
         self._folder, self._clock, self._started_s = folder, clock, clock()  # or earlier, by the earlier launches
+        self._lock = threading.RLock()
         self.episodes = self.env_steps = self.interventions = 0
         self._assisted: list[bool] = []  # of each online episode
         self.metrics: dict[str, dict[str, float]] = {}
         self._curves: dict[str, Curve] = {}
-        self._autonomous = _AutonomousEpisodes(model_from_robot)
-        self._evaluations: list[bool] = []
+        self._autonomous = _AutonomousEpisodes()
         self._updates: dict[str, tuple[int, float]] = {}  # of each learner, and when it reported them
         self._step_rate, self._update_rate = _Rate(), _Rate()
         self._learner_from_robot: dict[str, str] = {}
@@ -307,12 +294,14 @@ class RunProgress:
 
     def restore_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
         """Sets the counts and the duration of earlier launches of a resumed run."""
-        self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
-        self._started_s -= elapsed_s
+        with self._lock:
+            self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
+            self._started_s -= elapsed_s
 
     def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
         """Sets each robot's learner. A robot that is not named here has the run's first learner."""
-        self._learner_from_robot = dict(learner_from_robot)
+        with self._lock:
+            self._learner_from_robot = dict(learner_from_robot)
 
     def restore_curves(self, outcomes: Iterable[tuple[float, EpisodeReport]], losses: Iterable[MetricsReport]) -> None:
         """Adds what an earlier process has shown to curves and success; counts stay as they are.
@@ -321,51 +310,59 @@ class RunProgress:
             outcomes: finished episodes, each with its second of the run.
             losses: in reports of learners.
         """
-        for at_s, episode in outcomes:
-            self._add_outcome(episode, at_s)
-        self._autonomous.earlier = len(self._autonomous.successes)
-        for report in losses:
-            self._add_losses(report)
+        with self._lock:
+            for at_s, episode in outcomes:
+                self._add_outcome(episode, at_s)
+            self._autonomous.earlier = len(self._autonomous.successes)
+            for report in losses:
+                self._add_losses(report)
 
     def add_episode(self, episode: EpisodeReport) -> None:
-        if episode.source == EpisodeSource.ONLINE:
-            self.episodes += 1
-            self.env_steps += episode.steps
-            self.interventions += episode.intervention_steps > 0
-            self._step_rate.add(self._clock(), self.env_steps)
-        self._add_outcome(episode, self.elapsed_s)
+        with self._lock:
+            if episode.source == EpisodeSource.ONLINE:
+                self.episodes += 1
+                self.env_steps += episode.steps
+                self.interventions += episode.intervention_steps > 0
+                self._step_rate.add(self._clock(), self.env_steps)
+            self._add_outcome(episode, self.elapsed_s)
 
     def _add_outcome(self, episode: EpisodeReport, at_s: float) -> None:
         helped, succeeded = episode.intervention_steps > 0, episode.success is True
         is_attempt = not helped and episode.success is not None  # not one that was cut off without a label
         if episode.source == EpisodeSource.EVALUATION and is_attempt:
             self._autonomous.add_evaluation(episode.task, succeeded)
-            self._evaluations.append(succeeded)
-            self._add_point("evaluation", at_s, share_of(self._evaluations, SUCCESS_WINDOWS[0]))
+            self._add_point("evaluation", at_s, share_of(self._autonomous.evaluations, SUCCESS_WINDOWS[0]))
         if episode.source != EpisodeSource.ONLINE:
             return
         self._assisted.append(helped)
         self._add_point("helped", at_s, self._helped)
         if is_attempt:
-            self._autonomous.add(episode.task, succeeded, episode.robot)
+            self._autonomous.add(episode.task, succeeded)
             self._add_point("success", at_s, share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]))
 
     def add_metrics(self, report: MetricsReport) -> None:
         """Raises WireError: reports of too many processes."""
-        if report.node not in self.metrics and len(self.metrics) >= MAX_NODES:
-            raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
-        finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
-        self.metrics.setdefault(report.node, {}).update(finite)
-        if not report.node.startswith(LEARNER):
-            return
-        self._updates[report.node] = report.count, self._clock()
-        self._update_rate.add(self._clock(), self._total_updates)
-        self._add_losses(report)
+        with self._lock:
+            if report.node not in self.metrics and len(self.metrics) >= MAX_NODES:
+                raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
+            finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
+            self.metrics.setdefault(report.node, {}).update(finite)
+            if not report.node.startswith(LEARNER):
+                return
+            self._updates[report.node] = report.count, self._clock()
+            self._update_rate.add(self._clock(), self._total_updates)
+            self._add_losses(report)
 
     def set_ended(self, processes: Iterable[str]) -> None:
         """Sets the processes that have ended and are not started again. A learner among them need not report."""
-        for name in self._updates.keys() & set(processes):
-            self._updates[name] = self._updates[name][0], math.inf
+        with self._lock:
+            for name in self._updates.keys() & set(processes):
+                self._updates[name] = self._updates[name][0], math.inf
+
+    def set_scalars(self, node: str, scalars: Mapping[str, float]) -> None:
+        """Replaces the newest scalars of `node`, which sends no reports itself, such as the run."""
+        with self._lock:
+            self.metrics[node] = dict(scalars)
 
     def _add_losses(self, report: MetricsReport) -> None:
         for name, value in report.scalars.items():
@@ -375,39 +372,40 @@ class RunProgress:
 
     def add_device(self, record: ResourceRecord) -> None:
         """A device was lost or found."""
-        self._lost_devices.pop(record.name, None)
-        if record.health is Health.LOST:
-            self._lost_devices[record.name] = record
+        with self._lock:
+            self._lost_devices.pop(record.name, None)
+            if record.health is Health.LOST:
+                self._lost_devices[record.name] = record
 
     def view(self, run: str, budget_s: float, robots: tuple[RobotView, ...], alarms: Iterable[str] = ()) -> RunView:
         """The run called `run`, with these `robots`; `budget_s` limits the training time of its first learner.
         `alarms`: see `RunView`.
         """
-        robots = tuple(replace(robot, behind=self._staleness(robot)) for robot in robots)
-        return RunView(
-            run=run,
-            elapsed_s=self.elapsed_s,
-            training_s=self._training_s,
-            budget_s=budget_s,
-            env_steps=self.env_steps,
-            env_steps_per_s=self._step_rate.per_s(self._clock()),
-            episodes=self.episodes,
-            interventions=self.interventions,
-            updates=self._total_updates,
-            updates_per_s=self._update_rate.per_s(self._clock()),
-            policy_version=self._newest_version(self._first_learner, 0),
-            staleness=max((robot.behind for robot in robots), default=0),
-            success=share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]),
-            success_20=self._autonomous.rate(20),
-            success_50=self._autonomous.rate(50),
-            tasks=self._autonomous.rate_by_task(),
-            models=self._autonomous.rate_by_model(),
-            helped=self._helped,
-            robots=robots,
-            metrics={node: dict(scalars) for node, scalars in self.metrics.items()},
-            warning=self._warning,
-            alarms=tuple(alarms),
-        )
+        with self._lock:
+            robots = tuple(replace(robot, behind=self._staleness(robot)) for robot in robots)
+            return RunView(
+                run=run,
+                elapsed_s=self.elapsed_s,
+                training_s=self._training_s,
+                budget_s=budget_s,
+                env_steps=self.env_steps,
+                env_steps_per_s=self._step_rate.per_s(self._clock()),
+                episodes=self.episodes,
+                interventions=self.interventions,
+                updates=self._total_updates,
+                updates_per_s=self._update_rate.per_s(self._clock()),
+                policy_version=self._newest_version(self._first_learner, 0),
+                staleness=max((robot.behind for robot in robots), default=0),
+                success=share_of(self._autonomous.successes, SUCCESS_WINDOWS[0]),
+                success_20=self._autonomous.rate(20),
+                success_50=self._autonomous.rate(50),
+                tasks=self._autonomous.rate_by_task(),
+                helped=self._helped,
+                robots=robots,
+                metrics={node: dict(scalars) for node, scalars in self.metrics.items()},
+                warning=self._warning,
+                alarms=tuple(alarms),
+            )
 
     @property
     def elapsed_s(self) -> float:
@@ -428,7 +426,8 @@ class RunProgress:
 
     def success_rate(self, episodes: int) -> float | None:
         """Share of successes among so many autonomous episodes of this launch; None while there are fewer."""
-        return self._autonomous.rate(episodes, self._autonomous.earlier)
+        with self._lock:
+            return self._autonomous.rate(episodes, self._autonomous.earlier)
 
     def _staleness(self, robot: RobotView) -> int:
         """The number of versions by which the robot is behind its own learner."""
@@ -487,11 +486,13 @@ class RunProgress:
     @property
     def disk_warning(self) -> str:
         """What waits for disk space, or an empty text."""
-        return " | ".join(self._disk_warnings())
+        with self._lock:
+            return " | ".join(self._disk_warnings())
 
     def curves(self) -> tuple[CurveView, ...]:
         """``success``, ``helped`` and ``evaluation`` against seconds; ``<learner>/<loss>`` against its updates."""
-        return tuple(curve.view() for curve in self._curves.values())
+        with self._lock:
+            return tuple(curve.view() for curve in self._curves.values())
 
     def _disk_warnings(self) -> Iterator[str]:
         for node, scalars in self.metrics.items():

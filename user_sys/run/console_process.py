@@ -144,9 +144,9 @@ class ConsoleProcess:
         try:
             elapsed_s = previous_elapsed_s(folder.path / METRICS / f"{RUN}.jsonl")
             stored = run_episodes(folder)
-            self._hub.restore_history(*previous_episodes(folder, stored), elapsed_s)
+            self._hub.progress.restore_history(*previous_episodes(folder, stored), elapsed_s)
             losses = list(previous_losses(folder))  # read before the hub is locked
-            self._hub.restore_curves(previous_outcomes(folder, stored), losses)
+            self._hub.progress.restore_curves(previous_outcomes(folder, stored), losses)
             known = {each.episode for each in stored if each.complete}
         except Exception as error:  # of any kind: people need the page, with or without the history
             log.warning("console.history_unreadable: the page shows the run from now on: %s", error)
@@ -157,13 +157,13 @@ class ConsoleProcess:
         """The run's scalars and the processes that have ended, from the launcher's file, if it has written one."""
         with suppress(RunError):
             status = read_status(self._folder.path)
-            self._hub.set_scalars(RUN, status.run.metrics.get(RUN, {}))
-            self._hub.set_ended(ended_processes({each.name: each for each in status.processes}))
+            self._hub.progress.set_scalars(RUN, status.run.metrics.get(RUN, {}))
+            self._hub.progress.set_ended(ended_processes({each.name: each for each in status.processes}))
 
     def _read_robot_records(self) -> None:
         """The specs of the robots that have connected, and their learners."""
         records = read_robot_records(self._folder.robots)
-        self._hub.set_learners(learner_from_robot(records))
+        self._hub.progress.set_learners(learner_from_robot(records))
         for record in records:
             self._show(self._hub.set_robot_spec, record.robot, record.spec)
 

@@ -205,8 +205,8 @@ class RunSupervisor:
         )
         self._hub = link.hub
         stored = run_episodes(folder)
-        self._hub.restore_history(*previous_episodes(folder, stored), previous_elapsed_s(logger.run.path))
-        self._hub.restore_curves(previous_outcomes(folder, stored), ())
+        self._hub.progress.restore_history(*previous_episodes(folder, stored), previous_elapsed_s(logger.run.path))
+        self._hub.progress.restore_curves(previous_outcomes(folder, stored), ())
         for robot in config.remote_robots:
             link.show(link.hub.add_robot, robot.name)
 
@@ -306,7 +306,7 @@ class RunSupervisor:
                     self._exporter.add_report(message)
                     self.status.on_report(message.node)
                     is_learner = message.node.startswith(LEARNER)
-                    count = message.count if is_learner else self._hub.env_steps
+                    count = message.count if is_learner else self._hub.progress.env_steps
                     self._logger.log(message.node, count, message.scalars)
                 case ResourceUpdate(record=record):
                     self._hub.update_resource(record)
@@ -338,7 +338,7 @@ class RunSupervisor:
         self._processes.start_new_learners()
         records = read_robot_records(self._folder.robots)
         learners = learner_from_robot(records)
-        self._hub.set_learners(learners)
+        self._hub.progress.set_learners(learners)
         if self._guards:
             self._guards.set_learners(learners)
         spec = next((record.spec for record in records if record.robot == robot), None)
@@ -347,7 +347,7 @@ class RunSupervisor:
 
     def _log_scalars(self, count: int, scalars: dict[str, float]) -> None:
         self._logger.log(RUN, count, scalars)
-        self._hub.set_scalars(RUN, scalars)
+        self._hub.progress.set_scalars(RUN, scalars)
 
     def _check_processes(self, display: ProgressDisplay) -> bool:
         """Returns whether the learners are done. A robot that fails for good leaves the run to the others.
@@ -365,7 +365,7 @@ class RunSupervisor:
         self._check_robots(statuses, display)
         processes.report_failures(statuses, display.print_line, self._seen)
         self._report_unreadable_checkpoints(display)
-        self._hub.set_ended(ended_processes(statuses))
+        self._hub.progress.set_ended(ended_processes(statuses))
         run = self._hub.view()
         self.status.write("training" if run.updates else "starting", run, statuses, self._missing)
         processes.require_running(has_other_robots=bool(self._active_remote_robots()))
@@ -417,7 +417,7 @@ class RunSupervisor:
 
     def _target_reached(self) -> bool:
         target = self._config.target
-        share = self._hub.success_rate(target.episodes) if target.success else None
+        share = self._hub.progress.success_rate(target.episodes) if target.success else None
         return share is not None and share >= target.success
 
     def _hold_robots(self) -> None:
@@ -455,7 +455,7 @@ class RunSupervisor:
             self._receive(MESSAGE_WAIT_S)
             display.show(self._hub.view(), "stopping")
             leaving = processes.still_running(leaving)
-        if warning := self._hub.disk_warning():
+        if warning := self._hub.progress.disk_warning:
             display.print_line(f"not everything could be written: {warning}")
         others = [name for name in processes.names if name != GATEWAY_NAME]
         processes.cluster.stop(*others, within_s=self._left_s(PROCESS_DEADLINE_S))

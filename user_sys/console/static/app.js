@@ -122,7 +122,7 @@ function showRun(view) {
   el("p-updates").textContent = short(view.updates);
   el("p-success").textContent = percent(view.success);
   el("p-helped").textContent = percent(view.helped);
-  el("p-tasks").textContent = Object.entries({ ...view.tasks, ...view.models }).map(([task, share]) => `${task} ${percent(share)}`).join(" · ");
+  el("p-tasks").textContent = Object.entries(view.tasks).map(([task, share]) => `${task} ${percent(share)}`).join(" · ");
   removeGone(new Set(view.robots.map(({ name }) => name)));
   for (const robot of view.robots) {
     if (!cards.has(robot.name)) addCard(robot.name);
