@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen, call
+from subprocess import STDOUT, Popen
 
 from run_kit import Launch, until, user_sys
 
@@ -64,20 +63,11 @@ class Cluster:
         until(lambda: "will now block forever" in self.head.err or ended(self.head), "the head node is up", WITHIN_S)
 
     @contextlib.contextmanager
-    def node(self, number: int, *robots: str, hidden: Path | None = None, site: str = "") -> Iterator[Popen[bytes]]:
-        """A node that declares a GPU of 8 GB, one of 24 GB, and `robots`; its processes are killed at the end.
-
-        Args:
-            hidden: a folder that the node does not see.
-            site: its label.
-        """
+    def node(self, number: int, *robots: str) -> Iterator[Popen[bytes]]:
+        """A node that declares a GPU of 8 GB, one of 24 GB, and `robots`; its processes are killed at the end."""
         gpus = [gpu(0, "T1000", 8), gpu(1, "L4", 24)]
         arms = [ResourceRecord(kind=Kind.ROBOT, name=name, model="fake", node="") for name in robots]
-        labels = {"site": site} if site else {}
-        argv = node_argv([*gpus, *arms], labels, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
-        if hidden:
-            other = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(argv)}"
-            argv = ["unshare", "-m", "sh", "-c", other]
+        argv = node_argv([*gpus, *arms], {}, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
         node = self._start(argv, self.folder / f"node-{number}.log")
         try:
             yield node
@@ -115,12 +105,6 @@ def gpu(number: int, model: str, gigabytes: int) -> ResourceRecord:
         labels={"uuid": f"GPU-{model}"},
         memory_bytes=gigabytes * 10**9,
     )
-
-
-def can_hide(folder: Path) -> bool:
-    """Whether this user may mount file systems in a namespace."""
-    mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(folder)]
-    return shutil.which("unshare") is not None and call(mount, stdout=DEVNULL, stderr=DEVNULL) == 0
 
 
 def is_up(log: Path) -> bool:

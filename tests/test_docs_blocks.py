@@ -51,7 +51,7 @@ RUN_BY = {  # page and first line of the block: a test's file, or why no test ru
     ("hardware.md", "sudo install -d"): ROOT_RIGHTS,
     ("hardware.md", "user-sys hardware audit"): HERE,
     ("hardware.md", "user-sys stop"): "needs a driven robot: tests/edge/test_stop_command.py",
-    ("hardware.md", "user-sys node head"): "needs two computers: tests/test_two_nodes.py",
+    ("hardware.md", "user-sys node head"): "needs two computers: tests/test_learner_failover.py",
     ("inference.md", "user-sys keys new policy"): "needs a gateway and a policy: tests/inference",
     ("operations.md", "user-sys status"): HERE,
     ("operations.md", "user-sys train configs/demo.yaml --logging"): "needs Prometheus: tests/observe.py",

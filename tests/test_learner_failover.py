@@ -12,7 +12,6 @@ import pytest
 from cluster_kit import (
     WITHIN_S,
     Cluster,
-    can_hide,
     checkpointed_updates,
     ended,
     kill_node,
@@ -99,15 +98,3 @@ def test_learner_on_two_nodes_continues_after_one_is_killed(cluster: Cluster) ->
         assert launch.wait(WITHIN_S) == 130, launch.err
     for log in (run / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log
-
-
-def test_node_that_does_not_see_the_run_folders_gets_no_learner(cluster: Cluster) -> None:
-    runs = cluster.folder / "runs"
-    runs.mkdir()
-    if not can_hide(runs):
-        pytest.skip("needs the right to mount, to hide a folder from a node")
-    with cluster.node(2, "right", hidden=runs):
-        refused = cluster.user_sys("train", "job.yaml", "--name", "blind")
-        assert refused.wait(WITHIN_S) == 2
-    assert f"127.0.0.2 does not see {runs}, which must be on storage that both computers have" in refused.err
-    assert not list(runs.iterdir())

@@ -49,7 +49,7 @@ NOT_TYPED = {
     "user-sys top runs/latest": "lasts until Ctrl-C: tests/run/test_run_status.py",
     "user-sys view runs/latest --rerun": "needs the extra rerun: tests/interchange",
     "user-sys rearm ROBOT": "of a real robot: tests/edge/test_stop_command.py",
-    "user-sys node join": "needs two computers: tests/test_two_nodes.py",
+    "user-sys node join": "needs two computers: tests/test_learner_failover.py",
     "make bench": "measures for hours: tests/test_benchmarks.py",
     "make bench-learning": "trains for hours",
 }

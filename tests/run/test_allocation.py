@@ -333,6 +333,23 @@ def test_computer_that_does_not_see_the_run_folders_is_refused(tmp_path: Path, c
     assert not list(tmp_path.glob(".seen*"))
 
 
+def test_lost_compute_is_acquired_again_near_the_robot_only(tmp_path: Path) -> None:
+    cluster = TwoComputers()
+    cluster.lost_nodes = lambda reservation: ("10.0.0.3",)  # type: ignore[attr-defined]
+    near = [
+        ResourceRequestConfig(kind="robot", colocate="cell"),
+        ResourceRequestConfig(kind="compute", cores=4, colocate="cell"),
+    ]
+    with on_two_computers(tmp_path, cluster, run_of("a", resources=near)) as allocation:
+        allocation.acquire(refuse_to_wait)
+        assert allocation.release_lost("learner") and not allocation.learner_slots(0, 1)
+        cluster.nodes[1]["Resources"] = {"CPU": 1.0, "robot:a": 1.0}
+        assert "not in one place with the others" in str(allocation.reacquire("learner")), "10.0.0.2 has four free"
+        cluster.nodes[1]["Resources"] = {"CPU": 8.0, "robot:a": 1.0}
+        assert allocation.reacquire("learner") == ""
+        assert [slot.placement and slot.placement.node for slot in allocation.learner_slots(0, 1)] == ["10.0.0.3"]
+
+
 def test_computer_without_site_gets_the_common_site_of_its_robots() -> None:
     gpu_record = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
     at_lab, at_hall = robot("a", node="desk"), robot("b", "hall", node="desk")
