@@ -40,10 +40,9 @@ def main(argv: list[str]) -> int:
 def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
     from user_sys.learner.learner import VersionPublisher
     from user_sys.learner.publisher_client import PublisherClient
-    from user_sys.learner.trainer import Trainer
     from user_sys.run import learner_process
 
-    observe, publish_if_due = PublisherClient.observe, VersionPublisher.publish_if_due
+    observe, is_due = PublisherClient.observe, VersionPublisher.is_due
     steps = list[tuple[float, float, float, float]]()
     pushing, training_s = True, 0.0
 
@@ -55,12 +54,11 @@ def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
         into_s = training_s - from_s
         pushing = into_s < 0 or into_s % (on_s + off_s) >= off_s
 
-    def publish_in_turns(publishing: VersionPublisher, updates: int, trainer: Trainer) -> None:
-        if pushing:
-            publish_if_due(publishing, updates, trainer)
+    def is_due_in_turns(versions: VersionPublisher, updates: int) -> bool:
+        return pushing and is_due(versions, updates)
 
     PublisherClient.observe = observe_and_record  # type: ignore[method-assign]
-    VersionPublisher.publish_if_due = publish_in_turns  # type: ignore[method-assign]
+    VersionPublisher.is_due = is_due_in_turns  # type: ignore[method-assign]
     try:
         return learner_process.main(argv)
     finally:
