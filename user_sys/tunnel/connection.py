@@ -389,9 +389,9 @@ class ChunkSource(Protocol):
 class ChunkSender:
     """Sends the chunks of a source. One thread calls it; any thread may call `scalars`.
 
-    Pictures for people wait behind the chunks in flight. So these are as many bytes as the gateway acknowledges within
-    `IN_FLIGHT_S`, and at least one chunk. A link with a longer round trip has more in flight: the gateway syncs chunks
-    in groups, so an acknowledgement may take twice as long as the fastest.
+    Chunks in flight delay all that shares the uplink: pictures, statuses and heartbeats. So these are as many bytes as
+    the gateway acknowledges within `IN_FLIGHT_S`, and at least one chunk. A link with a longer round trip has more in
+    flight: the gateway syncs chunks in groups, so an acknowledgement may take twice as long as the fastest.
 
     Chunks in flight delay each other. So the fastest acknowledgement rises only with that of a chunk that was alone
     in flight. After `FASTEST_ACK_VALID_S` without one, the chunks in flight drain, and the next is sent alone
