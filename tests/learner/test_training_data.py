@@ -128,7 +128,21 @@ def test_batch_has_sentence_version_phase_and_log_prob_of_its_steps(
         assert (batch.policy_version == -1).all() and batch.extras["log_prob"].isnan().all(), "an expert acted"
 
 
-def test_policy_of_sentences_gets_that_of_each_sample_and_the_ages_of_its_pictures(tmp_path: Path) -> None:
+def drawn_batches(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The batches that `made` will train on, as they are drawn."""
+    drawn, draw = list[Any](), made.batches.next
+
+    def draw_and_keep(number: int) -> Any:
+        drawn.append(draw(number))
+        return drawn[-1]
+
+    monkeypatch.setattr(made.batches, "next", draw_and_keep)
+    return drawn
+
+
+def test_policy_of_sentences_gets_that_of_each_sample_and_the_ages_of_its_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     robot = replace(ROBOT, task=("lift_red", "lift_blue"))
     assert len(list(record_demonstrations(robot, tmp_path, DemonstrationConfig(2), RecorderConfig(), seed=0))) == 2
     options = {"width": 16, "heads": 2, "prefix_layers": 1, "expert_layers": 1}
@@ -136,10 +150,11 @@ def test_policy_of_sentences_gets_that_of_each_sample_and_the_ages_of_its_pictur
     with StoreReader.open(tmp_path) as reader:
         spec = build_robot_setup(robot).robot.spec
         made = Trainer(LearnerConfig(algorithm="bc", batch_size=32), spec, reader, policy=policy)
+        drawn = drawn_batches(made, monkeypatch)
         made.refresh()
         made.update(0)
-        batch = made.batch
         made.close()
+    (batch,) = drawn
     assert batch.sentence is not None
     said = [batch.sentences[place] for place in batch.sentence.tolist()]
     assert set(said) == {"lift the red cube", "lift the blue cube"}
@@ -178,17 +193,19 @@ def test_pictures_are_encoded_once_from_the_update_that_freezes_the_encoder(
     options = {"critic_hidden": [16], "critics": 2}
     config = LearnerConfig(options=options, batch_size=16, batches_ahead=batches_ahead)
     with trainer(store, config, monkeypatch, policy) as made:
+        drawn = drawn_batches(made, monkeypatch)
         for number in range(2):
             made.update(number)
-            assert PICTURES[0] in made.batch.observation
+            assert PICTURES[0] in drawn[-1].observation
         saved = Checkpoint(2, {"position": made.batches.position()}, made.state_dict())
         module: Any = made.policy
         rows, expected = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for number in range(2, 12):
             made.update(number)
-            observation = {**made.batch.observation, **{f"next.{k}": v for k, v in made.batch.next_observation.items()}}
+            batch = drawn[-1]
+            observation = {**batch.observation, **{f"next.{k}": v for k, v in batch.next_observation.items()}}
             assert not any("images" in name for name in observation)
-            encoded = made.batch.observation["observation.encoded.wrist"].clone()
+            encoded = batch.observation["observation.encoded.wrist"].clone()
             rows |= zip(made.batches.drawn.row.tolist(), encoded, strict=True)
         straight, cache = made.state_dict(), made.batches.replay.report()
         assert cache.misses < cache.observations / 2, "each picture was encoded once"
