@@ -5,8 +5,9 @@ A job gets all of its requests or nothing, and the result is the same for the sa
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -14,10 +15,11 @@ from hal.errors import PlacementError
 from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
 
 MAX_LISTED = 6
-MAX_TRIES = 10_000
-"""Of a record for a slot: beyond it the search ends without a placement. A fleet of a hundred nodes and a job with two
-groups stay within it."""
-NOTHING = (-1, -1)  # that is left of a record which one request gets as a whole: less than any request needs
+MAX_COMBINATIONS = 10_000
+"""Of places for colocated requests: beyond it the search ends without a placement. A fleet of a hundred nodes and a job
+with two groups stay within it."""
+MAX_MOVES = 100
+"""Of shares between computers: beyond it the search with these places ends."""
 
 Assigned = tuple[tuple[ResourceRecord, ...], ...]
 """For each request, in its order, the records that it gets."""
@@ -143,64 +145,100 @@ def _shortened(parts: Sequence[str]) -> list[str]:
 
 
 def _find_placement(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Assigned | None:
-    ready = (record for record in records if record.health is Health.READY)
-    pool = sorted(ready, key=lambda record: (record.memory_bytes, record.name))
-    search = _Search(requests, pool)
-    if (chosen := search.fill((), {}, {})) is None:
+    pool = sorted((record for record in records if record.health is Health.READY), key=_preference)
+    groups = sorted({(request.colocate, request.colocate_by) for request in requests if request.colocate})
+    places = [_candidate_places(group, requests, pool) for group in groups]
+    for chosen in itertools.islice(itertools.product(*places), MAX_COMBINATIONS):
+        where = {group: place for (group, _), place in zip(groups, chosen, strict=True)}
+        if (assigned := _match_slots(requests, pool, where)) is not None:
+            return assigned
+    return None
+
+
+def _preference(record: ResourceRecord) -> tuple[int, str]:
+    return record.memory_bytes, record.name
+
+
+def _candidate_places(
+    group: tuple[str, str], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord]
+) -> list[str]:
+    """The places in which every request of the group finds a record, by name."""
+    members = [request for request in requests if (request.colocate, request.colocate_by) == group]
+    each = [{member.location_of(record) for record in pool if member.matches(record)} for member in members]
+    return sorted(set.intersection(*each))
+
+
+SlotFits = Callable[[int, ResourceRecord], bool]
+
+
+def _match_slots(
+    requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], where: Mapping[str, str]
+) -> Assigned | None:
+    """With the places chosen, whole resources and shares of computers are independent of each other."""
+    slots = [index for index, request in enumerate(requests) for _ in range(request.count)]
+
+    def fits(slot: int, record: ResourceRecord) -> bool:
+        request = requests[slots[slot]]
+        is_near = not request.colocate or request.location_of(record) == where[request.colocate]
+        return is_near and request.matches(record)
+
+    taker: dict[int, int] = {}  # position in the pool -> slot
+    whole = [slot for slot, index in enumerate(slots) if requests[index].kind is not Kind.COMPUTE]
+    if not all(_assign_slot(slot, pool, fits, taker, set()) for slot in whole):
         return None
-    by_slot = sorted(zip(search.slots, chosen, strict=True))
-    return tuple(tuple(pool[position] for slot, position in by_slot if slot == index) for index in range(len(requests)))
+    shared = {slot: requests[index] for slot, index in enumerate(slots) if requests[index].kind is Kind.COMPUTE}
+    shares = _assign_shares(shared, pool, fits)
+    if shares is None:
+        return None
+    chosen = {slot: pool[position] for position, slot in taker.items()} | shares
+    rows = ((chosen[slot] for slot, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
+    return tuple(tuple(sorted(row, key=_preference)) for row in rows)
 
 
-class _Search:
-    """A backtracking search: the slots with the fewest candidates first, and the slots of one place together.
+def _assign_slot(
+    slot: int, pool: Sequence[ResourceRecord], fits: SlotFits, taker: dict[int, int], tried: set[int]
+) -> bool:
+    """One augmenting path of Kuhn's algorithm: a record in use may move to another slot that it fits."""
+    for position in sorted(range(len(pool)), key=taker.__contains__):
+        if position in tried or not fits(slot, pool[position]):
+            continue
+        tried.add(position)
+        if position not in taker or _assign_slot(taker[position], pool, fits, taker, tried):
+            taker[position] = slot
+            return True
+    return False
 
-    Attributes:
-        slots: the index of the request of each slot; a request has `count` slots.
+
+def _assign_shares(
+    requests: Mapping[int, ResourceRequest], pool: Sequence[ResourceRecord], fits: SlotFits
+) -> dict[int, ResourceRecord] | None:
+    """A computer for each slot, within its processors and memory: the largest request gets the first that has room.
+
+    A request for which there is no room moves the ones before it, `MAX_MOVES` times.
     """
-
-    def __init__(self, requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord]) -> None:
-        self._requests, self._pool, self._tries = requests, pool, 0
-        self._fitting = [[n for n, record in enumerate(pool) if request.matches(record)] for request in requests]
-        fewest: dict[str, int] = {}
-        for request, fitting in zip(requests, self._fitting, strict=True):
-            fewest[request.colocate] = min(len(fitting), fewest.get(request.colocate, len(fitting)))
-
-        def urgency(index: int) -> tuple[int, str, int, int, int]:
-            request, candidates = requests[index], len(self._fitting[index])
-            least = fewest[request.colocate] if request.colocate else candidates
-            return least, request.colocate, candidates, -request.cores, -request.memory_bytes
-
-        order = sorted(range(len(requests)), key=urgency)
-        self.slots = tuple(index for index in order for _ in range(requests[index].count))
-
-    def fill(
-        self, chosen: tuple[int, ...], left: Mapping[int, tuple[int, int]], where: Mapping[str, str]
-    ) -> tuple[int, ...] | None:
-        """The position in the pool for each slot, `chosen` for the first ones; None without one in `MAX_TRIES`.
-
-        Args:
-            left: processors and bytes that are left of the chosen records, by position.
-            where: the places of the groups so far.
-        """
-        if len(chosen) == len(self.slots):
-            return chosen
-        index = self.slots[len(chosen)]
-        request = self._requests[index]
-        is_repeated = bool(chosen) and self.slots[len(chosen) - 1] == index  # then any order of its records is the same
-        for position in self._fitting[index]:
-            record = self._pool[position]
-            cores, memory_bytes = left.get(position, (record.cores, record.memory_bytes))
-            place = request.location_of(record) if request.colocate else ""
+    order = sorted(requests, key=lambda slot: (-requests[slot].cores, -requests[slot].memory_bytes))
+    free = {record.name: (record.cores, record.memory_bytes) for record in pool}
+    choices: list[Iterator[ResourceRecord]] = []
+    chosen: list[ResourceRecord] = []
+    moves = 0
+    while len(chosen) < len(order):
+        request = requests[order[len(chosen)]]
+        if len(choices) == len(chosen):
+            choices.append(iter(pool))
+        for record in choices[-1]:
+            cores, memory_bytes = free[record.name]
             has_room = cores >= request.cores and memory_bytes >= request.memory_bytes
-            if not has_room or where.get(request.colocate, place) != place or (is_repeated and position < chosen[-1]):
-                continue
-            self._tries += 1
-            if self._tries > MAX_TRIES:
+            if has_room and fits(order[len(chosen)], record):
+                free[record.name] = (cores - request.cores, memory_bytes - request.memory_bytes)
+                chosen.append(record)
+                break
+        else:
+            choices.pop()
+            moves += 1
+            if not chosen or moves > MAX_MOVES:
                 return None
-            is_shared = request.kind is Kind.COMPUTE
-            rest = (cores - request.cores, memory_bytes - request.memory_bytes) if is_shared else NOTHING
-            found = self.fill((*chosen, position), {**left, position: rest}, {**where, request.colocate: place})
-            if found is not None:
-                return found
-        return None
+            record = chosen.pop()
+            request = requests[order[len(chosen)]]
+            cores, memory_bytes = free[record.name]
+            free[record.name] = (cores + request.cores, memory_bytes + request.memory_bytes)
+    return dict(zip(order, chosen, strict=True))
