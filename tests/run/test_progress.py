@@ -121,6 +121,20 @@ def test_earlier_episodes_that_retention_has_deleted_still_count(tmp_path: Path)
     assert previous_episodes(folder, run_episodes(folder)) == (3, 6, 1)
 
 
+def test_earlier_curves_keep_their_order_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "earlier", [])
+    with StoreWriter.open(folder.store) as writer:
+        for number, second in enumerate((10, 20, 40 - 3600, 50 - 3600)):
+            writer.append(episode(f"{number}", second, number > 1))
+        writer.sync()
+    with MetricsWriter(folder.path, "run") as metrics:
+        for second in range(0, 61, 5):
+            metrics.write(0, {"elapsed_s": second}, STARTED_S + second - 3600 * (second > 30))
+    assert [(at_s, report.episode) for at_s, report in previous_outcomes(folder, run_episodes(folder))] == [
+        (10.0, "0"), (20.0, "1"), (40.0, "2"), (50.0, "3"),
+    ]  # fmt: skip
+
+
 def robot(name: str, **changes: Any) -> RobotView:
     status = RobotStatus(
         robot=name, authority="policy", operator="", phase="policy", episode="e", step=4, policy_version=3,

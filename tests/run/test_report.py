@@ -382,6 +382,29 @@ def test_newest_episodes_are_those_of_a_learner_that_joined_late(tmp_path: Path,
     assert json.loads((tmp_path / "summary.json").read_text())["autonomous"]["successes"] == 0
 
 
+def test_history_keeps_its_order_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """An hour back after 100 s of training, and 2 s back after 160 s."""
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path), "run", "tcp://127.0.0.1:5000")
+
+    def clock_s(second: int) -> int:
+        return second - 3600 * (second > 100) - 2 * (second > 160)
+
+    seconds = (50, 90, 110, 150, 170, 199)
+    with StoreWriter.open(folder.store) as writer:
+        for second in seconds:
+            writer.append(episode(f"{second:04d}", clock_s(second), second > 100))
+        writer.sync()
+    with MetricsWriter(folder.path, "run") as metrics:
+        for second in range(0, 201, 5):
+            metrics.write(0, {"elapsed_s": second}, STARTED_S + clock_s(second))
+    with MetricsWriter(folder.path, "learner") as metrics:
+        for second in range(0, 201, 5):
+            metrics.write(2 * second, {"training_s": second, "waited_s": 0.0}, STARTED_S + clock_s(second))
+    history = training_history(folder)
+    assert [point.training_s for point in history] == pytest.approx(seconds)
+    assert [point.updates for point in history] == [2 * second for second in seconds]
+
+
 def test_history_leaves_out_episodes_that_were_merged_from_an_earlier_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", [False] * 90 + [True] * 10)
     merge_earlier_run(folder)

@@ -23,6 +23,7 @@ import numpy as np
 from hal.context import ClosedAtExit
 from hal.durable import replace_durably
 from hal.settings import Port
+from hal.spec import Array
 from user_sys.config import as_dict
 from user_sys.errors import ConfigError
 from user_sys.interchange.episodes import EpisodeReader
@@ -148,6 +149,17 @@ def _spread_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
                 file.readline()  # the rest of a line
             yield file.readline()
     yield from file
+
+
+def rows_in_order(rows: Array) -> Array:
+    """The rows (N, K) of reports, oldest first, in the order of their times (column 0), as `np.interp` needs them.
+
+    If the clock was set back, some times occurred twice: the rows after that replace the earlier ones of these times.
+    """
+    *older, kept = np.split(rows, np.flatnonzero(np.diff(rows[:, 0]) < 0) + 1)
+    for part in reversed(older):
+        kept = np.concatenate([part[part[:, 0] < kept[0, 0]], kept, part[part[:, 0] > kept[-1, 0]]])
+    return kept
 
 
 def _ends_line(path: Path) -> bool:

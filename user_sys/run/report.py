@@ -23,7 +23,7 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import DataSetError, RunError
 from user_sys.robot_records import LEARNER, learner_from_robot, read_robot_records
 from user_sys.run.config import RunFolder, read_run_metadata
-from user_sys.run.metrics import METRICS, RUN, read_metrics
+from user_sys.run.metrics import METRICS, RUN, read_metrics, rows_in_order
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader
@@ -347,18 +347,17 @@ def run_episodes(folder: RunFolder) -> list[EpisodeSummary]:
 
 
 def by_run_time(folder: RunFolder, episodes: Iterable[EpisodeSummary]) -> list[tuple[float, EpisodeSummary]]:
-    """The episodes in the order in which they began by the robots' clocks; each with its second of the run.
+    """The episodes in the order in which they began, also if the clock was set back; each with its second of the run.
 
     The second is 0 if the run has no report.
     """
     reports = read_metrics(folder.path / METRICS / f"{RUN}.jsonl")
     rows = [(report.get("time_unix_s"), report.get("elapsed_s")) for report in reports]
     known = [row for row in rows if None not in row] or [(0.0, 0.0)]
-    times_s, run_s = np.array(known, np.float64).T
+    times_s, run_s = rows_in_order(np.array(known, np.float64)).T
     ordered = sorted(episodes, key=lambda episode: episode.started_unix_ns)
-    began_s = [episode.started_unix_ns / 1e9 for episode in ordered]
-    seconds = np.interp(began_s, np.maximum.accumulate(times_s), run_s).tolist()
-    return list(zip(seconds, ordered, strict=True))
+    seconds = np.interp([episode.started_unix_ns / 1e9 for episode in ordered], times_s, run_s).tolist()
+    return sorted(zip(seconds, ordered, strict=True), key=lambda pair: pair[0])
 
 
 def training_history(folder: RunFolder) -> list[EpisodePoint]:
@@ -398,8 +397,7 @@ def _progress_at(folder: RunFolder, learner: str, unix_s: Array) -> tuple[Array,
     known = np.array([row for row in rows if None not in row], np.float64)
     known[:1, 0] = known[1:2, 0] - 1e-3 if len(known) > 1 else 0.0  # at 0 until just before the first report
     known[:, 1:] = np.cumsum(np.maximum(np.diff(known[:, 1:], axis=0, prepend=0.0), 0.0), axis=0)
-    times_s, trained_s, waited_s, count = known.T
-    times_s = np.maximum.accumulate(times_s)  # as np.interp needs them, also if the clock was set back
+    times_s, trained_s, waited_s, count = rows_in_order(known).T
     return np.interp(unix_s, times_s, trained_s + waited_s), np.interp(unix_s, times_s, count)
 
 
