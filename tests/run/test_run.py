@@ -629,9 +629,15 @@ def test_run_with_relative_paths_can_be_resumed_in_another_folder(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--learner.algorithm=sac", "learner.algorithm is 'sac', and .*/first has 'rlpd': leave it as it was"),
-        ("--policy.kind=flow", "policy.kind is 'flow', and .*/first has 'mlp': leave it as it was, or start a"),
-        ("--learner.initial_policy=nowhere", "learner.initial_policy is 'nowhere', and .*/first has '': leave it as"),
+        ("--learner.algorithm=sac", "learner.algorithm is sac, and .*/first has trained with rlpd: leave it as it was"),
+        (
+            "--policy.kind=flow",
+            "policy.kind is flow, and .*/first has trained with mlp: leave it as it was, or start a",
+        ),
+        (
+            "--learner.initial_policy=nowhere",
+            "learner.initial_policy is 'nowhere', and .*/first has trained without it: leave it as it was",
+        ),
     ],
 )
 def test_checkpoint_of_another_training_refuses_a_resume(
@@ -668,6 +674,25 @@ def test_setting_that_the_checkpoint_does_not_fit_refuses_a_resume(tmp_path: Pat
     with pytest.raises(ConfigError, match="does not fit this Rlpd, .* differ, from .*: leave their settings as they"):
         resume(override)
     assert resume("--learner.options.learning_rate=0.001").learner.options["critics"] == 2
+
+
+def test_initial_policy_may_change_until_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(fleet(tmp_path), console=ConsoleConfig(enabled=False))
+    folder, _ = create_run_folder(config, "first", ENDPOINT)
+    save_checkpoint(folder.checkpoints, Checkpoint(0, {}, {"network.x": np.zeros(3)}), keep=1)
+    request = LaunchRequest("train", None, folder.path, False, False, None, ["--learner.initial_policy=other"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"learner.initial_policy: {tmp_path}/other has no checkpoint"):
+        load_run(request)
+    save_checkpoint(RunFolder(tmp_path / "other").checkpoints, Checkpoint(1, {}, {"network.x": np.zeros(3)}), keep=1)
+    changed, _ = load_run(request)
+    assert changed.learner.initial_policy == str(tmp_path / "other")
+    _open(request, changed, folder.path)
+    save_checkpoint(folder.checkpoints, Checkpoint(1, {}, {"network.x": np.zeros(3)}), keep=1)
+    shutil.rmtree(tmp_path / "other")
+    assert load_run(request)[0] == load_run(replace(request, overrides=[]))[0] == changed, "it is what it was"
+    with pytest.raises(ConfigError, match=f"initial_policy is '', and .* has trained from {tmp_path}/other: leave it"):
+        load_run(replace(request, overrides=["--learner.initial_policy="]))
 
 
 def test_console_port_in_use_is_refused_before_the_folder_exists(config: Path) -> None:

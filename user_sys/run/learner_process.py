@@ -14,9 +14,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.algorithm import NETWORK, POLICY
 from user_sys.algorithms.distributed import TrainingGroup, training_group
 from user_sys.codec import Array
-from user_sys.errors import ConfigError, LinkDown, RunError, UserSysError
+from user_sys.errors import ConfigError, LinkDown, RunError, UserSysError, WireError
 from user_sys.learner.checkpoint import exclusive_writer, load_latest_checkpoint, scan_checkpoints
 from user_sys.learner.config import CPU, require_gpu, training_device, training_stream
 from user_sys.learner.frozen_weights import FROZEN_KEY, frozen_path, load_frozen
@@ -169,16 +170,10 @@ def train(
                 metrics.write(updates, scalars)
                 publisher.report(updates, scalars)
 
-        trainer = Trainer(
-            config.learner,
-            spec=spec,
-            reader=reader,
-            policy=config.policy,
-            seed=config.seed,
-            device=device,
-            group=group,
-            initial_state=initial_state(config, name, spec.embodiment, checkpoints),
+        make = partial(
+            Trainer, spec=spec, reader=reader, policy=config.policy, seed=config.seed, device=device, group=group
         )
+        trainer = make_trainer(config, name, spec, checkpoints, make)
         if trainer.batches.replay.features.cameras and not config.recorder.cameras:
             raise ConfigError(f"recorder.cameras is false, and {config.learner.algorithm} needs pictures: remove it")
         if trainer.batches.once is not None:  # of a robot that the launcher could not build
@@ -192,29 +187,50 @@ def train(
             pass
 
 
+def make_trainer(
+    config: RunConfig, name: str, spec: RobotSpec, checkpoints: Path, make: Callable[..., Trainer]
+) -> Trainer:
+    """Returns what `make` makes of the learner's settings and of `initial_state`.
+
+    If the other run had no robot of this embodiment, and its policy does not fit, the learner starts untrained.
+
+    Raises:
+        RunError: as `initial_state`.
+        WireError: the policy does not fit.
+    """
+    is_other, initial = initial_state(config, name, spec.embodiment, checkpoints)
+    try:
+        return make(config.learner, initial_state=initial)
+    except WireError as error:
+        if not is_other:
+            raise
+        log.warning("learner.starts_untrained name=%s: %s", name, error)
+    return make(replace(config.learner, initial_policy=""))  # so that robots do not act with the initial weights
+
+
 def initial_state(
     config: RunConfig, name: str, embodiment: str, checkpoints: Path
-) -> Mapping[str, Array | torch.Tensor] | None:
-    """The state to start from: that of the embodiment's learner in the run of `learner.initial_policy`.
+) -> tuple[bool, Mapping[str, Array | torch.Tensor] | None]:
+    """Whether the run of `learner.initial_policy` had no robot of this embodiment, and the state to start from.
 
-    If that run had no robot of this embodiment, it is that of its first learner. It is None without this setting, and
-    for a learner that has trained. Raises RunError if there is none.
+    The state is then that of its first learner. It is None without this setting, and for a learner that has trained.
+    Raises RunError if there is none.
     """
     if not config.learner.initial_policy or scan_checkpoints(checkpoints).has_updates:
-        return None
+        return False, None
     other = RunFolder(Path(config.learner.initial_policy))
     first = other.checkpoints
     namesake = learner_from_embodiment(read_robot_records(other.robots)).get(embodiment, name)
     others = learner_folder(first, namesake)
-    if (found := load_latest_checkpoint(others)) is None and others != first:
+    if is_other := (found := load_latest_checkpoint(others)) is None and others != first:
         log.warning("learner.initial_policy %s has no checkpoint: %s starts from %s", others, name, first)
         others, found = first, load_latest_checkpoint(first)
     if found is None:
         raise RunError(f"learner.initial_policy: {others} has no checkpoint; give the folder of a run that has trained")
     if not (digest := str(found.scalars.get(FROZEN_KEY, ""))):
-        return found.arrays
+        return is_other, found.arrays
     frozen = load_frozen(frozen_path(others, digest))
-    return {**found.arrays, **{NETWORK + POLICY + name: tensor for name, tensor in frozen.items()}}
+    return is_other, {**found.arrays, **{NETWORK + POLICY + name: tensor for name, tensor in frozen.items()}}
 
 
 def _on_run_stopped(reason: str, stop: threading.Event) -> None:

@@ -135,6 +135,7 @@ def load_run(request: LaunchRequest) -> tuple[RunConfig, Path]:
         require_free_endpoint(config.gateway.endpoint, "its robots connect there: end the program that listens there")
         _require_same_training(config, folder)
         require_applied_sections(config, before=open_run_folder(request.resume)[1])
+        config = replace(config, learner=_with_changed_initial_policy(config.learner, folder))
         check_plugins(config)
         _require_embodiments(config, folder)
         if not request.restart_if_unreadable:
@@ -244,6 +245,24 @@ def _with_initial_policy(config: LearnerConfig) -> LearnerConfig:
     return replace(config, initial_policy=str(path))
 
 
+def _with_changed_initial_policy(config: LearnerConfig, folder: RunFolder) -> LearnerConfig:
+    """`config` of a resumed run, as `_with_initial_policy` if that setting was changed before the first update.
+
+    Raises ConfigError: it was changed later, or the other run has no checkpoint.
+    """
+    before = open_run_folder(folder.path)[1].learner.initial_policy
+    wanted = str(Path(config.initial_policy).resolve()) if config.initial_policy else ""
+    if wanted == before or config.initial_policy == before:
+        return replace(config, initial_policy=before)
+    if any(found.has_updates for _, found in _surveyed_checkpoints(folder)):
+        origin = f"from {before}" if before else "without it"
+        raise ConfigError(
+            f"learner.initial_policy is {config.initial_policy!r}, and {folder.path} has trained {origin}: leave "
+            "it as it was, or start a new run"
+        )
+    return _with_initial_policy(config) if wanted else config
+
+
 def check_plugins(config: RunConfig) -> None:
     """Raises ConfigError if algorithm, policy or reward cannot be imported, or has no such options, location or
     execution, or if the algorithm cannot train the policy or uses steps before the reward labels them, or if a robot
@@ -289,20 +308,16 @@ def _require_embodiments(config: RunConfig, folder: RunFolder) -> None:
 
 
 def _require_same_training(config: RunConfig, folder: RunFolder) -> None:
-    """Raises ConfigError if the run started from another policy, or if its checkpoints are of another algorithm or kind
-    of policy, or do not fit new settings."""
+    """Raises ConfigError if the checkpoints are of another algorithm or kind of policy, or do not fit new settings."""
     _, before, _ = open_run_folder(folder.path)
-    start = "learner.initial_policy"
     for setting, trained, wanted in (
-        (start, before.learner.initial_policy, config.learner.initial_policy),
         ("learner.algorithm", before.learner.algorithm, config.learner.algorithm),
         ("policy.kind", before.policy.kind, config.policy.kind),
     ):
-        if trained != wanted and (
-            setting == start or any(found.readable for _, found in _surveyed_checkpoints(folder))
-        ):
+        if trained != wanted and any(found.readable for _, found in _surveyed_checkpoints(folder)):
             raise ConfigError(
-                f"{setting} is {wanted!r}, and {folder.path} has {trained!r}: leave it as it was, or start a new run"
+                f"{setting} is {wanted}, and {folder.path} has trained with {trained}: leave it as it was, or start a "
+                "new run"
             )
     if _training_settings(config) == _training_settings(before):
         return
