@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,6 +131,12 @@ def _nearest_file(path: Path) -> str:
     names = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def rewrite_yaml(text: str, change: Callable[[Any], Any]) -> str:
+    """`text` with its content changed, without its comments. Raises ConfigError: it is not YAML."""
+    changed: str = yaml.dump(change(_parse_yaml(text, "")), Dumper=_Dumper, sort_keys=False, width=sys.maxsize)
+    return changed
 
 
 def _parse_yaml(text: str, source: str) -> Any:

@@ -8,12 +8,12 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -23,8 +23,9 @@ from rich.text import Text
 
 from user_sys.commands.options import PATH, json_option
 from user_sys.commands.output import print_json, print_line, print_table, size_text
+from user_sys.config import rewrite_yaml
 from user_sys.edge.robot_processes import EDGE_IDENTITY_FILE, EDGE_STATUS_FILE, EdgeStatus, read_edge_status
-from user_sys.errors import RunError
+from user_sys.errors import ConfigError, RunError
 from user_sys.run.config import METADATA_FILE
 from user_sys.run.progress import robots_table
 from user_sys.run.status import STATUS_FILE, Fault, RunStatus, find_faults, launcher_fault, read_status
@@ -43,12 +44,20 @@ LISTED = ("store", "checkpoints", "weights", "edge")
 _PUBLIC_KEYS = (".pub", ".verify", ".lives")
 _SECRET_NAME = re.compile(r"token|secret|passw|api_?key|credential|private", re.IGNORECASE)
 _WORD = r"token|secret|passw|passphrase|api_?key|(?<![a-z])key(?![a-z])|credential|private|authorization|cookie"
+_KEY = re.compile(_WORD, re.IGNORECASE)  # of a setting
 _ASSIGNED = re.compile(
     rb"""
-    (?P<name> (?<![\w-]) --? [\w-]{0,64}? (?:WORD)[\w-]{0,64} | (?:WORD)[\w.-]{0,64} \\*["']? [ \t]* [:=] )
-    (?: (?<==) [ \t]* (?! [bru]{0,2} \\*["'\[({] ) [^\s&]+ | .* )  # NAME=VALUE is one word
+    (?P<name> (?P<option> (?<![\w-]) --? [\w-]{0,64}? )? (?:WORD)[\w-]{0,64} )  # an option's value may be the next word
+    (?:
+        (?P<open> (?: \\*["']? \s* [:=] \s* | (?(option) (?: \\*["'], \s* | [ \t]+ ) | (?!) ) )
+            [bru]{0,2} (?P<escape>\\*) (?P<quote>["']) )  # a quoted value
+        .*? (?P<close> (?<!\\) (?P=escape) (?P=quote) | $ )
+      | (?P<json> (?P<mark> \\*["'] ) [ \t]* : [ \t]* ) (?: [\[{].* | [^\s,}\]]+ )
+      | (?P<line> [ \t]* : [ \t]* ) [^\s].*  # of YAML or of a header: all of it
+      | (?P<word> [ \t]* = [ \t]* | (?(option) [ \t]+ (?!-) | (?!) ) ) (?: [^\s&"'] | (?<=[\w+/=-]) ["'] (?=[\w+/=-]) )+
+    )
     """.replace(b"WORD", _WORD.encode()),
-    re.IGNORECASE | re.VERBOSE,
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
 _USER_IN_URL = re.compile(rb"""(?<=://)[^\s/"'<>]+(?=@)""")
 _BEARER = re.compile(rb"(?<=bearer )[\w.~+/=-]{8,}", re.IGNORECASE)
@@ -166,7 +175,7 @@ def write_debug_bundle(run: Path, target: Path, environment: Mapping[str, str] =
         raise RunError(f"{target} exists; choose another --output") from None
     with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, content in _contents(run):
-            masked = redact(content, secrets)
+            masked = redact(_masked_yaml(content) if name.endswith(".yaml") else content, secrets)
             entry = tarfile.TarInfo(f"{target.name.removesuffix('.tar.gz')}/{name}")
             entry.size, entry.mtime, entry.mode = len(masked), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(masked))
@@ -178,22 +187,31 @@ def redact(text: bytes, secrets: frozenset[bytes]) -> bytes:
     """`text` without `secrets`, without values that follow a word for a secret, and without people in URLs."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    return b"".join(_masked_lines(_BEARER.sub(MASK, _USER_IN_URL.sub(MASK, text))))
+    text = _BEARER.sub(MASK, _USER_IN_URL.sub(MASK, text))
+    return _ASSIGNED.sub(_masked_assignment, text)
 
 
-def _masked_lines(text: bytes) -> Iterator[bytes]:
-    """The lines of `text` that are not empty. What follows a word for a secret is masked: the rest of its line, and the
-    lines below that are indented more, as in YAML, or have its value."""
-    column, has_no_value = sys.maxsize, False  # of the newest masked line
-    for line in filter(bytes.strip, text.splitlines(keepends=True)):
-        start = len(line) - len(line.lstrip())
-        if has_no_value or start > column or (start == column and line[start:].startswith(b"-")):
-            has_no_value = False
-            continue
-        found = [*_ASSIGNED.finditer(line)]
-        column = len(line) - len(line.lstrip(b" \t-")) if found else sys.maxsize
-        has_no_value = bool(found) and line[found[-1].end("name") :].strip(b" \t\r\n\\,") in (b"", b"'", b'"')
-        yield _ASSIGNED.sub(rb"\g<name>" + MASK, line)
+def _masked_assignment(found: re.Match[bytes]) -> bytes:
+    before = found["open"] or found["json"] or found["line"] or found["word"]
+    mark = found["mark"] or b""  # JSON needs quotes around the mask
+    return found["name"] + before + mark + MASK + mark + (found["close"] or b"")
+
+
+def _masked_yaml(text: bytes) -> bytes:
+    """`text` without the values of keys that name a secret; unchanged if it is not YAML."""
+    try:
+        return rewrite_yaml(text.decode(), _masked_values).encode()
+    except (UnicodeDecodeError, ConfigError):
+        return text
+
+
+def _masked_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: MASK.decode() if each and _KEY.search(str(key)) else _masked_values(each)
+            for key, each in value.items()
+        }
+    return [_masked_values(each) for each in value] if isinstance(value, list) else value
 
 
 def _secrets(run: Path, environment: Mapping[str, str]) -> frozenset[bytes]:
