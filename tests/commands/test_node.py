@@ -69,9 +69,20 @@ def test_missing_machine_folder_is_printed_for_a_real_robot(
     assert (line in capsys.readouterr().out) is is_printed
 
 
+LOST = "GPU-1,GPU-01234567-89ab-cdef-0123-456789abcdef"  # NVML names no UUID of a lost GPU
+
+
 @pytest.mark.parametrize(
     ("visible", "declared"),
-    [(None, (0, 1, 2)), ("GPU-2, GPU-0", (0, 2)), ("", ()), ("-1", ()), ("0", None), ("GPU-1,GPU-7", None)],
+    [
+        (None, (0, 1, 2)),
+        ("GPU-2, GPU-0", (0, 2)),
+        ("", ()),
+        ("-1", ()),
+        ("0", None),
+        ("GPU-1,GPU-7", None),
+        (LOST, (1,)),
+    ],
 )
 def test_node_declares_the_gpus_that_are_visible(
     visible: str | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -112,12 +113,12 @@ def _local_resources(config: Path | None, names: Sequence[str]) -> tuple[Resourc
 
 
 def _without_hidden_gpus(records: Sequence[ResourceRecord]) -> tuple[ResourceRecord, ...]:
-    """Raises ConfigError: CUDA_VISIBLE_DEVICES has an entry that is not the UUID of one of the GPUs."""
+    """Raises ConfigError: CUDA_VISIBLE_DEVICES has an entry that is no UUID. That of a lost GPU is accepted."""
     uuids = {record.labels.get(UUID_LABEL, "") for record in records if record.kind is Kind.GPU}
     if not uuids or (visible := os.environ.get(CUDA_VISIBLE_DEVICES)) is None:
         return tuple(records)
     shown = {word.strip() for word in visible.split(",")} - {"", "-1"}
-    if other := sorted(shown - uuids):
+    if other := sorted(word for word in shown - uuids if not re.fullmatch("GPU-[0-9a-fA-F-]{36}", word)):
         raise ConfigError(f"{CUDA_VISIBLE_DEVICES} has {other[0]!r}: write the UUIDs that `nvidia-smi -L` prints")
     return tuple(record for record in records if record.kind is not Kind.GPU or record.labels.get(UUID_LABEL) in shown)
 
@@ -156,7 +157,10 @@ def _run_until_end(
         if was_stopped or not status or not (endless or (slow and tries)):
             return status
         if endless:
-            print_line(f"Ray ended {exit_reason(status)}; it joins again in {JOIN_PAUSE_S:g} s")
+            print_line(
+                f"Ray ended {exit_reason(status)}; it joins again in {JOIN_PAUSE_S:g} s (if it refuses the token: "
+                "`--token` names a copy of the file that `user-sys node head --token FILE` wrote)"
+            )
             time.sleep(JOIN_PAUSE_S)
             continue
         print_line("Ray did not start within its own time limit, since this computer is busy; retrying")
