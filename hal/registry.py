@@ -107,6 +107,10 @@ class OperatorOverrides:
                 raise StateError(f"an override in {database.path} cannot be read ({error}): restore it") from None
         return found
 
+    def has_record(self, name: str) -> bool:
+        """Whether the resource has or had an override. Raises StateError: a database cannot be read."""
+        return bool(self._database_of(name).rows("SELECT 1 FROM override WHERE resource = ?", name))
+
     def cleared_by(self, name: str) -> str:
         """The operator who has cleared the last override of the resource; empty if there was none."""
         rows = self._database_of(name).rows("SELECT cleared_by FROM override WHERE resource = ?", name)

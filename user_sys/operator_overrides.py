@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from hal.decode_errors import DECODE_ERRORS
-from hal.registry import OperatorOverrides
+from hal.registry import OVERRIDDEN, OperatorOverrides, OverrideKind, read_registry
+from hal.resource import Health
 from hal.state_database import STATE_FILE, StateDatabase
 from user_sys.robot_records import CONFIG_FILE, SIMULATED_DRIVERS
 
@@ -37,6 +38,19 @@ def overrides_of_run(run: Path) -> OperatorOverrides:
     run = run.resolve()  # the folder of a link such as `latest`
     simulated = dict.fromkeys(_simulated_robots(run), StateDatabase(run / STATE_FILE))
     return OperatorOverrides(StateDatabase(run.parent / STATE_FILE), simulated)
+
+
+def adopt_overrides(run: Path) -> None:
+    """Has those of real robots count that the run in the folder `run` has applied, and of which the folder of runs
+    knows nothing: the run was moved there. Raises StateError: a database cannot be read or written.
+    """
+    if not (run / STATE_FILE).exists():
+        return
+    overrides = overrides_of_run(run)
+    for record in read_registry(StateDatabase(run / STATE_FILE)):
+        if record.health in OVERRIDDEN and not overrides.has_record(record.name):
+            kind: OverrideKind = "quarantined" if record.health is Health.QUARANTINED else "draining"
+            overrides.set_override(record.name, kind, by=f"run {run.resolve().name}", why=record.note)
 
 
 def _simulated_robots(run: Path) -> set[str]:

@@ -199,6 +199,29 @@ def test_real_robot_that_is_out_of_use_in_another_run_gets_no_lease(runs: Path) 
     }
 
 
+def test_quarantine_of_a_real_robot_moves_with_the_folder_of_its_run(runs: Path) -> None:
+    folder, _ = create_run_folder(lab(runs=runs), "b", "tcp://127.0.0.1:5999")
+    service = resources_of(folder.path)
+    for name in ("ready", "s2"):
+        service.registry.announce(robot(name))
+        assert main(["hardware", "quarantine", name, "--run", str(folder.path), "--by", "ben", "--reason", "oil"]) == 0
+    service.poll((), ())
+    service.registry.close()
+    moved = runs.parent / "elsewhere" / "b"
+    moved.parent.mkdir()
+    folder.path.rename(moved)
+    command = f"user-sys hardware restore ready --run {moved.parent}"
+    line = f"ready is quarantined by run b: by ben: oil: no program moves it until `{command}`"
+    robots = [RobotConfig(name="ready", driver="ur")]
+    for _ in range(2):
+        assert out_of_use(robots, moved) == {"ready": line}
+    service = resources_of(moved)
+    assert isinstance(lease_request(service, "ready"), LeaseRefusal)
+    assert main(["hardware", "restore", "ready", "--run", str(moved.parent), "--by", "ana"]) == 0
+    service.poll((), ())
+    assert out_of_use(robots, moved) == {} and isinstance(lease_request(service, "ready"), LeaseGrant)
+
+
 def test_quarantine_of_a_real_robot_ends_its_lease_in_another_run_until_it_is_restored(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,7 +265,7 @@ def lease_request(service: ResourceService, robot: str) -> LeaseGrant | LeaseRef
 
 def test_robot_out_of_use_is_not_evaluated(runs: Path) -> None:
     folder, config = RunFolder(runs / "b"), lab()
-    reason = "the gripper sticks: no program moves it until `user-sys hardware restore real --run .*/b`"
+    reason = "the gripper sticks: no program moves it until `user-sys hardware restore real --run .*/runs`"
     with pytest.raises(RunError, match=f"real is quarantined by ana: {reason}"):
         run_evaluation(config, folder, 1, Console(), robot=config.robots[0])
     with pytest.raises(RunError, match="has no trained policy yet"):
@@ -363,13 +386,15 @@ def test_computer_without_site_gets_the_common_site_of_its_robots() -> None:
 def test_labels_of_the_file_override_those_of_the_node() -> None:
     listed = [RobotConfig(name=name, driver=driver) for name, driver in (("a", "ur"), ("s", "fake"), ("r", "ur"))]
     desk = ResourceRecord(kind=Kind.COMPUTE, name="desk", model="Ray node", node="desk", labels={"site": "desk-hall"})
+    driven = msgspec.structs.replace(robot("d"), health=Health.LEASED, note="by record")
     there = merge_cluster_records(
         listed,
-        [robot("a", "lab"), robot("s", "lab", labels={}), robot("r")],
-        [desk, robot("a", "hall", node="rack", labels={"site": "hall", "floor": "2"})],
+        [robot("a", "lab"), robot("s", "lab", labels={}), robot("r"), driven],
+        [desk, robot("a", "hall", node="rack", labels={"site": "hall", "floor": "2"}), robot("d", node="desk")],
         "desk",
     )
     known = {record.name: record for record in there}
+    assert (known["d"].health, known["d"].note) == (Health.LEASED, "by record"), "another program drives it"
     assert (known["a"].labels, known["a"].node) == ({"site": "lab", "floor": "2"}, "rack")
     assert (known["s"].labels, known["s"].node) == ({"site": "desk-hall"}, "desk"), "it runs on the store's node"
     assert (known["r"].health, known["r"].trouble) == (Health.LOST, "no node of the cluster has it")

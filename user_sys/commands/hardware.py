@@ -34,9 +34,9 @@ from user_sys.compose import (
 )
 from user_sys.config import load
 from user_sys.errors import RunError
-from user_sys.operator_overrides import overrides_of_run
+from user_sys.operator_overrides import overrides_of_real_robots, overrides_of_run
 from user_sys.run.allocation import offered_resources, plan_run, probe_failures, store_node_names, with_local_lease
-from user_sys.run.config import RunConfig, RunFolder, read_run_metadata
+from user_sys.run.config import METADATA_FILE, RunConfig, RunFolder, open_run_folder, read_run_metadata
 from user_sys.store.record_format import is_locked
 
 GATEWAY_NOT_RUNNING = "the run's gateway is not running"
@@ -185,7 +185,9 @@ def drain(robot: str, run: Path, by: str | None, reason: str) -> None:
 @_override_options
 def restore(robot: str, run: Path, by: str | None) -> None:
     """Put ROBOT back into use. A running gateway applies this at once."""
-    override = overrides_of_run(_run_folder(run)).clear_override(robot, operator_name(by))
+    of_all_runs = (run / STATE_FILE).exists() and not (run / METADATA_FILE).exists()
+    overrides = overrides_of_real_robots(run) if of_all_runs else overrides_of_run(_run_folder(run))
+    override = overrides.clear_override(robot, operator_name(by))
     print_line(f"{robot} is in use again; it was {override.what} {override.note}")
 
 
@@ -240,7 +242,7 @@ def _override(robot: str, run: Path, kind: OverrideKind, by: str | None, reason:
 
 def _require_known(robot: str, folder: RunFolder) -> None:
     """Raises RunError if the run has robots, but not the given one. A run without robots may get any."""
-    config = load(RunConfig, folder.config)
+    _, config, _ = open_run_folder(folder.path)
     known = {record.name for record in read_registry(StateDatabase(folder.path / STATE_FILE))}
     known |= {each.name for each in (*config.robots, *config.remote_robots)}
     if known and robot not in known:

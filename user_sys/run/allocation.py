@@ -30,7 +30,7 @@ from hal.registry import Override
 from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.errors import RunError
-from user_sys.operator_overrides import overrides_of_real_robots
+from user_sys.operator_overrides import adopt_overrides, overrides_of_real_robots
 from user_sys.run.config import RunConfig
 from user_sys.run.topology import LOOPBACK, ProcessSlot, local_slots
 
@@ -155,7 +155,7 @@ def merge_cluster_records(
 
     - A robot that cannot be built here: the record found here, which is LOST.
     - A robot that a node declares: node and lease of the cluster; model, capabilities and embodiment of the file; the
-      labels of both, those of the file first.
+      labels of both, those of the file first. On `store_node` also a lease outside of the cluster counts.
     - A simulated robot that no node declares runs on `store_node`.
     - Any other robot of the file is LOST.
     """
@@ -169,6 +169,8 @@ def merge_cluster_records(
         if not record.embodiment:
             merged[record.name] = record
         elif declared is not None and declared.kind is Kind.ROBOT:
+            if declared.node == store_node and declared.health is Health.READY and record.health is Health.LEASED:
+                declared = msgspec.structs.replace(declared, health=record.health, note=record.note)
             merged[record.name] = msgspec.structs.replace(
                 declared,
                 model=record.model,
@@ -193,11 +195,13 @@ def out_of_use(robots: Iterable[RobotConfig], run: Path) -> dict[str, str]:
     Raises StateError: the overrides cannot be read.
     """
     real = [robot.name for robot in robots if not robot.simulated]
+    if real:
+        adopt_overrides(run)
     overrides = overrides_of_real_robots(run.parent).read() if real else {}
     found = {}
     for name in real:
         if (override := overrides.get(name)) is not None:
-            command = f"user-sys hardware restore {name} --run {run}"
+            command = f"user-sys hardware restore {name} --run {run.parent}"
             found[name] = f"{name} is {override.what} {override.note}: no program moves it until `{command}`"
     return found
 
