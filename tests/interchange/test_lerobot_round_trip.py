@@ -149,6 +149,8 @@ def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:
 def test_import_with_another_source_replaces_deleted_episodes(tmp_path: Path) -> None:
     store, demo = usual_store(tmp_path / "store"), ImportOptions(source=EpisodeSource.DEMO)
     export(store, tmp_path / "set")
+    done = bring_in(tmp_path / "set", store, demo)
+    assert (done.episodes, done.already_stored) == (0, 3), "they are not there twice"
     add_labels(store, [DeleteLabel(episode=each, labeller="ada", at_unix_ns=1) for each in "abc"])
     for added, known in ((2, 0), (0, 2)):
         done = bring_in(tmp_path / "set", store, demo)

@@ -398,6 +398,9 @@ def import_lerobot(
         for episode in data_set.episodes(convert.left_out):
             header = convert.header(episode)
             stored = known.get(header.episode)
+            as_recorded = known.get(header.episode.removesuffix(f"-as-{header.source}"))
+            if as_recorded is not None and not as_recorded.deleted:
+                stored = as_recorded  # with the source that it was recorded with
             is_whole = stored is not None and (stored.complete or stored.deleted)
             chunks = () if is_whole else convert.chunks(episode, header)
             if sum(writer.append(each.encode()) for each in chunks):
