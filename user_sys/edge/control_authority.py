@@ -497,7 +497,7 @@ class ToolDrive:
         self.speed = TOOL_SPEED
 
     def twist(self, twist: Array, tool: Array, joints: Array) -> Array:
-        """A copy of `twist` (a,) whose joints' elements move the tool by the shares `tool` (3,), in that direction.
+        """A copy of `twist` (a,) whose joints' elements move the tool by the share |`tool`| (3,), in that direction.
 
         A joint that would be too fast at the full share makes the tool slower at each share.
 
@@ -505,12 +505,12 @@ class ToolDrive:
             tool: not all 0.
             joints: (n,) measured positions, in the units of the state.
         """
-        share = float(np.abs(tool).max())
-        full = self._joint_velocities(joints, tool / share * TOOL_SPEED) / self._full
+        length = float(np.linalg.norm(tool))
+        full = self._joint_velocities(joints, tool / length * TOOL_SPEED) / self._full
         slower = max(1.0, float(np.abs(full).max()))
         self.speed = TOOL_SPEED / slower
         moved = twist.copy()
-        moved[self._joints] = full * share / slower
+        moved[self._joints] = full * min(1.0, length) / slower
         return moved
 
 

@@ -159,7 +159,7 @@ export class Hand {
     const [plane, height] = this.sticks.map((stick) => stick.shares);
     const added = [plane[1] + this.tilt.shares[1], -plane[0] - this.tilt.shares[0], height[1]];
     const sum = total.map((share, i) => share + added[i]);
-    const longest = Math.max(1, Math.hypot(...sum)); // a slanted motion is as fast as a straight one
+    const longest = Math.max(1, movesJoint ? Math.abs(sum[0]) : Math.hypot(...sum)); // as fast aslant as straight ahead
     const shares = sum.map((share) => (share / longest) * this.scale);
     return movesJoint ? shares : turned(shares, Number(this.settings.view));
   }
