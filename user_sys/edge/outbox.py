@@ -4,8 +4,8 @@
   ``kill -9`` and a power cut until it is acknowledged.
 - **Acknowledgements** delete files, and survive ``kill -9``. After a power cut a deleted file may be back; the gateway
   recognises the chunks that are sent again.
-- **Sequence numbers** belong to a stream, and each opening begins a new one. So no number ever stands for two chunks,
-  whatever a kill, a power cut or a dropped episode has left on the disk.
+- **Sequence numbers** of new chunks are above those of all chunks that wait. An acknowledgement holds for its session
+  only, so a number that is used again deletes no other chunk.
 - **A chunk that is damaged**, or that the gateway refuses for good, is not sent again. Its file stays, renamed to
   ``*.damaged`` or ``*.refused``, for a person to inspect. Renamed to ``*.chunk``, the next session sends it again.
 - **A full outbox or disk.** `append` raises, and the session pauses recording and reports it. An outbox that was opened

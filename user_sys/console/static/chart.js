@@ -3,7 +3,7 @@
 export const COLOURS = ["#5cc8b4", "#f0b44a", "#7fa7f5", "#e58bb5", "#a6d06a", "#c9a2f2", "#e8836b", "#8fd3ea"];
 const HEIGHT = 112;
 const LOG_FROM_RATIO = 20; // a positive range wider than this is drawn on a logarithmic scale
-const TICKS_S = [1, 5, 15, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 86400];
+const TICKS_S = [1, 5, 15, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 86400, 172800, 604800, 2592000];
 export const AXIS = {
   stroke: () => theme("--dim"), grid: { stroke: () => theme("--edge"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 40,
 };
