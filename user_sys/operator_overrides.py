@@ -5,6 +5,7 @@ Those of real robots are in one database of this folder, those of robots that a 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -42,9 +43,9 @@ def overrides_of_run(run: Path) -> OperatorOverrides:
 
 def adopt_overrides(run: Path) -> None:
     """Has those of real robots count that the run in the folder `run` has applied, and of which the folder of runs
-    knows nothing: the run was moved there. Raises StateError: a database cannot be read or written.
+    knows nothing: the run was moved there. Raises StateError: a database is damaged or cannot be written.
     """
-    if not (run / STATE_FILE).exists():
+    if not os.access(run / STATE_FILE, os.R_OK):
         return
     overrides = overrides_of_run(run)
     for record in read_registry(StateDatabase(run / STATE_FILE)):
