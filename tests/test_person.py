@@ -149,15 +149,28 @@ def test_people_drive_lift_label_and_export(fleet: Fleet) -> None:
     check_store(fleet.folder / "store")
 
 
+def take_over_again(page: Any) -> None:
+    if card(page, "arm-0").locator("[data-slot=badge]").inner_text() == "HOLD":
+        page.keyboard.press("t")  # the machine was busy: no input for a moment
+
+
 def drive_by_keyboard(page: Any) -> None:
     card(page, "arm-0").get_by_role("button", name="Take over").click()
     await_badge(page, "arm-0", "you")
-    page.keyboard.down("w")
-    until(lambda: page.evaluate("window.applied[0] > 0.005"), "the arm moves forward")
-    page.keyboard.up("w")
+
+    def moves() -> bool:
+        take_over_again(page)
+        page.keyboard.down("w")
+        page.wait_for_timeout(500)
+        moved = bool(page.evaluate("window.applied[0] > 0.005"))
+        page.keyboard.up("w")
+        return moved
+
+    until(moves, "the arm moves forward")
     phase = card(page, "arm-0").locator("[data-slot=phase]")
 
     def rewinds() -> bool:
+        take_over_again(page)
         for key in ("w", "b"):
             page.keyboard.down(key)
             page.wait_for_timeout(500)
@@ -173,12 +186,11 @@ def lift_by_gamepad(page: Any, fleet: Fleet) -> None:
     page.evaluate(GAMEPAD)
     page.wait_for_selector("#gamepad:text-is('gamepad: test pad')")
     page.fill("#speed", "100")
-    last, badge = (card(page, "arm-0").locator(f"[data-slot={slot}]") for slot in ("last", "badge"))
+    last = card(page, "arm-0").locator("[data-slot=last]")
     grip = page.locator("#grip")
 
     def lifted() -> bool:
-        if badge.inner_text() == "HOLD":  # the machine was busy: no input for a moment
-            page.keyboard.press("t")
+        take_over_again(page)
         if (action := newest_action(fleet.expert)) is None:
             return False
         x, y, z, opening = action
