@@ -9,6 +9,7 @@ BYTE...``, ``lose COUNT``: that many packets get no response, and ``mute ID``: t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -112,6 +113,9 @@ class Bus:
 
 
 def main(link: Path, count: int) -> None:
+    if hasattr(os, "sched_setscheduler"):  # servos answer at once, however busy the computer is
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     bus = Bus(count)
     master, slave = os.openpty()
     tty.setraw(slave)
