@@ -85,22 +85,26 @@ def test_tool_moves_in_the_wanted_direction(kind: Literal["joint_delta", "joint_
     np.testing.assert_allclose(rest, expected, atol=1e-6)  # without input the joints rest
 
 
+@pytest.mark.parametrize("direction", [(1.0, 0.0, 0.0), (0.6, 0.8, 0.0)])
 @pytest.mark.parametrize("kind", ["joint_delta", "joint_target"])
-def test_joints_keep_their_reduced_speed_and_the_direction(kind: Literal["joint_delta", "joint_target"]) -> None:
-    speeds = []
+def test_joints_keep_their_reduced_speed_and_the_direction(
+    kind: Literal["joint_delta", "joint_target"], direction: tuple[float, float, float]
+) -> None:
+    speeds, ahead = [], np.array(direction)
     for share in (0.25, 0.5, 1.0):
         bench = Bench(kind, reduced_speed=0.1)
         start, before = bench.tool, bench.joints
         for _ in range(STEPS // 4):
-            assert not bench.order("drive", (share, 0.0, 0.0))
+            assert not bench.order("drive", tuple((share * ahead).tolist()))
             request = bench.authority.action(bench.applied, bench.observation)
             bench.step()
             np.testing.assert_array_equal(bench.applied, request)
             moved, before = bench.joints - before, bench.joints
             assert np.abs(moved).max() == pytest.approx(share * 0.1 * bench.spec.period_s, rel=1e-3)
         way = bench.tool - start
-        assert np.linalg.norm(way[1:]) < np.tan(np.deg2rad(1.0)) * way[0]
-        speed = way[0] / (STEPS // 4 * bench.spec.period_s)
+        along = float(way @ ahead)
+        assert np.linalg.norm(way - along * ahead) < np.tan(np.deg2rad(1.0)) * along
+        speed = along / (STEPS // 4 * bench.spec.period_s)
         assert speed == pytest.approx(share * bench.authority.tool_drive.speed, rel=0.02)
         speeds.append(speed)
     np.testing.assert_allclose(speeds, speeds[-1] * np.array([0.25, 0.5, 1.0]), rtol=0.02)

@@ -497,12 +497,12 @@ class ToolDrive:
         self.speed = TOOL_SPEED
 
     def twist(self, twist: Array, tool: Array, joints: Array) -> Array:
-        """A copy of `twist` (a,) whose joints' elements move the tool by the share |`tool`| (3,), in that direction.
+        """A copy of `twist` (a,) whose joints' elements move the tool in the direction of `tool`.
 
-        A joint that would be too fast at the full share makes the tool slower at each share.
+        A joint that would be too fast at full speed makes the tool slower at each share of it.
 
         Args:
-            tool: not all 0.
+            tool: (3,), not all 0; its length is the share of the full speed. A longer one counts as 1.
             joints: (n,) measured positions, in the units of the state.
         """
         length = float(np.linalg.norm(tool))
