@@ -133,9 +133,10 @@ export class Player {
   }
 
   pause() {
-    clearInterval(this.timer);
+    const played = this.timer;
+    clearInterval(played);
     this.timer = null;
-    if (this.video && !this.video.paused) {
+    if (played && this.video) { // it may have come to its end before
       this.video.pause();
       this.show(this.step);
     }
